@@ -1,0 +1,66 @@
+"""Moving the K and V up-projections across the attention: the two algebraic steps of absorption.
+
+``W_UK`` and ``W_UV`` are per-head views of the live parameters, so both steps train them.
+Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
+    """Carry the query into the latent space: ``q_nope . W_UK``, so keys need no expansion.
+
+    Args:
+        q_nope: [S, B, N, nope].
+        w_uk: [N, nope, C].
+
+    Returns:
+        [S, B, N, C].
+    """
+    return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
+
+
+def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
+    """Carry the attended latent to value space: ``o_latent . W_UV^T``, once per query.
+
+    Args:
+        o_latent: [S, B, N, C].
+        w_uv: [N, v, C].
+
+    Returns:
+        [S, B, N, v].
+    """
+    return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
+
+
+def expand_latent(latent: Tensor, weight: Tensor) -> Tensor:
+    """Expand keys or values of every head from the latent: ``latent . W^T``.
+
+    Args:
+        latent: [S, B, C].
+        weight: [N, nope or v, C].
+
+    Returns:
+        [S, B, N, nope or v].
+    """
+    return torch.einsum("sbc,ndc->sbnd", latent, weight)
+
+
+def absorbed_is_cheaper(
+    q_tokens: int, kv_tokens: int, *, kv_lora_rank: int, nope: int, rope: int, v: int
+) -> bool:
+    """Whether the absorbed form needs fewer floating-point operations than the expanded one.
+
+    Per head, expanding costs ``C (nope + v)`` multiply-adds for each key and attention
+    ``nope + rope + v`` for each pair; absorbing costs ``C (nope + v)`` for each query and attention
+    ``2 C + rope`` for each pair. Self-attention over its own tokens is therefore always cheaper
+    expanded; a few queries over many keys, as in decoding, are cheaper absorbed.
+    """
+    per_token = kv_lora_rank * (nope + v)
+    pairs = q_tokens * kv_tokens
+    absorbed = per_token * q_tokens + (2 * kv_lora_rank + rope) * pairs
+    expanded = per_token * kv_tokens + (nope + rope + v) * pairs
+    return absorbed < expanded

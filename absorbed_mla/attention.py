@@ -1,0 +1,297 @@
+"""Multi-head latent attention with matrix absorption, as a Megatron-Core attention module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from absorbed_mla.core_attention import ScoreRules
+from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.projections import build_projections
+from absorbed_mla.rope import RotaryTable, apply_rope
+from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.sharded_state import standard_sharded_state_dict
+from absorbed_mla.state_dict import load_standard_layouts
+from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
+from absorbed_mla.unsupported import refuse_unsupported_arguments, refuse_unsupported_config
+
+
+@dataclass
+class AbsorbedMLASelfAttentionSubmodules:
+    """What :class:`AbsorbedMLASelfAttention` is built of.
+
+    ``linear_q_proj`` is built when ``q_lora_rank`` is None, else ``linear_q_down_proj`` and
+    ``linear_q_up_proj``. The norms are identities when ``qk_layernorm`` is off.
+    """
+
+    linear_kv_down_proj: ModuleSpec | type
+    linear_k_up_proj: ModuleSpec | type
+    linear_v_up_proj: ModuleSpec | type
+    core_attention: ModuleSpec | type
+    linear_proj: ModuleSpec | type
+    q_layernorm: ModuleSpec | type
+    kv_layernorm: ModuleSpec | type
+    linear_q_proj: ModuleSpec | type | None = None
+    linear_q_down_proj: ModuleSpec | type | None = None
+    linear_q_up_proj: ModuleSpec | type | None = None
+
+
+class AbsorbedMLASelfAttention(Attention):
+    """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    hidden_states -> projections -> rope -> core attention (absorbs or expands) -> linear_proj.
+
+    The signature is the host's; ``options`` says how to execute.
+
+    Args:
+        config: Megatron's MLA config.
+        submodules: From ``specs.absorbed_mla_layer_specs``.
+        layer_number: 1-based number of the layer.
+        attn_mask_type: Which keys a token may see.
+        cp_comm_type: Unused without context parallelism.
+        pg_collection: Process groups; None takes Megatron's global ones.
+        pp_layer_offset: Passed on to the host.
+        name: Name of the module instance, passed on to its linear layers.
+        options: None for the defaults.
+
+    Raises:
+        ValueError: If the config asks for something unsupported or inconsistent.
+    """
+
+    config: MLATransformerConfig
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: AbsorbedMLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+        options: AbsorbedMLAOptions | None = None,
+    ) -> None:
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        options = AbsorbedMLAOptions.coerce(options)
+        refuse_unsupported_config(config, pg_collection.cp.size())
+        dims = MLADims.from_config(config, pg_collection.tp.size())
+        super().__init__(
+            config=config,
+            # The host would build both for ordinary attention, at other sizes.
+            submodules=replace(submodules, core_attention=_not_built, linear_proj=_not_built),
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection,
+            pp_layer_offset=pp_layer_offset,
+            name=name,
+        )
+        self.dims = dims
+        self.options = options
+        self.sequence_parallel = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.recompute_up_proj = (
+            config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules
+        )
+        self.softmax_scale = softmax_scale(config, dims)
+        self.rotary = RotaryTable(config)
+        for child, module in build_projections(self, submodules, name).items():
+            setattr(self, child, module)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            dims=dims,
+            attn_mask_type=attn_mask_type,
+            softmax_scale=self.softmax_scale,
+            options=options,
+        )
+        self.register_load_state_dict_pre_hook(load_standard_layouts)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        position_ids: Tensor | None = None,
+        sequence_len_offset: int | None = None,
+        *,
+        inference_params: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: [S, B, hidden_size], packed sequences [S, 1, hidden_size]; S / tp tokens
+                under sequence parallelism. dtype of the parameters.
+            attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S], or None. Hidden besides
+                what ``attn_mask_type`` hides.
+            packed_seq_params: Megatron's boundaries of packed sequences (``thd``).
+
+        Returns:
+            Output in the layout of ``hidden_states``, and the output bias or None.
+
+        Raises:
+            ValueError: For arguments that are unsupported or do not fit each other.
+        """
+        refuse_unsupported_arguments(
+            packed_seq_params,
+            key_value_states=key_value_states,
+            inference_context=inference_context,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            rotary_pos_cos=rotary_pos_cos,
+            rotary_pos_sin=rotary_pos_sin,
+            rotary_pos_cos_sin=rotary_pos_cos_sin,
+            attention_bias=attention_bias,
+            position_ids=position_ids,
+            sequence_len_offset=sequence_len_offset,
+        )
+        layout = self._layout(hidden_states, packed_seq_params)
+        rules = self.core_attention.rules(
+            layout, hidden_states.shape[1], attention_mask, hidden_states.device
+        )
+        q_down, kv_down = self._down_project(hidden_states)
+        w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
+        cos, sin = self._rotary_rows(layout, hidden_states.device)
+        up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
+        run = up_project.checkpoint if up_project else _call
+        operands = run(self._up_project, q_down, kv_down, w_uk, w_uv, cos, sin)
+        attended = self._attend(rules, w_uv, *operands)
+        if up_project:
+            up_project.discard_output_and_register_recompute(attended)
+        return self.linear_proj(attended)
+
+    @property
+    def _recomputes_up_proj(self) -> bool:
+        return self.recompute_up_proj and self.training
+
+    def _layout(self, hidden_states: Tensor, packed_seq_params: Any) -> SequenceLayout:
+        """Check the input and find its sequences."""
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.dims.hidden_size:
+            raise ValueError(
+                f"hidden_states must be [tokens, batch, hidden_size={self.dims.hidden_size}], "
+                f"got {tuple(hidden_states.shape)}"
+            )
+        dtype = self.linear_k_up_proj.weight.dtype
+        if hidden_states.dtype != dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise ValueError(
+                f"hidden_states must have the parameters' dtype {dtype}, got {hidden_states.dtype}"
+            )
+        tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
+        layout = SequenceLayout.from_host(packed_seq_params, hidden_states.shape[0] * tp_size)
+        if layout.packed and hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"packed sequences need hidden_states of batch 1, got {hidden_states.shape[1]}"
+            )
+        return layout
+
+    def _rotary_rows(self, layout: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [S, rope / 2] of every token's position."""
+        cos, sin = self.rotary.cos_sin(layout.max_position, device)
+        if not layout.packed:
+            return cos, sin
+        positions = layout.positions(device)
+        return cos[positions], sin[positions]
+
+    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compress: query [S or S/tp, B, q_lora_rank] (or the input itself) and [latent | k_rope]."""
+        q_down = hidden_states
+        if self.dims.q_lora_rank is not None:
+            q_down, _ = self.linear_q_down_proj(hidden_states)
+            q_down = leave_column_parallel(
+                q_down, self.dims.q_lora_rank, self.tp_group, self.sequence_parallel
+            )
+        kv_down, _ = self.linear_kv_down_proj(hidden_states)
+        kv_down = leave_column_parallel(
+            kv_down, self.dims.kv_down_dim, self.tp_group, self.sequence_parallel
+        )
+        return q_down, kv_down
+
+    def _up_project(
+        self, q_down: Tensor, kv_down: Tensor, w_uk: Tensor, w_uv: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Everything between the down-projections and the attention; what mla_up_proj recomputes.
+
+        Returns:
+            q_rope [S, B, N, rope], latent [S, B, C], k_rope [S, B, rope], then the per-head tensors
+            of the form. None shares memory with an argument, so that all can be dropped.
+        """
+        q_nope, q_rope = self._query(q_down)
+        latent, k_rope = self._latent(kv_down)
+        if self.dims.qk_rope_head_dim:
+            q_rope = apply_rope(q_rope, cos, sin)
+            k_rope = apply_rope(k_rope.unsqueeze(2), cos, sin).squeeze(2)
+        return q_rope, latent, k_rope, *self.core_attention.up_project(q_nope, latent, w_uk, w_uv)
+
+    def _query(self, q_down: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [S, B, N, nope] and unrotated q_rope [S, B, N, rope] of this rank's heads."""
+        if self.dims.q_lora_rank is None:
+            query, _ = self.linear_q_proj(q_down)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(q_down))
+        query = query.unflatten(-1, (self.dims.num_heads_per_rank, self.dims.qk_head_dim))
+        return query.split([self.dims.qk_nope_head_dim, self.dims.qk_rope_head_dim], dim=-1)
+
+    def _latent(self, kv_down: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised latent [S, B, C] and unrotated k_rope [S, B, rope] of all tokens."""
+        widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
+        latent, k_rope = kv_down.split(widths, dim=-1)
+        both = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
+        return enter_head_parallel(both, self.tp_group, self.sequence_parallel).split(widths, dim=-1)
+
+    def _attend(self, rules: ScoreRules, w_uv: Tensor, *operands: Tensor) -> Tensor:
+        """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
+
+        def attend(w_uv, q_rope, latent, k_rope, *per_head):
+            out, _ = self.core_attention.attend(per_head, q_rope, latent, k_rope, w_uv, rules)
+            return out.flatten(2)
+
+        if self.checkpoint_core_attention and self.training:
+            return checkpoint(attend, False, w_uv, *operands)
+        return attend(w_uv, *operands)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Distributed-checkpoint entries, under the names and shapes of Megatron's standard MLA."""
+        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return standard_sharded_state_dict(self, own, prefix, sharded_offsets)
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """Not part of this attention: there is no separate key and value until a form makes them."""
+        raise NotImplementedError(
+            "AbsorbedMLASelfAttention has no query, key and value tensors; its forward works on the "
+            "latent"
+        )
+
+    def backward_dw(self) -> None:
+        """Compute delayed weight gradients of the layers that were applied as layers."""
+        for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"):
+            if hasattr(self, name):
+                getattr(self, name).backward_dw()
+        self.linear_kv_down_proj.backward_dw()
+        self.linear_proj.backward_dw()
+
+
+def _call(function, *args):
+    return function(*args)
+
+
+def _not_built(*args, **kwargs) -> None:
+    """Leave a slot of the host's constructor empty; the subclass fills it."""

@@ -1,0 +1,143 @@
+"""Scaled dot-product attention in plain PyTorch: the reference that every kernel is tested against.
+
+Scores are held for one chunk of query tokens at a time, in forward and backward; backward
+recomputes them from the log-sum-exp (FlashAttention, arXiv:2205.14135). Arithmetic is fp32 (fp64
+for fp64 inputs), whatever the input dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.scores import ScoreRules
+
+
+def reference_attention(
+    q_content: Tensor,
+    q_rope: Tensor,
+    k_content: Tensor,
+    k_rope: Tensor,
+    value: Tensor | None,
+    rules: ScoreRules,
+) -> tuple[Tensor, Tensor]:
+    """Attention whose scores are ``q_content . k_content + q_rope . k_rope``.
+
+    Args:
+        q_content: [S, B, N, D]; the absorbed query (D = C) or q_nope.
+        q_rope: [S, B, N, rope]; rope may be 0.
+        k_content: [S, B, K, D] with K = 1 (one latent head for all queries) or K = N.
+        k_rope: [S, B, rope], shared by all heads.
+        value: [S, B, K, V], or None where the value is ``k_content`` itself.
+        rules: Scale, mask, sequences and dropout.
+
+    Returns:
+        Output [S, B, N, V] in the dtype of ``q_content`` and LSE [S, B, N] in fp32 (fp64). A token
+        that may attend to nothing, such as padding between sequences, gets output 0 and LSE -inf.
+    """
+    return _Attention.apply(q_content, q_rope, k_content, k_rope, value, rules)
+
+
+class _Attention(torch.autograd.Function):
+    """Chunked attention with a hand-written backward, so that no chunk's scores are kept."""
+
+    @staticmethod
+    def forward(ctx, q_content, q_rope, k_content, k_rope, value, rules: ScoreRules):
+        v = k_content if value is None else value
+        compute = torch.promote_types(q_content.dtype, torch.float32)
+        out = q_content.new_zeros(*q_content.shape[:3], v.shape[-1])
+        lse = q_content.new_full(q_content.shape[:3], -torch.inf, dtype=compute)
+        for chunk in rules.chunks():
+            q, k = chunk.queries, chunk.keys
+            scores = _scores(
+                q_content[q].to(compute), q_rope[q].to(compute), k_content[k], k_rope[k], rules.scale
+            )
+            chunk_lse, probs = _softmax(rules.mask(scores, chunk))
+            keep = rules.keep_mask(probs, chunk)
+            if keep is not None:
+                probs = probs * keep
+            out[q] = _weighted_sum(probs, v[k].to(compute)).to(out.dtype)
+            lse[q] = chunk_lse.permute(2, 0, 1)
+        ctx.rules = rules
+        ctx.save_for_backward(q_content, q_rope, k_content, k_rope, value, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        q_content, q_rope, k_content, k_rope, value, out, lse = ctx.saved_tensors
+        rules: ScoreRules = ctx.rules
+        compute = lse.dtype
+        v = k_content if value is None else value
+        dq_content, dq_rope = torch.zeros_like(q_content), torch.zeros_like(q_rope)
+        dk_content = torch.zeros_like(k_content, dtype=compute)
+        dk_rope = torch.zeros_like(k_rope, dtype=compute)
+        dv = dk_content if value is None else torch.zeros_like(value, dtype=compute)
+        for chunk in rules.chunks():
+            q, k = chunk.queries, chunk.keys
+            qc, qr = q_content[q].to(compute), q_rope[q].to(compute)
+            kc, kr, do = k_content[k].to(compute), k_rope[k].to(compute), grad_out[q].to(compute)
+            scores = rules.mask(_scores(qc, qr, kc, kr, rules.scale), chunk)
+            probs = _probabilities(scores, lse[q].permute(1, 2, 0))
+            keep = rules.keep_mask(probs, chunk)
+            dropped = probs if keep is None else probs * keep
+            dv[k] += _reduce_heads("bnqk,qbnv->kbnv", dropped, do, v.shape[2])
+            dprobs = _dot_values(do, v[k].to(compute))
+            if keep is not None:
+                dprobs = dprobs * keep
+            # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
+            delta = (out[q].to(compute) * do).sum(-1) - grad_lse[q]
+            dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
+            dq_content[q] = _weighted_sum(dscores, kc).to(dq_content.dtype)
+            dk_content[k] += _reduce_heads("bnqk,qbnd->kbnd", dscores, qc, k_content.shape[2])
+            dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr).to(dq_rope.dtype)
+            dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
+        grad_value = None if value is None else dv.to(value.dtype)
+        return (
+            dq_content,
+            dq_rope,
+            dk_content.to(k_content.dtype),
+            dk_rope.to(k_rope.dtype),
+            grad_value,
+            None,
+        )
+
+
+def _scores(q_content: Tensor, q_rope: Tensor, k_content: Tensor, k_rope: Tensor, scale: float):
+    """Scaled scores [B, N, Q, K] of a chunk, in the dtype of the queries."""
+    scores = _dot_values(q_content, k_content.to(q_content.dtype))
+    if k_rope.shape[-1]:
+        scores = scores + torch.einsum("qbnr,kbr->bnqk", q_rope, k_rope.to(q_rope.dtype))
+    return scores * scale
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Row-wise log-sum-exp [B, N, Q] and probabilities; a fully masked row gets -inf and zeros."""
+    lse = torch.logsumexp(scores, dim=-1)
+    return lse, _probabilities(scores, lse)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    # -inf - -inf would be NaN; a row without keys has no probability to distribute.
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+
+
+def _dot_values(left: Tensor, right: Tensor) -> Tensor:
+    """Dot products [B, N, Q, K] of ``left`` [Q, B, N, D] with ``right`` [K, B, 1 or N, D]."""
+    if right.shape[2] == 1:
+        return torch.einsum("qbnd,kbd->bnqk", left, right[:, :, 0])
+    return torch.einsum("qbnd,kbnd->bnqk", left, right)
+
+
+def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Sum [Q, B, N, D] of ``rows`` [K, B, 1 or N, D] with ``weights`` [B, N, Q, K]."""
+    if rows.shape[2] == 1:
+        return torch.einsum("bnqk,kbd->qbnd", weights, rows[:, :, 0])
+    return torch.einsum("bnqk,kbnd->qbnd", weights, rows)
+
+
+def _reduce_heads(equation: str, weights: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """``equation`` with its head axis kept, or summed where all heads share one key."""
+    if heads == 1 and weights.shape[1] != 1:
+        inputs, output = equation.split("->")
+        return torch.einsum(f"{inputs}->{output.replace('n', '')}", weights, rows).unsqueeze(2)
+    return torch.einsum(equation, weights, rows)

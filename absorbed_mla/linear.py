@@ -1,0 +1,92 @@
+"""The linear layers that Megatron's local backend lacks or that MLA uses in its own way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
+from torch import Tensor, nn
+
+
+class DuplicatedLinear(nn.Module):
+    """A linear layer held whole by every tensor-parallel rank, without bias.
+
+    Under sequence parallelism a rank sees its own tokens only, so the weight's gradient is partial
+    and marked for Megatron's sum over the tensor-parallel group, as TransformerEngine's layers do.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Callable[[Tensor], object],
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        **_host_kwargs,
+    ) -> None:
+        super().__init__()
+        self.tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        if config.perform_initialization:
+            # The default generator is in step on all tensor-parallel ranks, so they agree.
+            init_method(self.weight)
+        self.weight.allreduce = True
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map ``x`` [..., input_size] to [..., output_size]; the second value is the absent bias."""
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """One tensor, replicated over tensor- and data-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+    def backward_dw(self) -> None:
+        """Nothing is delayed: autograd computes the weight's gradient."""
+
+
+class HeadwiseUpProjection(ColumnParallelLinear):
+    """W_UK or W_UV, sharded by heads, handed out as a weight instead of being applied.
+
+    Where it multiplies depends on the form: the query (absorbed), the latent (expanded), or the
+    output. It is still called like a module, because Megatron's overlapped parameter gather waits
+    in the forward hooks of the module that owns the parameter.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        head_dim: int,
+        **kwargs,
+    ) -> None:
+        # Autograd accumulates this weight's gradient, so the fused accumulation of the host's GEMMs
+        # must not be demanded; it may be on for the other layers.
+        own_config = copy.copy(config)
+        own_config.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=own_config, **kwargs)
+        self.head_dim = head_dim
+
+    def forward(self) -> Tensor:
+        """The live weight as [N, head_dim, C], a view of the parameter."""
+        return self.weight.view(-1, self.head_dim, self.input_size)

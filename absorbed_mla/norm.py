@@ -1,0 +1,53 @@
+"""RMSNorm that works under sequence parallelism without TransformerEngine or apex."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim (arXiv:1910.07467), with the host's constructor.
+
+    Under sequence parallelism every rank normalises its own tokens, so the weight's gradient is
+    partial. ``weight.sequence_parallel`` tells Megatron's ``finalize_model_grads`` to sum it over
+    the tensor-parallel group; Megatron's own local norm lacks the mark and refuses that mode.
+
+    Args:
+        config: Read for ``params_dtype``, ``sequence_parallel`` and ``layernorm_zero_centered_gamma``.
+        hidden_size: Width of the last dim.
+        eps: Added to the mean square.
+
+    Raises:
+        ValueError: If ``config.normalization`` asks for another norm.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_host_kwargs
+    ) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(
+                f"the local backend has RMSNorm only, got normalization={config.normalization!r}"
+            )
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        initial = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` [..., hidden_size] in fp32 (fp64 for fp64) and return its dtype."""
+        compute = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(compute)
+        if self.zero_centered:
+            weight = weight + 1
+        normed = x.to(compute)
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Width and epsilon, for ``print(model)``."""
+        return f"{self.weight.numel()}, eps={self.eps}"

@@ -1,0 +1,68 @@
+"""Options of the attention that Megatron's config has no field for."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+FORMS = ("auto", "absorbed", "expanded")
+DOWN_PROJECTIONS = ("duplicated", "column_parallel")
+CORE_ATTENTION_BACKENDS = ("auto", "reference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsorbedMLAOptions:
+    """How to execute an MLA layer. Every choice computes the same function of the same weights.
+
+    Attributes:
+        form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
+            attention); ``"expanded"`` expands keys and values from the latent (multi-head
+            attention); ``"auto"`` takes the one with fewer floating-point operations.
+        down_projection: ``"duplicated"`` keeps the whole Q and KV down-projections on every
+            tensor-parallel rank, ``"column_parallel"`` shards their rows.
+        latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
+            ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
+        core_attention_backend: ``"reference"`` is the PyTorch implementation; ``"auto"`` takes the
+            fastest that can run.
+        query_chunk_size: Query tokens whose scores the reference backend holds at a time.
+
+    Raises:
+        ValueError: On construction, naming the option, what it got and what it accepts.
+    """
+
+    form: str = "auto"
+    down_projection: str = "duplicated"
+    latent_norm_eps: float | None = None
+    core_attention_backend: str = "auto"
+    query_chunk_size: int = 256
+
+    def __post_init__(self) -> None:
+        _require_one_of("form", self.form, FORMS)
+        _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
+        _require_one_of(
+            "core_attention_backend", self.core_attention_backend, CORE_ATTENTION_BACKENDS
+        )
+        eps = self.latent_norm_eps
+        if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):
+            raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")
+        chunk = self.query_chunk_size
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"query_chunk_size must be an integer of at least 1, got {chunk!r}")
+
+    @classmethod
+    def coerce(cls, options: AbsorbedMLAOptions | None) -> AbsorbedMLAOptions:
+        """Return ``options``, or the defaults for None."""
+        if options is None:
+            return cls()
+        if not isinstance(options, cls):
+            raise ValueError(f"options must be an AbsorbedMLAOptions or None, got {options!r}")
+        return options
+
+    def replace(self, **changes) -> AbsorbedMLAOptions:
+        """Return a copy with some options changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _require_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")

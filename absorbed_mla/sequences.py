@@ -1,0 +1,121 @@
+"""Where sequences lie along the token axis, and which position each token has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Sequences along the token axis of ``sbhd`` and ``thd`` tensors, in plain integers.
+
+    Attributes:
+        num_tokens: Length S of the token axis, over all tensor-parallel ranks.
+        starts: First token of each sequence.
+        lengths: Tokens of each sequence, padding after it not counted.
+        slots: Tokens from each sequence's start to the next one's, padding counted.
+        packed: Whether the token axis holds several sequences (``thd``).
+    """
+
+    num_tokens: int
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    slots: tuple[int, ...]
+    packed: bool
+
+    @classmethod
+    def dense(cls, num_tokens: int) -> SequenceLayout:
+        """One sequence of ``num_tokens`` along the axis (``sbhd``; the batch is another axis)."""
+        return cls(num_tokens, (0,), (num_tokens,), (num_tokens,), packed=False)
+
+    @classmethod
+    def from_host(cls, params: PackedSeqParams | None, num_tokens: int) -> SequenceLayout:
+        """Read Megatron's ``packed_seq_params``; None means one dense sequence.
+
+        Raises:
+            ValueError: If the boundaries are malformed or do not cover ``num_tokens``.
+        """
+        if params is None:
+            return cls.dense(num_tokens)
+        if params.qkv_format == "sbhd" and params.cu_seqlens_q is None:
+            return cls.dense(num_tokens)
+        if params.qkv_format != "thd":
+            raise ValueError(
+                "packed_seq_params.qkv_format must be 'thd' where cu_seqlens are given, "
+                f"got {params.qkv_format!r}"
+            )
+        bounds = _boundaries("cu_seqlens_q", params.cu_seqlens_q)
+        padded = bounds
+        if params.cu_seqlens_q_padded is not None:
+            padded = _boundaries("cu_seqlens_q_padded", params.cu_seqlens_q_padded)
+        _require_same("cu_seqlens_kv", params.cu_seqlens_kv, "cu_seqlens_q", bounds)
+        _require_same("cu_seqlens_kv_padded", params.cu_seqlens_kv_padded, "cu_seqlens_q_padded", padded)
+        return cls._packed(bounds, padded, num_tokens)
+
+    @classmethod
+    def _packed(cls, bounds: list[int], padded: list[int], num_tokens: int) -> SequenceLayout:
+        name = "cu_seqlens_q" if padded is bounds else "cu_seqlens_q_padded"
+        if len(padded) != len(bounds):
+            raise ValueError(
+                f"cu_seqlens_q_padded has {len(padded)} entries, cu_seqlens_q has {len(bounds)}"
+            )
+        if padded[-1] != num_tokens:
+            raise ValueError(f"{name} ends at {padded[-1]}, but there are {num_tokens} tokens")
+        lengths = tuple(b - a for a, b in zip(bounds, bounds[1:]))
+        slots = tuple(b - a for a, b in zip(padded, padded[1:]))
+        for i, (length, slot) in enumerate(zip(lengths, slots)):
+            if length > slot:
+                raise ValueError(
+                    f"sequence {i} has {length} tokens by cu_seqlens_q, "
+                    f"but only {slot} by cu_seqlens_q_padded"
+                )
+        return cls(num_tokens, tuple(padded[:-1]), lengths, slots, packed=True)
+
+    @property
+    def max_position(self) -> int:
+        """One more than the largest position of any token."""
+        return max(self.slots, default=0)
+
+    def segments(self) -> list[tuple[int, int]]:
+        """(start, end) of every sequence that has tokens; padding lies outside of all of them."""
+        return [(s, s + n) for s, n in zip(self.starts, self.lengths) if n]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Position of each token within its own sequence, int64 [S]. Padding counts on."""
+        tokens = torch.arange(self.num_tokens, device=device)
+        if not self.packed:
+            return tokens
+        starts = torch.tensor(self.starts, device=device)
+        slots = torch.tensor(self.slots, device=device)
+        return tokens - starts.repeat_interleave(slots, output_size=self.num_tokens)
+
+
+def _boundaries(name: str, cu_seqlens: Tensor | None) -> list[int]:
+    """The entries of ``cu_seqlens`` as integers, checked."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"packed_seq_params.{name} must be a 1-d tensor of at least 2 entries for 'thd', "
+            f"got {_describe(cu_seqlens)}"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"packed_seq_params.{name} must be int32 or int64, got {cu_seqlens.dtype}")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"packed_seq_params.{name} must start at 0 and not decrease, got {bounds}")
+    return bounds
+
+
+def _require_same(name: str, value: Tensor | None, other: str, bounds: list[int]) -> None:
+    if value is not None and _boundaries(name, value) != bounds:
+        raise ValueError(
+            f"packed_seq_params.{name} must equal {other} in self-attention, "
+            f"got {value.tolist()} and {bounds}"
+        )
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

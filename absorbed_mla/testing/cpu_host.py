@@ -1,0 +1,81 @@
+"""Run Megatron-Core on a machine without a GPU, for tests, CI and the quickstart.
+
+Megatron-Core asks ``torch.cuda`` for its device, its random-number state and its streams in many
+places that have nothing to do with a kernel. :func:`enable_cpu_host` answers those questions with
+the CPU's. It does nothing where CUDA is available, so one script serves both kinds of machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+_ENABLED = False
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event: every wait is already over."""
+
+    device_index = 0
+    device_type = 1
+    stream_id = 0
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def __getattr__(self, name: str):
+        return lambda *args, **kwargs: None
+
+
+def enable_cpu_host() -> bool:
+    """Substitute the ``torch.cuda`` calls that Megatron-Core makes on its way, once per process.
+
+    Returns:
+        True if the process now runs on the CPU, False if a GPU is there and nothing was changed.
+    """
+    global _ENABLED
+    if torch.cuda.is_available():
+        return False
+    if not _ENABLED:
+        _replace_cuda_questions()
+        _replace_rng_state()
+        _ENABLED = True
+    return True
+
+
+def _replace_cuda_questions() -> None:
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.empty_cache = lambda: None
+    torch.cuda.current_stream = lambda device=None: _NoStream()
+    torch.cuda.Stream = _NoStream
+    torch.cuda.Event = _NoStream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.tensor = _without_pin_memory(torch.tensor)
+    torch.empty = _without_pin_memory(torch.empty)
+
+
+def _without_pin_memory(function):
+    """Pinned memory exists only for copies to a GPU."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _replace_rng_state() -> None:
+    from megatron.core.tensor_parallel import random as host_random
+
+    host_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    host_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -1,0 +1,92 @@
+"""What the host may ask for and this attention refuses, each with one clear error."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+# Config field -> (values that are fine, what to do instead).
+_CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
+    "multi_latent_attention": ((True,), "AbsorbedMLASelfAttention is an MLA layer"),
+    "context_parallel_size": ((1, None), "context parallelism is not supported yet"),
+    "fp8": ((None, False), "train in fp32, fp16 or bf16"),
+    "fp4": ((None, False), "train in fp32, fp16 or bf16"),
+    "qk_clip": ((False,), "QK-clip is not supported yet"),
+    "log_max_attention_logit": ((False,), "attention logits are not recorded yet"),
+    "cache_mla_latents": ((False,), "inference is not supported yet"),
+    "flash_decode": ((False,), "inference is not supported yet"),
+    "experimental_attention_variant": ((None,), "attention is dense"),
+    "apply_rope_fusion": ((False,), "RoPE is computed unfused, in fp32"),
+    "mla_down_proj_fusion": ((False,), "Q and KV down-projections are separate"),
+    "attention_output_gate": ((False,), "the output is not gated"),
+    "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
+    "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
+    "window_size": ((None,), "attention is not windowed"),
+    "softmax_type": (("vanilla",), "attention has no sink"),
+}
+_OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
+
+
+def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> None:
+    """Refuse config fields that would otherwise be ignored.
+
+    Raises:
+        ValueError: Naming the field, what it is and what is supported.
+    """
+    for name, (accepted, advice) in _CONFIG_FIELDS.items():
+        value = getattr(config, name, accepted[0])
+        if value not in accepted:
+            raise ValueError(
+                f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
+                f"set it to {accepted[0]!r}"
+            )
+    if cp_size > 1:
+        raise ValueError(
+            f"AbsorbedMLASelfAttention does not support a context-parallel group of {cp_size} ranks "
+            "yet; use 1"
+        )
+    if config.num_query_groups not in (None, config.num_attention_heads):
+        raise ValueError(
+            f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "
+            f"(MLA has no query groups), got {config.num_query_groups}"
+        )
+    if getattr(config, "fine_grained_activation_offloading", False):
+        asked = [m for m in config.offload_modules or () if m in _OFFLOAD_MODULES]
+        if asked:
+            raise ValueError(
+                f"offload_modules={asked} are not supported by AbsorbedMLASelfAttention; leave out "
+                f"{', '.join(_OFFLOAD_MODULES)}, or recompute with recompute_modules"
+            )
+
+
+def refuse_unsupported_arguments(packed_seq_params, **arguments: object) -> None:
+    """Refuse arguments of the host's ``forward`` that have no meaning for this attention.
+
+    Raises:
+        ValueError: Naming the argument and what is supported.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"AbsorbedMLASelfAttention.forward does not support {name} "
+                f"({_REASONS[name]}); pass None, got {type(value).__name__}"
+            )
+    local_cp_size = getattr(packed_seq_params, "local_cp_size", None)
+    if local_cp_size not in (None, 1):
+        raise ValueError(
+            "context parallelism is not supported yet: packed_seq_params.local_cp_size must be None "
+            f"or 1, got {local_cp_size}"
+        )
+
+
+_REASONS = {
+    "key_value_states": "it is self-attention",
+    "inference_context": "inference is not supported yet",
+    "inference_params": "inference is not supported yet",
+    "sequence_len_offset": "inference is not supported yet",
+    "rotary_pos_emb": "MLA makes its own rotary embedding",
+    "rotary_pos_cos": "MLA makes its own rotary embedding",
+    "rotary_pos_sin": "MLA makes its own rotary embedding",
+    "rotary_pos_cos_sin": "MLA makes its own rotary embedding",
+    "position_ids": "positions follow from the sequence layout",
+    "attention_bias": "scores take a mask, not a bias",
+}
