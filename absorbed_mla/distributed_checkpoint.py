@@ -1,0 +1,131 @@
+"""Weights of a whole model to and from Megatron's distributed checkpoints, whoever wrote them.
+
+Standard and absorbed models differ in a few names only, because the same norm is a module of its
+own in local layers and part of a linear layer in TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+)
+from torch import nn
+
+from absorbed_mla.state_dict import FUSED_NORMS
+
+# Name in local layers -> name in TransformerEngine's fused layers, as suffixes of a key.
+NORM_NAMES = {**FUSED_NORMS, "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+
+
+def load_model_weights(model: nn.Module, checkpoint_dir: str | Path) -> None:
+    """Load a model's weights from a distributed checkpoint of a standard or absorbed MLA model.
+
+    Collective over all ranks. The checkpoint may come from another tensor- or pipeline-parallel
+    size, and from local or TransformerEngine layers.
+
+    Args:
+        model: A Megatron model (or part of one, under the same names), not wrapped for DDP.
+        checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote.
+
+    Raises:
+        ValueError: If the folder is no distributed checkpoint, or weights are missing or of other
+            shapes; all of them are listed.
+    """
+    checkpoint_dir = str(checkpoint_dir)
+    if not dist_checkpointing.check_is_distributed_checkpoint(checkpoint_dir):
+        raise ValueError(f"{checkpoint_dir} is not a distributed checkpoint (no metadata.json)")
+    saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir)
+    shapes = {key: tuple(tensor.global_shape) for key, tensor in saved.items()}
+    numbered = any(re.search(r"\.layers\.\d+\.", key) for key in shapes)
+    requested = model_sharded_state_dict(model, non_homogeneous_layers=numbered)
+    # Extra states hold nothing outside FP8; the layers that keep one differ between backends.
+    requested = {k: v for k, v in requested.items() if not isinstance(v, ShardedObject)}
+    for entry in nested_values(requested):
+        entry.key = _name_in(shapes, entry.key)
+    _check_complete(requested, shapes, checkpoint_dir)
+    loaded = dist_checkpointing.load(requested, checkpoint_dir)
+    model.load_state_dict({**_extra_states(model), **loaded})
+
+
+def model_sharded_state_dict(
+    model: nn.Module, *, non_homogeneous_layers: bool = True
+) -> ShardedStateDict:
+    """``model.sharded_state_dict()`` with the metadata that Megatron 0.19 expects.
+
+    Args:
+        model: A Megatron model.
+        non_homogeneous_layers: Whether layers are saved under their numbers instead of stacked;
+            models with dense and MoE layers always are.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": non_homogeneous_layers}
+    return model.sharded_state_dict(metadata=metadata)
+
+
+def save_model_weights(
+    model: nn.Module, checkpoint_dir: str | Path, *, norm_names: str | None = None
+) -> None:
+    """Write a model's weights as a distributed checkpoint that standard MLA models can load.
+
+    Args:
+        model: A Megatron model, not wrapped for DDP.
+        checkpoint_dir: An existing empty folder.
+        norm_names: ``"local"`` or ``"transformer_engine"``: the layers of the model that is to load
+            it; None writes the names of this model's own backend.
+
+    Raises:
+        ValueError: If ``norm_names`` is unknown.
+    """
+    if norm_names not in (None, "local", "transformer_engine"):
+        raise ValueError(
+            f"norm_names must be None, 'local' or 'transformer_engine'; got {norm_names!r}"
+        )
+    entries = model_sharded_state_dict(model)
+    if norm_names is not None:
+        for entry in nested_values(entries):
+            if isinstance(entry, ShardedBase):
+                entry.key = _renamed(entry.key, fused=norm_names == "transformer_engine")
+    dist_checkpointing.save(entries, str(checkpoint_dir))
+
+
+def _extra_states(model: nn.Module) -> dict[str, None]:
+    return {key: None for key in model.state_dict() if key.endswith("_extra_state")}
+
+
+def _renamed(key: str, fused: bool) -> str:
+    for local, te in NORM_NAMES.items():
+        old, new = (local, te) if fused else (te, local)
+        if key.endswith(old):
+            return key.removesuffix(old) + new
+    return key
+
+
+def _name_in(saved: dict[str, tuple], key: str) -> str:
+    """The name under which ``key``'s tensor is saved; ``key`` itself where it is not."""
+    for candidate in (key, _renamed(key, fused=True), _renamed(key, fused=False)):
+        if candidate in saved:
+            return candidate
+    return key
+
+
+def _check_complete(requested: ShardedStateDict, saved: dict[str, tuple], where: str) -> None:
+    problems = set()
+    for entry in nested_values(requested):
+        tensors = entry.build() if hasattr(entry, "build") else [entry]
+        for tensor in nested_values(tensors) if isinstance(tensors, dict) else tensors:
+            if tensor.key not in saved:
+                problems.add(f"{tensor.key} is missing, this model needs {tuple(tensor.global_shape)}")
+            elif tuple(tensor.global_shape) != saved[tensor.key]:
+                problems.add(
+                    f"{tensor.key} has shape {saved[tensor.key]}, "
+                    f"this model needs {tuple(tensor.global_shape)}"
+                )
+    if problems:
+        raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))
