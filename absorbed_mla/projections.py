@@ -54,6 +54,7 @@ def build_projections(
             hidden_size=width,
             eps=config.layernorm_epsilon if eps is None else eps,
         )
+        _mark_replicated(built[child], attention)
 
     if dims.q_lora_rank is None:
         linear("linear_q_proj", dims.hidden_size, dims.num_heads * dims.qk_head_dim, gather_output=False)
@@ -78,6 +79,18 @@ def build_projections(
         input_is_parallel=True,
     )
     return built
+
+
+def _mark_replicated(norm: nn.Module, attention: AbsorbedMLASelfAttention) -> None:
+    """Keep Megatron from summing a latent norm's gradient, which every rank has whole.
+
+    Its finalize_model_grads takes any parameter with ``q_layernorm`` in its name for the per-head
+    norm of ordinary attention and sums it over tensor-parallel ranks, also without sequence
+    parallelism (0.19.2). Asked for the average instead, it leaves equal gradients as they are.
+    """
+    if not attention.sequence_parallel:
+        for parameter in norm.parameters():
+            parameter.average_gradients_across_tp_domain = True
 
 
 def _check_divisible(attention: AbsorbedMLASelfAttention, child: str, outputs: int) -> None:
