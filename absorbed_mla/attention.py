@@ -103,7 +103,8 @@ class AbsorbedMLASelfAttention(Attention):
         self.options = options
         self.sequence_parallel = config.sequence_parallel and pg_collection.tp.size() > 1
         self.recompute_up_proj = (
-            config.recompute_granularity == "selective" and "mla_up_proj" in config.recompute_modules
+            config.recompute_granularity == "selective"
+            and "mla_up_proj" in config.recompute_modules
         )
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
@@ -191,7 +192,9 @@ class AbsorbedMLASelfAttention(Attention):
                 f"got {tuple(hidden_states.shape)}"
             )
         dtype = self.linear_k_up_proj.weight.dtype
-        if hidden_states.dtype != dtype and not torch.is_autocast_enabled(hidden_states.device.type):
+        if hidden_states.dtype != dtype and not torch.is_autocast_enabled(
+            hidden_states.device.type
+        ):
             raise ValueError(
                 f"hidden_states must have the parameters' dtype {dtype}, got {hidden_states.dtype}"
             )
@@ -212,7 +215,7 @@ class AbsorbedMLASelfAttention(Attention):
         return cos[positions], sin[positions]
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compress: query [S or S/tp, B, q_lora_rank] (or the input itself) and [latent | k_rope]."""
+        """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
         q_down = hidden_states
         if self.dims.q_lora_rank is not None:
             q_down, _ = self.linear_q_down_proj(hidden_states)
@@ -255,7 +258,8 @@ class AbsorbedMLASelfAttention(Attention):
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
         both = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
-        return enter_head_parallel(both, self.tp_group, self.sequence_parallel).split(widths, dim=-1)
+        both = enter_head_parallel(both, self.tp_group, self.sequence_parallel)
+        return both.split(widths, dim=-1)
 
     def _attend(self, rules: ScoreRules, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
@@ -274,10 +278,10 @@ class AbsorbedMLASelfAttention(Attention):
         return standard_sharded_state_dict(self, own, prefix, sharded_offsets)
 
     def get_query_key_value_tensors(self, *args, **kwargs):
-        """Not part of this attention: there is no separate key and value until a form makes them."""
+        """Not part of this attention: no key or value exists until a form makes them."""
         raise NotImplementedError(
-            "AbsorbedMLASelfAttention has no query, key and value tensors; its forward works on the "
-            "latent"
+            "AbsorbedMLASelfAttention has no query, key and value tensors; its forward works on "
+            "the latent"
         )
 
     def backward_dw(self) -> None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MLADims:
-    """Dimensions of a multi-head latent attention layer (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+    """Dimensions of a multi-head latent attention layer (arXiv:2405.04434, section 2.1).
 
     Attributes:
         hidden_size: Width of the hidden states.
@@ -49,7 +49,13 @@ class MLADims:
             ValueError: If a dimension is not positive, the rotary width is odd, or the heads do
                 not divide by ``tp_size``.
         """
-        for name in ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"):
+        for name in (
+            "hidden_size",
+            "num_attention_heads",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "v_head_dim",
+        ):
             if getattr(config, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
         if config.q_lora_rank is not None and config.q_lora_rank < 1:
@@ -87,14 +93,14 @@ class MLADims:
 
 
 def yarn_mscale(scaling_factor: float, mscale: float) -> float:
-    """YaRN's attention temperature (arXiv:2309.00071, eq. 22, with DeepSeek's ``mscale`` factor)."""
+    """YaRN's attention temperature (arXiv:2309.00071, eq. 22) with DeepSeek's ``mscale``."""
     if scaling_factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(scaling_factor) + 1.0
 
 
 def softmax_scale(config: MLATransformerConfig, dims: MLADims) -> float:
-    """Scale of the attention scores: ``mscale_all_dim``'s temperature squared over sqrt(nope + rope).
+    """Scale of the scores: ``mscale_all_dim``'s temperature squared over sqrt(nope + rope).
 
     The head dim is the unabsorbed one in both forms: absorbing changes how a score is computed, not
     the score. As in Megatron's MLA, the temperature applies for every ``rope_type``.

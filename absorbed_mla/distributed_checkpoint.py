@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -55,7 +56,7 @@ def load_model_weights(model: nn.Module, checkpoint_dir: str | Path) -> None:
 
 
 def model_sharded_state_dict(
-    model: nn.Module, *, non_homogeneous_layers: bool = True
+    model: Any, *, non_homogeneous_layers: bool = True
 ) -> ShardedStateDict:
     """``model.sharded_state_dict()`` with the metadata that Megatron 0.19 expects.
 
@@ -120,12 +121,12 @@ def _check_complete(requested: ShardedStateDict, saved: dict[str, tuple], where:
     for entry in nested_values(requested):
         tensors = entry.build() if hasattr(entry, "build") else [entry]
         for tensor in nested_values(tensors) if isinstance(tensors, dict) else tensors:
+            needed = tuple(tensor.global_shape)
             if tensor.key not in saved:
-                problems.add(f"{tensor.key} is missing, this model needs {tuple(tensor.global_shape)}")
-            elif tuple(tensor.global_shape) != saved[tensor.key]:
+                problems.add(f"{tensor.key} is missing, this model needs {needed}")
+            elif needed != saved[tensor.key]:
                 problems.add(
-                    f"{tensor.key} has shape {saved[tensor.key]}, "
-                    f"this model needs {tuple(tensor.global_shape)}"
+                    f"{tensor.key} has shape {saved[tensor.key]}, this model needs {needed}"
                 )
     if problems:
         raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))

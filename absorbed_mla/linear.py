@@ -13,6 +13,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
 
+from absorbed_mla.norm import mark_parameter
+
 
 class DuplicatedLinear(nn.Module):
     """A linear layer held whole by every tensor-parallel rank, without bias.
@@ -40,12 +42,15 @@ class DuplicatedLinear(nn.Module):
         if config.perform_initialization:
             # The default generator is in step on all tensor-parallel ranks, so they agree.
             init_method(self.weight)
-        self.weight.allreduce = True
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.weight.tensor_model_parallel = False
+        mark_parameter(
+            self.weight,
+            allreduce=True,
+            sequence_parallel=config.sequence_parallel,
+            tensor_model_parallel=False,
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map ``x`` [..., input_size] to [..., output_size]; the second value is the absent bias."""
+        """Map ``x`` [..., input_size] to [..., output_size]; the second value is no bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

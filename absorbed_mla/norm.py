@@ -15,7 +15,8 @@ class RMSNorm(nn.Module):
     the tensor-parallel group; Megatron's own local norm lacks the mark and refuses that mode.
 
     Args:
-        config: Read for ``params_dtype``, ``sequence_parallel`` and ``layernorm_zero_centered_gamma``.
+        config: Read for ``normalization``, ``params_dtype``, ``sequence_parallel`` and
+            ``layernorm_zero_centered_gamma``.
         hidden_size: Width of the last dim.
         eps: Added to the mean square.
 
@@ -36,7 +37,7 @@ class RMSNorm(nn.Module):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_parameter(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` [..., hidden_size] in fp32 (fp64 for fp64) and return its dtype."""
@@ -51,3 +52,9 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Width and epsilon, for ``print(model)``."""
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+def mark_parameter(parameter: nn.Parameter, **marks: bool) -> None:
+    """Set the attributes by which Megatron decides how a parameter's gradient is reduced."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
+
+from absorbed_mla.norm import mark_parameter
 
 if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention, AbsorbedMLASelfAttentionSubmodules
@@ -57,11 +59,21 @@ def build_projections(
         _mark_replicated(built[child], attention)
 
     if dims.q_lora_rank is None:
-        linear("linear_q_proj", dims.hidden_size, dims.num_heads * dims.qk_head_dim, gather_output=False)
+        linear(
+            "linear_q_proj",
+            dims.hidden_size,
+            dims.num_heads * dims.qk_head_dim,
+            gather_output=False,
+        )
     else:
         down("linear_q_down_proj", dims.q_lora_rank)
         norm("q_layernorm", dims.q_lora_rank)
-        linear("linear_q_up_proj", dims.q_lora_rank, dims.num_heads * dims.qk_head_dim, gather_output=False)
+        linear(
+            "linear_q_up_proj",
+            dims.q_lora_rank,
+            dims.num_heads * dims.qk_head_dim,
+            gather_output=False,
+        )
     down("linear_kv_down_proj", dims.kv_down_dim)
     norm("kv_layernorm", dims.kv_lora_rank)
     for child, head_dim in (
@@ -90,7 +102,7 @@ def _mark_replicated(norm: nn.Module, attention: AbsorbedMLASelfAttention) -> No
     """
     if not attention.sequence_parallel:
         for parameter in norm.parameters():
-            parameter.average_gradients_across_tp_domain = True
+            mark_parameter(parameter, average_gradients_across_tp_domain=True)
 
 
 def _check_divisible(attention: AbsorbedMLASelfAttention, child: str, outputs: int) -> None:
@@ -103,7 +115,7 @@ def _check_divisible(attention: AbsorbedMLASelfAttention, child: str, outputs: i
 
 
 def _check_sharding(
-    attention: AbsorbedMLASelfAttention, child: str, module: nn.Module, outputs: int
+    attention: AbsorbedMLASelfAttention, child: str, module: Any, outputs: int
 ) -> None:
     if attention.pg_collection.tp.size() == 1:
         return
@@ -111,6 +123,6 @@ def _check_sharding(
     asked = attention.options.down_projection
     if found != asked:
         raise ValueError(
-            f"down_projection={asked!r}, but the spec's {child} ({type(module).__name__}) is {found}; "
-            "build the spec with the same options"
+            f"down_projection={asked!r}, but the spec's {child} ({type(module).__name__}) is "
+            f"{found}; build the spec with the same options"
         )

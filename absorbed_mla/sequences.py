@@ -53,7 +53,9 @@ class SequenceLayout:
         if params.cu_seqlens_q_padded is not None:
             padded = _boundaries("cu_seqlens_q_padded", params.cu_seqlens_q_padded)
         _require_same("cu_seqlens_kv", params.cu_seqlens_kv, "cu_seqlens_q", bounds)
-        _require_same("cu_seqlens_kv_padded", params.cu_seqlens_kv_padded, "cu_seqlens_q_padded", padded)
+        _require_same(
+            "cu_seqlens_kv_padded", params.cu_seqlens_kv_padded, "cu_seqlens_q_padded", padded
+        )
         return cls._packed(bounds, padded, num_tokens)
 
     @classmethod

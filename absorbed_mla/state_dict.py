@@ -2,10 +2,10 @@
 
 | part | standard layouts | ours |
 |---|---|---|
-| K and V up-projection | ``linear_kv_up_proj.weight``, rows [K; V] of each head in turn; or split | split |
-| latent norms | ``q_layernorm.weight``; or fused: ``linear_q_up_proj.layer_norm_weight`` | separate |
-| down-projections | separate; or fused ``linear_qkv_down_proj.weight``, rows [Q; KV] | separate |
-| ``_extra_state`` | one per linear layer | one per linear layer of ours that keeps one |
+| K, V up-projection | ``linear_kv_up_proj.weight``, per head rows [K; V]; or split | split |
+| latent norms | ``q_layernorm.*``; or fused, ``linear_q_up_proj.layer_norm_*`` | separate |
+| down-projections | separate; or fused, ``linear_qkv_down_proj``, rows [Q; KV] | separate |
+| ``_extra_state`` | one per linear layer | one per layer that keeps one |
 
 Only values move; no tensor is rounded or transposed, so both directions are exact.
 """
@@ -172,8 +172,8 @@ def _split_fused_down(state: dict, dims: MLADims, prefix: str, layout: StandardL
         parent = prefix.removesuffix("self_attention.")
         if parent == prefix:
             raise ValueError(
-                f"{prefix + FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight: convert "
-                "the state dict of the layer or model with to_absorbed_state_dict before loading it"
+                f"{prefix + FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight: "
+                "convert the state dict of the layer or model with to_absorbed_state_dict first"
             )
         state[f"{parent}input_layernorm.weight"] = state.pop(prefix + FUSED_INPUT_NORM)
 
@@ -223,32 +223,33 @@ def load_standard_layouts(
     converted = to_absorbed_state_dict(state_dict, module.dims, prefix)
     state_dict.clear()
     state_dict.update(converted)
-    own = {name: value for name, value in module.state_dict(keep_vars=True).items()}
+    own = module.state_dict(keep_vars=True)
     _match_extra_states(state_dict, prefix, own)
     given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    problems = []
-    for name, parameter in own.items():
-        if name in given and isinstance(parameter, Tensor) and name.endswith(".weight"):
-            if tuple(given[name].shape) != tuple(parameter.shape):
-                problems.append(
-                    f"{prefix}{name} has shape {tuple(given[name].shape)}, "
-                    f"this model needs {tuple(parameter.shape)}"
-                )
+    problems = _shape_problems(given, own)
     if strict:
-        problems += [
-            f"{prefix}{name} is missing, this model needs {tuple(own[name].shape)}"
-            for name in sorted(set(own) - set(given))
-        ]
-        problems += [
-            f"{prefix}{name} of shape {tuple(getattr(given[name], 'shape', ()))} has no place here"
-            for name in sorted(set(given) - set(own))
-        ]
+        needs = "this model needs"
+        problems += [f"{n} is missing, {needs} {_shape(own[n])}" for n in own if n not in given]
+        problems += [f"{n} of shape {_shape(given[n])} is extra" for n in given if n not in own]
     if problems:
-        raise ValueError("; ".join(problems) + f" (recognised layout: {layout})")
+        listed = "; ".join(prefix + problem for problem in problems)
+        raise ValueError(f"{listed} (recognised layout: {layout})")
+
+
+def _shape_problems(given: dict, own: dict) -> list[str]:
+    return [
+        f"{name} has shape {_shape(value)}, this model needs {_shape(own[name])}"
+        for name, value in given.items()
+        if isinstance(own.get(name), Tensor) and _shape(value) != _shape(own[name])
+    ]
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
 
 
 def _match_extra_states(state_dict: dict, prefix: str, own: dict) -> None:
-    """Drop ``_extra_state`` of layers that keep none, and add an empty one where none was written."""
+    """Drop ``_extra_state`` of layers that keep none; add an empty one where none was written."""
     for key in [k for k in state_dict if k.startswith(prefix) and k.endswith(_EXTRA_STATE)]:
         if key[len(prefix) :] not in own:
             del state_dict[key]

@@ -41,8 +41,8 @@ def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> Non
             )
     if cp_size > 1:
         raise ValueError(
-            f"AbsorbedMLASelfAttention does not support a context-parallel group of {cp_size} ranks "
-            "yet; use 1"
+            "AbsorbedMLASelfAttention does not support a context-parallel group of "
+            f"{cp_size} ranks yet; use 1"
         )
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(
@@ -73,8 +73,8 @@ def refuse_unsupported_arguments(packed_seq_params, **arguments: object) -> None
     local_cp_size = getattr(packed_seq_params, "local_cp_size", None)
     if local_cp_size not in (None, 1):
         raise ValueError(
-            "context parallelism is not supported yet: packed_seq_params.local_cp_size must be None "
-            f"or 1, got {local_cp_size}"
+            "context parallelism is not supported yet: packed_seq_params.local_cp_size must be "
+            f"None or 1, got {local_cp_size}"
         )
 
 

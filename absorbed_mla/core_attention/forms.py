@@ -53,7 +53,9 @@ class AbsorbedForm:
     def attend(self, per_head, q_rope, latent, k_rope, w_uv, backend, rules):
         """Attend over the latent, then up-project the value once per query."""
         (q_latent,) = per_head
-        o_latent, lse = backend.attention(q_latent, q_rope, latent.unsqueeze(2), k_rope, None, rules)
+        o_latent, lse = backend.attention(
+            q_latent, q_rope, latent.unsqueeze(2), k_rope, None, rules
+        )
         return up_project_value(o_latent, w_uv), lse
 
 

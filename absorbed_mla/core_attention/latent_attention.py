@@ -113,7 +113,7 @@ class LatentCoreAttention(nn.Module):
         Raises:
             ValueError: If the mask does not fit ``attn_mask_type``, the layout or the batch.
         """
-        self._check_mask(layout, batch, attention_mask)
+        self._check_mask(layout, batch, attention_mask, device)
         dropout = self.attention_dropout if self.training else 0.0
         return ScoreRules(
             scale=self.softmax_scale,
@@ -125,15 +125,17 @@ class LatentCoreAttention(nn.Module):
             query_chunk_size=self.options.query_chunk_size,
         )
 
-    def _check_mask(self, layout: SequenceLayout, batch: int, mask: Tensor | None) -> None:
+    def _check_mask(
+        self, layout: SequenceLayout, batch: int, mask: Tensor | None, device: torch.device
+    ) -> None:
         if mask is None:
             if self.attn_mask_type is AttnMaskType.arbitrary:
                 raise ValueError("attn_mask_type=arbitrary needs an attention_mask, got None")
             return
         if layout.packed:
             raise ValueError(
-                "attention_mask must be None with packed sequences (cu_seqlens say what is hidden); "
-                f"got a tensor of shape {tuple(mask.shape)}"
+                "attention_mask must be None with packed sequences, whose cu_seqlens say what is "
+                f"hidden; got a tensor of shape {tuple(mask.shape)}"
             )
         if self.attn_mask_type is AttnMaskType.no_mask:
             raise ValueError(
@@ -144,12 +146,16 @@ class LatentCoreAttention(nn.Module):
         accepted = [(b, 1, rows, s) for b in {1, batch} for rows in {1, s}]
         if mask.dtype != torch.bool or tuple(mask.shape) not in accepted:
             raise ValueError(
-                f"attention_mask must be bool (True hides a key) of shape [{batch} or 1, 1, {s} or 1, "
-                f"{s}], got {mask.dtype} {tuple(mask.shape)}"
+                f"attention_mask must be bool (True hides a key) of shape [{batch} or 1, 1, "
+                f"{s} or 1, {s}], got {mask.dtype} {tuple(mask.shape)}"
+            )
+        if mask.device != device:
+            raise ValueError(
+                f"attention_mask must be on {device} like hidden_states, got {mask.device}"
             )
 
 
 def _draw_dropout_seed(device: torch.device) -> int:
-    """A seed from Megatron's model-parallel generator: ranks hold different heads, so it differs."""
+    """A seed from Megatron's model-parallel generator: ranks hold different heads."""
     with get_cuda_rng_tracker().fork():
         return int(torch.randint(2**62, (), device=device))

@@ -50,7 +50,11 @@ class _Attention(torch.autograd.Function):
         for chunk in rules.chunks():
             q, k = chunk.queries, chunk.keys
             scores = _scores(
-                q_content[q].to(compute), q_rope[q].to(compute), k_content[k], k_rope[k], rules.scale
+                q_content[q].to(compute),
+                q_rope[q].to(compute),
+                k_content[k],
+                k_rope[k],
+                rules.scale,
             )
             chunk_lse, probs = _softmax(rules.mask(scores, chunk))
             keep = rules.keep_mask(probs, chunk)

@@ -144,7 +144,8 @@ class PlainCoreAttention(nn.Module):
             query: [s, b, n, d_k], or [t, n, d_k] with packed sequences.
             key: Like ``query``.
             value: [s, b, n, d_v], or [t, n, d_v] with packed sequences.
-            attention_mask: Bool, True where a key is hidden, broadcastable to [b, n, s, s]; or None.
+            attention_mask: Bool, True where a key is hidden, broadcastable to
+                [b, n, s, s]; or None.
             attn_mask_type: Whether attention is causal; None takes the constructor's.
             attention_bias: Not supported.
             packed_seq_params: Boundaries of the packed sequences, or None.
