@@ -6,8 +6,6 @@ names, and a layer that is right alone can still train wrongly.
 
 from __future__ import annotations
 
-import pytest
-import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -39,9 +37,7 @@ from tests.support.numerics import relative_error
 @form
 def test_optimizer_receives_the_true_gradient(sequence_parallel, down_projection, form):
     """Megatron takes any q_layernorm for ordinary attention's and sums it over TP without SP."""
-    setup = Setup(
-        sequence_parallel=sequence_parallel, down_projection=down_projection, form=form
-    )
+    setup = Setup(sequence_parallel=sequence_parallel, down_projection=down_projection, form=form)
     layout, weights = dense(12, 2), random_weights(TINY)
     x, output_grad = layout.random_rows(TINY.hidden, 1), layout.random_rows(TINY.hidden, 2)
     truth = oracle.evaluate(

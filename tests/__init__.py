@@ -1,0 +1,1 @@
+"""Tests, in layers by cost: unit (one process), distributed (torchrun)."""

@@ -1,0 +1,83 @@
+"""Processes, seeds and hostile defaults for every test."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+# Megatron warns about every optional package it does not find.
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+
+from absorbed_mla.testing.cpu_host import enable_cpu_host  # noqa: E402
+
+enable_cpu_host()
+# Deterministic mode asks for it where there is a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+from tests.support import world  # noqa: E402
+from tests.support.error_table import ErrorTable  # noqa: E402
+
+_TABLE = pytest.StashKey[ErrorTable]()
+
+
+class _FailuresOnly:
+    """What ranks other than 0 print: the tests that failed there."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"[rank {world.rank()}] {report.nodeid} {report.when}\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    cache = getattr(config, "cache", None)  # absent under -p no:cacheprovider
+    folder = cache.mkdir("absorbed_mla_errors") if cache else Path(tempfile.gettempdir())
+    config.stash[_TABLE] = ErrorTable(folder / "errors.jsonl")
+    if world.rank():
+        config.pluginmanager.unregister(name="terminalreporter")
+        config.pluginmanager.register(_FailuresOnly())
+    # Under torchrun every process would otherwise take all cores.
+    if world.size() > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    table = config.stash[_TABLE]
+    if table.rows:
+        terminalreporter.section(f"worst errors against the oracle, TP={world.size()}")
+        for line in table.summary():
+            terminalreporter.write_line(line)
+        terminalreporter.write_line(f"every combination: {table.path}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes():
+    """One process group for the session; tests take what they need from ``world``."""
+    world.start()
+    yield
+    world.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisoned_memory():
+    """Fill torch.empty with NaN (a side effect of deterministic mode), so that reading it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def error_table(pytestconfig: pytest.Config) -> ErrorTable:
+    """Where grid tests record their worst errors."""
+    return pytestconfig.stash[_TABLE]

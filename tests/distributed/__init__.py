@@ -1,0 +1,1 @@
+"""Every tensor-parallel size: ``torchrun --nproc-per-node N -m pytest tests/distributed``."""

@@ -1,0 +1,162 @@
+"""Every way of executing the layer, at TP = world size, against the float64 oracle.
+
+Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2, 4. Output, input
+gradient and the gradient of every parameter are compared as whole tensors on every rank. Equality
+with Megatron's own MLA at the same size would prove nothing: it has gradient bugs of its own.
+
+1. float64, all combinations on one shape: nothing hides behind rounding.
+2. float64, all shapes on fewer combinations.
+3. float32, bfloat16, float16: bounds from a plain evaluation of the oracle's equations.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.support import world
+from tests.support.cases import TINY, random_weights, shapes
+from tests.support.harness import (
+    Setup,
+    build_attention,
+    load_weights,
+    module_table,
+    named_tensors,
+    run,
+    worst_over_ranks,
+)
+from tests.support.layouts import LAYOUTS, grid_layout
+from tests.support.numerics import bounds_from_eager, compare
+
+SAME_TABLE_BOUND = 1e-9
+# The module's table is float32: half an ulp of a cosine, 6e-8, on every rotary channel.
+OWN_TABLE_BOUND = 1e-6
+
+RECOMPUTE = {
+    "none": (),
+    "mla_up_proj": ("mla_up_proj",),
+    "core_attn": ("core_attn",),
+    "both": ("mla_up_proj", "core_attn"),
+}
+SEQUENCE_PARALLEL = [False, True] if world.size() > 1 else [False]
+
+sequence_parallel = pytest.mark.parametrize(
+    "sequence_parallel", SEQUENCE_PARALLEL, ids=lambda on: "sp" if on else "no_sp"
+)
+down_projection = pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
+layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def check_fp64(mla, setup, layout_name, error_table, shape_name):
+    """Compare one combination with the oracle under both rotary tables, and record it."""
+    tokens = grid_layout(layout_name, divisible=setup.sequence_parallel)
+    weights = random_weights(mla)
+    x, output_grad = tokens.random_rows(mla.hidden, 1), tokens.random_rows(mla.hidden, 2)
+    attention = build_attention(mla, setup)
+    load_weights(attention, mla, setup, weights)
+    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
+
+    rows = [t.flatten(0, 1) for t in (x, output_grad)]
+    tables = {"module's float32": module_table(attention, mla, tokens), "oracle's float64": None}
+    bounds = {"module's float32": SAME_TABLE_BOUND, "oracle's float64": OWN_TABLE_BOUND}
+    for kind, table in tables.items():
+        truth = oracle.evaluate(mla, weights, *rows, tokens.sequences, table)
+        deviation = compare(actual, named_tensors(mla, truth), bounds[kind])
+        deviation = worst_over_ranks(deviation)
+        combination = {"shape": shape_name, "layout": layout_name, **setup.describe()}
+        error_table.add({**combination, "rotary_table": kind}, deviation)
+        deviation.check(f"({kind} rotary table)")
+
+
+@sequence_parallel
+@down_projection
+@layout
+@form
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_fp64_grid(sequence_parallel, down_projection, layout, form, recompute, error_table):
+    """If this fails, the named tensor is wrong in that combination: training there is wrong."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel,
+        down_projection=down_projection,
+        form=form,
+        recompute=RECOMPUTE[recompute],
+    )
+    check_fp64(TINY, setup, layout, error_table, "tiny")
+
+
+@sequence_parallel
+@down_projection
+@form
+@pytest.mark.parametrize("layout", ["sbhd", "thd_padded"])
+@pytest.mark.parametrize("shape", shapes(world.size()))
+def test_fp64_shapes(shape, layout, sequence_parallel, down_projection, form, error_table):
+    """Dimensions that the grid's shape hides: no query compression, no rotary channels, ..."""
+    setup = Setup(sequence_parallel=sequence_parallel, down_projection=down_projection, form=form)
+    check_fp64(shapes(world.size())[shape], setup, layout, error_table, shape)
+
+
+def backends() -> list[str]:
+    """TransformerEngine's modules too, where they can run."""
+    if not torch.cuda.is_available():
+        return ["local"]
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return ["local", "transformer_engine"] if HAVE_TE else ["local"]
+
+
+def precision_cases() -> list:
+    """float16 differs from bfloat16 by its range only: one layout is enough."""
+    cases = [
+        (dtype, layout, recompute)
+        for dtype in (torch.float32, torch.bfloat16)
+        for layout in LAYOUTS
+        for recompute in ("none", "both")
+    ]
+    return [*cases, (torch.float16, "sbhd", "none")]
+
+
+@sequence_parallel
+@down_projection
+@form
+@pytest.mark.parametrize(("dtype", "layout", "recompute"), precision_cases())
+@pytest.mark.parametrize("backend", backends())
+def test_precision(
+    backend, dtype, recompute, form, layout, down_projection, sequence_parallel, error_table
+):
+    """Rounds no worse than three plain evaluations of the same equations at the same precision."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel,
+        down_projection=down_projection,
+        form=form,
+        recompute=RECOMPUTE[recompute],
+        dtype=dtype,
+        backend=backend,
+    )
+    tokens = grid_layout(layout, divisible=sequence_parallel)
+    # Rounded once, so that every evaluation starts from the same numbers.
+    weights = {n: w.to(dtype).double() for n, w in random_weights(TINY).items()}
+    x, output_grad = (tokens.random_rows(TINY.hidden, i).to(dtype).double() for i in (1, 2))
+    attention = build_attention(TINY, setup)
+    load_weights(attention, TINY, setup, weights)
+    actual = named_tensors(TINY, run(attention, TINY, setup, tokens, x, output_grad))
+
+    rows = [t.flatten(0, 1) for t in (x, output_grad)]
+    table = module_table(attention, TINY, tokens)
+    # TransformerEngine multiplies float32 matrices in TF32, which has float16's significand,
+    # unless this switch of the CUDA libraries forbids it.
+    tf32 = backend == "transformer_engine" and dtype == torch.float32
+    tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    precision = torch.float16 if tf32 else dtype
+    exact, eager = (
+        named_tensors(TINY, oracle.evaluate(TINY, weights, *rows, tokens.sequences, table, d))
+        for d in (torch.float64, precision)
+    )
+    deviation = compare(actual, exact, bounds_from_eager(eager, exact, precision))
+    deviation = worst_over_ranks(deviation)
+    combination = {"shape": "tiny", "layout": layout, **setup.describe()}
+    error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
+    deviation.check(f"({dtype})")

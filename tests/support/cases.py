@@ -1,0 +1,115 @@
+"""Layer shapes and the Megatron configs that describe them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from megatron.core.transformer import MLATransformerConfig
+from torch import Tensor
+
+from tests.oracle import OracleMLA
+
+# YaRN that matters at a dozen tokens: the ramp covers some channels, not all, and both the
+# concentration (mscale / mscale_all_dim) and the softmax temperature differ from one.
+TINY = OracleMLA(
+    hidden=32,
+    heads=4,
+    q_lora_rank=16,
+    kv_lora_rank=24,
+    nope=12,
+    rope=8,
+    v=20,
+    norm_eps=1e-3,
+    rope_type="yarn",
+    rotary_base=100.0,
+    scaling_factor=40.0,
+    original_context=64,
+    beta_fast=8.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=0.707,
+)
+
+_SHAPES = {
+    "q_lora_none": replace(TINY, q_lora_rank=None),
+    "no_rope": replace(TINY, rope=0, rope_type="rope", kv_lora_rank=20),
+    "no_latent_norm": replace(TINY, latent_norm=False),
+    "plain_rope": replace(TINY, rope_type="rope", scaling_factor=1.0, mscale_all_dim=0.0),
+    "rope_32": replace(TINY, rope=32, nope=4, v=8),
+    "heads_6": replace(TINY, heads=6, nope=8, v=4),
+    "heads_20": replace(TINY, heads=20, nope=6, rope=4, v=10, q_lora_rank=None),
+    "kv_lora_256": replace(TINY, hidden=64, kv_lora_rank=256, nope=64, rope=32, v=64),
+    "kv_lora_512": replace(TINY, hidden=64, kv_lora_rank=512, nope=192, rope=64, v=256),
+}
+
+
+def shapes(tensor_parallel: int) -> dict[str, OracleMLA]:
+    """Named shapes that differ from TINY in one respect each and divide by ``tensor_parallel``."""
+    divisible = {n: mla for n, mla in _SHAPES.items() if mla.heads % tensor_parallel == 0}
+    return {**divisible, "one_head_per_rank": replace(TINY, heads=tensor_parallel)}
+
+
+def random_weights(mla: OracleMLA, seed: int = 0) -> dict[str, Tensor]:
+    """Float64 weights that keep activations near unit size; norm gains near one."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in mla.weight_shapes().items():
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = 1 + noise / 5 if len(shape) == 1 else noise / shape[1] ** 0.5
+    return weights
+
+
+def config_for(
+    mla: OracleMLA, dtype: torch.dtype = torch.float64, **changes
+) -> MLATransformerConfig:
+    """Megatron's config of one such layer.
+
+    Its ``layernorm_epsilon`` is not the latent norms': options must carry theirs.
+    """
+    fields = {
+        "num_layers": 1,
+        "hidden_size": mla.hidden,
+        "ffn_hidden_size": 2 * mla.hidden,
+        "num_attention_heads": mla.heads,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.nope,
+        "qk_pos_emb_head_dim": mla.rope,
+        "v_head_dim": mla.v,
+        "qk_layernorm": mla.latent_norm,
+        "rope_type": mla.rope_type,
+        "rotary_base": mla.rotary_base,
+        "rotary_scaling_factor": mla.scaling_factor,
+        "original_max_position_embeddings": mla.original_context,
+        "beta_fast": mla.beta_fast,
+        "beta_slow": mla.beta_slow,
+        "mscale": mla.mscale,
+        "mscale_all_dim": mla.mscale_all_dim,
+        "layernorm_epsilon": 1e-5,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        **_host_fields(),
+        **changes,
+    }
+    return MLATransformerConfig(**fields)
+
+
+def _host_fields() -> dict[str, object]:
+    """What every config here has in common; fusions that need a GPU are off."""
+    return {
+        "transformer_impl": "local",
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }

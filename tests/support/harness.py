@@ -1,0 +1,199 @@
+"""Run the attention at any tensor-parallel size on whole weights, and gather whole gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from absorbed_mla import AbsorbedMLAOptions
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
+from tests.oracle import OracleMLA, OracleResult, Table
+from tests.support import world
+from tests.support.cases import config_for
+from tests.support.layouts import Layout
+from tests.support.numerics import Deviation
+
+# Oracle name -> names of the parameter (TransformerEngine may fuse a norm into what follows it),
+# and the dim it is sharded over; "down" is dim 0 if the down-projections are column-parallel.
+PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
+    "w_q": (("linear_q_proj.weight",), 0),
+    "w_dq": (("linear_q_down_proj.weight",), "down"),
+    "w_uq": (("linear_q_up_proj.weight",), 0),
+    "w_dkv": (("linear_kv_down_proj.weight",), "down"),
+    "w_uk": (("linear_k_up_proj.weight",), 0),
+    "w_uv": (("linear_v_up_proj.weight",), 0),
+    "w_o": (("linear_proj.weight",), 1),
+    "q_norm": (("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"), None),
+    "kv_norm": (("kv_layernorm.weight",), None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One way of executing the layer."""
+
+    sequence_parallel: bool = False
+    down_projection: str = "duplicated"
+    form: str = "absorbed"
+    recompute: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float64
+    backend: str = "local"
+    # Shorter than the tests' sequences, so that attention takes several chunks.
+    query_chunk_size: int = 4
+    mask_type: AttnMaskType = AttnMaskType.causal
+
+    def describe(self) -> dict[str, object]:
+        """This setup's part of a row of the error table."""
+        return {
+            "sequence_parallel": self.sequence_parallel,
+            "down_projection": self.down_projection,
+            "form": self.form,
+            "recompute": "+".join(self.recompute) or "none",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "backend": self.backend,
+        }
+
+
+def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module:
+    """The attention straight from the layer spec, on this process's device, in training mode."""
+    changes = {
+        "tensor_model_parallel_size": world.size(),
+        "sequence_parallel": setup.sequence_parallel,
+        "transformer_impl": setup.backend,
+        **config_changes,
+    }
+    if setup.recompute:
+        changes["recompute_granularity"] = "selective"
+        changes["recompute_modules"] = list(setup.recompute)
+    config = config_for(mla, setup.dtype, **changes)
+    options = AbsorbedMLAOptions(
+        form=setup.form,
+        down_projection=setup.down_projection,
+        latent_norm_eps=mla.norm_eps,
+        query_chunk_size=setup.query_chunk_size,
+    )
+    spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
+    spec = spec.submodules.self_attention
+    spec = dataclasses.replace(spec, params={**spec.params, "attn_mask_type": setup.mask_type})
+    return build_module(spec, config=config, layer_number=1).to(world.device())
+
+
+def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str, nn.Parameter]:
+    """The module's parameters; fails if one is missing, or is none of the equations' weights."""
+    found = dict(attention.named_parameters())
+    named = {}
+    for oracle_name in mla.weight_shapes():
+        candidates = [n for n in PARAMETERS[oracle_name][0] if n in found]
+        if len(candidates) != 1:
+            raise AssertionError(f"{oracle_name}: {PARAMETERS[oracle_name][0]} not in {[*found]}")
+        named[oracle_name] = found.pop(candidates[0])
+    if found:
+        raise AssertionError(f"parameters that no equation has: {[*found]}")
+    return named
+
+
+def shard_dim(oracle_name: str, setup: Setup) -> int | None:
+    """The dim that a weight is cut over, None if every rank holds it whole."""
+    dim = PARAMETERS[oracle_name][1]
+    if dim == "down":
+        return 0 if setup.down_projection == "column_parallel" else None
+    return dim
+
+
+def load_weights(
+    attention: nn.Module, mla: OracleMLA, setup: Setup, weights: dict[str, Tensor]
+) -> None:
+    """Copy this rank's part of every whole weight into the module."""
+    for name, parameter in parameters_by_oracle_name(attention, mla).items():
+        dim = shard_dim(name, setup)
+        part = weights[name] if dim is None else world.own_part(weights[name], dim)
+        if parameter.shape != part.shape:
+            raise AssertionError(f"{name}: {tuple(parameter.shape)}, not {tuple(part.shape)}")
+        with torch.no_grad():
+            parameter.copy_(part)
+
+
+def run(
+    attention: nn.Module,
+    mla: OracleMLA,
+    setup: Setup,
+    layout: Layout,
+    x: Tensor,
+    output_grad: Tensor,
+    attention_mask: Tensor | None = None,
+) -> OracleResult:
+    """Forward and backward on whole ``x`` and ``output_grad`` [tokens, batch, hidden].
+
+    Returns:
+        Whole output and gradients, as this rank sees them, rows [tokens * batch, hidden].
+    """
+    x, output_grad = (t.to(world.device(), setup.dtype) for t in (x, output_grad))
+    if setup.sequence_parallel:
+        x, output_grad = world.own_part(x, 0), world.own_part(output_grad, 0)
+    x = x.detach().clone().requires_grad_()
+    packed = layout.packed_seq_params(world.device())
+    if attention_mask is not None:
+        attention_mask = attention_mask.to(world.device())
+    output, bias = attention(x, attention_mask, packed_seq_params=packed)
+    if bias is not None or output.dtype != setup.dtype or output.shape != x.shape:
+        raise AssertionError(f"bias {bias}, output {output.dtype} {tuple(output.shape)}")
+    output.backward(output_grad)
+    output, input_grad = output.detach(), x.grad
+    if setup.sequence_parallel:
+        output, input_grad = world.gather(output, 0), world.gather(input_grad, 0)
+    gradients = {}
+    for name, parameter in parameters_by_oracle_name(attention, mla).items():
+        gradients[name] = whole_gradient(parameter, shard_dim(name, setup), setup).cpu()
+    return OracleResult(
+        output.reshape(-1, mla.hidden).cpu(), input_grad.reshape(-1, mla.hidden).cpu(), gradients
+    )
+
+
+def whole_gradient(parameter: nn.Parameter, dim: int | None, setup: Setup) -> Tensor:
+    """What the optimizer would see after Megatron's finalize_model_grads, over all shards.
+
+    That sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel
+    group, and no others.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.full_like(parameter, torch.nan)
+    if setup.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        gradient = world.all_reduce(gradient)
+    return gradient if dim is None else world.gather(gradient, dim)
+
+
+def named_tensors(mla: OracleMLA, result: OracleResult) -> dict[str, Tensor]:
+    """Output and gradients under the parameters' names; the rows of k_rope are apart."""
+    named = {"output": result.output, "input gradient": result.input_grad}
+    for name, gradient in result.weight_grads.items():
+        parameter = PARAMETERS[name][0][0]
+        if name == "w_dkv":
+            named[f"{parameter} [latent rows]"] = gradient[: mla.kv_lora_rank]
+            if mla.rope:
+                named[f"{parameter} [k_rope rows]"] = gradient[mla.kv_lora_rank :]
+        else:
+            named[parameter] = gradient
+    return named
+
+
+def module_table(attention: nn.Module, mla: OracleMLA, layout: Layout) -> Table | None:
+    """The module's own float32 rotary table, on the CPU; None without rotary channels."""
+    if not mla.rope:
+        return None
+    cos, sin = attention.rotary.cos_sin(layout.tokens, world.device())
+    return cos.cpu(), sin.cpu()
+
+
+def worst_over_ranks(deviation: Deviation) -> Deviation:
+    """The largest error any rank sees, so that all ranks pass or fail together."""
+    names = sorted(deviation.errors)
+    errors = torch.tensor([deviation.errors[n] for n in names], dtype=torch.float64)
+    errors = world.all_reduce(errors, dist.ReduceOp.MAX).tolist()
+    return Deviation(dict(zip(names, errors, strict=True)), deviation.bounds)

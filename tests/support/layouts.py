@@ -1,0 +1,87 @@
+"""Token layouts: a dense batch, a pack, a pack with padding between its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from tests import oracle
+
+LAYOUTS = ("sbhd", "thd", "thd_padded")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tokens lie, for the host and for the oracle.
+
+    Attributes:
+        tokens: Length of the token axis, padding included.
+        batch: Sequences side by side; 1 for packs.
+        sequences: The same for the oracle, over rows ``token * batch + b``.
+        lengths: Tokens of each packed sequence, None for a dense batch.
+        slots: Tokens from each packed sequence's start to the next one's, None without padding.
+    """
+
+    tokens: int
+    batch: int
+    sequences: list[oracle.TokenSequence]
+    lengths: tuple[int, ...] | None = None
+    slots: tuple[int, ...] | None = None
+
+    def packed_seq_params(self, device: torch.device) -> PackedSeqParams | None:
+        """Megatron's description of the pack, None for a dense batch."""
+        if self.lengths is None:
+            return None
+        bounds = _boundaries(self.lengths, device)
+        padded = None if self.slots is None else _boundaries(self.slots, device)
+        longest = max(self.slots or self.lengths)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def random_rows(self, hidden: int, seed: int) -> Tensor:
+        """Float64 [tokens, batch, hidden]; padding holds values of the same size as tokens do."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.tokens, self.batch, hidden)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def dense(tokens: int, batch: int, visible: Tensor | None = None) -> Layout:
+    """``batch`` sequences of ``tokens``; causal unless ``visible`` [batch, S, S] says otherwise."""
+    return Layout(tokens, batch, oracle.batch(tokens, batch, visible))
+
+
+def packed(lengths: Sequence[int], slots: Sequence[int] | None = None) -> Layout:
+    """Causal sequences one after the other, in slots that may be longer than they are."""
+    return Layout(
+        tokens=sum(slots or lengths),
+        batch=1,
+        sequences=oracle.pack(lengths, slots),
+        lengths=tuple(lengths),
+        slots=None if slots is None else tuple(slots),
+    )
+
+
+def grid_layout(name: str, divisible: bool) -> Layout:
+    """The grid's layout of that name; ``divisible`` makes the token count a multiple of 4."""
+    if name == "sbhd":
+        return dense(12 if divisible else 13, 2)
+    # Odd lengths, a single token and an empty sequence; the last slot ends in padding too.
+    if name == "thd":
+        return packed((5, 1, 0, 6 if divisible else 7))
+    return packed((5, 1, 0, 4), (6, 3, 2, 5 if divisible else 6))
+
+
+def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

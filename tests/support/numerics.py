@@ -1,0 +1,70 @@
+"""Errors that see both direction and scale, and the bounds they are held to.
+
+The error of a tensor is |actual - expected| / |expected| in the Frobenius norm; the bound at a
+lower precision is what plain PyTorch makes of the oracle's equations there, three times over: the
+module rounds at other places (an absorbed query, partial sums over ranks), not much more often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EAGER_FACTOR = 3.0
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; absolute where ``expected`` is zero, infinite where not finite."""
+    if actual.shape != expected.shape:
+        raise AssertionError(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    if not bool(torch.isfinite(actual).all()):
+        return float("inf")
+    difference = torch.linalg.vector_norm(actual.double().cpu() - expected.double().cpu()).item()
+    size = torch.linalg.vector_norm(expected.double()).item()
+    return difference / size if size else difference
+
+
+def rounding_floor(dtype: torch.dtype) -> float:
+    """Two roundings of the result: what no evaluation at ``dtype`` can promise to beat."""
+    return 2 * torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Relative errors of named tensors and the bounds they must stay below."""
+
+    errors: dict[str, float]
+    bounds: dict[str, float]
+
+    def worst(self) -> tuple[str, float]:
+        """Name and error of the tensor closest to, or furthest beyond, its bound."""
+        name = max(self.errors, key=lambda n: self.errors[n] / self.bounds[n])
+        return name, self.errors[name]
+
+    def check(self, what: str = "") -> None:
+        """Fail with every tensor that is out of bounds, worst first."""
+        bad = [n for n in self.errors if not self.errors[n] <= self.bounds[n]]
+        bad.sort(key=lambda n: self.errors[n] / self.bounds[n], reverse=True)
+        lines = [f"  {n}: {self.errors[n]:.2e} > {self.bounds[n]:.2e}" for n in bad]
+        if lines:
+            raise AssertionError("\n".join([f"relative errors out of bounds {what}:", *lines]))
+
+
+def compare(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float | dict[str, float]
+) -> Deviation:
+    """Compare tensors by name; both sides must name the same ones."""
+    if set(actual) != set(expected):
+        raise AssertionError(f"tensors differ by name: {sorted(set(actual) ^ set(expected))}")
+    bounds = bound if isinstance(bound, dict) else dict.fromkeys(expected, bound)
+    return Deviation({n: relative_error(actual[n], expected[n]) for n in expected}, bounds)
+
+
+def bounds_from_eager(
+    eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, float]:
+    """Per tensor: three times the error of a plain evaluation at ``dtype``, plus the floor."""
+    floor = rounding_floor(dtype)
+    return {n: EAGER_FACTOR * relative_error(eager[n], exact[n]) + floor for n in exact}

@@ -1,0 +1,17 @@
+"""Errors are part of the interface: they name the argument, what it got and what it accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def refusal(*parts: str) -> Iterator[None]:
+    """The block raises a ValueError whose message holds every part."""
+    with pytest.raises(ValueError) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value)
