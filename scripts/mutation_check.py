@@ -97,29 +97,44 @@ def main() -> int:
     unknown = sorted(set(names) - set(MUTATIONS))
     if unknown:
         parser.error(f"unknown mutation {', '.join(unknown)}; known are {', '.join(MUTATIONS)}")
-    caught = {name: first_failure(MUTATIONS[name]) for name in names}
-    return 0 if all(caught.values()) else 1
+    if first_failure("(nothing broken)", None):
+        parser.error("the tests fail without any mutation; mend that first")
+    caught = [first_failure(name, MUTATIONS[name]) for name in names]
+    return 0 if all(caught) else 1
 
 
-def first_failure(mutation: Mutation) -> str | None:
+def first_failure(name: str, mutation: Mutation | None) -> str | None:
     """The first test that fails under ``mutation``, printed as it is found."""
-    name = next(n for n, m in MUTATIONS.items() if m is mutation)
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
-        copy = Path(folder) / "checkout"
-        # Hidden folders hold environments and caches; the tests need none of them.
-        shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "*_output"))
-        target = copy / mutation.file
-        source = target.read_text()
-        if source.count(mutation.right) != 1:
-            raise SystemExit(f"{name}: {mutation.file} does not hold its line once; update it")
-        target.write_text(source.replace(mutation.right, mutation.wrong))
+        copy = Path(folder)
+        copy_checkout(copy)
+        if mutation:
+            mutate(copy / mutation.file, mutation)
         for suite, command in SUITES.items():
             failure = run_until_failure(command, copy)
             if failure:
                 print(f"{name:24s} caught in {suite} by {failure}", flush=True)
                 return failure
-    print(f"{name:24s} NOT CAUGHT", flush=True)
+    print(f"{name:24s} not caught", flush=True)
     return None
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy what git tracks or would track, as it is in the working tree."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (REPO / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name)
+
+
+def mutate(target: Path, mutation: Mutation) -> None:
+    """Write the wrong line; the right one must be there exactly once."""
+    source = target.read_text()
+    if source.count(mutation.right) != 1:
+        raise SystemExit(f"{mutation.file} does not hold {mutation.right!r} once; update the list")
+    target.write_text(source.replace(mutation.right, mutation.wrong))
 
 
 def run_until_failure(command: list[str], folder: Path) -> str | None:
@@ -128,8 +143,11 @@ def run_until_failure(command: list[str], folder: Path) -> str | None:
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if result.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    return found.group(1) if found else f"exit code {result.returncode}"
+    # Only a failed test counts; a broken environment or a syntax error proves nothing.
+    found = re.search(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
+    if not found:
+        raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}\n{result.stderr}")
+    return found.group(1)
 
 
 if __name__ == "__main__":

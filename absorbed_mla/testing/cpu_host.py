@@ -8,6 +8,7 @@ the CPU's. It does nothing where CUDA is available, so one script serves both ki
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 
 import torch
@@ -41,6 +42,7 @@ def enable_cpu_host() -> bool:
     if not _ENABLED:
         _replace_cuda_questions()
         _replace_rng_state()
+        _replace_compiled_parts()
         _ENABLED = True
     return True
 
@@ -79,3 +81,19 @@ def _replace_rng_state() -> None:
 
     host_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     host_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _replace_compiled_parts() -> None:
+    """Run without a C++ compiler, which Megatron calls at run time for two things."""
+    from megatron.core.tensor_parallel import random as host_random
+
+    # torch.compile of small functions; it also fails in folders with a space in their name.
+    torch.compiler.set_stance("force_eager")
+    host_random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Give ``dst``'s storage ``src``'s bytes below autograd; Megatron's extension shares them."""
+    target, source = dst.untyped_storage(), src.untyped_storage()
+    target.resize_(source.nbytes())
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes())

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Turn the error tables that the oracle tests write into a Markdown report and a plot.
+
+    $ ABSORBED_MLA_ERROR_TABLE=errors.jsonl torchrun --nproc-per-node 2 -m pytest tests/distributed
+    $ python scripts/oracle_report.py docs/accuracy errors.jsonl
+
+The tests append one JSON object per combination; see tests/support/error_table.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+# Columns of a combination, in the order of the table.
+COLUMNS = ("tensor_parallel", "sequence_parallel", "down_projection", "form", "recompute", "layout")
+PRECISION = ("device", "backend", "dtype", "rotary_table")
+
+
+def main() -> int:
+    """Write errors.md, errors.jsonl and errors.png into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the report goes")
+    parser.add_argument("tables", type=Path, nargs="+", help="JSON-lines files of the tests")
+    arguments = parser.parse_args()
+    missing = [str(path) for path in arguments.tables if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}")
+    rows = [json.loads(line) for path in arguments.tables for line in path.open()]
+    if not rows:
+        parser.error("the tables hold no rows")
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "shape")])
+    with (arguments.folder / "errors.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (arguments.folder / "errors.md").write_text(markdown(rows))
+    plot(rows, arguments.folder / "errors.png")
+    print(summary_table(rows))
+    return 0
+
+
+def markdown(rows: list[dict]) -> str:
+    """The whole report."""
+    exact = [r for r in rows if r["dtype"] == "float64" and r["rotary_table"].startswith("module")]
+    parts = [
+        "# Errors against the float64 oracle",
+        "Written by `scripts/oracle_report.py` from what the tests recorded (`errors.jsonl`). An "
+        "error is the relative Frobenius norm of the worst tensor among output, input gradient and "
+        "the gradient of every parameter.",
+        "## Worst of all combinations, by precision",
+        summary_table(rows),
+        "## Every combination in float64, same rotary table",
+        combination_table(exact),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def summary_table(rows: list[dict]) -> str:
+    """One row per device, backend, dtype and rotary table."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[tuple(str(row[c]) for c in PRECISION)].append(row)
+    lines = []
+    for key, group in sorted(groups.items()):
+        worst = max(group, key=lambda r: r["worst_relative_error"] / r["bound"])
+        lines.append(
+            [*key, len(group), f"{worst['worst_relative_error']:.1e}", f"{worst['bound']:.1e}",
+             worst["tensor"]]
+        )  # fmt: skip
+    head = ["device", "layers", "dtype", "rotary table", "combinations", "worst", "bound", "tensor"]
+    return _table(head, lines)
+
+
+def combination_table(rows: list[dict]) -> str:
+    """The worst error of each combination over the shapes tested; layouts side by side."""
+    layouts = sorted({row["layout"] for row in rows})
+    cells: dict[tuple, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        key = tuple(row[c] for c in COLUMNS[:-1])
+        worst = max(cells[key].get(row["layout"], 0.0), row["worst_relative_error"])
+        cells[key][row["layout"]] = worst
+    lines = [
+        [*key, *(f"{by_layout[n]:.1e}" if n in by_layout else "" for n in layouts)]
+        for key, by_layout in sorted(cells.items(), key=str)
+    ]
+    return _table(["TP", "SP", "down-projection", "form", "recompute", *layouts], lines)
+
+
+def _table(head: list[str], lines: list[list]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Every combination's worst error beside its bound, by precision."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = defaultdict(list)
+    for row in rows:
+        table = "" if row["dtype"] != "float64" else f"\n{row['rotary_table'].split()[0]} table"
+        groups[f"{row['device']} {row['backend']}\n{row['dtype']}{table}"].append(row)
+    names = sorted(groups)
+    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(names)), 4.5))
+    for i, name in enumerate(names):
+        errors = [row["worst_relative_error"] for row in groups[name]]
+        spread = [i + 0.5 * (j / max(len(errors) - 1, 1) - 0.5) for j in range(len(errors))]
+        axes.scatter(spread, errors, s=6, color="tab:blue", label="combination" if not i else None)
+        bound = min(row["bound"] for row in groups[name])
+        axes.hlines(
+            bound, i - 0.4, i + 0.4, color="tab:red", label="smallest bound" if not i else None
+        )
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(names)), names, fontsize=7)
+    axes.set_ylabel("worst relative error of any tensor")
+    axes.set_title("Absorbed MLA against the float64 oracle")
+    axes.legend(loc="upper left", fontsize=8)
+    axes.grid(axis="y", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+#!/usr/bin/env bash
+# Run every layer of the tests, cheapest first, and stop at the first one that fails.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+Usage: bash scripts/run_tests.sh [options] [LAYER...]
+
+Makes its environment if there is none, runs the layers of tests, cheapest first, and stops at the
+first one that fails. Without a LAYER all of them run, and the coverage of absorbed_mla and specs
+must reach the bound.
+
+Layers:
+  lint           ruff check and ruff format --check
+  unit           tests/unit, one process
+  conversion     tests/conversion, one process
+  distributed-1  tests/distributed under torchrun with 1 process
+  distributed-2  ... with 2 processes
+  distributed-4  ... with 4 processes
+  distributed    the three of them
+  training       tests/training
+
+Options:
+  --fail-under PERCENT  coverage that a run of all layers must reach (default 95; 0: only print)
+  -k EXPRESSION         run only the tests that match (pytest -k); coverage is only printed
+  -h, --help            this text
+
+Environment variables:
+  ABSORBED_MLA_ENV      folder of the virtual environment (default: .venv in the repository)
+  ABSORBED_MLA_PYTHON   interpreter of an environment to use as it is
+TEXT
+}
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 training)
+
+parse_arguments() {
+  LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
+  while (($#)); do
+    case $1 in
+      -h | --help) usage && exit ;;
+      --fail-under)
+        [[ ${2:-} =~ ^[0-9]+$ ]] && (($2 <= 100)) ||
+          fail "--fail-under takes a whole percentage, got '${2:-}'"
+        FAIL_UNDER=$2 && shift
+        ;;
+      -k)
+        [[ -n ${2:-} ]] || fail "-k takes a pytest expression"
+        PYTEST_ARGS+=(-k "$2") && shift
+        ;;
+      distributed) LAYERS+=(distributed-1 distributed-2 distributed-4) ;;
+      -*) fail "unknown option $1; see --help" ;;
+      *)
+        [[ " ${ALL_LAYERS[*]} " == *" $1 "* ]] ||
+          fail "unknown layer $1; there are ${ALL_LAYERS[*]} distributed"
+        LAYERS+=("$1")
+        ;;
+    esac
+    shift
+  done
+  EVERYTHING=
+  if ((${#LAYERS[@]} == 0)); then
+    LAYERS=("${ALL_LAYERS[@]}")
+    ((${#PYTEST_ARGS[@]})) || EVERYTHING=yes
+  fi
+}
+
+run_layer() {
+  case $1 in
+    lint) run_lint ;;
+    unit | conversion) run_pytest "$1" "tests/$1" ;;
+    # These tests start torchrun themselves.
+    training) run_pytest "$1" tests/training ;;
+    distributed-*) run_distributed "$1" "${1#distributed-}" ;;
+  esac
+}
+
+run_lint() {
+  if ! has_modules "$PYTHON" ruff; then
+    skip lint "ruff is not installed"
+    return
+  fi
+  banner lint
+  local status=0 start=$SECONDS
+  "$PYTHON" -m ruff check --output-format concise . || status=1
+  "$PYTHON" -m ruff format --check --output-format concise . || status=1
+  TIMES+=("lint $((SECONDS - start))s")
+  ((status == 0)) || red lint
+}
+
+run_pytest() {
+  local layer=$1 folder=$2
+  has_tests "$layer" "$folder" || return 0
+  banner "$layer"
+  record "$layer" "$PYTHON" "${TRACE[@]}" -m pytest "$folder" "${PYTEST_FLAGS[@]}"
+}
+
+run_distributed() {
+  local layer=$1 processes=$2
+  has_tests "$layer" tests/distributed || return 0
+  if [[ -n $GPUS ]] && ((processes > GPUS)); then
+    skip "$layer" "$GPUS GPUs"
+    return
+  fi
+  banner "$layer"
+  # --standalone takes a free port, so that two runs on one machine do not meet.
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m torch.distributed.run --standalone \
+    --nproc-per-node "$processes" "${TORCHRUN_TRACE[@]}" -m pytest tests/distributed \
+    "${PYTEST_FLAGS[@]}"
+}
+
+has_tests() {
+  if ! compgen -G "$2/test_*.py" >/dev/null; then
+    skip "$1" "there are no tests in $2"
+    return 1
+  fi
+}
+
+# Runs a pytest command, keeps its counts, and ends the run if it fails.
+record() {
+  local layer=$1 log=$WORK/$1.log status=0 start=$SECONDS
+  "${@:2}" 2>&1 | tee "$log" || status=$?
+  TIMES+=("$layer $((SECONDS - start))s")
+  count "$log"
+  # 5: nothing was collected, which only a -k expression may do.
+  if ((status == 5)) && ((${#PYTEST_ARGS[@]})); then status=0; fi
+  ((status == 0)) || red "$layer"
+}
+
+# Adds the numbers of pytest's last line, as in "3 failed, 120 passed, 2 skipped in 4.56s".
+count() {
+  local summary
+  summary=$(grep -aE '[0-9]+ (passed|failed|error|skipped).* in [0-9.]+s' "$1" | tail -n 1) || true
+  PASSED=$((PASSED + $(number passed "$summary")))
+  FAILED=$((FAILED + $(number failed "$summary") + $(number 'errors?' "$summary")))
+  SKIPPED=$((SKIPPED + $(number skipped "$summary")))
+}
+
+number() {
+  local found
+  found=$(grep -oE "[0-9]+ $1" <<<"$2" | head -n 1) || true
+  echo "${found%% *}" | sed 's/^$/0/'
+}
+
+banner() {
+  printf '\n=== %s\n' "$1"
+}
+
+skip() {
+  printf '\n=== %s: skipped, %s\n' "$1" "$2"
+  TIMES+=("$1 skipped")
+}
+
+red() {
+  # A layer can fail outside of any test, for instance in torchrun.
+  ((FAILED)) || FAILED=1
+  finish "$1 failed"
+  exit 1
+}
+
+finish() {
+  printf '\n'
+  printf '%s\n' "${TIMES[@]}" "total ${SECONDS}s"
+  [[ -z ${1:-} ]] || printf '%s\n' "$1"
+  local skipped=
+  ((SKIPPED == 0)) || skipped=", $SKIPPED skipped"
+  printf '%s passed, %s failed%s\n' "$PASSED" "$FAILED" "$skipped"
+}
+
+# Coverage of every process of every layer together.
+report_coverage() {
+  ((${#TRACE[@]})) || return 0
+  compgen -G "$WORK/.coverage*" >/dev/null || return 0
+  banner coverage
+  "$PYTHON" -m coverage combine --quiet
+  local bound=0
+  # A GPU machine does not run the branches for machines without one.
+  if [[ -n $EVERYTHING && -z $GPUS ]]; then bound=$FAIL_UNDER; fi
+  "$PYTHON" -m coverage report --fail-under "$bound" || red "coverage below $bound %"
+}
+
+parse_arguments "$@"
+cd "$ROOT"
+prepare_environment pytest hypothesis
+SECONDS=0 PASSED=0 FAILED=0 SKIPPED=0 TIMES=()
+WORK=$(mktemp -d)
+trap 'rm -rf "$WORK"' EXIT
+
+GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or "")' 2>/dev/null)
+PYTEST_FLAGS=(--quiet --tb=short "${PYTEST_ARGS[@]}")
+TRACE=() TORCHRUN_TRACE=()
+if has_modules "$PYTHON" coverage; then
+  export COVERAGE_FILE=$WORK/.coverage
+  TRACE=(-m coverage run)
+  TORCHRUN_TRACE=(-m coverage run)
+else
+  echo "coverage is not installed: it will not be measured"
+fi
+
+for layer in "${LAYERS[@]}"; do run_layer "$layer"; done
+report_coverage
+finish

@@ -1,0 +1,261 @@
+"""Megatron's own MLASelfAttention on a CPU: the comparison partner must itself be right."""
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import build_module
+
+from absorbed_mla.norm import RMSNorm
+from absorbed_mla.testing.standard_mla import (
+    PlainCoreAttention,
+    get_standard_mla_decoder_block_spec,
+    get_standard_mla_layer_spec,
+)
+
+
+def make_config(**changes) -> MLATransformerConfig:
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 48,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+        "qk_layernorm": True,
+        "normalization": "RMSNorm",
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "mscale_all_dim": 1.0,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return MLATransformerConfig(**{**values, **changes})
+
+
+def make_core(**changes) -> PlainCoreAttention:
+    config = make_config(**changes)
+    return PlainCoreAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3)
+
+
+def random_qkv(*shape: int, v: int = 8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    widths = (12, 12, v)
+    return [torch.randn(*shape, w, generator=generator, dtype=dtype) for w in widths]
+
+
+class TestPlainCoreAttention:
+    def test_causal_equals_torch(self):
+        q, k, v = random_qkv(7, 2, 3)
+        got = make_core()(q, k, v, None)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, scale=0.3
+        )
+        torch.testing.assert_close(got, want.permute(2, 0, 1, 3).flatten(2))
+
+    def test_default_scale(self):
+        q, k, v = random_qkv(5, 1, 2)
+        core = make_core()
+        core.softmax_scale = None
+        got = core(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (q, k, v))
+        )
+        torch.testing.assert_close(got, want.permute(2, 0, 1, 3).flatten(2))
+
+    def test_padding_mask_hides_keys(self):
+        """What a hidden key holds must not reach any output."""
+        q, k, v = random_qkv(6, 2, 3)
+        mask = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+        mask[1, ..., 4:] = True
+        core = make_core()
+        first = core(q, k, v, mask, attn_mask_type=AttnMaskType.padding)
+        k[4:, 1], v[4:, 1] = 1e3, -1e3
+        torch.testing.assert_close(core(q, k, v, mask, attn_mask_type=AttnMaskType.padding), first)
+
+    def test_row_without_visible_key_is_finite(self):
+        q, k, v = random_qkv(3, 1, 2)
+        mask = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+        got = make_core()(q, k, v, mask, attn_mask_type=AttnMaskType.padding)
+        torch.testing.assert_close(got[0], v.mean(0).flatten(1))
+
+    def test_fewer_queries_than_keys(self):
+        """Prefill and decode: the last query sees every key."""
+        q, k, v = random_qkv(6, 1, 2)
+        core = make_core()
+        torch.testing.assert_close(core(q[4:], k, v, None), core(q, k, v, None)[4:])
+
+    @pytest.mark.parametrize("padded", [None, [0, 5, 5, 8, 12]])
+    def test_packed_equals_one_by_one(self, padded):
+        cu = [0, 4, 4, 5, 9] if padded else [0, 4, 4, 5, 12]
+        q, k, v = random_qkv(12, 3)
+        core = make_core()
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=torch.tensor(cu, dtype=torch.int32),
+            cu_seqlens_q_padded=torch.tensor(padded, dtype=torch.int32) if padded else None,
+        )
+        got = core(q, k, v, None, packed_seq_params=params)
+        want = torch.zeros(12, 3 * 8, dtype=torch.float64)
+        for i, start in enumerate((padded or cu)[:-1]):
+            part = slice(start, start + cu[i + 1] - cu[i])
+            one = core(*(x[part].unsqueeze(1) for x in (q, k, v)), None)
+            want[part] = one.squeeze(1)
+        torch.testing.assert_close(got, want)
+
+    def test_bf16_softmax_is_fp32(self):
+        q, k, v = random_qkv(9, 1, 2, dtype=torch.bfloat16)
+        core = make_core()
+        want = core(q.double(), k.double(), v.double(), None)
+        error = (core(q, k, v, None).double() - want).norm() / want.norm()
+        assert error < 2**-9  # only the output is rounded to bf16's 8 bits
+
+    def test_dropout_in_training_only(self):
+        q, k, v = random_qkv(9, 1, 4)
+        core = make_core(attention_dropout=0.5)
+        assert not torch.equal(core(q, k, v, None), core(q, k, v, None))
+        core.eval()
+        torch.testing.assert_close(core(q, k, v, None), core(q, k, v, None))
+
+    def test_dropout_under_sequence_parallel_uses_the_global_state(self):
+        q, k, v = random_qkv(9, 1, 4)
+        core = make_core()
+        core.config.sequence_parallel = True
+        core.dropout = 0.5
+        torch.manual_seed(1)
+        first = core(q, k, v, None)
+        torch.manual_seed(1)
+        assert torch.equal(core(q, k, v, None), first)
+
+    @pytest.mark.parametrize(
+        "params, message",
+        [
+            (PackedSeqParams(qkv_format="sbhd"), "qkv_format='thd'"),
+            (PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5])), "12 tokens"),
+        ],
+    )
+    def test_bad_boundaries(self, params, message):
+        with pytest.raises(ValueError, match=message):
+            make_core()(*random_qkv(12, 3), None, packed_seq_params=params)
+
+    def test_mask_with_packed_sequences(self):
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 12]))
+        mask = torch.zeros(1, 1, 1, 12, dtype=torch.bool)
+        with pytest.raises(ValueError, match="attention_mask must be None"):
+            make_core()(*random_qkv(12, 3), mask, packed_seq_params=params)
+
+    def test_bias(self):
+        with pytest.raises(ValueError, match="attention_bias"):
+            make_core()(*random_qkv(4, 1, 2), None, attention_bias=torch.zeros(4, 4))
+
+    def test_unsupported_option(self):
+        with pytest.raises(ValueError, match="softmax_type='vanilla' only, got 'off-by-one'"):
+            make_core(softmax_type="off-by-one")
+
+
+class TestSpecs:
+    @pytest.mark.parametrize("q_lora_rank, qk_layernorm", [(16, True), (16, False), (None, False)])
+    def test_layer_builds_and_trains(self, q_lora_rank, qk_layernorm):
+        config = make_config(q_lora_rank=q_lora_rank, qk_layernorm=qk_layernorm)
+        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
+        assert type(layer.self_attention) is MLASelfAttention
+        norm = RMSNorm if qk_layernorm else IdentityOp
+        assert isinstance(layer.self_attention.kv_layernorm, norm)
+        out, _ = layer(torch.randn(6, 2, 32, requires_grad=True), attention_mask=None)
+        out.square().sum().backward()
+        without = [name for name, p in layer.named_parameters() if p.grad is None]
+        assert without == []
+
+    def test_packed_layer_equals_one_by_one(self):
+        """The host pads the value heads of packed sequences and trims the output afterwards."""
+        config = make_config()
+        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
+        x = torch.randn(7, 1, 32)
+        cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4, max_seqlen_kv=4
+        )
+        packed, _ = layer(x, attention_mask=None, packed_seq_params=params)
+        parts = [layer(part, attention_mask=None)[0] for part in (x[:3], x[3:])]
+        torch.testing.assert_close(packed, torch.cat(parts))
+
+    def test_dense_and_moe_layers(self):
+        config = make_config(
+            num_moe_experts=2, moe_router_topk=2, moe_layer_freq=[0, 1], moe_ffn_hidden_size=16
+        )
+        model = GPTModel(
+            config,
+            get_standard_mla_decoder_block_spec(config),
+            vocab_size=64,
+            max_sequence_length=16,
+            position_embedding_type="rope",
+        )
+        first, second = model.decoder.layers
+        assert isinstance(first.mlp, MLP) and isinstance(second.mlp, MoELayer)
+        assert isinstance(model.decoder.final_layernorm, RMSNorm)
+        tokens = torch.arange(8).reshape(1, 8)
+        loss = model(tokens, tokens, None, labels=tokens).mean()
+        loss.backward()
+        assert torch.isfinite(loss)
+
+    def test_norms_are_marked_under_sequence_parallelism(self):
+        config = make_config()
+        config.sequence_parallel = True
+        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            assert norm.weight.sequence_parallel
+
+    def test_experts_missing(self):
+        config = make_config()
+        config.moe_layer_freq = [0, 1]
+        with pytest.raises(ValueError, match=r"moe_layer_freq=\[0, 1\] needs num_moe_experts"):
+            get_standard_mla_decoder_block_spec(config)
+
+    def test_local_norm_without_q_lora(self):
+        config = make_config(q_lora_rank=None, qk_layernorm=True)
+        with pytest.raises(ValueError, match="qk_layernorm=True and q_lora_rank=None"):
+            get_standard_mla_layer_spec(config)
+
+    def test_backend_unknown(self):
+        with pytest.raises(ValueError, match="one of local, transformer_engine or None; got 'te'"):
+            get_standard_mla_layer_spec(make_config(), backend="te")
+
+    def test_backend_missing(self, monkeypatch):
+        monkeypatch.setattr("absorbed_mla.testing.standard_mla.HAVE_TE", False)
+        with pytest.raises(ValueError, match="needs transformer-engine"):
+            get_standard_mla_layer_spec(make_config(), backend="transformer_engine")
+
+    def test_transformer_engine_specs_are_megatrons(self, monkeypatch):
+        """Nothing is replaced there; what depends on the config is handed over."""
+        module = "absorbed_mla.testing.standard_mla."
+        monkeypatch.setattr(module + "HAVE_TE", True)
+        for name in ("layer_with_transformer_engine", "decoder_block"):
+            monkeypatch.setattr(f"{module}get_gpt_{name}_spec", lambda *args, **options: options)
+        config = make_config(transformer_impl="transformer_engine")
+        layer = get_standard_mla_layer_spec(config)
+        assert layer == {"qk_layernorm": True, "multi_latent_attention": True}
+        assert get_standard_mla_decoder_block_spec(config)["use_transformer_engine"]
+
+    def test_backend_against_config(self):
+        config = make_config(transformer_impl="transformer_engine")
+        with pytest.raises(ValueError, match=r"needs config\.transformer_impl='local'"):
+            get_standard_mla_layer_spec(config, backend="local")
