@@ -52,7 +52,9 @@ def load_model_weights(model: nn.Module, checkpoint_dir: str | Path) -> None:
         entry.key = _name_in(shapes, entry.key)
     _check_complete(requested, shapes, checkpoint_dir)
     loaded = dist_checkpointing.load(requested, checkpoint_dir)
-    model.load_state_dict({**_extra_states(model), **loaded})
+    # A training checkpoint's common state (arguments, iteration) comes along.
+    weights = {key: loaded[key] for key in requested}
+    model.load_state_dict({**_extra_states(model), **weights})
 
 
 def model_sharded_state_dict(

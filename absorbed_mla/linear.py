@@ -64,6 +64,12 @@ class DuplicatedLinear(nn.Module):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
+    def get_extra_state(self) -> None:
+        """Empty, as in Megatron's own linear layers: standard MLA asks checkpoints for one."""
+
+    def set_extra_state(self, state: object) -> None:
+        """Nothing to restore."""
+
     def backward_dw(self) -> None:
         """Nothing is delayed: autograd computes the weight's gradient."""
 

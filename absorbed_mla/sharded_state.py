@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core.dist_checkpointing.mapping import (
     ReplicaId,
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
-from absorbed_mla.norm import RMSNorm
 from absorbed_mla.state_dict import COMBINED_KV_UP, FUSED_NORMS
 
 if TYPE_CHECKING:
@@ -56,21 +55,20 @@ def standard_sharded_state_dict(
         result[key] = _kv_up_factory(
             attention, own[key], prefix + COMBINED_KV_UP, first_row, head_dim, sharded_offsets
         )
-    _rename_kv_up_extra_state(result, prefix)
-    if not isinstance(attention.kv_layernorm, RMSNorm):
+    # Standard layers keep one (empty) extra state for the combined up-projection.
+    extra = result.pop(f"{prefix}linear_k_up_proj.{_EXTRA_STATE}")
+    result.pop(f"{prefix}linear_v_up_proj.{_EXTRA_STATE}")
+    expected = ["linear_kv_up_proj"]
+    if not isinstance(attention.linear_proj, RowParallelLinear):
+        # TransformerEngine's standard layers: norms are fused, and core attention keeps one too.
+        expected.append("core_attention")
         for ours, fused in FUSED_NORMS.items():
             if prefix + ours in result:
                 result[prefix + ours] = replace(result[prefix + ours], key=prefix + fused)
+    for module in expected:
+        key = f"{prefix}{module}.{_EXTRA_STATE}"
+        result[key] = replace(extra, key=key)
     return result
-
-
-def _rename_kv_up_extra_state(result: dict, prefix: str) -> None:
-    """Standard MLA keeps one extra state for the combined layer; ours are both empty."""
-    entry = result.pop(f"{prefix}linear_k_up_proj.{_EXTRA_STATE}", None)
-    result.pop(f"{prefix}linear_v_up_proj.{_EXTRA_STATE}", None)
-    if isinstance(entry, ShardedObject):
-        key = f"{prefix}linear_kv_up_proj.{_EXTRA_STATE}"
-        result[key] = replace(entry, key=key)
 
 
 def _kv_up_factory(

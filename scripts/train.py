@@ -1,0 +1,23 @@
+"""Train a GPT with multi-head latent attention on any text, on CPUs or GPUs.
+
+    torchrun --nproc-per-node 2 scripts/train.py --preset tiny \
+        --tensor-model-parallel-size 2 --sequence-parallel --train-iters 200 \
+        --save checkpoints --save-interval 100 --metrics metrics.jsonl --plot loss.png
+
+Options have Megatron's names where Megatron has them; ``--help`` lists all. The data is the source
+code of Python's standard library unless ``--data`` names a file or folder.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+if __name__ == "__main__":
+    # Megatron warns about every optional package it does not find.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    from training.entry import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""Folders of checkpoints on disk: what is complete, and how a new one takes its place.
+
+    SAVE/iter_0000100/                        a complete checkpoint
+    SAVE/.incomplete-iter_0000200/            being written, or what an interrupted save left
+    SAVE/.replaced-iter_0000100/              for a moment, while a checkpoint is written anew
+    SAVE/latest_checkpointed_iteration.txt    the one to resume from
+
+A checkpoint gets its name after all its bytes are on disk, and the text file changes after that, so
+whenever a save is interrupted, the file names a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint_path(folder: Path, iteration: int) -> Path:
+    """Where the checkpoint of ``iteration`` is, Megatron's naming."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def latest_iteration(folder: Path) -> int | None:
+    """The iteration that ``folder``'s text file names; None if there is no such file.
+
+    Raises:
+        ValueError: If the file holds no number.
+    """
+    try:
+        text = (folder / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"{folder / LATEST} should hold an iteration, got {text!r}")
+    return int(text)
+
+
+def begin(folder: Path, iteration: int) -> Path:
+    """Make the empty folder to write the checkpoint of ``iteration`` into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".incomplete-iter_*"):
+        shutil.rmtree(leftover)
+    path = _hidden(folder, "incomplete", iteration)
+    path.mkdir()
+    return path
+
+
+def complete(folder: Path, iteration: int) -> None:
+    """Give the checkpoint its name and make it the one to resume from."""
+    written, final = _hidden(folder, "incomplete", iteration), checkpoint_path(folder, iteration)
+    for file in written.rglob("*"):
+        _sync(file)
+    _sync(written)
+    replaced = _hidden(folder, "replaced", iteration)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    written.rename(final)
+    _sync(folder)
+    text = folder / f".{LATEST}"
+    text.write_text(f"{iteration}\n")
+    _sync(text)
+    text.replace(folder / LATEST)
+    _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(folder: Path, iteration: int) -> None:
+    """Undo a replacement that was interrupted between its two renames; every rank may try."""
+    replaced, final = _hidden(folder, "replaced", iteration), checkpoint_path(folder, iteration)
+    if replaced.exists() and not final.exists():
+        with contextlib.suppress(OSError):
+            replaced.rename(final)
+
+
+def _hidden(folder: Path, state: str, iteration: int) -> Path:
+    return folder / f".{state}-{checkpoint_path(folder, iteration).name}"
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

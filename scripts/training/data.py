@@ -1,0 +1,146 @@
+"""Files to a stream of tokens, and the stream to training windows.
+
+Which windows a batch holds is a function of (seed, iteration, data-parallel rank) and nothing
+else, so a resumed run sees what the interrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from training.tokenizers import Tokenizer
+
+# Not part of the standard library, or not the same on every machine.
+_STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of all documents, each ended by the tokenizer's end token.
+
+    Attributes:
+        tokens: int32 [n].
+        num_documents: Files the tokens come from.
+        fingerprint: Changes if a token does.
+    """
+
+    tokens: np.ndarray
+    num_documents: int
+    fingerprint: str
+
+
+def find_files(path: str | None) -> list[Path]:
+    """Text files at ``path``; None for the standard library's Python sources.
+
+    Files come in the order of a hash of their names below the folder: the same on every machine,
+    and without a folder's topics in one piece.
+
+    Raises:
+        ValueError: If nothing is there.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [
+            file
+            for file in root.rglob("*.py")
+            if not _STDLIB_SKIP.intersection(file.relative_to(root).parts)
+        ]
+    else:
+        root = Path(path)
+        if not root.exists():
+            raise ValueError(f"--data: there is no file or folder {path}")
+        if root.is_file():
+            return [root]
+        files = [
+            file
+            for file in root.rglob("*")
+            if file.is_file() and not any(x.startswith(".") for x in file.relative_to(root).parts)
+        ]
+    if not files:
+        raise ValueError(f"--data: there are no files in {root}")
+    return sorted(files, key=lambda file: _digest(file.relative_to(root).as_posix().encode()))
+
+
+def read_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
+    """Read and tokenize all text under ``path``; files with NUL bytes (binaries) are left out.
+
+    Raises:
+        ValueError: If there is no text, or a file cannot be read.
+    """
+    pieces = []
+    for file in find_files(path):
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"--data: cannot read {file}: {error.strerror}") from error
+        if content and b"\0" not in content:
+            pieces += [tokenizer.encode(content), np.array([tokenizer.eod], dtype=np.int32)]
+    if not pieces:
+        raise ValueError(f"--data: there is no text in {path or 'the standard library'}")
+    tokens = np.concatenate(pieces)
+    return Corpus(tokens, len(pieces) // 2, _digest(tokens.tobytes()))
+
+
+def split_corpus(tokens: np.ndarray, train_percent: float) -> tuple[np.ndarray, np.ndarray]:
+    """The first ``train_percent`` of ``tokens`` for training, the rest for validation."""
+    cut = round(len(tokens) * train_percent / 100)
+    return tokens[:cut], tokens[cut:]
+
+
+class Windows:
+    """A token stream cut into windows, visited in a new random order every epoch.
+
+    Args:
+        tokens: int32 [n].
+        seq_length: Tokens a model sees at once; a window has one more, for the last label.
+        seed: Decides the order.
+        name: Names the stream in an error.
+
+    Raises:
+        ValueError: If the stream is shorter than one window.
+    """
+
+    def __init__(self, tokens: np.ndarray, seq_length: int, seed: int, name: str) -> None:
+        self.count = (len(tokens) - 1) // seq_length
+        if self.count < 1:
+            raise ValueError(
+                f"--data: {len(tokens)} {name} tokens do not fill one sequence of "
+                f"--seq-length {seq_length}; give more text or a shorter sequence"
+            )
+        self._tokens = tokens
+        self.seq_length = seq_length
+        self._seed = seed
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Window ``index`` of an endless run over the data, int32 [seq_length + 1]."""
+        epoch, position = divmod(index, self.count)
+        start = self._order(epoch)[position] * self.seq_length
+        return self._tokens[start : start + self.seq_length + 1]
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(self.count)
+
+
+def window_indices(
+    iteration: int,
+    microbatch: int,
+    dp_rank: int,
+    *,
+    dp_size: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+) -> range:
+    """Windows of one microbatch. A global batch holds the same ones at every data-parallel size."""
+    first = iteration * global_batch_size + (microbatch * dp_size + dp_rank) * micro_batch_size
+    return range(first, first + micro_batch_size)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

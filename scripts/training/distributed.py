@@ -1,0 +1,70 @@
+"""Processes and Megatron's parallel groups."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from training.cpu_device import prepare_device
+
+
+def world_size() -> int:
+    """Number of processes, from torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def rank() -> int:
+    """This process, from torchrun; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def initialize(args: argparse.Namespace) -> torch.device:
+    """Join the process group, make Megatron's groups, seed every generator.
+
+    Returns:
+        The device of this process.
+    """
+    if "RANK" not in os.environ:
+        _be_a_world_of_one()
+    device = prepare_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+    )
+    seed(args.seed)
+    return device
+
+
+def seed(value: int) -> None:
+    """Seed all generators; pipeline stages differ, as in Megatron."""
+    value += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    tensor_parallel.model_parallel_cuda_manual_seed(value)
+
+
+def finish() -> None:
+    """Leave all groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _be_a_world_of_one() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )

@@ -1,0 +1,159 @@
+"""GPTModel with absorbed or standard MLA, wrapped in Megatron's data parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from training.gradients import sum_over_model_parallel
+from training.presets import ModelPreset
+
+# Fields of a preset that are no fields of Megatron's config.
+_NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}
+
+
+def build_config(
+    args: argparse.Namespace, model: ModelPreset, device: torch.device
+) -> MLATransformerConfig:
+    """Megatron's config of the model.
+
+    Raises:
+        ValueError: If Megatron refuses the combination of options.
+    """
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    fields = {f.name for f in dataclasses.fields(model)} - _NOT_IN_CONFIG
+    if not model.num_moe_experts:
+        fields = {name for name in fields if "moe" not in name}
+    options = {name: getattr(model, name) for name in sorted(fields)}
+    if model.num_moe_experts:
+        options |= _moe_options(args, model, device)
+    try:
+        return MLATransformerConfig(
+            **options,
+            **_fused_parts_off(),
+            normalization="RMSNorm",
+            qk_layernorm=True,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            init_method_std=args.init_method_std,
+            attention_dropout=args.attention_dropout,
+            hidden_dropout=args.hidden_dropout,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            recompute_granularity=args.recompute_granularity,
+            recompute_modules=args.recompute_modules,
+            recompute_method=args.recompute_method,
+            recompute_num_layers=args.recompute_num_layers,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=args.bf16,
+            fp16=args.fp16,
+            transformer_impl=_transformer_impl(args, device),
+            use_cpu_initialization=device.type == "cpu",
+            calculate_per_token_loss=True,
+        )
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses these options: {error}") from error
+
+
+def _transformer_impl(args: argparse.Namespace, device: torch.device) -> str:
+    if args.transformer_impl is not None:
+        return args.transformer_impl
+    return "transformer_engine" if HAVE_TE and device.type == "cuda" else "local"
+
+
+def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.device) -> dict:
+    dispatcher = args.moe_token_dispatcher_type
+    if dispatcher is None:
+        dispatcher = "alltoall" if device.type == "cuda" else "allgather"
+    return {
+        "moe_layer_freq": list(model.moe_layer_freq),
+        "moe_router_pre_softmax": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_grouped_gemm": args.moe_grouped_gemm,
+    }
+
+
+def _fused_parts_off() -> dict:
+    """Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses."""
+    return {
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def build_model(
+    args: argparse.Namespace,
+    config: MLATransformerConfig,
+    model: ModelPreset,
+    device: torch.device,
+) -> DistributedDataParallel:
+    """This rank's part of the model, ready to be trained."""
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(args, config, model),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
+        position_embedding_type="rope",
+    ).to(device)
+    module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=args.overlap_grad_reduce
+    )
+    wrapped = DistributedDataParallel(config, ddp_config, module)
+    config.no_sync_func = wrapped.no_sync
+    if args.overlap_grad_reduce:
+        config.grad_sync_func = wrapped.start_grad_sync
+    return wrapped
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside data-parallel and precision wrappers."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Parameters of the whole model, over all tensor-, expert- and pipeline-parallel ranks."""
+    return int(sum_over_model_parallel(model.parameters(), lambda p: float(p.numel())))
+
+
+def _block_spec(
+    args: argparse.Namespace, config: MLATransformerConfig, model: ModelPreset
+) -> TransformerBlockSubmodules:
+    if args.attention == "standard":
+        return get_standard_mla_decoder_block_spec(config, backend=config.transformer_impl)
+    options = AbsorbedMLAOptions(
+        form=args.form,
+        down_projection=args.down_projection,
+        latent_norm_eps=model.latent_norm_eps,
+    )
+    return get_absorbed_mla_decoder_block_spec(
+        config, backend=config.transformer_impl, options=options
+    )

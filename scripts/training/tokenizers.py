@@ -1,0 +1,72 @@
+"""Text to token ids: bytes, or a Hugging Face tokenizer from a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+class Tokenizer(Protocol):
+    """What the data needs from a tokenizer."""
+
+    vocab_size: int
+    eod: int  # ends every document
+
+    def encode(self, content: bytes) -> np.ndarray:
+        """Token ids of a file's content, int32 [n], without the end-of-document token."""
+
+
+class ByteTokenizer:
+    """Every byte is a token; one more ends a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, content: bytes) -> np.ndarray:
+        """The bytes, as int32 [n]."""
+        return np.frombuffer(content, dtype=np.uint8).astype(np.int32)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer that ``transformers`` loads from a folder on this machine.
+
+    Args:
+        path: Folder with the tokenizer's files.
+
+    Raises:
+        ValueError: If transformers is missing, or the folder has no tokenizer with an end token.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ValueError("--tokenizer needs transformers: pip install transformers") from error
+        if not Path(path).exists():
+            raise ValueError(f"--tokenizer: there is no folder {path}")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"--tokenizer: cannot load a tokenizer from {path}: {reason}"
+            ) from error
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"--tokenizer: the tokenizer in {path} has no eos token")
+        # A long document is no mistake here: it is cut into windows.
+        self._tokenizer.model_max_length = 10**12
+        self.vocab_size = len(self._tokenizer)
+        self.eod = self._tokenizer.eos_token_id
+
+    def encode(self, content: bytes) -> np.ndarray:
+        """Token ids of the content read as UTF-8, int32 [n]."""
+        text = content.decode("utf-8", errors="replace")
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+
+def build_tokenizer(path: str | None) -> Tokenizer:
+    """The byte tokenizer, or the Hugging Face tokenizer in folder ``path``."""
+    return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)

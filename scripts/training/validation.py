@@ -1,0 +1,227 @@
+"""Checks the command line against itself and the number of processes, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+
+_AT_LEAST_ONE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "eval_interval",
+    "log_interval",
+    "save_interval",
+    "exit_interval",
+    "lr_decay_iters",
+    "make_vocab_size_divisible_by",
+    "recompute_num_layers",
+)
+_NOT_NEGATIVE = (
+    "train_iters",
+    "eval_iters",
+    "lr_warmup_iters",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "clip_grad",
+    "seed",
+)
+
+
+def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
+    """Fill in defaults that depend on other options, and refuse what cannot work.
+
+    Args:
+        args: Parsed command line; ``model`` is the resolved :class:`ModelPreset`.
+        world_size: Number of processes.
+
+    Raises:
+        ValueError: Naming the option, what it got and what it accepts.
+    """
+    _check_ranges(args)
+    _check_parallelism(args, world_size)
+    _check_batch(args, world_size)
+    _check_precision_and_device(args)
+    _check_recompute(args)
+    _check_files(args)
+    args.split_percent = parse_split(args.split)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = max(1, args.train_iters)
+
+
+def parse_split(text: str) -> float:
+    """Percent of the tokens for training, from ``"95,5"``.
+
+    Raises:
+        ValueError: If ``text`` is not two numbers that make 100.
+    """
+    try:
+        train, valid = (float(x) for x in text.split(","))
+    except ValueError:
+        train = valid = -1.0
+    if not (train > 0 and valid >= 0 and abs(train + valid - 100) < 1e-6):
+        raise ValueError(
+            f"--split must be two percentages that make 100, such as 95,5; got {text!r}"
+        )
+    return train
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    for names, least in ((_AT_LEAST_ONE, 1), (_NOT_NEGATIVE, 0)):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
+    for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} must be in [0, 1), got {getattr(args, name)}")
+    if args.seq_length > args.model.max_position_embeddings:
+        raise ValueError(
+            f"--seq-length must be at most --max-position-embeddings "
+            f"{args.model.max_position_embeddings}, got {args.seq_length}"
+        )
+
+
+def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    tp, pp, ep = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_model_parallel_size,
+    )
+    model = args.model
+    if world_size % (tp * pp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} must divide "
+            f"the number of processes (torchrun --nproc-per-node), got {world_size}"
+        )
+    divisible = [
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        (
+            "the padded vocabulary (--make-vocab-size-divisible-by)",
+            args.make_vocab_size_divisible_by,
+        ),
+    ]
+    if args.sequence_parallel:
+        divisible.append(("--seq-length with --sequence-parallel", args.seq_length))
+    if model.num_moe_experts:
+        divisible.append(("--moe-ffn-hidden-size", model.moe_ffn_hidden_size))
+        shared = model.moe_shared_expert_intermediate_size
+        divisible.append(("--moe-shared-expert-intermediate-size", shared or 0))
+    for what, value in divisible:
+        if value % tp:
+            raise ValueError(
+                f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
+            )
+    if model.num_layers % pp:
+        raise ValueError(
+            f"--num-layers must be divisible by --pipeline-model-parallel-size {pp}, "
+            f"got {model.num_layers}"
+        )
+    if args.sequence_parallel and tp == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
+    if model.num_moe_experts and tp > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--num-experts {model.num_moe_experts} with --tensor-model-parallel-size {tp} needs "
+            "--sequence-parallel: Megatron trains MoE layers under tensor parallelism only so "
+            "(--num-experts 0 makes the model dense)"
+        )
+    _check_expert_parallelism(args, world_size, tp * pp, ep)
+
+
+def _check_expert_parallelism(
+    args: argparse.Namespace, world_size: int, model_parallel: int, ep: int
+) -> None:
+    if ep == 1:
+        return
+    experts = args.model.num_moe_experts
+    if not experts or experts % ep:
+        raise ValueError(
+            f"--num-experts must be divisible by --expert-model-parallel-size {ep}, "
+            f"got {experts or 0}"
+        )
+    if world_size % (model_parallel * ep):
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks, "
+            f"got {world_size // model_parallel}"
+        )
+
+
+def _check_batch(args: argparse.Namespace, world_size: int) -> None:
+    if args.micro_batch_size is None:
+        args.micro_batch_size = 1 if args.packed else 8
+    if args.packed and args.micro_batch_size != 1:
+        raise ValueError(f"--packed needs --micro-batch-size 1, got {args.micro_batch_size}")
+    dp = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    step = args.micro_batch_size * dp
+    if args.global_batch_size is None:
+        args.global_batch_size = step * args.pipeline_model_parallel_size
+    if args.global_batch_size % step:
+        raise ValueError(
+            "--global-batch-size must be divisible by "
+            f"--micro-batch-size {args.micro_batch_size} x {dp} data-parallel ranks, "
+            f"got {args.global_batch_size}"
+        )
+
+
+def _check_precision_and_device(args: argparse.Namespace) -> None:
+    if torch.cuda.is_available():
+        return
+    if args.moe_token_dispatcher_type == "alltoall":
+        raise ValueError(
+            "--moe-token-dispatcher-type alltoall needs a GPU, and there is none here; "
+            "use allgather"
+        )
+    for name, why in (
+        ("fp16", "use --bf16, or fp32 without either"),
+        ("moe_grouped_gemm", "leave it out to run experts one after the other"),
+    ):
+        if getattr(args, name):
+            raise ValueError(f"{_flag(name)} needs a GPU, and there is none here; {why}")
+    if args.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "--transformer-impl transformer_engine needs a GPU, and there is none here; use local"
+        )
+
+
+def _check_recompute(args: argparse.Namespace) -> None:
+    full = args.recompute_granularity == "full"
+    if full and not (args.recompute_method and args.recompute_num_layers):
+        raise ValueError(
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers, "
+            f"got {args.recompute_method} and {args.recompute_num_layers}"
+        )
+    if not full and (args.recompute_method or args.recompute_num_layers):
+        raise ValueError(
+            "--recompute-method and --recompute-num-layers need --recompute-granularity full, "
+            f"got {args.recompute_granularity}"
+        )
+    if args.recompute_modules and args.recompute_granularity != "selective":
+        raise ValueError(
+            "--recompute-modules needs --recompute-granularity selective, "
+            f"got {args.recompute_granularity}"
+        )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if args.save_interval and not args.save:
+        raise ValueError("--save-interval needs --save, the folder to save to")
+    if args.finetune and not args.load:
+        raise ValueError("--finetune needs --load, the checkpoint to take the weights from")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if args.compare_metrics and not Path(args.compare_metrics).is_file():
+        raise ValueError(f"--compare-metrics: there is no file {args.compare_metrics}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

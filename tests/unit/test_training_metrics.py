@@ -1,0 +1,75 @@
+"""Metrics file, plot and tables of scripts/train.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from training.metrics import MetricsFile, read_metrics, series
+from training.plot import plot_losses
+from training.report import comparison_table
+
+
+def _write(path, iterations, resumed_at=0):
+    metrics = MetricsFile(str(path), resumed_at)
+    for i in iterations:
+        metrics.write(iteration=i, train_loss=1 / i)
+    metrics.close()
+
+
+def test_floats_survive_to_the_last_bit(tmp_path):
+    _write(tmp_path / "m.jsonl", [3, 7])
+    assert series(read_metrics(tmp_path / "m.jsonl"), "train_loss") == {3: 1 / 3, 7: 1 / 7}
+
+
+def test_resuming_replaces_what_runs_again(tmp_path):
+    """Iterations after the last checkpoint run twice; each must be in the file once."""
+    path = tmp_path / "m.jsonl"
+    _write(path, range(1, 8))
+    with path.open("a") as file:
+        file.write('{"iteration": 8, "train')  # killed while writing
+    _write(path, range(6, 11), resumed_at=5)
+    assert [r["iteration"] for r in read_metrics(path)] == list(range(1, 11))
+
+
+def test_a_new_run_starts_a_new_file(tmp_path):
+    path = tmp_path / "sub" / "m.jsonl"
+    _write(path, [1, 2])
+    _write(path, [1])
+    assert len(read_metrics(path)) == 1
+
+
+def test_other_files_are_errors(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("hello\nworld\n")
+    with pytest.raises(ValueError, match="line 1 is no metrics record: 'hello'"):
+        read_metrics(path)
+
+
+def test_without_a_file_records_stay_in_memory():
+    metrics = MetricsFile(None, 0)
+    metrics.write(iteration=1, train_loss=2.0)
+    metrics.close()
+    assert metrics.records == [{"iteration": 1, "train_loss": 2.0}]
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    records = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
+    valid = [*records, {"iteration": 4, "valid_loss": 0.5}]
+    plot_losses({"a": valid, "b": records}, tmp_path / "plots" / "loss.png")
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_table():
+    a = [{"iteration": i, "train_loss": 2.0} for i in range(1, 101)]
+    b = [{"iteration": i, "train_loss": 1.5} for i in range(1, 51)]
+    lines = comparison_table({"a": a, "b": b}).splitlines()
+    assert lines[1].split() == ["1", "2.0000", "1.5000", "+5.0e-01"]
+    assert lines[-1].split()[0] == "50"
+    assert len(lines) < 20
+    assert "no iteration in common" in comparison_table({"a": a, "b": []})

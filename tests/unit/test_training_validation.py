@@ -1,0 +1,108 @@
+"""Errors that scripts/train.py reports before any work, and defaults that follow from options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from training.arguments import parse_arguments
+from training.model_options import resolve_model
+from training.schedule import learning_rate
+from training.validation import parse_split, validate_arguments
+
+
+def _validate(*argv: str, world_size: int = 1):
+    args = parse_arguments(list(argv))
+    args.model = resolve_model(args)
+    validate_arguments(args, world_size)
+    return args
+
+
+_TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        ([*_TP2, "--num-attention-heads", "3"], 2, "--num-attention-heads must be divisible"),
+        ([*_TP2, "--seq-length", "127"], 2, "--seq-length with --sequence-parallel must be"),
+        ([*_TP2], 3, "must divide the number of processes (torchrun --nproc-per-node), got 3"),
+        (["--tensor-model-parallel-size", "2"], 2, "--num-experts 4 with"),
+        (["--sequence-parallel"], 1, "needs --tensor-model-parallel-size above 1, got 1"),
+        (["--pipeline-model-parallel-size", "2"], 2, "--num-layers must be divisible"),
+        (["--expert-model-parallel-size", "3"], 3, "--num-experts must be divisible"),
+        (["--expert-model-parallel-size", "2"], 1, "number of data-parallel ranks, got 1"),
+        (["--global-batch-size", "12"], 2, "--global-batch-size must be divisible"),
+        (["--packed", "--micro-batch-size", "2"], 1, "--packed needs --micro-batch-size 1, got 2"),
+        (["--seq-length", "0"], 1, "--seq-length must be at least 1, got 0"),
+        (["--seq-length", "9999"], 1, "--max-position-embeddings 4096, got 9999"),
+        (["--lr", "-1"], 1, "--lr must be at least 0"),
+        (["--hidden-dropout", "1"], 1, "--hidden-dropout must be in [0, 1)"),
+        (["--split", "90,20"], 1, "--split must be two percentages"),
+        (["--recompute-granularity", "full"], 1, "needs --recompute-method"),
+        (["--recompute-num-layers", "1"], 1, "need --recompute-granularity full"),
+        (["--recompute-modules", "mlp"], 1, "needs --recompute-granularity selective"),
+        (["--save-interval", "5"], 1, "--save-interval needs --save"),
+        (["--finetune"], 1, "--finetune needs --load"),
+        (["--compare-metrics", "absent.jsonl"], 1, "there is no file absent.jsonl"),
+    ],
+)
+def test_bad_options_name_the_option(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, world_size=world_size)
+    assert message in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these work with a GPU")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--fp16"],
+        ["--moe-grouped-gemm"],
+        ["--moe-token-dispatcher-type", "alltoall"],
+        ["--transformer-impl", "transformer_engine"],
+    ],
+)
+def test_gpu_options_need_a_gpu(argv):
+    with pytest.raises(ValueError, match=rf"{argv[0]}.* needs a GPU"):
+        _validate(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--unknown"], ["--form", "fast"], ["--lr", "x"], ["--bf16", "--fp16"]]
+)
+def test_argparse_errors_are_value_errors(argv):
+    with pytest.raises(ValueError):
+        parse_arguments(argv)
+
+
+def test_defaults_that_follow_from_others():
+    args = _validate("--lr", "1e-3", "--train-iters", "50", world_size=2)
+    assert (args.micro_batch_size, args.global_batch_size) == (8, 16)
+    assert args.min_lr == pytest.approx(1e-4)
+    assert args.lr_decay_iters == 50
+    assert _validate("--packed").micro_batch_size == 1
+
+
+def test_split():
+    assert parse_split("95,5") == 95
+    assert parse_split("100,0") == 100
+
+
+@pytest.mark.parametrize("style", ["constant", "cosine", "linear"])
+def test_learning_rate(style):
+    rates = [
+        learning_rate(i, lr=1.0, min_lr=0.1, warmup=4, decay_iters=20, style=style)
+        for i in range(30)
+    ]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:]))
+    assert rates[-1] == (1.0 if style == "constant" else 0.1)
+    if style != "constant":
+        assert rates[12] == pytest.approx(0.55)
