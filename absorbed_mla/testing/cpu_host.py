@@ -61,16 +61,18 @@ def _replace_cuda_questions() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.tensor = _without_pin_memory(torch.tensor)
-    torch.empty = _without_pin_memory(torch.empty)
+    for name in ("tensor", "empty", "zeros", "ones"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
-def _without_pin_memory(function):
-    """Pinned memory exists only for copies to a GPU."""
+def _on_cpu(function):
+    """A tensor factory without the GPU's: memory pinned for copies, and ``device="cuda"``."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         kwargs.pop("pin_memory", None)
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
         return function(*args, **kwargs)
 
     return call

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from training.cpu_device import prepare_device
+from absorbed_mla.testing.cpu_host import enable_cpu_host
 
 
 def world_size() -> int:
@@ -34,7 +34,10 @@ def initialize(args: argparse.Namespace) -> torch.device:
     """
     if "RANK" not in os.environ:
         _be_a_world_of_one()
-    device = prepare_device(int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cpu")
+    if not enable_cpu_host():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     parallel_state.initialize_model_parallel(

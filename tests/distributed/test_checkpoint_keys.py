@@ -1,0 +1,81 @@
+"""A checkpoint's keys and shapes: those of Megatron's own layers, so that each reads the other's.
+
+TransformerEngine's layers take part where they can run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+
+from absorbed_mla.distributed_checkpoint import (
+    load_model_weights,
+    model_sharded_state_dict,
+    save_model_weights,
+)
+from tests.distributed.test_distributed_checkpoint import folder, tensor_parallel_size  # noqa: F401
+from tests.distributed.test_oracle_grid import backends
+from tests.support.cases import TINY, config_for
+from tests.support.models import BLOCK_SPECS, MIXED, gpt_model, logits
+from tests.support.numerics import relative_error
+
+BACKENDS = pytest.mark.parametrize("backend", backends())
+
+
+def build(kind: str, backend: str, seed: int = 0):
+    """A dense and MoE model of the kind, at the tensor-parallel size of the moment."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    changes = {
+        "tensor_model_parallel_size": size,
+        "sequence_parallel": size > 1,
+        "transformer_impl": backend,
+        "layernorm_epsilon": TINY.norm_eps,
+        **MIXED,
+    }
+    spec = BLOCK_SPECS[kind](config_for(TINY, torch.float32, **changes), backend=backend)
+    return gpt_model(kind, TINY, seed=seed, spec=spec, **changes)
+
+
+def signature(model) -> dict[str, tuple]:
+    """Key -> global shape of everything a checkpoint of the model holds."""
+    found = {}
+    for entry in nested_values(model_sharded_state_dict(model)):
+        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+        for part in nested_values(parts) if isinstance(parts, dict) else parts:
+            shape = () if isinstance(part, ShardedObject) else tuple(part.global_shape)
+            found[part.key] = shape
+    return found
+
+
+@BACKENDS
+def test_keys_are_the_standards(backend):
+    """One key more or less, and Megatron's strict loading refuses the checkpoint."""
+    assert signature(build("absorbed", backend)) == signature(build("standard", backend))
+
+
+@BACKENDS
+def test_megatron_reads_it_strictly(backend, folder):  # noqa: F811
+    """Megatron's own loading into its own model, extra states included."""
+    source = build("absorbed", backend)
+    save_model_weights(source, folder)
+    target = build("standard", backend, seed=1)
+    state = dist_checkpointing.load(model_sharded_state_dict(target), str(folder))
+    target.load_state_dict({key: state[key] for key in target.state_dict() if key in state})
+    assert relative_error(logits(target).cpu(), logits(source).cpu()) < 1e-5
+
+
+@pytest.mark.parametrize("reader", backends())
+@pytest.mark.parametrize("writer", backends())
+@pytest.mark.parametrize("kind", ["standard", "absorbed"])
+def test_any_layers_read_any_others(kind, writer, reader, folder):  # noqa: F811
+    """Written at TP = world size and read at TP = 1, local layers and TransformerEngine's."""
+    source = build(kind, writer)
+    expected = logits(source).cpu()
+    save_model_weights(source, folder)
+    with tensor_parallel_size(1):
+        target = build("absorbed", reader, seed=1)
+        load_model_weights(target, folder)
+        assert relative_error(logits(target).cpu(), expected) < 1e-5

@@ -1,0 +1,94 @@
+"""Two tensor-parallel processes, killed at any moment and resumed, train as if nothing happened.
+
+Losses and gradient norms must agree to the last bit: a resumed run that only nearly continues has
+lost data order, dropout, the optimizer's state or a part of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPO / "scripts"))
+
+from training.metrics import read_metrics, series
+
+ITERATIONS = 12
+RUN = (
+    "--preset tiny --num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 "
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.1 "
+    "--attention-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--recompute-granularity selective --recompute-modules mla_up_proj core_attn "
+    f"--train-iters {ITERATIONS} --save-interval 1 --no-progress"
+)
+
+
+def start(folder: Path, options: str) -> subprocess.Popen:
+    """Torchrun in a process group of its own, so that all of it can be killed."""
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {k: v for k, v in os.environ.items() if k not in names}
+    return subprocess.Popen(
+        [*launcher.split(), str(REPO / "scripts" / "train.py"), *RUN.split(), *options.split()],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to torchrun and its workers, which it starts in groups of their own."""
+    listing = subprocess.run(
+        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    parents = dict(map(int, line.split()) for line in listing.stdout.splitlines())
+    family = {process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def iterations_logged(path: Path) -> int:
+    return len(series(read_metrics(path), "train_loss")) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "text.txt").write_text(Path(__file__).read_text())
+    finish(start(folder, "--data text.txt --metrics whole.jsonl --save whole"))
+    return folder
+
+
+@pytest.mark.parametrize("killed_after", [2, 5])
+def test_resumed_after_kill_is_bitwise_the_same(uninterrupted, killed_after):
+    folder, name = uninterrupted, f"killed{killed_after}"
+    options = f"--data text.txt --metrics {name}.jsonl --save {name}"
+    process = start(folder, options)
+    while iterations_logged(folder / f"{name}.jsonl") < killed_after and process.poll() is None:
+        time.sleep(0.05)
+    assert process.poll() is None, "it finished before it was killed"
+    kill(process)
+    assert "resumed at iteration" in finish(start(folder, f"{options} --load {name}"))
+    whole, parts = (read_metrics(folder / f"{n}.jsonl") for n in ("whole", name))
+    for key in ("train_loss", "grad_norm"):
+        assert len(series(whole, key)) == ITERATIONS
+        assert series(parts, key) == series(whole, key)
