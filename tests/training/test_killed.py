@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.append(str(REPO / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training.metrics import read_metrics, series
 
+REPO = Path(__file__).resolve().parents[2]
 ITERATIONS = 12
 RUN = (
     "--preset tiny --num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 "
