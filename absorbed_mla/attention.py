@@ -16,12 +16,12 @@ from torch import Tensor
 
 from absorbed_mla.core_attention import ScoreRules
 from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import build_projections
 from absorbed_mla.rope import RotaryTable, apply_rope
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.sharded_state import standard_sharded_state_dict
-from absorbed_mla.state_dict import load_standard_layouts
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import refuse_unsupported_arguments, refuse_unsupported_config
 
@@ -118,7 +118,7 @@ class AbsorbedMLASelfAttention(Attention):
             softmax_scale=self.softmax_scale,
             options=options,
         )
-        self.register_load_state_dict_pre_hook(load_standard_layouts)
+        StandardLayoutHooks(self)
 
     def forward(
         self,
@@ -170,6 +170,8 @@ class AbsorbedMLASelfAttention(Attention):
             layout, hidden_states.shape[1], attention_mask, hidden_states.device
         )
         q_down, kv_down = self._down_project(hidden_states)
+        # Fetched here by a call, and handed on: Megatron's parameter gather waits in the call's
+        # hooks, and a checkpoint returns gradients for what it is given.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
         cos, sin = self._rotary_rows(layout, hidden_states.device)
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
@@ -191,10 +193,13 @@ class AbsorbedMLASelfAttention(Attention):
                 f"hidden_states must be [tokens, batch, hidden_size={self.dims.hidden_size}], "
                 f"got {tuple(hidden_states.shape)}"
             )
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            raise ValueError(
+                "torch.autocast is not supported: choose the precision as Megatron does, with "
+                "bf16=True or fp16=True in the config"
+            )
         dtype = self.linear_k_up_proj.weight.dtype
-        if hidden_states.dtype != dtype and not torch.is_autocast_enabled(
-            hidden_states.device.type
-        ):
+        if hidden_states.dtype != dtype:
             raise ValueError(
                 f"hidden_states must have the parameters' dtype {dtype}, got {hidden_states.dtype}"
             )
@@ -226,6 +231,10 @@ class AbsorbedMLASelfAttention(Attention):
         kv_down = leave_column_parallel(
             kv_down, self.dims.kv_down_dim, self.tp_group, self.sequence_parallel
         )
+        if self._recomputes_up_proj and torch.is_grad_enabled():
+            # The host's checkpoint reaches the parameters inside it only through inputs that need
+            # a gradient, which these do not where everything before them is frozen.
+            q_down, kv_down = _requiring_grad(q_down), _requiring_grad(kv_down)
         return q_down, kv_down
 
     def _up_project(
@@ -295,6 +304,10 @@ class AbsorbedMLASelfAttention(Attention):
 
 def _call(function, *args):
     return function(*args)
+
+
+def _requiring_grad(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_()
 
 
 def _not_built(*args, **kwargs) -> None:

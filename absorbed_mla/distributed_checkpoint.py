@@ -7,15 +7,19 @@ own in local layers and part of a linear layer in TransformerEngine's.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
 )
 from torch import nn
 
@@ -25,7 +29,9 @@ from absorbed_mla.state_dict import FUSED_NORMS
 NORM_NAMES = {**FUSED_NORMS, "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 
 
-def load_model_weights(model: nn.Module, checkpoint_dir: str | Path) -> None:
+def load_model_weights(
+    model: nn.Module, checkpoint_dir: str | Path, *, ignore: tuple[str, ...] = ()
+) -> None:
     """Load a model's weights from a distributed checkpoint of a standard or absorbed MLA model.
 
     Collective over all ranks. The checkpoint may come from another tensor- or pipeline-parallel
@@ -33,24 +39,26 @@ def load_model_weights(model: nn.Module, checkpoint_dir: str | Path) -> None:
 
     Args:
         model: A Megatron model (or part of one, under the same names), not wrapped for DDP.
-        checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote.
+        checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote. Optimizer states in it are
+            left alone.
+        ignore: Beginnings of the checkpoint's names that the model is not to have, e.g. ``"mtp."``.
 
     Raises:
-        ValueError: If the folder is no distributed checkpoint, or weights are missing or of other
-            shapes; all of them are listed.
+        ValueError: If the folder is no distributed checkpoint, or weights are missing, of other
+            shapes or without a place in the model; all of them are listed.
     """
     checkpoint_dir = str(checkpoint_dir)
     if not dist_checkpointing.check_is_distributed_checkpoint(checkpoint_dir):
         raise ValueError(f"{checkpoint_dir} is not a distributed checkpoint (no metadata.json)")
     saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir)
     shapes = {key: tuple(tensor.global_shape) for key, tensor in saved.items()}
-    numbered = any(re.search(r"\.layers\.\d+\.", key) for key in shapes)
+    numbered = any(re.search(r"decoder\.layers\.\d+\.", key) for key in shapes)
     requested = model_sharded_state_dict(model, non_homogeneous_layers=numbered)
     # Extra states hold nothing outside FP8; the layers that keep one differ between backends.
     requested = {k: v for k, v in requested.items() if not isinstance(v, ShardedObject)}
     for entry in nested_values(requested):
         entry.key = _name_in(shapes, entry.key)
-    _check_complete(requested, shapes, checkpoint_dir)
+    _check_complete(requested, shapes, checkpoint_dir, ignore)
     loaded = dist_checkpointing.load(requested, checkpoint_dir)
     # A training checkpoint's common state (arguments, iteration) comes along.
     weights = {key: loaded[key] for key in requested}
@@ -118,17 +126,35 @@ def _name_in(saved: dict[str, tuple], key: str) -> str:
     return key
 
 
-def _check_complete(requested: ShardedStateDict, saved: dict[str, tuple], where: str) -> None:
-    problems = set()
-    for entry in nested_values(requested):
-        tensors = entry.build() if hasattr(entry, "build") else [entry]
-        for tensor in nested_values(tensors) if isinstance(tensors, dict) else tensors:
-            needed = tuple(tensor.global_shape)
-            if tensor.key not in saved:
-                problems.add(f"{tensor.key} is missing, this model needs {needed}")
-            elif needed != saved[tensor.key]:
-                problems.add(
-                    f"{tensor.key} has shape {saved[tensor.key]}, this model needs {needed}"
-                )
+def _check_complete(
+    requested: ShardedStateDict, saved: dict[str, tuple], where: str, ignore: tuple[str, ...]
+) -> None:
+    needed = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(requested)}
+    problems = [
+        f"{k} is missing, this model needs {s}" for k, s in needed.items() if k not in saved
+    ]
+    problems += [
+        f"{key} has shape {saved[key]}, this model needs {shape}"
+        for key, shape in needed.items()
+        if key in saved and saved[key] != shape
+    ]
+    # Pipeline stages hold different layers: what no rank asks for has no place in the model.
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, set(needed))
+    left_alone = ("optimizer.", "chained_", *ignore)
+    problems += [
+        f"{key} of shape {saved[key]} has no place in this model"
+        for key in set(saved).difference(*everywhere)
+        if not key.startswith(left_alone)
+    ]
     if problems:
         raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))
+
+
+def _tensors(entries: ShardedStateDict) -> Iterator[ShardedTensor]:
+    """Every tensor a checkpoint holds, of which a factory makes several."""
+    for entry in nested_values(entries):
+        if isinstance(entry, ShardedTensorFactory):
+            yield from nested_values(entry.build())
+        else:
+            yield entry

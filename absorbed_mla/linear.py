@@ -74,12 +74,15 @@ class DuplicatedLinear(nn.Module):
         """Nothing is delayed: autograd computes the weight's gradient."""
 
 
-class HeadwiseUpProjection(ColumnParallelLinear):
+class HeadwiseUpProjection(nn.Module):
     """W_UK or W_UV, sharded by heads, handed out as a weight instead of being applied.
 
     Where it multiplies depends on the form: the query (absorbed), the latent (expanded), or the
     output. It is still called like a module, because Megatron's overlapped parameter gather waits
     in the forward hooks of the module that owns the parameter.
+
+    Megatron's ColumnParallelLinear makes the parameter, but is not a base class: wrappers that look
+    for that class (FSDP) free its weight after the call, while the view handed out is still in use.
     """
 
     def __init__(
@@ -89,15 +92,32 @@ class HeadwiseUpProjection(ColumnParallelLinear):
         *,
         config: ModelParallelConfig,
         head_dim: int,
-        **kwargs,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        **host_kwargs,
     ) -> None:
+        super().__init__()
         # Autograd accumulates this weight's gradient, so the fused accumulation of the host's GEMMs
         # must not be demanded; it may be on for the other layers.
-        own_config = copy.copy(config)
-        own_config.gradient_accumulation_fusion = False
-        super().__init__(input_size, output_size, config=own_config, **kwargs)
+        maker_config = copy.copy(config)
+        maker_config.gradient_accumulation_fusion = False
+        maker = ColumnParallelLinear(
+            input_size, output_size, config=maker_config, tp_group=tp_group, **host_kwargs
+        )
+        self.weight = maker.weight
+        self.tp_group = maker.tp_group
         self.head_dim = head_dim
 
     def forward(self) -> Tensor:
         """The live weight as [N, head_dim, C], a view of the parameter."""
-        return self.weight.view(-1, self.head_dim, self.input_size)
+        return self.weight.unflatten(0, (-1, self.head_dim))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """One tensor, its rows sharded over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )

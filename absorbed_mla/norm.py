@@ -40,14 +40,18 @@ class RMSNorm(nn.Module):
         mark_parameter(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [..., hidden_size] in fp32 (fp64 for fp64) and return its dtype."""
+        """Normalise ``x`` [..., hidden_size] in fp32 (fp64 for fp64).
+
+        The result has the weight's dtype, which differs from that of ``x`` where Megatron keeps the
+        residual stream in fp32 (``fp32_residual_connection``).
+        """
         compute = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(compute)
         if self.zero_centered:
             weight = weight + 1
         normed = x.to(compute)
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * weight).to(x.dtype)
+        return (normed * weight).to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """Width and epsilon, for ``print(model)``."""

@@ -27,16 +27,25 @@ def build_projections(
     dims, config = attention.dims, attention.config
     built: dict[str, nn.Module] = {}
 
-    def linear(child: str, inputs: int, outputs: int, **extra) -> None:
+    def linear(
+        child: str,
+        inputs: int,
+        outputs: int,
+        *,
+        init_method=config.init_method,
+        bias: bool = False,
+        skip_bias_add: bool = False,
+        **extra,
+    ) -> None:
         built[child] = build_module(
             getattr(submodules, child),
             inputs,
             outputs,
             config=config,
             is_expert=False,
-            skip_bias_add=extra.pop("skip_bias_add", False),
-            bias=extra.pop("bias", False),
-            init_method=extra.pop("init_method", config.init_method),
+            skip_bias_add=skip_bias_add,
+            bias=bias,
+            init_method=init_method,
             tp_comm_buffer_name=child.removeprefix("linear_"),
             tp_group=attention.tp_group,
             name=f"{name}.{child}" if name is not None else None,

@@ -6,7 +6,10 @@ rotation reads pairs and writes halves; query and key agree, so scores are those
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -18,7 +21,7 @@ ROPE_TYPES = ("rope", "yarn")
 
 
 class RotaryTable:
-    """Cosines and sines for positions 0, 1, ..., grown as longer sequences arrive.
+    """Cosines and sines for positions 0, 1, ..., made once for all layers of a model.
 
     Angles are computed in fp64 and rounded once, to fp32, so that far positions are as exact as
     near ones (a product of position and frequency in fp32 is off by 0.004 rad at 100k tokens).
@@ -40,8 +43,13 @@ class RotaryTable:
                 "rotary_percent must be 1.0 (qk_pos_emb_head_dim is the rotary width); "
                 f"got {config.rotary_percent}"
             )
-        self.config = config
-        self._cached: tuple[Tensor, Tensor] | None = None
+        if config.rope_type == "yarn":
+            for name in ("rotary_scaling_factor", "original_max_position_embeddings"):
+                if not getattr(config, name) > 0:
+                    raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+        self.parameters = RotaryParameters(
+            **{f.name: getattr(config, f.name) for f in dataclasses.fields(RotaryParameters)}
+        )
 
     def cos_sin(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions below ``num_positions``.
@@ -49,23 +57,41 @@ class RotaryTable:
         Returns:
             Two fp32 tensors [num_positions, rope / 2], YaRN's concentration factor multiplied in.
         """
-        cached = self._cached
-        if cached is None or cached[0].device != device or len(cached[0]) < num_positions:
-            # Doubling keeps the number of rebuilds logarithmic in the longest sequence.
-            size = max(num_positions, 2 * len(cached[0]) if cached is not None else 0)
-            cached = self._cached = self._build(size, device)
-        return cached[0][:num_positions], cached[1][:num_positions]
+        # Powers of two keep the number of different tables small.
+        size = 1 << max(num_positions - 1, 0).bit_length()
+        cos, sin = _build_table(self.parameters, size, device)
+        return cos[:num_positions], sin[:num_positions]
 
-    def _build(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        config = self.config
-        frequencies = inverse_frequencies(config.qk_pos_emb_head_dim, config.rotary_base)
-        concentration = 1.0
-        if config.rope_type == "yarn":
-            frequencies = yarn_frequencies(config, frequencies)
-            concentration = yarn_mscale(config.rotary_scaling_factor, config.mscale) / yarn_mscale(
-                config.rotary_scaling_factor, config.mscale_all_dim
-            )
-        angles = torch.outer(torch.arange(size, dtype=torch.float64), frequencies)
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryParameters:
+    """The fields of Megatron's config that a rotary table depends on, under their names there."""
+
+    qk_pos_emb_head_dim: int
+    rope_type: str
+    rotary_base: float
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@functools.lru_cache(maxsize=8)
+def _build_table(
+    parameters: RotaryParameters, size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    frequencies = inverse_frequencies(parameters.qk_pos_emb_head_dim, parameters.rotary_base)
+    concentration = 1.0
+    if parameters.rope_type == "yarn":
+        frequencies = yarn_frequencies(parameters, frequencies)
+        factor = parameters.rotary_scaling_factor
+        concentration = yarn_mscale(factor, parameters.mscale)
+        concentration /= yarn_mscale(factor, parameters.mscale_all_dim)
+    # A table made while evaluating must serve training as well.
+    with torch.inference_mode(False):
+        angles = torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())
         cos, sin = angles.cos() * concentration, angles.sin() * concentration
         return cos.float().to(device), sin.float().to(device)
 
@@ -76,7 +102,7 @@ def inverse_frequencies(rope_dim: int, base: float) -> Tensor:
     return torch.tensor(base, dtype=torch.float64) ** -exponents
 
 
-def yarn_frequencies(config: MLATransformerConfig, frequencies: Tensor) -> Tensor:
+def yarn_frequencies(parameters: RotaryParameters, frequencies: Tensor) -> Tensor:
     """YaRN's blend of interpolated and original frequencies (arXiv:2309.00071, section 3.2).
 
     Channels that turn fewer than ``beta_slow`` times within the original context are interpolated
@@ -84,19 +110,16 @@ def yarn_frequencies(config: MLATransformerConfig, frequencies: Tensor) -> Tenso
     """
 
     def channel_of(turns: float) -> float:
-        context = config.original_max_position_embeddings
-        return (
-            config.qk_pos_emb_head_dim
-            * math.log(context / (turns * 2 * math.pi))
-            / (2 * math.log(config.rotary_base))
-        )
+        context = parameters.original_max_position_embeddings
+        turned = math.log(context / (turns * 2 * math.pi))
+        return parameters.qk_pos_emb_head_dim * turned / (2 * math.log(parameters.rotary_base))
 
-    low = max(math.floor(channel_of(config.beta_fast)), 0)
-    high = min(math.ceil(channel_of(config.beta_slow)), config.qk_pos_emb_head_dim - 1)
+    low = max(math.floor(channel_of(parameters.beta_fast)), 0)
+    high = min(math.ceil(channel_of(parameters.beta_slow)), parameters.qk_pos_emb_head_dim - 1)
     channels = torch.arange(len(frequencies), dtype=torch.float64)
     # 0.001 avoids the division by zero of an empty ramp, as in the published implementations.
     interpolated = ((channels - low) / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies * (interpolated / config.rotary_scaling_factor + (1 - interpolated))
+    return frequencies * (interpolated / parameters.rotary_scaling_factor + (1 - interpolated))
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -52,10 +52,12 @@ class SequenceLayout:
         padded = bounds
         if params.cu_seqlens_q_padded is not None:
             padded = _boundaries("cu_seqlens_q_padded", params.cu_seqlens_q_padded)
-        _require_same("cu_seqlens_kv", params.cu_seqlens_kv, "cu_seqlens_q", bounds)
-        _require_same(
-            "cu_seqlens_kv_padded", params.cu_seqlens_kv_padded, "cu_seqlens_q_padded", padded
-        )
+        for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
+            other = name.replace("_q", "_kv")
+            # Usually the same tensor; reading it again would wait for the GPU again.
+            if getattr(params, other) is not getattr(params, name):
+                expected = bounds if name == "cu_seqlens_q" else padded
+                _require_same(other, getattr(params, other), name, expected)
         return cls._packed(bounds, padded, num_tokens)
 
     @classmethod

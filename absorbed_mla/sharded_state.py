@@ -56,8 +56,7 @@ def standard_sharded_state_dict(
             attention, own[key], prefix + COMBINED_KV_UP, first_row, head_dim, sharded_offsets
         )
     # Standard layers keep one (empty) extra state for the combined up-projection.
-    extra = result.pop(f"{prefix}linear_k_up_proj.{_EXTRA_STATE}")
-    result.pop(f"{prefix}linear_v_up_proj.{_EXTRA_STATE}")
+    extra = result[f"{prefix}linear_kv_down_proj.{_EXTRA_STATE}"]
     expected = ["linear_kv_up_proj"]
     if not isinstance(attention.linear_proj, RowParallelLinear):
         # TransformerEngine's standard layers: norms are fused, and core attention keeps one too.
@@ -67,7 +66,7 @@ def standard_sharded_state_dict(
                 result[prefix + ours] = replace(result[prefix + ours], key=prefix + fused)
     for module in expected:
         key = f"{prefix}{module}.{_EXTRA_STATE}"
-        result[key] = replace(extra, key=key)
+        result[key] = replace(extra, key=key, data=None)
     return result
 
 
@@ -98,6 +97,8 @@ def _kv_up_factory(
 
     @torch.no_grad()
     def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: slice | None):
+        if flattened_range is not None:
+            raise ValueError(f"{key}: flattened optimizer states are not supported; got a slice")
         return [
             ShardedTensor.from_rank_offsets(
                 key,

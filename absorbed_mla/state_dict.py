@@ -28,7 +28,7 @@ FUSED_NORMS = {
     "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
     "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
 }
-_EXTRA_STATE = "._extra_state"
+EXTRA_STATE = "._extra_state"
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ def find_attentions(keys: Iterable[str]) -> list[str]:
 def _absorb_one(state: dict, dims: MLADims, prefix: str) -> None:
     names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
     layout = StandardLayout.recognise(names)
+    _refuse_two_versions(names, layout, prefix)
     if layout.kv_up == "combined":
         combined = state.pop(prefix + COMBINED_KV_UP)
         rows = dims.num_heads_per_rank * (dims.qk_nope_head_dim + dims.v_head_dim)
@@ -154,8 +155,23 @@ def _absorb_one(state: dict, dims: MLADims, prefix: str) -> None:
     for ours, fused in FUSED_NORMS.items():
         if prefix + fused in state:
             state[prefix + ours] = state.pop(prefix + fused)
-    for module in ("linear_kv_up_proj", "linear_qkv_down_proj", "core_attention"):
-        state.pop(prefix + module + _EXTRA_STATE, None)
+    up = ("linear_kv_up_proj", "linear_k_up_proj", "linear_v_up_proj")
+    for module in (*up, "linear_qkv_down_proj", "core_attention"):
+        state.pop(prefix + module + EXTRA_STATE, None)
+
+
+def _refuse_two_versions(names: list[str], layout: StandardLayout, prefix: str) -> None:
+    """Of two layouts of one weight, which is meant cannot be known."""
+    ours = {**{fused: [name] for name, fused in FUSED_NORMS.items()}}
+    ours[COMBINED_KV_UP] = ["linear_k_up_proj.weight", "linear_v_up_proj.weight"]
+    ours[FUSED_DOWN] = ["linear_q_down_proj.weight", "linear_kv_down_proj.weight"]
+    for standard, separate in ours.items():
+        both = [name for name in separate if standard in names and name in names]
+        if both:
+            raise ValueError(
+                f"{prefix}{both[0]} and {prefix}{standard} hold the same weight twice; keep one "
+                f"(recognised layout: {layout})"
+            )
 
 
 def _split_fused_down(state: dict, dims: MLADims, prefix: str, layout: StandardLayout) -> None:
@@ -179,25 +195,27 @@ def _split_fused_down(state: dict, dims: MLADims, prefix: str, layout: StandardL
 
 
 def _standardise_one(state: dict, dims: MLADims, prefix: str, norms: str, down: str) -> None:
-    w_uk = state.pop(f"{prefix}linear_k_up_proj.weight")
-    w_uv = state.pop(f"{prefix}linear_v_up_proj.weight")
-    heads, layout = dims.num_heads_per_rank, "ours"
-    for name, tensor, width in (("k", w_uk, dims.qk_nope_head_dim), ("v", w_uv, dims.v_head_dim)):
+    kv_up = []
+    for name, width in (("k", dims.qk_nope_head_dim), ("v", dims.v_head_dim)):
         key = f"{prefix}linear_{name}_up_proj.weight"
-        _check_shape(key, tensor, (heads * width, dims.kv_lora_rank), layout)
-    state[prefix + COMBINED_KV_UP] = combine_kv_up(w_uk, w_uv, dims)
-    for name in ("k", "v"):
-        extra = state.pop(f"{prefix}linear_{name}_up_proj{_EXTRA_STATE}", None)
-        state[f"{prefix}linear_kv_up_proj{_EXTRA_STATE}"] = extra
+        expected = (dims.num_heads_per_rank * width, dims.kv_lora_rank)
+        if key not in state:
+            raise ValueError(f"{key} of shape {expected} is missing from the state dict")
+        kv_up.append(state.pop(key))
+        _check_shape(key, kv_up[-1], expected, "this package's")
+    state[prefix + COMBINED_KV_UP] = combine_kv_up(kv_up[0], kv_up[1], dims)
+    state[f"{prefix}linear_kv_up_proj{EXTRA_STATE}"] = None
     if norms == "fused":
         for ours, fused in FUSED_NORMS.items():
             if prefix + ours in state:
                 state[prefix + fused] = state.pop(prefix + ours)
     if down == "fused":
+        if dims.q_lora_rank is None:
+            raise ValueError("down='fused' needs a q_lora_rank: there is no query down-projection")
         parts = [state.pop(f"{prefix}linear_{name}_down_proj.weight") for name in ("q", "kv")]
         state[prefix + FUSED_DOWN] = torch.cat(parts)
         for name in ("q", "kv"):
-            state.pop(f"{prefix}linear_{name}_down_proj{_EXTRA_STATE}", None)
+            state.pop(f"{prefix}linear_{name}_down_proj{EXTRA_STATE}", None)
 
 
 def _check_shape(key: str, tensor: Tensor, expected: tuple[int, ...], layout: object) -> None:
@@ -206,53 +224,3 @@ def _check_shape(key: str, tensor: Tensor, expected: tuple[int, ...], layout: ob
             f"{key} has shape {tuple(tensor.shape)}, this model needs {expected} "
             f"(recognised layout: {layout})"
         )
-
-
-def load_standard_layouts(
-    module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-) -> None:
-    """Load pre-hook of the attention: accept every layout, and explain what does not fit.
-
-    Raises:
-        ValueError: Naming missing, extra and misshapen keys and the recognised layout.
-    """
-    names = {key[len(prefix) :] for key in state_dict if key.startswith(prefix)}
-    if not names:
-        return
-    layout = StandardLayout.recognise(names)
-    converted = to_absorbed_state_dict(state_dict, module.dims, prefix)
-    state_dict.clear()
-    state_dict.update(converted)
-    own = module.state_dict(keep_vars=True)
-    _match_extra_states(state_dict, prefix, own)
-    given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
-    problems = _shape_problems(given, own)
-    if strict:
-        needs = "this model needs"
-        problems += [f"{n} is missing, {needs} {_shape(own[n])}" for n in own if n not in given]
-        problems += [f"{n} of shape {_shape(given[n])} is extra" for n in given if n not in own]
-    if problems:
-        listed = "; ".join(prefix + problem for problem in problems)
-        raise ValueError(f"{listed} (recognised layout: {layout})")
-
-
-def _shape_problems(given: dict, own: dict) -> list[str]:
-    return [
-        f"{name} has shape {_shape(value)}, this model needs {_shape(own[name])}"
-        for name, value in given.items()
-        if isinstance(own.get(name), Tensor) and _shape(value) != _shape(own[name])
-    ]
-
-
-def _shape(value: object) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
-def _match_extra_states(state_dict: dict, prefix: str, own: dict) -> None:
-    """Drop ``_extra_state`` of layers that keep none; add an empty one where none was written."""
-    for key in [k for k in state_dict if k.startswith(prefix) and k.endswith(_EXTRA_STATE)]:
-        if key[len(prefix) :] not in own:
-            del state_dict[key]
-    for name in own:
-        if name.endswith(_EXTRA_STATE):
-            state_dict.setdefault(prefix + name, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 # Config field -> (values that are fine, what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "multi_latent_attention": ((True,), "AbsorbedMLASelfAttention is an MLA layer"),
-    "context_parallel_size": ((1, None), "context parallelism is not supported yet"),
     "fp8": ((None, False), "train in fp32, fp16 or bf16"),
     "fp4": ((None, False), "train in fp32, fp16 or bf16"),
     "qk_clip": ((False,), "QK-clip is not supported yet"),
@@ -22,6 +22,16 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
     "window_size": ((None,), "attention is not windowed"),
     "softmax_type": (("vanilla",), "attention has no sink"),
+    "softmax_scale": ((None,), "MLA's scale follows from its head dim and mscale_all_dim"),
+    "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
+    "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
+    "transformer_impl": (("local", "transformer_engine"), "inference is not supported yet"),
+    "cuda_graph_impl": (("none",), "the attention is not captured in CUDA graphs yet"),
+    "no_rope_freq": ((None,), "every layer has the same positions"),
+    "mrope_section": ((None,), "positions are one-dimensional"),
+    "add_qkv_bias": ((False,), "MLA's projections have no bias"),
+    "quant_recipe": ((None,), "train in fp32, fp16 or bf16"),
+    "use_kitchen": ((False,), "layers are local or TransformerEngine's"),
 }
 _OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
@@ -39,10 +49,11 @@ def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> Non
                 f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
                 f"set it to {accepted[0]!r}"
             )
+    cp_size = max(cp_size, config.context_parallel_size)
     if cp_size > 1:
         raise ValueError(
-            "AbsorbedMLASelfAttention does not support a context-parallel group of "
-            f"{cp_size} ranks yet; use 1"
+            f"AbsorbedMLASelfAttention does not support context_parallel_size={cp_size} yet; "
+            "set it to 1"
         )
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(

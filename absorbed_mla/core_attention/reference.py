@@ -84,15 +84,15 @@ class _Attention(torch.autograd.Function):
             probs = _probabilities(scores, lse[q].permute(1, 2, 0))
             keep = rules.keep_mask(probs, chunk)
             dropped = probs if keep is None else probs * keep
-            dv[k] += _reduce_heads("bnqk,qbnv->kbnv", dropped, do, v.shape[2])
-            dprobs = _dot_values(do, v[k].to(compute))
+            dv[k] += _key_sum(dropped, do, v.shape[2])
+            dprobs = _pair_products(do, v[k].to(compute))
             if keep is not None:
                 dprobs = dprobs * keep
             # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
             delta = (out[q].to(compute) * do).sum(-1) - grad_lse[q]
             dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
             dq_content[q] = _weighted_sum(dscores, kc).to(dq_content.dtype)
-            dk_content[k] += _reduce_heads("bnqk,qbnd->kbnd", dscores, qc, k_content.shape[2])
+            dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
             dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr).to(dq_rope.dtype)
             dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
         grad_value = None if value is None else dv.to(value.dtype)
@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
 
 def _scores(q_content: Tensor, q_rope: Tensor, k_content: Tensor, k_rope: Tensor, scale: float):
     """Scaled scores [B, N, Q, K] of a chunk, in the dtype of the queries."""
-    scores = _dot_values(q_content, k_content.to(q_content.dtype))
+    scores = _pair_products(q_content, k_content.to(q_content.dtype))
     if k_rope.shape[-1]:
         scores = scores + torch.einsum("qbnr,kbr->bnqk", q_rope, k_rope.to(q_rope.dtype))
     return scores * scale
@@ -125,7 +125,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
 
-def _dot_values(left: Tensor, right: Tensor) -> Tensor:
+def _pair_products(left: Tensor, right: Tensor) -> Tensor:
     """Dot products [B, N, Q, K] of ``left`` [Q, B, N, D] with ``right`` [K, B, 1 or N, D]."""
     if right.shape[2] == 1:
         return torch.einsum("qbnd,kbd->bnqk", left, right[:, :, 0])
@@ -139,9 +139,11 @@ def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     return torch.einsum("bnqk,kbnd->qbnd", weights, rows)
 
 
-def _reduce_heads(equation: str, weights: Tensor, rows: Tensor, heads: int) -> Tensor:
-    """``equation`` with its head axis kept, or summed where all heads share one key."""
-    if heads == 1 and weights.shape[1] != 1:
-        inputs, output = equation.split("->")
-        return torch.einsum(f"{inputs}->{output.replace('n', '')}", weights, rows).unsqueeze(2)
-    return torch.einsum(equation, weights, rows)
+def _key_sum(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
+    """Sum [K, B, heads, D] of ``rows`` [Q, B, N, D] with ``weights`` [B, N, Q, K].
+
+    Over all N as well where they share one key head.
+    """
+    if heads == 1:
+        return torch.einsum("bnqk,qbnd->kbd", weights, rows).unsqueeze(2)
+    return torch.einsum("bnqk,qbnd->kbnd", weights, rows)

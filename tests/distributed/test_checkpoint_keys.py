@@ -21,6 +21,7 @@ from tests.distributed.test_oracle_grid import backends
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, gpt_model, logits
 from tests.support.numerics import relative_error
+from tests.support.refusal import refusal
 
 BACKENDS = pytest.mark.parametrize("backend", backends())
 
@@ -79,3 +80,28 @@ def test_any_layers_read_any_others(kind, writer, reader, folder):  # noqa: F811
         target = build("absorbed", reader, seed=1)
         load_model_weights(target, folder)
         assert relative_error(logits(target).cpu(), expected) < 1e-5
+
+
+def test_a_larger_models_checkpoint_is_refused(folder):  # noqa: F811
+    """Weights that nobody asks for mean that this is not the model that was saved."""
+    save_model_weights(build("absorbed", "local"), folder)
+    smaller = gpt_model("absorbed", TINY, num_layers=1, **_parallel())
+    with refusal("decoder.layers.1.self_attention.linear_proj.weight", "no place in this model"):
+        load_model_weights(smaller, folder)
+    ignored = ("decoder.layers.1.", "decoder.layers.2.")
+    load_model_weights(smaller, folder, ignore=ignored)
+
+
+def test_only_the_common_state_of_a_training_checkpoint_is_dropped(folder):  # noqa: F811
+    """Iteration, arguments and optimizer states are no weights; they must not get in the way."""
+    source = build("absorbed", "local")
+    entries = {**model_sharded_state_dict(source), "iteration": 7, "args": {"lr": 1.0}}
+    dist_checkpointing.save(entries, str(folder))
+    target = build("absorbed", "local", seed=1)
+    load_model_weights(target, folder)
+    assert torch.equal(logits(target), logits(source))
+
+
+def _parallel() -> dict:
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}

@@ -105,7 +105,8 @@ def _host_fields() -> dict[str, object]:
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        # The same weights at every tensor-parallel size, also on a GPU.
+        "use_cpu_initialization": True,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,

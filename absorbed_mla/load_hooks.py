@@ -1,0 +1,103 @@
+"""What happens around ``load_state_dict`` of an attention: conversion before, explanation after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from absorbed_mla.state_dict import (
+    EXTRA_STATE,
+    FUSED_INPUT_NORM,
+    StandardLayout,
+    to_absorbed_state_dict,
+)
+
+
+class StandardLayoutHooks:
+    """Lets an attention load every layout that ``state_dict.py`` knows.
+
+    Misshapen keys raise at once. Whether missing and extra ones are errors is the caller's choice
+    (``strict``), of which torch tells its hooks nothing; the keys that torch reports are made to
+    explain themselves instead.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        self._prefix = ""
+        self._layout: StandardLayout | None = None
+        self._given: dict[str, Any] = {}
+        attention.register_load_state_dict_pre_hook(self.convert)
+        attention.register_load_state_dict_post_hook(self.explain)
+
+    def convert(self, module, state_dict, prefix, *_torch_internals) -> None:
+        """Rewrite the state dict in place.
+
+        Raises:
+            ValueError: Naming misshapen keys, both shapes and the recognised layout.
+        """
+        names = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+        self._prefix, self._layout = prefix, StandardLayout.recognise(names)
+        if FUSED_INPUT_NORM in names:
+            raise ValueError(
+                f"{prefix}{FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight, "
+                "which an attention cannot load: convert with to_absorbed_state_dict first"
+            )
+        converted = to_absorbed_state_dict(state_dict, module.dims, prefix) if names else {}
+        state_dict.clear()
+        state_dict.update(converted)
+        own = module.state_dict(keep_vars=True)
+        _match_extra_states(state_dict, prefix, own)
+        self._given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        problems = [
+            f"{prefix}{name} has shape {_shape(value)}, this model needs {_shape(own[name])}"
+            for name, value in self._given.items()
+            if isinstance(own.get(name), Tensor) and _shape(value) != _shape(own[name])
+        ]
+        if problems:
+            raise ValueError(f"{'; '.join(problems)} ({self._recognised})")
+
+    def explain(self, module, incompatible_keys) -> None:
+        """Add shapes and layout to the missing and extra keys that torch found."""
+        own = module.state_dict(keep_vars=True)
+        for keys, shapes, text in (
+            (incompatible_keys.missing_keys, own, "is missing, this model needs {}"),
+            (incompatible_keys.unexpected_keys, self._given, "of shape {} has no place in it"),
+        ):
+            for i, key in enumerate(keys):
+                name = key.removeprefix(self._prefix)
+                if key.startswith(self._prefix) and name in shapes:
+                    shape = _shape(shapes[name])
+                    keys[i] = ExplainedKey(key, f"{text.format(shape)} ({self._recognised})")
+
+    @property
+    def _recognised(self) -> str:
+        return f"recognised layout: {self._layout}"
+
+
+class ExplainedKey(str):
+    """A state-dict key that is itself, but explains itself where a message formats it."""
+
+    explanation: str
+
+    def __new__(cls, key: str, explanation: str) -> ExplainedKey:
+        """Attach the explanation."""
+        explained = super().__new__(cls, key)
+        explained.explanation = explanation
+        return explained
+
+    def __format__(self, spec: str) -> str:
+        return f"{self[:]} {self.explanation}"
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _match_extra_states(state_dict: dict, prefix: str, own: dict) -> None:
+    """Drop the extra states of layers that keep none; add empty ones where none was written."""
+    for key in [k for k in state_dict if k.startswith(prefix) and k.endswith(EXTRA_STATE)]:
+        if key[len(prefix) :] not in own:
+            del state_dict[key]
+    for name in own:
+        if name.endswith(EXTRA_STATE):
+            state_dict.setdefault(prefix + name, None)

@@ -1,0 +1,288 @@
+"""Megatron's distributed checkpoints: any tensor-parallel size, and either attention, reads any.
+
+One job sets up tensor parallelism several times, with data parallelism over what is left of the
+processes, so that a checkpoint of one size is loaded at the others. Loading moves data only: whole
+weights are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from torch import Tensor, nn
+
+from absorbed_mla.distributed_checkpoint import (
+    load_model_weights,
+    model_sharded_state_dict,
+    save_model_weights,
+)
+from tests.oracle import OracleMLA
+from tests.support import world
+from tests.support.cases import TINY
+from tests.support.models import MIXED, gpt_model, logits
+from tests.support.numerics import relative_error
+from tests.support.refusal import refusal
+from tests.support.standard import KV_UP, interleave_heads
+
+SIZES = sorted({1, min(2, world.size()), world.size()})
+DENSE = {"num_layers": 2}
+NORMS = {
+    "local": ("q_layernorm.weight", "kv_layernorm.weight", "pre_mlp_layernorm.weight"),
+    "transformer_engine": (
+        "linear_q_up_proj.layer_norm_weight",
+        "linear_kv_up_proj.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+    ),
+}
+
+
+# Tensor-parallel size -> Megatron's process groups. They are kept, and made once only: each holds
+# threads and sockets until the job ends.
+_GROUPS: dict[int, dict] = {}
+
+
+@contextmanager
+def tensor_parallel_size(size: int) -> Iterator[None]:
+    """Tensor parallelism of another size for the block, then over all processes again."""
+    _GROUPS.setdefault(world.size(), _current_groups())
+    if size not in _GROUPS:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        _GROUPS[size] = _current_groups()
+    vars(parallel_state).update(_GROUPS[size])
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(_GROUPS[world.size()])
+
+
+def _current_groups() -> dict:
+    """Everything that initialize_model_parallel sets."""
+    return {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n.isupper()}
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder that all processes see."""
+    name = [tempfile.mkdtemp(prefix="absorbed_mla_checkpoint_") if world.rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    try:
+        yield Path(name[0])
+    finally:
+        dist.barrier()
+        if world.rank() == 0:
+            shutil.rmtree(name[0])
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as path:
+        yield path
+
+
+def model(
+    kind: str = "absorbed", layers: dict = MIXED, *, mla: OracleMLA = TINY, seed: int = 0
+) -> nn.Module:
+    """At the tensor-parallel size of the moment; weights are the same at every size."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
+    made = gpt_model(kind, mla, seed=seed, **layers, **parallel)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "norm" in name:  # ones initially, whichever norm they belong to
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return made
+
+
+def whole_attention_weights(made: nn.Module) -> dict[str, Tensor]:
+    """Every attention weight over all ranks, under the standard's names."""
+    whole = {}
+    for name, parameter in made.named_parameters():
+        if ".self_attention." not in name and "norm" not in name:
+            continue
+        dim = (
+            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+        )
+        whole[name] = parameter.detach() if dim is None else gathered(parameter, dim)
+    for name in [n for n in whole if n.endswith("linear_k_up_proj.weight")]:
+        values = whole.pop(name.replace("_k_", "_v_"))
+        combined = interleave_heads(TINY, whole.pop(name), values)
+        whole[name.replace("linear_k_up_proj.weight", KV_UP)] = combined
+    return {name: tensor.cpu() for name, tensor in whole.items()}
+
+
+def gathered(x: Tensor, dim: int) -> Tensor:
+    """Every tensor-parallel rank's ``x``, one after the other along ``dim``."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a model holds and computes."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+
+    @classmethod
+    def of(cls, made: nn.Module) -> Content:
+        return cls(whole_attention_weights(made), logits(made).cpu())
+
+    def check(self, made: nn.Module) -> None:
+        """``made`` holds the same; its logits differ by the order of summation over ranks."""
+        weights = whole_attention_weights(made)
+        assert set(weights) == set(self.weights)
+        for name, weight in self.weights.items():
+            assert torch.equal(weights[name], weight), name
+        error = relative_error(logits(made).cpu(), self.logits)
+        assert error < 1e-5, f"logits differ by {error:.1e}"
+
+
+at_every_size = pytest.mark.parametrize("size", SIZES, ids="TP{}".format)
+
+
+def other_sizes(size: int) -> list[int]:
+    """Where to load what was saved at ``size``; the same, if there is no other."""
+    return [other for other in SIZES if other != size] or [size]
+
+
+@at_every_size
+@pytest.mark.parametrize("kind", ["absorbed", "standard"])
+def test_every_size_and_attention_reads_it(kind, size, folder):
+    """Save with one, load with both."""
+    with tensor_parallel_size(size):
+        source = model(kind)
+        expected = Content.of(source)
+        save_model_weights(source, folder)
+    for loaded_at, reader in itertools.product(other_sizes(size), ("absorbed", "standard")):
+        with tensor_parallel_size(loaded_at):
+            target = model(reader, seed=1)
+            with pytest.raises(AssertionError):
+                expected.check(target)
+            load_model_weights(target, folder)
+            expected.check(target)
+
+
+@pytest.mark.parametrize("names", NORMS)
+def test_norms_under_the_names_of_the_reader(names, folder):
+    """Megatron's own loading, which knows one set of names, finds what it looks for."""
+    source = model("absorbed", DENSE)
+    save_model_weights(source, folder, norm_names=names)
+    keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+    other = "local" if names == "transformer_engine" else "transformer_engine"
+    for layer in range(2):
+        for mine, others in zip(NORMS[names], NORMS[other]):
+            assert any(k.endswith(mine) and f"layers.{layer}." in k for k in keys), mine
+            assert not any(k.endswith(others) for k in keys), others
+    assert not any("linear_k_up_proj" in k or "linear_v_up_proj" in k for k in keys)
+    expected = Content.of(source)
+    for reader in ("absorbed", "standard"):
+        target = model(reader, DENSE, seed=1)
+        load_model_weights(target, folder)
+        expected.check(target)
+
+
+@pytest.mark.parametrize("layers", [DENSE, MIXED], ids=["dense", "mixed"])
+def test_read_by_megatron_itself(layers, folder):
+    """No code of this package in the standard model's way."""
+    source = model("absorbed", layers)
+    save_model_weights(source, folder, norm_names="local")
+    target = model("standard", layers, seed=1)
+    state = dist_checkpointing.load(model_sharded_state_dict(target), str(folder))
+    target.load_state_dict(state)
+    Content.of(source).check(target)
+
+
+@at_every_size
+@pytest.mark.parametrize("kind", ["absorbed", "standard"])
+def test_stacked_layers(kind, size, folder):
+    """Models of equal layers may be saved with the layers as an axis of each tensor."""
+    with tensor_parallel_size(size):
+        source = model(kind, DENSE)
+        expected = Content.of(source)
+        entries = model_sharded_state_dict(source, non_homogeneous_layers=False)
+        dist_checkpointing.save(entries, str(folder))
+    keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+    assert f"decoder.layers.self_attention.{KV_UP}" in keys
+    for loaded_at in other_sizes(size):
+        with tensor_parallel_size(loaded_at):
+            target = model("absorbed", DENSE, seed=1)
+            load_model_weights(target, folder)
+            expected.check(target)
+
+
+@at_every_size
+def test_optimizer_states(size, folder):
+    """Megatron's optimizer applies a parameter's entry to its states, under a key of their own."""
+
+    def states(made: nn.Module) -> dict:
+        """Entries of one state per parameter, as Megatron's optimizer makes them."""
+        entries = nested_values(model_sharded_state_dict(made))
+        by_parameter = {id(entry.data): entry for entry in entries}
+        found = {}
+        for name, parameter in made.named_parameters():
+            entry = by_parameter[id(parameter)]  # the optimizer looks for the parameter itself
+            assert isinstance(entry, ShardedTensorFactory) or "_k_up_" not in name
+            state = 3 * parameter.detach() + 1
+            found[name] = make_sharded_optimizer_tensor(entry, state, "optimizer.state.exp_avg")
+        return found
+
+    with tensor_parallel_size(size):
+        dist_checkpointing.save(states(model()), str(folder))
+    keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+    assert f"optimizer.state.exp_avg.decoder.layers.0.self_attention.{KV_UP}" in keys
+    for loaded_at in other_sizes(size):
+        with tensor_parallel_size(loaded_at):
+            loaded = dist_checkpointing.load(states(model(seed=1)), str(folder))
+            for name, parameter in model().named_parameters():
+                if ".self_attention." in name:
+                    assert torch.equal(loaded[name], 3 * parameter.detach() + 1), name
+
+
+class TestRefused:
+    def test_checkpoint_for_other_dimensions(self, folder):
+        """All that is wrong at once, before anything is read into the model."""
+        save_model_weights(model("absorbed", DENSE, mla=replace(TINY, kv_lora_rank=20)), folder)
+        target = model("absorbed", DENSE, seed=1)
+        before = Content.of(target)
+        layer = "decoder.layers.1.self_attention."
+        parts = (
+            f"{layer}linear_kv_down_proj.weight has shape (28, 32), this model needs (32, 32)",
+            f"{layer}{KV_UP} has shape (128, 20), this model needs (128, 24)",
+            f"{layer}kv_layernorm.weight has shape (20,), this model needs (24,)",
+        )
+        with refusal(str(folder), *parts):
+            load_model_weights(target, folder)
+        before.check(target)
+
+    def test_checkpoint_with_fewer_layers(self, folder):
+        save_model_weights(model("absorbed", {"num_layers": 1}), folder)
+        layer = "decoder.layers.2.self_attention."
+        parts = (f"{layer}{KV_UP} is missing, this model needs (128, 24)", f"{layer}linear_q_down")
+        with refusal(str(folder), *parts):
+            load_model_weights(model(), folder)
+
+    def test_no_checkpoint(self, folder):
+        with refusal(str(folder), "not a distributed checkpoint"):
+            load_model_weights(model("absorbed", DENSE), folder)
+
+    def test_unknown_norm_names(self, folder):
+        with refusal("norm_names", "None, 'local' or 'transformer_engine'", "got 'te'"):
+            save_model_weights(model("absorbed", DENSE), folder, norm_names="te")
+        assert not list(folder.iterdir())

@@ -1,0 +1,72 @@
+"""Small GPT models with either attention, and what they compute."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.oracle import OracleMLA
+from tests.support import world
+from tests.support.cases import TINY, config_for
+
+VOCAB, TOKENS, BATCH = 64, 16, 2
+BLOCK_SPECS = {
+    "absorbed": get_absorbed_mla_decoder_block_spec,
+    "standard": get_standard_mla_decoder_block_spec,
+}
+# One dense layer and two mixtures of experts.
+MIXED = {
+    "num_layers": 3,
+    "num_moe_experts": 4,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+def gpt_model(
+    kind: str = "absorbed",
+    mla: OracleMLA = TINY,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    spec=None,
+    **config_changes,
+) -> GPTModel:
+    """A model on this process's device; ``seed`` decides its weights."""
+    config = config_for(mla, dtype, **config_changes)
+    spec = spec or BLOCK_SPECS[kind](config, backend="local")
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=TOKENS,
+        position_embedding_type="rope",
+    )
+    return model.to(world.device(), dtype)
+
+
+def token_batch(seed: int = 5) -> Tensor:
+    """Token ids [BATCH, TOKENS]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (BATCH, TOKENS), generator=generator).to(world.device())
+
+
+def call(model: nn.Module, **arguments) -> Tensor:
+    """Logits of this rank's vocabulary, or per-token losses where ``labels`` are given."""
+    tokens = token_batch()
+    positions = torch.arange(TOKENS, device=tokens.device).expand_as(tokens)
+    return model(tokens, positions, None, **arguments)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    """Whole logits [BATCH, TOKENS, VOCAB]."""
+    return tensor_parallel.gather_from_tensor_model_parallel_region(call(model))

@@ -1,0 +1,127 @@
+"""What an import brings in, and which way the package's own imports point."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "absorbed_mla"
+
+# Without a GPU, and as if neither optional package were installed, wherever this runs.
+FRESH_PROCESS = """
+import json, sys, time
+sys.modules.update(apex=None, transformer_engine=None)
+import megatron.core
+before, start = set(sys.modules), time.process_time()
+import absorbed_mla
+seconds = time.process_time() - start
+added = sorted(set(sys.modules) - before)
+import specs.absorbed_mla_layer_specs, checkpoint_conversion
+import torch
+print(json.dumps({"seconds": seconds, "added": added, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_process() -> dict:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", FRESH_PROCESS]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+class TestCost:
+    """Beside ``import megatron.core``, which takes seconds."""
+
+    def test_time(self, fresh_process):
+        """CPU time of the process, which other work on the machine does not stretch: 0.02 s."""
+        assert fresh_process["seconds"] < 0.3
+
+    def test_nothing_else_is_loaded(self, fresh_process):
+        others = [name for name in fresh_process["added"] if name.split(".")[0] != "absorbed_mla"]
+        assert [name for name in others if not name.startswith("megatron.core.")] == []
+
+    def test_what_needs_transformer_engine_is_not_loaded(self, fresh_process):
+        assert "absorbed_mla.te_linear" not in fresh_process["added"]
+        assert not any(name.startswith("absorbed_mla.testing") for name in fresh_process["added"])
+
+    def test_no_device_is_touched(self, fresh_process):
+        """Otherwise a forked data loader could not use one."""
+        assert not fresh_process["cuda"]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports when it runs, by full name; not those for annotations only."""
+    found = set()
+    for node in _running(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _running(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and getattr(child.test, "id", None) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running(child)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+IMPORTS = {module_name(path): imports_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
+# Lowest first: a module may import what stands before it, or beside it, and nothing behind.
+LAYERS = [
+    {"dims", "options", "norm", "linear", "sequences", "tensor_parallel", "unsupported", "absorb"},
+    {"rope", "te_linear", "state_dict"},
+    {"core_attention", "sharded_state", "projections", "load_hooks"},
+    {"attention"},
+    {"distributed_checkpoint", "testing"},
+]
+
+
+class TestDirection:
+    # The package itself exports from everywhere.
+    @pytest.mark.parametrize("module", [name for name in IMPORTS if "." in name])
+    def test_layers(self, module):
+        """core_attention knows nothing of the attention, and so on: see LAYERS."""
+        own = module.split(".")[1]
+        level = next(i for i, names in enumerate(LAYERS) if own in names)
+        allowed = set().union(*LAYERS[: level + 1])
+        used = {name.split(".")[1] for name in IMPORTS[module] if name.startswith("absorbed_mla.")}
+        assert used <= allowed
+
+    def test_every_module_has_a_layer(self):
+        modules = {name.split(".")[1] for name in IMPORTS if "." in name}
+        assert modules == set().union(*LAYERS)
+
+    @pytest.mark.parametrize("module", IMPORTS)
+    def test_package_stands_alone(self, module):
+        above = {"specs", "checkpoint_conversion", "tests", "scripts", "training"}
+        assert not above & {name.split(".")[0] for name in IMPORTS[module]}
+
+    def test_specs_stand_on_the_package_alone(self):
+        for path in (ROOT / "specs").rglob("*.py"):
+            used = {name.split(".")[0] for name in imports_of(path)}
+            assert used <= {"__future__", "megatron", "absorbed_mla"}
+
+    def test_the_check_sees_imports(self):
+        """Also those inside functions."""
+        assert "absorbed_mla.attention" in IMPORTS["absorbed_mla"]
+        assert "absorbed_mla.te_linear" in imports_of(ROOT / "specs/absorbed_mla_layer_specs.py")

@@ -1,0 +1,289 @@
+"""Options, configs and specs that are refused before any work, at construction.
+
+A refusal that is missing here is an option that is silently ignored, or a wrong result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+import specs.absorbed_mla_layer_specs as layer_specs
+from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
+from absorbed_mla.core_attention import select_backend
+from absorbed_mla.linear import DuplicatedLinear
+from absorbed_mla.norm import RMSNorm
+from absorbed_mla.projections import build_projections
+from absorbed_mla.unsupported import refuse_unsupported_config
+from tests.support.cases import TINY, config_for
+from tests.support.harness import Setup, build_attention
+from tests.support.refusal import refusal
+
+
+def config_with(**fields) -> MLATransformerConfig:
+    """A config changed after its own checks, which refuse some of it in their own words."""
+    config = config_for(TINY)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def attention_spec(config, **options):
+    options = AbsorbedMLAOptions(**options)
+    spec = layer_specs.get_absorbed_mla_layer_spec(config, backend="local", options=options)
+    return spec.submodules.self_attention
+
+
+def build(config) -> AbsorbedMLASelfAttention:
+    spec = attention_spec(config_for(TINY))
+    return AbsorbedMLASelfAttention(config, spec.submodules, layer_number=1)
+
+
+@pytest.fixture(scope="module")
+def attention() -> AbsorbedMLASelfAttention:
+    return build_attention(TINY, Setup())
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "name, value, accepts",
+        [
+            ("form", "fused", "auto, absorbed, expanded"),
+            ("form", None, "auto, absorbed, expanded"),
+            ("down_projection", "row_parallel", "duplicated, column_parallel"),
+            ("core_attention_backend", "flash", "auto, reference"),
+            ("latent_norm_eps", 0.0, "None or between 0 and 1"),
+            ("latent_norm_eps", 1.0, "None or between 0 and 1"),
+            ("latent_norm_eps", -1e-6, "None or between 0 and 1"),
+            ("latent_norm_eps", math.nan, "None or between 0 and 1"),
+            ("latent_norm_eps", "1e-6", "None or between 0 and 1"),
+            ("query_chunk_size", 0, "at least 1"),
+            ("query_chunk_size", -64, "at least 1"),
+            ("query_chunk_size", 64.0, "at least 1"),
+            ("query_chunk_size", True, "at least 1"),
+        ],
+    )
+    def test_bad_value(self, name, value, accepts):
+        with refusal(name, accepts, f"got {value!r}"):
+            AbsorbedMLAOptions(**{name: value})
+        with refusal(name):
+            AbsorbedMLAOptions().replace(**{name: value})
+
+    def test_good_values(self):
+        options = AbsorbedMLAOptions(latent_norm_eps=1e-6, query_chunk_size=1, form="expanded")
+        assert options.replace(form="absorbed") == dataclasses.replace(options, form="absorbed")
+        assert AbsorbedMLAOptions.coerce(options) is options
+        assert AbsorbedMLAOptions.coerce(None) == AbsorbedMLAOptions()
+
+    def test_frozen_and_by_keyword(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            AbsorbedMLAOptions().form = "absorbed"
+        with pytest.raises(TypeError):
+            AbsorbedMLAOptions("absorbed")
+
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda options: AbsorbedMLASelfAttention(
+                config_for(TINY), attention_spec(config_for(TINY)).submodules, 1, options=options
+            ),
+            lambda options: layer_specs.get_absorbed_mla_layer_spec(
+                config_for(TINY), backend="local", options=options
+            ),
+            lambda options: layer_specs.get_absorbed_mla_decoder_block_spec(
+                config_for(TINY), backend="local", options=options
+            ),
+        ],
+        ids=["attention", "layer", "block"],
+    )
+    def test_not_options(self, take):
+        given = {"form": "absorbed"}
+        with refusal("options", "AbsorbedMLAOptions or None", f"got {given!r}"):
+            take(given)
+
+    def test_backend_of_another_version(self):
+        """The name may come from elsewhere than checked options."""
+        with refusal("core_attention_backend", "auto, reference", "'flash'"):
+            select_backend("flash")
+
+
+class TestDims:
+    @pytest.mark.parametrize(
+        "name", ["hidden_size", "num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim"]
+    )
+    def test_not_positive(self, name):
+        with refusal(name, "at least 1", "got 0"):
+            build(config_with(**{name: 0}, num_query_groups=None))
+
+    def test_q_lora_rank(self):
+        with refusal("q_lora_rank", "None or at least 1", "got 0"):
+            build(config_with(q_lora_rank=0))
+
+    @pytest.mark.parametrize("width", [7, -2])
+    def test_rotary_width(self, width):
+        config = config_with(qk_pos_emb_head_dim=width)
+        with refusal("qk_pos_emb_head_dim", "even", "not negative", f"got {width}"):
+            build(config)
+
+    def test_heads_do_not_divide(self):
+        config = config_for(TINY)
+        parts = ("num_attention_heads=4", "divisible by", "tensor_model_parallel_size=3")
+        with refusal(*parts):
+            MLADims.from_config(config, 3)
+
+
+# Value to refuse -> what the message recommends.
+UNSUPPORTED_CONFIG = {
+    "multi_latent_attention": (False, "True"),
+    "context_parallel_size": (2, "1"),
+    "fp8": ("hybrid", "None"),
+    "fp4": ("e2m1", "None"),
+    "qk_clip": (True, "False"),
+    "log_max_attention_logit": (True, "False"),
+    "cache_mla_latents": (True, "False"),
+    "flash_decode": (True, "False"),
+    "experimental_attention_variant": ("dsa", "None"),
+    "apply_rope_fusion": (True, "False"),
+    "mla_down_proj_fusion": (True, "False"),
+    "attention_output_gate": (True, "False"),
+    "apply_query_key_layer_scaling": (True, "False"),
+    "qk_l2_norm": (True, "False"),
+    "window_size": ((128, 0), "None"),
+    "softmax_type": ("learnable", "'vanilla'"),
+}
+
+
+class TestUnsupportedConfig:
+    @pytest.mark.parametrize("name", UNSUPPORTED_CONFIG)
+    def test_refused(self, name):
+        value, instead = UNSUPPORTED_CONFIG[name]
+        assert hasattr(config_for(TINY), name)  # a field of another name would never be refused
+        config = config_with(**{name: value})
+        with refusal(f"{name}={value!r}", "not support", f"set it to {instead}"):
+            build(config)
+
+    def test_context_parallel_group(self):
+        config = config_for(TINY)
+        with refusal("context_parallel_size=2", "set it to 1"):
+            refuse_unsupported_config(config, 2)
+
+    def test_query_groups(self):
+        config = config_with(num_query_groups=2)
+        with refusal("num_query_groups", "num_attention_heads=4", "got 2"):
+            build(config)
+
+    def test_offloading(self):
+        config = config_with(
+            fine_grained_activation_offloading=True, offload_modules=["core_attn", "moe_act"]
+        )
+        parts = ("offload_modules=['core_attn']", "qkv_linear, core_attn, attn_proj")
+        with refusal(*parts):
+            build(config)
+        config.offload_modules = ["moe_act"]  # the MLP's business
+        refuse_unsupported_config(config, 1)
+
+    @pytest.mark.parametrize(
+        "fields, parts",
+        [
+            ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
+            ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
+        ],
+        ids=["rope_type", "rotary_percent"],
+    )
+    def test_rotary(self, fields, parts):
+        with refusal(*parts):
+            build(config_with(**fields))
+
+    def test_norm(self):
+        config = config_with(normalization="LayerNorm")
+        with refusal("normalization='LayerNorm'", "RMSNorm only"):
+            RMSNorm(config, 8)
+
+
+class TestProjections:
+    @staticmethod
+    def at_tensor_parallel_size(size: int, attention, **options) -> SimpleNamespace:
+        """What the projections read of an attention, as if there were ``size`` ranks."""
+        groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: size))
+        return SimpleNamespace(
+            dims=attention.dims,
+            config=attention.config,
+            tp_group=attention.tp_group,
+            pg_collection=groups,
+            options=AbsorbedMLAOptions(**options),
+            sequence_parallel=False,
+        )
+
+    def test_rows_do_not_divide(self, attention):
+        owner = self.at_tensor_parallel_size(3, attention, down_projection="column_parallel")
+        parts = attention_spec(attention.config, down_projection="column_parallel").submodules
+        with refusal(
+            "down_projection='column_parallel'",
+            "16 rows of linear_q_down_proj",
+            "tensor_model_parallel_size=3",
+            "down_projection='duplicated'",
+        ):
+            build_projections(owner, parts, None)
+
+    @pytest.mark.parametrize("asked", ["duplicated", "column_parallel"])
+    def test_spec_of_other_options(self, attention, asked):
+        """A rank that holds a part of the rows must not take them for the whole, or vice versa."""
+
+        class Sharded(ColumnParallelLinear):
+            def __init__(self, inputs, outputs, **kwargs):
+                super().__init__(inputs, outputs // 2, **kwargs)
+
+        layer = Sharded if asked == "duplicated" else DuplicatedLinear
+        found = "column_parallel" if asked == "duplicated" else "duplicated"
+        owner = self.at_tensor_parallel_size(2, attention, down_projection=asked)
+        parts = dataclasses.replace(
+            attention_spec(attention.config).submodules, linear_q_down_proj=layer
+        )
+        with refusal(
+            f"down_projection={asked!r}",
+            f"linear_q_down_proj ({layer.__name__}) is {found}",
+            "build the spec with the same options",
+        ):
+            build_projections(owner, parts, None)
+
+
+BLOCK, LAYER = "get_absorbed_mla_decoder_block_spec", "get_absorbed_mla_layer_spec"
+
+
+class TestSpecs:
+    @pytest.mark.parametrize("function", [LAYER, BLOCK])
+    def test_unknown_backend(self, function):
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend", "None or one of local, transformer_engine", "got 'te'")
+        with refusal(*parts):
+            get_spec(config, backend="te")
+
+    @pytest.mark.parametrize("function", [LAYER, BLOCK])
+    def test_transformer_engine_missing(self, function, monkeypatch):
+        """An explicit request never falls back."""
+        monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
+        with refusal(*parts):
+            get_spec(config, backend="transformer_engine")
+
+    @pytest.mark.parametrize(
+        "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
+    )
+    def test_moe_layer_freq(self, freq):
+        config = config_for(TINY, num_layers=3)
+        config.num_moe_experts, config.moe_layer_freq = 2, freq
+        parts = ("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}")
+        with refusal(*parts):
+            layer_specs.get_absorbed_mla_decoder_block_spec(config, backend="local")
+
+    def test_norms_are_left_out_on_request(self):
+        parts = attention_spec(config_for(dataclasses.replace(TINY, latent_norm=False))).submodules
+        assert parts.q_layernorm is IdentityOp
+        assert parts.kv_layernorm is IdentityOp

@@ -1,0 +1,214 @@
+"""Inputs of a call that are refused: arguments, packed-sequence boundaries, masks.
+
+Boundaries that are off by one move tokens from one sequence to the next without any other sign.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from absorbed_mla import AbsorbedMLASelfAttention
+from tests.support import world
+from tests.support.cases import TINY
+from tests.support.harness import Setup, build_attention
+from tests.support.refusal import refusal
+
+TOKENS, BATCH = 6, 2
+
+
+@pytest.fixture(scope="module")
+def attention() -> AbsorbedMLASelfAttention:
+    return build_attention(TINY, Setup())
+
+
+def hidden_states(tokens: int = TOKENS, batch: int = BATCH, **kwargs) -> torch.Tensor:
+    kwargs = {"dtype": torch.float64, "device": world.device(), **kwargs}
+    return torch.zeros(tokens, batch, TINY.hidden, **kwargs)
+
+
+class TestForwardArguments:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "key_value_states",
+            "inference_context",
+            "inference_params",
+            "rotary_pos_emb",
+            "rotary_pos_cos",
+            "rotary_pos_sin",
+            "rotary_pos_cos_sin",
+            "attention_bias",
+            "position_ids",
+            "sequence_len_offset",
+        ],
+    )
+    def test_unsupported(self, attention, name):
+        given = torch.zeros(1)
+        with refusal(f"does not support {name}", "pass None", "got Tensor"):
+            attention(hidden_states(), None, **{name: given})
+
+    def test_inference_context_is_named_before_anything_runs(self, attention):
+        context = SimpleNamespace()
+        with pytest.raises(
+            ValueError, match=r"inference_context .*not supported yet.*SimpleNamespace"
+        ):
+            attention(None, None, inference_context=context)
+
+    def test_local_context_parallelism(self, attention):
+        params = PackedSeqParams(qkv_format="thd", local_cp_size=2)
+        with refusal("packed_seq_params.local_cp_size", "None or 1", "got 2"):
+            attention(hidden_states(), None, packed_seq_params=params)
+
+    @pytest.mark.parametrize(
+        "shape", [(TOKENS, TINY.hidden), (1, TOKENS, BATCH, TINY.hidden), (TOKENS, BATCH, 31)]
+    )
+    def test_shape(self, attention, shape):
+        x = torch.zeros(shape, dtype=torch.float64)
+        with refusal("hidden_states", "hidden_size=32", f"got {shape}"):
+            attention(x, None)
+
+    def test_dtype(self, attention):
+        x = hidden_states(dtype=torch.bfloat16)
+        with refusal("hidden_states", "torch.float64", "got torch.bfloat16"):
+            attention(x, None)
+
+    def test_autocast(self):
+        """It would round scores to bf16 in forward and not in backward."""
+        attention = build_attention(TINY, Setup(dtype=torch.float32))
+        autocast = torch.autocast(world.device().type, dtype=torch.bfloat16)
+        with autocast, refusal("autocast", "bf16=True"):
+            attention(hidden_states(dtype=torch.float32), None)
+
+    def test_batch_with_packed_sequences(self, attention):
+        params = packed(cu_seqlens_q=[0, TOKENS])
+        with refusal("packed sequences", "hidden_states of batch 1", "got 2"):
+            attention(hidden_states(), None, packed_seq_params=params)
+
+    def test_query_key_value_tensors(self, attention):
+        """The host's method has no counterpart: a caller must not get something else."""
+        with pytest.raises(NotImplementedError, match="no query, key and value"):
+            attention.get_query_key_value_tensors(hidden_states())
+
+
+def packed(qkv_format: str = "thd", **cu_seqlens) -> PackedSeqParams:
+    tensors = {
+        name: torch.tensor(value, dtype=torch.int32) if isinstance(value, list) else value
+        for name, value in cu_seqlens.items()
+    }
+    return PackedSeqParams(qkv_format=qkv_format, **tensors)
+
+
+# Parameters -> what the message holds; there are six tokens.
+BAD_BOUNDARIES = {
+    "format": (packed("bshd", cu_seqlens_q=[0, 6]), ("qkv_format", "'thd'", "got 'bshd'")),
+    "sbhd_with_boundaries": (packed("sbhd", cu_seqlens_q=[0, 6]), ("'thd'", "got 'sbhd'")),
+    "absent": (packed(), ("cu_seqlens_q", "1-d tensor", "got None")),
+    "a_list": (packed(cu_seqlens_q=(0, 6)), ("cu_seqlens_q", "1-d tensor", "got (0, 6)")),
+    "two_dims": (
+        packed(cu_seqlens_q=[[0, 6]]),
+        ("cu_seqlens_q", "1-d tensor", "got a tensor of shape (1, 2)"),
+    ),
+    "one_entry": (packed(cu_seqlens_q=[0]), ("at least 2 entries", "shape (1,)")),
+    "floats": (
+        packed(cu_seqlens_q=torch.tensor([0.0, 6.0])),
+        ("cu_seqlens_q", "int32 or int64", "got torch.float32"),
+    ),
+    "not_from_zero": (packed(cu_seqlens_q=[1, 6]), ("cu_seqlens_q", "start at 0", "got [1, 6]")),
+    "decreasing": (packed(cu_seqlens_q=[0, 4, 3, 6]), ("not decrease", "got [0, 4, 3, 6]")),
+    "too_short": (packed(cu_seqlens_q=[0, 5]), ("cu_seqlens_q ends at 5", "6 tokens")),
+    "too_long": (packed(cu_seqlens_q=[0, 7]), ("cu_seqlens_q ends at 7", "6 tokens")),
+    "padded_too_short": (
+        packed(cu_seqlens_q=[0, 4], cu_seqlens_q_padded=[0, 5]),
+        ("cu_seqlens_q_padded ends at 5", "6 tokens"),
+    ),
+    "padded_decreasing": (
+        packed(cu_seqlens_q=[0, 2, 4], cu_seqlens_q_padded=[0, 7, 6]),
+        ("cu_seqlens_q_padded", "not decrease", "got [0, 7, 6]"),
+    ),
+    "padded_of_other_length": (
+        packed(cu_seqlens_q=[0, 2, 4], cu_seqlens_q_padded=[0, 6]),
+        ("cu_seqlens_q_padded has 2 entries", "cu_seqlens_q has 3"),
+    ),
+    "longer_than_slot": (
+        packed(cu_seqlens_q=[0, 3, 4], cu_seqlens_q_padded=[0, 2, 6]),
+        ("sequence 0 has 3 tokens", "only 2 by cu_seqlens_q_padded"),
+    ),
+    "other_keys": (
+        packed(cu_seqlens_q=[0, 6], cu_seqlens_kv=[0, 3, 6]),
+        ("cu_seqlens_kv must equal cu_seqlens_q", "got [0, 3, 6] and [0, 6]"),
+    ),
+    "other_padded_keys": (
+        packed(
+            cu_seqlens_q=[0, 2, 4], cu_seqlens_q_padded=[0, 3, 6], cu_seqlens_kv_padded=[0, 2, 6]
+        ),
+        ("cu_seqlens_kv_padded must equal cu_seqlens_q_padded", "got [0, 2, 6] and [0, 3, 6]"),
+    ),
+}
+
+
+class TestPackedSequences:
+    @pytest.mark.parametrize("case", BAD_BOUNDARIES)
+    def test_bad_boundaries(self, attention, case):
+        params, parts = BAD_BOUNDARIES[case]
+        with refusal(*parts):
+            attention(hidden_states(batch=1), None, packed_seq_params=params)
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_both_integer_types(self, attention, dtype):
+        params = packed(cu_seqlens_q=torch.tensor([0, 2, 6], dtype=dtype))
+        output, _ = attention(hidden_states(batch=1), None, packed_seq_params=params)
+        assert output.shape == (TOKENS, 1, TINY.hidden)
+
+    def test_format_sbhd_without_boundaries(self, attention):
+        """Megatron's data loaders pass it along; it means an ordinary batch."""
+        x = torch.randn_like(hidden_states())
+        params = PackedSeqParams(qkv_format="sbhd")
+        output, _ = attention(x, None, packed_seq_params=params)
+        assert torch.equal(output, attention(x, None)[0])
+
+
+class TestMasks:
+    @pytest.mark.parametrize(
+        "mask",
+        [
+            torch.zeros(BATCH, 1, TOKENS, TOKENS),
+            torch.zeros(TOKENS, TOKENS, dtype=torch.bool),
+            torch.zeros(3, 1, TOKENS, TOKENS, dtype=torch.bool),
+            torch.zeros(BATCH, TINY.heads, TOKENS, TOKENS, dtype=torch.bool),
+            torch.zeros(BATCH, 1, TOKENS - 1, TOKENS, dtype=torch.bool),
+            torch.zeros(BATCH, 1, TOKENS, TOKENS + 1, dtype=torch.bool),
+        ],
+        ids=lambda mask: f"{str(mask.dtype).removeprefix('torch.')}{tuple(mask.shape)}",
+    )
+    def test_shape_and_dtype(self, attention, mask):
+        accepts = f"[{BATCH} or 1, 1, {TOKENS} or 1, {TOKENS}]"
+        got = f"got {mask.dtype} {tuple(mask.shape)}"
+        with refusal("attention_mask", "bool", accepts, got):
+            attention(hidden_states(), mask)
+
+    def test_with_packed_sequences(self, attention):
+        mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+        params = packed(cu_seqlens_q=[0, TOKENS])
+        with refusal("attention_mask must be None", "packed sequences", "(1, 1, 6, 6)"):
+            attention(hidden_states(batch=1), mask, packed_seq_params=params)
+
+    def test_on_another_device(self, attention):
+        mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+        with refusal("attention_mask must be on", str(world.device()), "got meta"):
+            attention(hidden_states(), mask)
+
+    def test_mask_where_none_belongs(self):
+        attention = build_attention(TINY, Setup(mask_type=AttnMaskType.no_mask))
+        mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+        with refusal("attention_mask must be None", "attn_mask_type=no_mask", "(1, 1, 6, 6)"):
+            attention(hidden_states(), mask)
+
+    def test_mask_missing(self):
+        attention = build_attention(TINY, Setup(mask_type=AttnMaskType.arbitrary))
+        with refusal("attn_mask_type=arbitrary", "needs an attention_mask", "got None"):
+            attention(hidden_states(), None)
