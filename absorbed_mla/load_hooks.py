@@ -51,7 +51,9 @@ class StandardLayoutHooks:
         problems = [
             f"{prefix}{name} has shape {_shape(value)}, this model needs {_shape(own[name])}"
             for name, value in self._given.items()
-            if isinstance(own.get(name), Tensor) and _shape(value) != _shape(own[name])
+            if isinstance(own.get(name), Tensor)
+            and not name.endswith(EXTRA_STATE)
+            and _shape(value) != _shape(own[name])
         ]
         if problems:
             raise ValueError(f"{'; '.join(problems)} ({self._recognised})")

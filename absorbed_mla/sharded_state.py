@@ -21,12 +21,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
-from absorbed_mla.state_dict import COMBINED_KV_UP, FUSED_NORMS
+from absorbed_mla.state_dict import COMBINED_KV_UP, EXTRA_STATE, FUSED_NORMS
 
 if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention
-
-_EXTRA_STATE = "_extra_state"
 
 
 def standard_sharded_state_dict(
@@ -56,17 +54,15 @@ def standard_sharded_state_dict(
             attention, own[key], prefix + COMBINED_KV_UP, first_row, head_dim, sharded_offsets
         )
     # Standard layers keep one (empty) extra state for the combined up-projection.
-    extra = result[f"{prefix}linear_kv_down_proj.{_EXTRA_STATE}"]
-    expected = ["linear_kv_up_proj"]
+    extra = result[prefix + "linear_kv_down_proj" + EXTRA_STATE]
+    key = prefix + "linear_kv_up_proj" + EXTRA_STATE
+    result[key] = replace(extra, key=key, data=None)
     if not isinstance(attention.linear_proj, RowParallelLinear):
-        # TransformerEngine's standard layers: norms are fused, and core attention keeps one too.
-        expected.append("core_attention")
+        # TransformerEngine's standard layers have the norms fused, without extra states.
         for ours, fused in FUSED_NORMS.items():
             if prefix + ours in result:
                 result[prefix + ours] = replace(result[prefix + ours], key=prefix + fused)
-    for module in expected:
-        key = f"{prefix}{module}.{_EXTRA_STATE}"
-        result[key] = replace(extra, key=key, data=None)
+            result.pop(prefix + ours.removesuffix(".weight") + EXTRA_STATE, None)
     return result
 
 

@@ -18,6 +18,7 @@ from absorbed_mla.testing.standard_mla import (
     get_standard_mla_decoder_block_spec,
     get_standard_mla_layer_spec,
 )
+from tests.support import world
 
 
 def make_config(**changes) -> MLATransformerConfig:
@@ -50,6 +51,11 @@ def make_config(**changes) -> MLATransformerConfig:
         "persist_layer_norm": False,
     }
     return MLATransformerConfig(**{**values, **changes})
+
+
+def build_layer(config):
+    layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
+    return layer.to(world.device())
 
 
 def make_core(**changes) -> PlainCoreAttention:
@@ -176,21 +182,20 @@ class TestSpecs:
     @pytest.mark.parametrize("q_lora_rank, qk_layernorm", [(16, True), (16, False), (None, False)])
     def test_layer_builds_and_trains(self, q_lora_rank, qk_layernorm):
         config = make_config(q_lora_rank=q_lora_rank, qk_layernorm=qk_layernorm)
-        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
+        layer = build_layer(config)
         assert type(layer.self_attention) is MLASelfAttention
         norm = RMSNorm if qk_layernorm else IdentityOp
         assert isinstance(layer.self_attention.kv_layernorm, norm)
-        out, _ = layer(torch.randn(6, 2, 32, requires_grad=True), attention_mask=None)
+        out, _ = layer(torch.randn(6, 2, 32, device=world.device()), attention_mask=None)
         out.square().sum().backward()
         without = [name for name, p in layer.named_parameters() if p.grad is None]
         assert without == []
 
     def test_packed_layer_equals_one_by_one(self):
         """The host pads the value heads of packed sequences and trims the output afterwards."""
-        config = make_config()
-        layer = build_module(get_standard_mla_layer_spec(config), config=config, layer_number=1)
-        x = torch.randn(7, 1, 32)
-        cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+        layer = build_layer(make_config())
+        x = torch.randn(7, 1, 32, device=world.device())
+        cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=world.device())
         params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4, max_seqlen_kv=4
         )
@@ -208,11 +213,11 @@ class TestSpecs:
             vocab_size=64,
             max_sequence_length=16,
             position_embedding_type="rope",
-        )
+        ).to(world.device())
         first, second = model.decoder.layers
         assert isinstance(first.mlp, MLP) and isinstance(second.mlp, MoELayer)
         assert isinstance(model.decoder.final_layernorm, RMSNorm)
-        tokens = torch.arange(8).reshape(1, 8)
+        tokens = torch.arange(8, device=world.device()).reshape(1, 8)
         loss = model(tokens, tokens, None, labels=tokens).mean()
         loss.backward()
         assert torch.isfinite(loss)
