@@ -70,7 +70,16 @@ def summary_table(rows: list[dict]) -> str:
             [*key, len(group), f"{worst['worst_relative_error']:.1e}", f"{worst['bound']:.1e}",
              worst["tensor"]]
         )  # fmt: skip
-    head = ["device", "layers", "dtype", "rotary table", "combinations", "worst", "bound", "tensor"]
+    head = [
+        "device",
+        "layers",
+        "dtype",
+        "rotary table",
+        "combinations",
+        "nearest its bound",
+        "bound",
+        "tensor",
+    ]
     return _table(head, lines)
 
 
@@ -119,7 +128,7 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_ylabel("worst relative error of any tensor")
     axes.set_title("Absorbed MLA against the float64 oracle")
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="lower left", fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

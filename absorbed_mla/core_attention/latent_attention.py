@@ -49,20 +49,37 @@ class LatentCoreAttention(nn.Module):
         self.options = options
         self.backend = select_backend(options.core_attention_backend)
 
-    def up_project(
-        self, q_nope: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Make the large per-head tensors of the chosen form.
+    def forward(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        rules: ScoreRules,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend in one go.
 
         Args:
             q_nope: [S, B, N, nope].
+            q_rope: [S, B, N, rope], rotated.
             latent: [S, B, C], normalised.
+            k_rope: [S, B, rope], rotated.
             w_uk: [N, nope, C].
             w_uv: [N, v, C].
+            rules: From :meth:`rules`.
 
         Returns:
-            What :meth:`attend` takes as ``per_head``.
+            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
         """
+        per_head = self.up_project(q_nope, latent, w_uk, w_uv)
+        return self.attend(per_head, q_rope, latent, k_rope, w_uv, rules)
+
+    def up_project(
+        self, q_nope: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Large per-head tensors of the chosen form, for :meth:`attend`."""
         form = self._form(q_nope.shape[0], latent.shape[0])
         return form.up_project(q_nope, latent, w_uk, w_uv)
 
@@ -75,19 +92,7 @@ class LatentCoreAttention(nn.Module):
         w_uv: Tensor,
         rules: ScoreRules,
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            per_head: From :meth:`up_project`.
-            q_rope: [S, B, N, rope], rotated.
-            latent: [S, B, C], normalised.
-            k_rope: [S, B, rope], rotated.
-            w_uv: [N, v, C].
-            rules: From :meth:`rules`.
-
-        Returns:
-            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
-        """
+        """Output [S, B, N, v] and LSE [S, B, N] from the tensors of :meth:`up_project`."""
         form = self._form(q_rope.shape[0], latent.shape[0])
         return form.attend(per_head, q_rope, latent, k_rope, w_uv, self.backend, rules)
 
