@@ -9,9 +9,10 @@ Data flow of one layer, and where to read it:
 into Megatron's layers, ``state_dict.py`` and ``sharded_state.py`` speak standard MLA's checkpoints.
 """
 
-from absorbed_mla.attention import AbsorbedMLASelfAttention, AbsorbedMLASelfAttentionSubmodules
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 from absorbed_mla.state_dict import to_absorbed_state_dict, to_standard_state_dict
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
@@ -18,32 +18,12 @@ from absorbed_mla.core_attention import ScoreRules
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.projections import build_projections
+from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.rope import RotaryTable, apply_rope
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import refuse_unsupported_arguments, refuse_unsupported_config
-
-
-@dataclass
-class AbsorbedMLASelfAttentionSubmodules:
-    """What :class:`AbsorbedMLASelfAttention` is built of.
-
-    ``linear_q_proj`` is built when ``q_lora_rank`` is None, else ``linear_q_down_proj`` and
-    ``linear_q_up_proj``. The norms are identities when ``qk_layernorm`` is off.
-    """
-
-    linear_kv_down_proj: ModuleSpec | type
-    linear_k_up_proj: ModuleSpec | type
-    linear_v_up_proj: ModuleSpec | type
-    core_attention: ModuleSpec | type
-    linear_proj: ModuleSpec | type
-    q_layernorm: ModuleSpec | type
-    kv_layernorm: ModuleSpec | type
-    linear_q_proj: ModuleSpec | type | None = None
-    linear_q_down_proj: ModuleSpec | type | None = None
-    linear_q_up_proj: ModuleSpec | type | None = None
 
 
 class AbsorbedMLASelfAttention(Attention):
@@ -108,8 +88,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
-        for child, module in build_projections(self, submodules, name).items():
-            setattr(self, child, module)
+        ProjectionBuilder(self, submodules, name).build()
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,

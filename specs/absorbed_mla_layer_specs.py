@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from absorbed_mla.attention import AbsorbedMLASelfAttention, AbsorbedMLASelfAttentionSubmodules
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.core_attention import LatentCoreAttention
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
 BACKENDS = ("local", "transformer_engine")
 

@@ -19,7 +19,7 @@ from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
 from absorbed_mla.core_attention import select_backend
 from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.projections import build_projections
+from absorbed_mla.projections import ProjectionBuilder
 from absorbed_mla.unsupported import refuse_unsupported_config
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
@@ -229,7 +229,7 @@ class TestProjections:
             "tensor_model_parallel_size=3",
             "down_projection='duplicated'",
         ):
-            build_projections(owner, parts, None)
+            ProjectionBuilder(owner, parts, None).build()
 
     @pytest.mark.parametrize("asked", ["duplicated", "column_parallel"])
     def test_spec_of_other_options(self, attention, asked):
@@ -250,7 +250,7 @@ class TestProjections:
             f"linear_q_down_proj ({layer.__name__}) is {found}",
             "build the spec with the same options",
         ):
-            build_projections(owner, parts, None)
+            ProjectionBuilder(owner, parts, None).build()
 
 
 BLOCK, LAYER = "get_absorbed_mla_decoder_block_spec", "get_absorbed_mla_layer_spec"
