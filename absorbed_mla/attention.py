@@ -12,6 +12,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 from absorbed_mla.core_attention import ScoreRules
@@ -65,7 +66,7 @@ class AbsorbedMLASelfAttention(Attention):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         options = AbsorbedMLAOptions.coerce(options)
-        refuse_unsupported_config(config, pg_collection.cp.size())
+        refuse_unsupported_config(config, get_pg_size(pg_collection.cp))
         dims = MLADims.from_config(config, pg_collection.tp.size())
         super().__init__(
             config=config,
