@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from absorbed_mla.state_dict import (
@@ -25,7 +23,7 @@ class StandardLayoutHooks:
     def __init__(self, attention: nn.Module) -> None:
         self._prefix = ""
         self._layout: StandardLayout | None = None
-        self._given: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         attention.register_load_state_dict_pre_hook(self.convert)
         attention.register_load_state_dict_post_hook(self.explain)
 
@@ -47,29 +45,32 @@ class StandardLayoutHooks:
         state_dict.update(converted)
         own = module.state_dict(keep_vars=True)
         _match_extra_states(state_dict, prefix, own)
-        self._given = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        # Shapes, not tensors: the hooks outlive the state dict.
+        self._shapes = {
+            k[len(prefix) :]: _shape(v) for k, v in state_dict.items() if k.startswith(prefix)
+        }
         problems = [
-            f"{prefix}{name} has shape {_shape(value)}, this model needs {_shape(own[name])}"
-            for name, value in self._given.items()
+            f"{prefix}{name} has shape {shape}, this model needs {_shape(own[name])}"
+            for name, shape in self._shapes.items()
             if isinstance(own.get(name), Tensor)
             and not name.endswith(EXTRA_STATE)
-            and _shape(value) != _shape(own[name])
+            and shape != _shape(own[name])
         ]
         if problems:
             raise ValueError(f"{'; '.join(problems)} ({self._recognised})")
 
     def explain(self, module, incompatible_keys) -> None:
         """Add shapes and layout to the missing and extra keys that torch found."""
-        own = module.state_dict(keep_vars=True)
+        own = {name: _shape(v) for name, v in module.state_dict(keep_vars=True).items()}
         for keys, shapes, text in (
             (incompatible_keys.missing_keys, own, "is missing, this model needs {}"),
-            (incompatible_keys.unexpected_keys, self._given, "of shape {} has no place in it"),
+            (incompatible_keys.unexpected_keys, self._shapes, "of shape {} has no place in it"),
         ):
             for i, key in enumerate(keys):
                 name = key.removeprefix(self._prefix)
                 if key.startswith(self._prefix) and name in shapes:
-                    shape = _shape(shapes[name])
-                    keys[i] = ExplainedKey(key, f"{text.format(shape)} ({self._recognised})")
+                    explanation = f"{text.format(shapes[name])} ({self._recognised})"
+                    keys[i] = ExplainedKey(key, explanation)
 
     @property
     def _recognised(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from datetime import timedelta
 
 import torch
@@ -23,7 +22,7 @@ def start() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
-        store = dist.FileStore(tempfile.mkstemp(prefix="absorbed_mla_store_")[1], 1)
+        store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     tensor_parallel.model_parallel_cuda_manual_seed(1234)

@@ -32,11 +32,17 @@ RUN = (
 
 def start(folder: Path, options: str) -> subprocess.Popen:
     """Torchrun in a process group of its own, so that all of it can be killed."""
-    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     return subprocess.Popen(
-        [*launcher.split(), str(REPO / "scripts" / "train.py"), *RUN.split(), *options.split()],
+        [
+            sys.executable,
+            *launcher.split(),
+            str(REPO / "scripts" / "train.py"),
+            *RUN.split(),
+            *options.split(),
+        ],
         cwd=folder,
         env={**environment, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import specs.absorbed_mla_layer_specs as layer_specs
@@ -156,6 +156,16 @@ UNSUPPORTED_CONFIG = {
     "qk_l2_norm": (True, "False"),
     "window_size": ((128, 0), "None"),
     "softmax_type": ("learnable", "'vanilla'"),
+    "softmax_scale": (0.1, "None"),
+    "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
+    "normalization": ("LayerNorm", "'RMSNorm'"),
+    "transformer_impl": ("inference_optimized", "'local'"),
+    "cuda_graph_impl": ("local", "'none'"),
+    "no_rope_freq": ([0, 1], "None"),
+    "mrope_section": ([2, 1, 1], "None"),
+    "add_qkv_bias": (True, "False"),
+    "quant_recipe": ("recipe", "None"),
+    "use_kitchen": (True, "False"),
 }
 
 
@@ -193,8 +203,13 @@ class TestUnsupportedConfig:
         [
             ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
             ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
+            ({"rotary_scaling_factor": 0}, ("rotary_scaling_factor", "positive", "got 0")),
+            (
+                {"original_max_position_embeddings": -1},
+                ("original_max_position_embeddings", "positive", "got -1"),
+            ),
         ],
-        ids=["rope_type", "rotary_percent"],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
     def test_rotary(self, fields, parts):
         with refusal(*parts):
@@ -251,39 +266,3 @@ class TestProjections:
             "build the spec with the same options",
         ):
             ProjectionBuilder(owner, parts, None).build()
-
-
-BLOCK, LAYER = "get_absorbed_mla_decoder_block_spec", "get_absorbed_mla_layer_spec"
-
-
-class TestSpecs:
-    @pytest.mark.parametrize("function", [LAYER, BLOCK])
-    def test_unknown_backend(self, function):
-        get_spec, config = getattr(layer_specs, function), config_for(TINY)
-        parts = ("backend", "None or one of local, transformer_engine", "got 'te'")
-        with refusal(*parts):
-            get_spec(config, backend="te")
-
-    @pytest.mark.parametrize("function", [LAYER, BLOCK])
-    def test_transformer_engine_missing(self, function, monkeypatch):
-        """An explicit request never falls back."""
-        monkeypatch.setattr(layer_specs, "HAVE_TE", False)
-        get_spec, config = getattr(layer_specs, function), config_for(TINY)
-        parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
-        with refusal(*parts):
-            get_spec(config, backend="transformer_engine")
-
-    @pytest.mark.parametrize(
-        "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
-    )
-    def test_moe_layer_freq(self, freq):
-        config = config_for(TINY, num_layers=3)
-        config.num_moe_experts, config.moe_layer_freq = 2, freq
-        parts = ("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}")
-        with refusal(*parts):
-            layer_specs.get_absorbed_mla_decoder_block_spec(config, backend="local")
-
-    def test_norms_are_left_out_on_request(self):
-        parts = attention_spec(config_for(dataclasses.replace(TINY, latent_norm=False))).submodules
-        assert parts.q_layernorm is IdentityOp
-        assert parts.kv_layernorm is IdentityOp

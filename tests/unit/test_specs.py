@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module, import_module
@@ -24,7 +27,9 @@ from specs.absorbed_mla_layer_specs import (
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, TOKENS, call, gpt_model, token_batch
+from tests.support.refusal import refusal
 
+SPECS = ["get_absorbed_mla_layer_spec", "get_absorbed_mla_decoder_block_spec"]
 OPTIONS = AbsorbedMLAOptions(
     form="absorbed", down_projection="column_parallel", latent_norm_eps=1e-3, query_chunk_size=5
 )
@@ -58,6 +63,12 @@ class TestLayer:
         assert not isinstance(attention.linear_kv_down_proj, DuplicatedLinear)
         assert attention.q_layernorm.eps == attention.kv_layernorm.eps == 1e-3
         assert attention.core_attention.attn_mask_type is AttnMaskType.causal
+
+    def test_norms_are_left_out_on_request(self):
+        config = config_for(replace(TINY, latent_norm=False))
+        spec = get_absorbed_mla_layer_spec(config, backend="local")
+        parts = spec.submodules.self_attention.submodules
+        assert parts.q_layernorm is parts.kv_layernorm is IdentityOp
 
     def test_defaults(self):
         config = config_for(TINY, layernorm_epsilon=3e-4)
@@ -223,3 +234,31 @@ def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) 
 def kinds_of(block) -> list[bool]:
     """Of every layer spec, whether its MLP is a mixture of experts."""
     return ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("function", SPECS)
+    def test_unknown_backend(self, function):
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend", "None or one of local, transformer_engine", "got 'te'")
+        with refusal(*parts):
+            get_spec(config, backend="te")
+
+    @pytest.mark.parametrize("function", SPECS)
+    def test_transformer_engine_missing(self, function, monkeypatch):
+        """An explicit request never falls back."""
+        monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
+        with refusal(*parts):
+            get_spec(config, backend="transformer_engine")
+
+    @pytest.mark.parametrize(
+        "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
+    )
+    def test_moe_layer_freq(self, freq):
+        config = config_for(TINY, num_layers=3)
+        config.num_moe_experts, config.moe_layer_freq = 2, freq
+        parts = ("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}")
+        with refusal(*parts):
+            get_absorbed_mla_decoder_block_spec(config, backend="local")

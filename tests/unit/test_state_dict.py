@@ -7,6 +7,7 @@ from tests.support.standard, not by the package.
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -84,7 +85,7 @@ class TestRoundTrip:
         state = in_layout(source.state_dict(), **layout)
         if EXTRA_STATES[extra] is not None:
             modules = {key.rpartition(".")[0] for key in state if "_proj" in key}
-            for module in (*modules, "core_attention"):
+            for module in (*modules, "core_attention", "kv_layernorm"):
                 state[f"{module}._extra_state"] = EXTRA_STATES[extra]
         given = dict(state)
         target.load_state_dict(state)
@@ -125,6 +126,17 @@ class TestRoundTrip:
         extra = {key.rpartition(".")[0] for key in written if key.endswith("_extra_state")}
         assert "linear_kv_up_proj" in extra
         assert not extra & {"linear_k_up_proj", "linear_v_up_proj", "core_attention"}
+
+    @every_layout
+    def test_nothing_of_the_dict_is_kept(self, layout):
+        """A copy of every weight, held from loading on, would be found on a full device only."""
+        state = in_layout(attention_with_weights().state_dict(), **layout)
+        state = {key: tensor.clone() for key, tensor in state.items()}
+        tensors = {key: weakref.ref(tensor) for key, tensor in state.items()}
+        target = attention_with_weights(1)
+        target.load_state_dict(state)
+        del state
+        assert [key for key, tensor in tensors.items() if tensor() is not None] == []
 
     def test_prefix_selects_one_attention(self):
         state = gpt_model(num_layers=2).state_dict()
@@ -178,6 +190,8 @@ class TestInputNorm:
         state[FUSED_INPUT_NORM] = torch.ones(TINY.hidden)
         with refusal(FUSED_INPUT_NORM, "input_layernorm.weight", "to_absorbed_state_dict"):
             attention.load_state_dict(state)
+        with refusal(FUSED_INPUT_NORM, "input_layernorm.weight", "to_absorbed_state_dict"):
+            to_absorbed_state_dict(state, DIMS)
 
 
 class TestValues:
