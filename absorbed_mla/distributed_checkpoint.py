@@ -129,23 +129,23 @@ def _name_in(saved: dict[str, tuple], key: str) -> str:
 def _check_complete(
     requested: ShardedStateDict, saved: dict[str, tuple], where: str, ignore: tuple[str, ...]
 ) -> None:
-    needed = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(requested)}
-    problems = [
-        f"{k} is missing, this model needs {s}" for k, s in needed.items() if k not in saved
-    ]
-    problems += [
-        f"{key} has shape {saved[key]}, this model needs {shape}"
-        for key, shape in needed.items()
-        if key in saved and saved[key] != shape
-    ]
-    # Pipeline stages hold different layers: what no rank asks for has no place in the model.
-    everywhere: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, set(needed))
+    # Pipeline stages hold different layers. All ranks judge the whole model, so that all of them
+    # raise together, and know what has no place in it.
+    own = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(requested)}
+    stages: list[dict[str, tuple]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, own)
+    needed = {key: shape for stage in stages for key, shape in stage.items()}
+    problems = []
+    for key, shape in needed.items():
+        if key not in saved:
+            problems.append(f"{key} is missing, this model needs {shape}")
+        elif saved[key] != shape:
+            problems.append(f"{key} has shape {saved[key]}, this model needs {shape}")
     left_alone = ("optimizer.", "chained_", *ignore)
     problems += [
-        f"{key} of shape {saved[key]} has no place in this model"
-        for key in set(saved).difference(*everywhere)
-        if not key.startswith(left_alone)
+        f"{key} of shape {shape} has no place in this model"
+        for key, shape in saved.items()
+        if key not in needed and not key.startswith(left_alone)
     ]
     if problems:
         raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))

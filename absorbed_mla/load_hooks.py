@@ -8,6 +8,7 @@ from absorbed_mla.state_dict import (
     EXTRA_STATE,
     FUSED_INPUT_NORM,
     StandardLayout,
+    input_norm_error,
     to_absorbed_state_dict,
 )
 
@@ -36,10 +37,7 @@ class StandardLayoutHooks:
         names = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
         self._prefix, self._layout = prefix, StandardLayout.recognise(names)
         if FUSED_INPUT_NORM in names:
-            raise ValueError(
-                f"{prefix}{FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight, "
-                "which an attention cannot load: convert with to_absorbed_state_dict first"
-            )
+            raise input_norm_error(prefix)
         converted = to_absorbed_state_dict(state_dict, module.dims, prefix) if names else {}
         state_dict.clear()
         state_dict.update(converted)

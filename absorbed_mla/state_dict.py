@@ -162,10 +162,12 @@ def _absorb_one(state: dict, dims: MLADims, prefix: str) -> None:
 
 def _refuse_two_versions(names: list[str], layout: StandardLayout, prefix: str) -> None:
     """Of two layouts of one weight, which is meant cannot be known."""
-    ours = {**{fused: [name] for name, fused in FUSED_NORMS.items()}}
-    ours[COMBINED_KV_UP] = ["linear_k_up_proj.weight", "linear_v_up_proj.weight"]
-    ours[FUSED_DOWN] = ["linear_q_down_proj.weight", "linear_kv_down_proj.weight"]
-    for standard, separate in ours.items():
+    separate_names = {
+        COMBINED_KV_UP: ["linear_k_up_proj.weight", "linear_v_up_proj.weight"],
+        FUSED_DOWN: ["linear_q_down_proj.weight", "linear_kv_down_proj.weight"],
+        **{fused: [separate] for separate, fused in FUSED_NORMS.items()},
+    }
+    for standard, separate in separate_names.items():
         both = [name for name in separate if standard in names and name in names]
         if both:
             raise ValueError(
@@ -187,11 +189,17 @@ def _split_fused_down(state: dict, dims: MLADims, prefix: str, layout: StandardL
         # The norm before the attention, fused into its first layer, is the enclosing layer's.
         parent = prefix.removesuffix("self_attention.")
         if parent == prefix:
-            raise ValueError(
-                f"{prefix + FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight: "
-                "convert the state dict of the layer or model with to_absorbed_state_dict first"
-            )
+            raise input_norm_error(prefix)
         state[f"{parent}input_layernorm.weight"] = state.pop(prefix + FUSED_INPUT_NORM)
+
+
+def input_norm_error(prefix: str) -> ValueError:
+    """What to say where only the enclosing layer could take the norm that is fused in."""
+    return ValueError(
+        f"{prefix}{FUSED_INPUT_NORM} is the enclosing layer's input_layernorm.weight, which an "
+        "attention cannot load: convert the state dict of the layer or model with "
+        "to_absorbed_state_dict first"
+    )
 
 
 def _standardise_one(state: dict, dims: MLADims, prefix: str, norms: str, down: str) -> None:

@@ -12,12 +12,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 from absorbed_mla.distributed_checkpoint import (
+    _check_complete,
     load_model_weights,
     model_sharded_state_dict,
     save_model_weights,
 )
 from tests.distributed.test_distributed_checkpoint import folder, tensor_parallel_size  # noqa: F401
 from tests.distributed.test_oracle_grid import backends
+from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, gpt_model, logits
 from tests.support.numerics import relative_error
@@ -28,10 +30,8 @@ BACKENDS = pytest.mark.parametrize("backend", backends())
 
 def build(kind: str, backend: str, seed: int = 0):
     """A dense and MoE model of the kind, at the tensor-parallel size of the moment."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
     changes = {
-        "tensor_model_parallel_size": size,
-        "sequence_parallel": size > 1,
+        **_parallel(),
         "transformer_impl": backend,
         "layernorm_epsilon": TINY.norm_eps,
         **MIXED,
@@ -90,6 +90,20 @@ def test_a_larger_models_checkpoint_is_refused(folder):  # noqa: F811
         load_model_weights(smaller, folder)
     ignored = ("decoder.layers.1.", "decoder.layers.2.")
     load_model_weights(smaller, folder, ignore=ignored)
+
+
+def test_all_stages_refuse_what_one_of_them_misses():
+    """A stage that raised alone would leave the others waiting in the collective load."""
+    model = build("absorbed", "local")
+    saved = {key: shape for key, shape in signature(model).items() if shape}
+    missing = "decoder.layers.0.self_attention.linear_proj.weight"
+    del saved[missing]
+    entries = model_sharded_state_dict(model)
+    requested = {k: v for k, v in entries.items() if not isinstance(v, ShardedObject)}
+    if world.rank():
+        requested = {k: v for k, v in requested.items() if ".layers.0." not in k}
+    with refusal(f"{missing} is missing"):
+        _check_complete(requested, saved, "it", ())
 
 
 def test_only_the_common_state_of_a_training_checkpoint_is_dropped(folder):  # noqa: F811
