@@ -1,0 +1,195 @@
+"""Tensors that are known by shape and dtype, and read when somebody needs their values.
+
+A conversion is planned on lazy tensors, from the headers of the checkpoint alone; then each target
+tensor is loaded, written and forgotten. What a lazy tensor is made of can be asked (``leaves``), so
+that a plan can prove that it uses every tensor of its source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ReadSession:
+    """The files that are open while one part of a checkpoint is read.
+
+    Memory-mapped pages count as resident until their file is closed, so a session should be short.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Hashable, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def open(self, key: Hashable, make: Callable[[], contextlib.AbstractContextManager]) -> Any:
+        """What ``make`` opened for ``key``; opened once per session.
+
+        Args:
+            key: Of the file, unique among all readers.
+            make: Returns a context manager; the session enters it, and leaves it when it ends.
+        """
+        if key not in self._files:
+            self._files[key] = self._stack.enter_context(make())
+        return self._files[key]
+
+    def __enter__(self) -> ReadSession:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+Narrow = Callable[[int, int, int], "LazyTensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class LazyTensor:
+    """A tensor whose values are not there yet.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        load: Reads it. The result may share memory with a file: never write into it.
+        leaves: Names of the stored tensors it is made of.
+        peak: Bytes resident while it is being loaded, the result included.
+        part: Reads only ``length`` entries from ``start`` along a dim, where the file can; otherwise
+            the whole tensor is loaded and cut.
+        whole: (tensor, dim, start) if this is a part of another tensor, so that neighbouring parts
+            can be recognised.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[ReadSession], Tensor]
+    leaves: frozenset[str]
+    peak: int
+    part: Narrow | None = None
+    whole: tuple[LazyTensor, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def narrow(self, dim: int, start: int, length: int) -> LazyTensor:
+        """``length`` entries from ``start`` along ``dim``; the whole tensor is itself."""
+        assert 0 <= start <= start + length <= self.shape[dim]
+        if length == self.shape[dim]:
+            return self
+        origin = (self, dim, start)
+        if self.part is not None:
+            found = self.part(dim, start, length)
+            return LazyTensor(
+                found.shape, found.dtype, found.load, found.leaves, found.peak, found.part, origin
+            )
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return LazyTensor(
+            shape,
+            self.dtype,
+            lambda session: self.load(session).narrow(dim, start, length),
+            self.leaves,
+            self.peak,
+            whole=origin,
+        )
+
+    def split(self, sizes: Sequence[int], dim: int = 0) -> list[LazyTensor]:
+        """Consecutive parts of the given sizes."""
+        assert sum(sizes) == self.shape[dim]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [self.narrow(dim, start, size) for start, size in zip(starts, sizes)]
+
+    def chunk(self, parts: int, dim: int = 0) -> list[LazyTensor]:
+        """``parts`` equal parts."""
+        assert self.shape[dim] % parts == 0
+        return self.split([self.shape[dim] // parts] * parts, dim)
+
+    def view(self, *shape: int) -> LazyTensor:
+        """The same values in another shape."""
+        assert math.prod(shape) == math.prod(self.shape)
+        return LazyTensor(
+            shape,
+            self.dtype,
+            lambda session: self.load(session).reshape(shape),
+            self.leaves,
+            # A tensor that is not contiguous is copied.
+            self.peak + self.nbytes,
+        )
+
+    def map(
+        self,
+        function: Callable[[Tensor], Tensor],
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LazyTensor:
+        """``function`` of the values; says what shape and dtype it makes, if it changes them."""
+        result = LazyTensor(
+            self.shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+            lambda session: function(self.load(session)),
+            self.leaves,
+            0,
+        )
+        return LazyTensor(
+            result.shape, result.dtype, result.load, result.leaves, self.peak + result.nbytes
+        )
+
+    def to(self, dtype: torch.dtype) -> LazyTensor:
+        """The values rounded to ``dtype``; itself if they have it already."""
+        if dtype == self.dtype:
+            return self
+        return self.map(lambda values: values.to(dtype), dtype=dtype)
+
+
+def concat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
+    """Tensors one after the other; all parts of one tensor in order are that tensor again."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    assert all(t.dtype == first.dtype for t in tensors)
+    assert all(
+        t.shape[:dim] == first.shape[:dim] and t.shape[dim + 1 :] == first.shape[dim + 1 :]
+        for t in tensors
+    )
+    joined = _rejoined(tensors, dim)
+    if joined is not None:
+        return joined
+    shape = (*first.shape[:dim], sum(t.shape[dim] for t in tensors), *first.shape[dim + 1 :])
+    nbytes = math.prod(shape) * first.dtype.itemsize
+
+    def load(session: ReadSession) -> Tensor:
+        result = torch.empty(shape, dtype=first.dtype)
+        for part, target in zip(tensors, result.split([t.shape[dim] for t in tensors], dim)):
+            target.copy_(part.load(session))
+        return result
+
+    leaves = frozenset().union(*(t.leaves for t in tensors))
+    return LazyTensor(shape, first.dtype, load, leaves, nbytes + sum(t.peak for t in tensors))
+
+
+def _rejoined(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor | None:
+    if any(t.whole is None for t in tensors):
+        return None
+    wholes = [t.whole for t in tensors if t.whole is not None]
+    source = wholes[0][0]
+    position = 0
+    for tensor, (whole, along, start) in zip(tensors, wholes):
+        if whole is not source or along != dim or start != position:
+            return None
+        position += tensor.shape[dim]
+    return source if position == source.shape[dim] else None
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    """Zeros, made of nothing; padding."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return LazyTensor(
+        shape, dtype, lambda session: torch.zeros(shape, dtype=dtype), frozenset(), nbytes
+    )
