@@ -59,8 +59,8 @@ class LazyTensor:
         load: Reads it. The result may share memory with a file: never write into it.
         leaves: Names of the stored tensors it is made of.
         peak: Bytes resident while it is being loaded, the result included.
-        part: Reads only ``length`` entries from ``start`` along a dim, where the file can; otherwise
-            the whole tensor is loaded and cut.
+        part: Reads only ``length`` entries from ``start`` along a dim, where the file can; without
+            it the whole tensor is loaded and cut.
         whole: (tensor, dim, start) if this is a part of another tensor, so that neighbouring parts
             can be recognised.
     """

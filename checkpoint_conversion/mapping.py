@@ -1,0 +1,173 @@
+"""Whole models from Hugging Face's names to Megatron's and back, by the table, strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint_conversion.errors import CheckpointError, nearest_name
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES, Row, widths
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.transforms import GATED, with_duplicates
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A row of the table for one place in one model, names in full."""
+
+    hugging_face: tuple[str, ...]
+    megatron: str
+    row: Row
+    shape: Shape
+
+    @property
+    def megatron_shape(self) -> Shape:
+        """Shape of Megatron's tensor."""
+        return (self.shape[0] * len(self.hugging_face), *self.shape[1:])
+
+
+def pairs(config: ModelConfig) -> Iterator[Pair]:
+    """Every tensor of a model on both sides, in the order of the model."""
+    sizes = widths(config)
+    embedding, norm, head = MODEL
+    yield from _expand(embedding, "", "", config, False, sizes)
+    for layer, moe in enumerate(config.moe_layers):
+        for row in LAYER:
+            prefixes = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+            yield from _expand(row, *prefixes, config, moe, sizes)
+    for row in (norm, head):
+        yield from _expand(row, "", "", config, False, sizes)
+    # An MTP layer is like the last layer of the decoder.
+    moe = bool(config.moe_layers) and config.moe_layers[-1]
+    for i in range(config.mtp_layers):
+        hugging_face, megatron = f"model.layers.{config.num_layers + i}.", f"mtp.layers.{i}."
+        for row in MTP:
+            yield from _expand(row, hugging_face, megatron, config, moe, sizes)
+        for row in LAYER:
+            inner = f"{megatron}transformer_layer."
+            yield from _expand(row, hugging_face, inner, config, moe, sizes)
+
+
+def _expand(
+    row: Row, prefix: str, other: str, config: ModelConfig, moe: bool, sizes: dict[str, int]
+) -> Iterator[Pair]:
+    if not row.condition(config, moe):
+        return
+    shape = tuple(sizes[word] for word in row.shape.split())
+    experts = range(config.num_experts) if "{expert}" in row.megatron else (None,)
+    for expert in experts:
+        number = "" if expert is None else str(expert)
+        name = prefix + row.hugging_face.replace("{expert}", number)
+        names = tuple(name.replace("[gate|up]", part) for part in ("gate", "up"))
+        megatron = other + row.megatron.replace("{expert}", number)
+        yield Pair(names if row.transform is GATED else names[:1], megatron, row, shape)
+
+
+def duplicates(config: ModelConfig) -> dict[str, str]:
+    """Hugging Face's second copies: name -> name of the tensor that it repeats."""
+    head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    originals = {**MTP_DUPLICATES, "shared_head.head.weight": head}
+    return {
+        f"model.layers.{config.num_layers + i}.{name}": original
+        for i in range(config.mtp_layers)
+        for name, original in originals.items()
+    }
+
+
+def hugging_face_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of an unquantised Hugging Face checkpoint, with its shape."""
+    shapes = {name: pair.shape for pair in pairs(config) for name in pair.hugging_face}
+    return shapes | {name: shapes[original] for name, original in duplicates(config).items()}
+
+
+def megatron_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of a Megatron model without parallelism, with its shape."""
+    return {pair.megatron: pair.megatron_shape for pair in pairs(config)}
+
+
+def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
+    """A model's tensors under Megatron's names.
+
+    Args:
+        tensors: Under Hugging Face's names, unquantised.
+        config: The model.
+
+    Raises:
+        CheckpointError: Listing every tensor that is unknown, missing, misshapen or of a dtype that
+            does not fit.
+    """
+    check_complete(tensors, hugging_face_shapes(config), "The Hugging Face tensors")
+    _check_dtypes(tensors, config)
+    copies: dict[str, list[str]] = {}
+    for name, original in duplicates(config).items():
+        copies.setdefault(original, []).append(name)
+    result = {}
+    for pair in pairs(config):
+        parts = [
+            with_duplicates(tensors[name], [tensors[copy] for copy in copies.get(name, [])])
+            for name in pair.hugging_face
+        ]
+        result[pair.megatron] = pair.row.transform.to_megatron(parts)
+    return result
+
+
+def to_hugging_face(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """A model's tensors under Hugging Face's names; the inverse of :func:`to_megatron`.
+
+    Raises:
+        CheckpointError: Listing every tensor that is unknown, missing or misshapen.
+    """
+    check_complete(tensors, megatron_shapes(config), "The Megatron tensors")
+    result: dict[str, LazyTensor] = {}
+    for pair in pairs(config):
+        parts = pair.row.transform.to_hugging_face(tensors[pair.megatron])
+        result.update(zip(pair.hugging_face, parts))
+    return result | {name: result[original] for name, original in duplicates(config).items()}
+
+
+def check_complete(
+    tensors: Mapping[str, LazyTensor], expected: Mapping[str, Shape], what: str
+) -> None:
+    """Compare the tensors that are there with those that should be.
+
+    Args:
+        tensors: What is there.
+        expected: Name -> shape of what should be.
+        what: Whose they are; begins the message.
+
+    Raises:
+        CheckpointError: Listing everything that is unknown, missing or misshapen, or holds no
+            floating-point numbers of 16 bits or more.
+    """
+    missing = [name for name in expected if name not in tensors]
+    problems = [f"{name} is missing; expected shape {expected[name]}" for name in missing]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            near = nearest_name(name, missing) or nearest_name(name, expected)
+            hint = f"; the nearest known name is {near}" if near else ""
+            problems.append(f"{name} of shape {tensor.shape} is unknown{hint}")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {tensor.shape}; expected {expected[name]}")
+        elif tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            problems.append(f"{name} is {tensor.dtype}; expected bfloat16, float16 or float32")
+    if problems:
+        raise CheckpointError(f"{what} do not fit the model; {len(problems)} problems:", problems)
+
+
+def _check_dtypes(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> None:
+    groups = [pair.hugging_face for pair in pairs(config)] + list(duplicates(config).items())
+    problems = [
+        f"{' and '.join(names)} must be of one dtype; got "
+        + " and ".join(str(tensors[name].dtype) for name in names)
+        for names in groups
+        if len({tensors[name].dtype for name in names}) > 1
+    ]
+    if problems:
+        raise CheckpointError("Tensors that Megatron keeps as one differ in dtype:", problems)

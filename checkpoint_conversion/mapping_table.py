@@ -1,0 +1,138 @@
+"""The table: which tensor of a Hugging Face model is which of a Megatron model.
+
+Megatron's names are those of a whole model without parallelism: layers and experts numbered
+through, norms in modules of their own, K and V up-projections combined. What a checkpoint may have
+instead is in ``layouts.py``.
+
+No row permutes anything. Both sides keep the rotary channels in DeepSeek's interleaved order, and
+both keep the rows of each head of ``kv_b_proj`` together, first K, then V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.split_rules import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Rule
+from checkpoint_conversion.transforms import COPY, GATED, Transform
+
+# Whether a model (and one of its layers: is it a mixture of experts?) has the tensors of a row.
+Condition = Callable[[ModelConfig, bool], bool]
+
+
+def _always(config: ModelConfig, moe: bool) -> bool:
+    return True
+
+
+def _q_lora(config: ModelConfig, moe: bool) -> bool:
+    return config.q_lora_rank is not None
+
+
+def _no_q_lora(config: ModelConfig, moe: bool) -> bool:
+    return config.q_lora_rank is None
+
+
+def _untied(config: ModelConfig, moe: bool) -> bool:
+    return not config.tied_embeddings
+
+
+def _dense(config: ModelConfig, moe: bool) -> bool:
+    return not moe
+
+
+def _moe(config: ModelConfig, moe: bool) -> bool:
+    return moe
+
+
+def _router_bias(config: ModelConfig, moe: bool) -> bool:
+    return moe and config.router_bias
+
+
+def _shared_experts(config: ModelConfig, moe: bool) -> bool:
+    return moe and config.num_shared_experts > 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        hugging_face: Names after the prefix; ``{expert}`` stands for every routed expert.
+        megatron: Name after the prefix.
+        split: How tensor-parallel ranks share Megatron's tensor.
+        transform: The pair of functions between the two sides.
+        shape: Of each Hugging Face tensor, in the words of :func:`widths`.
+        condition: Which models and layers have it.
+    """
+
+    hugging_face: str
+    megatron: str
+    split: Rule
+    transform: Transform
+    shape: str
+    condition: Condition = _always
+
+
+# fmt: off
+#   Hugging Face                          Megatron                                    TP          transform  shape
+MODEL = (
+Row("model.embed_tokens.weight",          "embedding.word_embeddings.weight",         ROWS,       COPY,  "vocab hidden"),
+Row("model.norm.weight",                  "decoder.final_layernorm.weight",           REPLICATED, COPY,  "hidden"),
+Row("lm_head.weight",                     "output_layer.weight",                      ROWS,       COPY,  "vocab hidden", _untied),
+)
+# model.layers.N.                         decoder.layers.N.
+LAYER = (
+Row("input_layernorm.weight",             "input_layernorm.weight",                   REPLICATED, COPY,  "hidden"),
+Row("self_attn.q_proj.weight",            "self_attention.linear_q_proj.weight",      ROWS,       COPY,  "heads*qk hidden", _no_q_lora),
+Row("self_attn.q_a_proj.weight",          "self_attention.linear_q_down_proj.weight", REPLICATED, COPY,  "q_rank hidden", _q_lora),
+Row("self_attn.q_a_layernorm.weight",     "self_attention.q_layernorm.weight",        REPLICATED, COPY,  "q_rank", _q_lora),
+Row("self_attn.q_b_proj.weight",          "self_attention.linear_q_up_proj.weight",   ROWS,       COPY,  "heads*qk q_rank", _q_lora),
+Row("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.weight", REPLICATED, COPY, "kv_rank+rope hidden"),
+Row("self_attn.kv_a_layernorm.weight",    "self_attention.kv_layernorm.weight",       REPLICATED, COPY,  "kv_rank"),
+Row("self_attn.kv_b_proj.weight",         "self_attention.linear_kv_up_proj.weight",  ROWS,       COPY,  "heads*kv kv_rank"),
+Row("self_attn.o_proj.weight",            "self_attention.linear_proj.weight",        COLUMNS,    COPY,  "hidden heads*v"),
+Row("post_attention_layernorm.weight",    "pre_mlp_layernorm.weight",                 REPLICATED, COPY,  "hidden"),
+Row("mlp.[gate|up]_proj.weight",          "mlp.linear_fc1.weight",                    GATED_ROWS, GATED, "ffn hidden", _dense),
+Row("mlp.down_proj.weight",               "mlp.linear_fc2.weight",                    COLUMNS,    COPY,  "hidden ffn", _dense),
+Row("mlp.gate.weight",                    "mlp.router.weight",                        REPLICATED, COPY,  "experts hidden", _moe),
+Row("mlp.gate.e_score_correction_bias",   "mlp.router.expert_bias",                   REPLICATED, COPY,  "experts", _router_bias),
+Row("mlp.shared_experts.[gate|up]_proj.weight", "mlp.shared_experts.linear_fc1.weight", GATED_ROWS, GATED, "shared_ffn hidden", _shared_experts),
+Row("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight",    COLUMNS,    COPY,  "hidden shared_ffn", _shared_experts),
+Row("mlp.experts.{expert}.[gate|up]_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc1.weight", GATED_ROWS, GATED, "moe_ffn hidden", _moe),
+Row("mlp.experts.{expert}.down_proj.weight", "mlp.experts.local_experts.{expert}.linear_fc2.weight", COLUMNS, COPY, "hidden moe_ffn", _moe),
+)
+# model.layers.<layers+I>.                mtp.layers.I.   and the rows of LAYER under transformer_layer.
+MTP = (
+Row("enorm.weight",                       "enorm.weight",                             REPLICATED, COPY,  "hidden"),
+Row("hnorm.weight",                       "hnorm.weight",                             REPLICATED, COPY,  "hidden"),
+Row("eh_proj.weight",                     "eh_proj.weight",                           ROWS,       COPY,  "hidden 2*hidden"),
+Row("shared_head.norm.weight",            "final_layernorm.weight",                   REPLICATED, COPY,  "hidden"),
+)
+# What Hugging Face stores once more with every MTP layer, and Megatron shares.
+MTP_DUPLICATES = {
+    "embed_tokens.weight": "model.embed_tokens.weight",
+    "shared_head.head.weight": "lm_head.weight",
+}
+# fmt: on
+
+
+def widths(config: ModelConfig) -> dict[str, int]:
+    """The words that the table gives shapes in."""
+    heads, rope = config.num_attention_heads, config.qk_rope_head_dim
+    nope, v = config.qk_nope_head_dim, config.v_head_dim
+    return {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "2*hidden": 2 * config.hidden_size,
+        "ffn": config.ffn_hidden_size,
+        "moe_ffn": config.moe_ffn_hidden_size,
+        "shared_ffn": config.moe_ffn_hidden_size * config.num_shared_experts,
+        "experts": config.num_experts,
+        "q_rank": config.q_lora_rank or 0,
+        "kv_rank": config.kv_lora_rank,
+        "kv_rank+rope": config.kv_lora_rank + rope,
+        "heads*qk": heads * (nope + rope),
+        "heads*kv": heads * (nope + v),
+        "heads*v": heads * v,
+    }

@@ -1,0 +1,45 @@
+"""How tensor-parallel ranks share each tensor of a Megatron model, by its name."""
+
+from __future__ import annotations
+
+import re
+
+from checkpoint_conversion import layouts, mapping_table
+from checkpoint_conversion.split_rules import (
+    COLUMNS,
+    GATED_ROWS,
+    REPLICATED,
+    ROWS,
+    Rule,
+    same_values,
+)
+
+__all__ = [
+    "COLUMNS",
+    "GATED_ROWS",
+    "REPLICATED",
+    "ROWS",
+    "Rule",
+    "same_values",
+    "tensor_parallel_rule",
+]
+
+_PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
+_RULES = {
+    **{
+        row.megatron: row.split
+        for row in (*mapping_table.MODEL, *mapping_table.LAYER, *mapping_table.MTP)
+    },
+    **layouts.SPLIT,
+}
+
+
+def tensor_parallel_rule(name: str) -> Rule | None:
+    """How ranks share the tensor called ``name``, in any layout; None for an unknown name.
+
+    Down-projections are replicated here, as TransformerEngine's layers have them; ranks with local
+    layers cut their rows instead.
+    """
+    prefix = _PREFIX.match(name)
+    inner = name[prefix.end() :] if prefix else name
+    return _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))

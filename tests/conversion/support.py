@@ -1,0 +1,161 @@
+"""Small models, their tensors in memory, and plain Hugging Face folders of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
+from checkpoint_conversion.model_config import ModelConfig
+
+
+def hugging_face_config(**changes) -> dict:
+    """The config.json of a tiny DeepSeek-V3."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 16,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "max_position_embeddings": 128,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    return {**config, **changes}
+
+
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """A tiny model; ``changes`` are fields of its config.json."""
+    return ModelConfig.from_hugging_face(hugging_face_config(**changes))
+
+
+CONFIGS: dict[str, dict] = {
+    "v3": {},
+    "v2_lite": V2_LITE,
+    "dense": {"first_k_dense_replace": 3},
+    "all_moe": {"first_k_dense_replace": 0},
+    "mtp": {"num_nextn_predict_layers": 1},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def random_tensors(
+    config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> dict[str, Tensor]:
+    """Every tensor of a model under its Hugging Face name."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, shape in hugging_face_shapes(config).items():
+        wide = torch.float32 if name.endswith("e_score_correction_bias") else dtype
+        result[name] = torch.randn(shape, generator=generator).to(wide)
+    for name, original in duplicates(config).items():
+        result[name] = result[original].clone()
+    return result
+
+
+def in_memory(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
+    """Lazy tensors that load what is there already."""
+    return {name: lazy(name, tensor) for name, tensor in tensors.items()}
+
+
+def lazy(name: str, tensor: Tensor) -> LazyTensor:
+    """A lazy tensor that loads ``tensor``."""
+    return LazyTensor(
+        tuple(tensor.shape), tensor.dtype, lambda session: tensor, frozenset({name}), tensor.nbytes
+    )
+
+
+def load_all(tensors: dict[str, LazyTensor]) -> dict[str, Tensor]:
+    """The values of lazy tensors."""
+    result = {}
+    for name, tensor in tensors.items():
+        with ReadSession() as session:
+            result[name] = tensor.load(session).clone()
+    return result
+
+
+def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """Same names, shapes, dtypes and bits."""
+    assert set(a) == set(b)
+    for name in a:
+        assert a[name].shape == b[name].shape, name
+        assert a[name].dtype == b[name].dtype, name
+        assert a[name].isfinite().all(), name
+        assert torch.equal(a[name], b[name]), name
+
+
+def write_hugging_face(
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], shards: int = 2
+) -> Path:
+    """A sharded checkpoint, written with nothing of the package."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.hugging_face))
+    names = list(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        own = names[i::shards]
+        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(own, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """The same model without its MTP layers."""
+    return dataclasses.replace(config, mtp_layers=0)

@@ -1,0 +1,280 @@
+"""The table against real Megatron models, and what happens to tensors that do not fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.layouts import MegatronLayout, canonical_tensors, laid_out_tensors
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import (
+    hugging_face_shapes,
+    megatron_shapes,
+    to_hugging_face,
+    to_megatron,
+)
+from checkpoint_conversion.split_rules import GATED_ROWS, REPLICATED
+from checkpoint_conversion.tensor_parallel import tensor_parallel_rule
+from tests.conversion.support import (
+    CONFIGS,
+    assert_same_tensors,
+    in_memory,
+    lazy,
+    load_all,
+    random_tensors,
+    tiny_config,
+)
+
+LAYOUTS = [
+    MegatronLayout(norms=norms, kv_up=kv_up, down=down)
+    for norms in ("separate", "fused")
+    for kv_up in ("combined", "split")
+    for down in ("separate", "fused")
+]
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return tiny_config(**CONFIGS[request.param])
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+    def test_bit_by_bit(self, config, layout):
+        if layout.down == "fused" and config.q_lora_rank is None:
+            pytest.skip("there is no query down-projection to fuse")
+        tensors = random_tensors(config)
+        stored = laid_out_tensors(to_megatron(in_memory(tensors), config), layout, config)
+        on_disk = in_memory(load_all(stored))
+        assert MegatronLayout.recognise(on_disk) == layout
+        back = to_hugging_face(canonical_tensors(on_disk, layout, config), config)
+        assert_same_tensors(load_all(back), tensors)
+
+    def test_every_tensor_is_used(self, config):
+        """A plan can prove from the leaves that it forgets nothing."""
+        tensors = random_tensors(config)
+        converted = to_megatron(in_memory(tensors), config)
+        used = frozenset().union(*(tensor.leaves for tensor in converted.values()))
+        assert used == set(tensors)
+
+    def test_shapes_are_known_before_anything_is_read(self, config):
+        def unreadable(session: ReadSession) -> Tensor:
+            raise AssertionError("read while planning")
+
+        tensors = {
+            name: LazyTensor(shape, torch.bfloat16, unreadable, frozenset({name}), 0)
+            for name, shape in hugging_face_shapes(config).items()
+        }
+        planned = to_megatron(tensors, config)
+        assert {name: t.shape for name, t in planned.items()} == megatron_shapes(config)
+
+
+class TestValues:
+    """Where each row goes, said without the code's own functions."""
+
+    @pytest.fixture
+    def converted(self):
+        config = tiny_config()
+        tensors = random_tensors(config)
+        return config, tensors, load_all(to_megatron(in_memory(tensors), config))
+
+    def test_gate_above_up(self, converted):
+        _, tensors, megatron = converted
+        fc1 = megatron["decoder.layers.0.mlp.linear_fc1.weight"]
+        assert torch.equal(fc1[:48], tensors["model.layers.0.mlp.gate_proj.weight"])
+        assert torch.equal(fc1[48:], tensors["model.layers.0.mlp.up_proj.weight"])
+
+    def test_rope_rows_stay_where_they_are(self, converted):
+        _, tensors, megatron = converted
+        attention = "decoder.layers.1.self_attention."
+        for ours, theirs in (
+            ("linear_q_up_proj", "q_b_proj"),
+            ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+        ):
+            expected = tensors[f"model.layers.1.self_attn.{theirs}.weight"]
+            assert torch.equal(megatron[f"{attention}{ours}.weight"], expected)
+
+    def test_k_and_v_rows_of_each_head(self, converted):
+        config, tensors, _ = converted
+        layout = MegatronLayout(kv_up="split")
+        stored = load_all(laid_out_tensors(to_megatron(in_memory(tensors), config), layout, config))
+        combined = tensors["model.layers.2.self_attn.kv_b_proj.weight"]
+        k = stored["decoder.layers.2.self_attention.linear_k_up_proj.weight"]
+        v = stored["decoder.layers.2.self_attention.linear_v_up_proj.weight"]
+        for head in range(4):
+            rows = combined[head * 32 : (head + 1) * 32]
+            assert torch.equal(k[head * 12 : (head + 1) * 12], rows[:12])
+            assert torch.equal(v[head * 20 : (head + 1) * 20], rows[12:])
+
+
+class TestAgainstMegatron:
+    """Names, shapes and partition dims of a GPTModel that Megatron builds itself."""
+
+    @pytest.fixture(scope="class")
+    def model(self):
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+        from tests.support.cases import TINY, config_for
+
+        changes = {
+            "num_layers": 2,
+            "num_moe_experts": 4,
+            "moe_layer_freq": [0, 1],
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+            "mtp_num_layers": 1,
+        }
+        config = config_for(TINY, torch.float32, **changes)
+        spec = get_standard_mla_decoder_block_spec(config, backend="local")
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=64,
+            max_sequence_length=16,
+            position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+        )
+
+    @pytest.fixture(scope="class")
+    def same_config(self, model):
+        config = model.config
+        return tiny_config(
+            num_hidden_layers=2,
+            num_nextn_predict_layers=1,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_nope_head_dim=config.qk_head_dim,
+            qk_rope_head_dim=config.qk_pos_emb_head_dim,
+            v_head_dim=config.v_head_dim,
+        )
+
+    @staticmethod
+    def own_name(name: str) -> str:
+        return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+    def test_names_and_shapes(self, model, same_config):
+        real = {self.own_name(n): tuple(p.shape) for n, p in model.named_parameters()}
+        real |= {
+            self.own_name(n): tuple(b.shape)
+            for n, b in model.named_buffers()
+            if n.endswith("expert_bias")
+        }
+        assert real == megatron_shapes(same_config)
+
+    def test_partition_dims(self, model):
+        for name, parameter in model.named_parameters():
+            rule = tensor_parallel_rule(self.own_name(name))
+            if "_down_proj" in name:
+                continue  # local layers cut them, TransformerEngine's do not
+            if not getattr(parameter, "tensor_model_parallel", False):
+                assert rule is REPLICATED, name
+            elif rule is GATED_ROWS:
+                assert parameter.partition_dim == 0, name
+            else:
+                assert rule.dim == parameter.partition_dim, name
+
+
+class TestRefusals:
+    def test_everything_at_once_with_the_nearest_name(self):
+        config = tiny_config()
+        tensors = random_tensors(config)
+        tensors["model.layers.0.self_attn.kv_b_proj.weight"] = torch.zeros(3, 4)
+        tensors["model.layers.1.self_attn.o_prj.weight"] = tensors.pop(
+            "model.layers.1.self_attn.o_proj.weight"
+        )
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+        with pytest.raises(CheckpointError) as error:
+            to_megatron(in_memory(tensors), config)
+        text = str(error.value)
+        assert len(error.value.problems) == 4
+        assert "model.layers.1.self_attn.o_proj.weight is missing; expected shape (32, 80)" in text
+        assert "nearest known name is model.layers.1.self_attn.o_proj.weight" in text
+        assert "kv_b_proj.weight has shape (3, 4); expected (128, 24)" in text
+        assert "model.norm.weight is torch.int8" in text
+
+    def test_gate_and_up_of_two_dtypes(self):
+        config = tiny_config()
+        tensors = random_tensors(config)
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].float()
+        with pytest.raises(CheckpointError, match="must be of one dtype"):
+            to_megatron(in_memory(tensors), config)
+
+    def test_mtp_copy_that_is_none(self):
+        """Megatron has one embedding; two different ones must not become one in silence."""
+        config = tiny_config(**CONFIGS["mtp"])
+        tensors = random_tensors(config)
+        tensors["model.layers.3.embed_tokens.weight"][5, 5] += 1
+        planned = to_megatron(in_memory(tensors), config)
+        with pytest.raises(CheckpointError, match="--exclude-mtp"):
+            load_all(planned)
+
+    @pytest.mark.parametrize(
+        ("separate", "fused"),
+        [
+            (
+                "self_attention.q_layernorm.weight",
+                "self_attention.linear_q_up_proj.layer_norm_weight",
+            ),
+            ("self_attention.linear_kv_up_proj.weight", "self_attention.linear_k_up_proj.weight"),
+            (
+                "self_attention.linear_q_down_proj.weight",
+                "self_attention.linear_qkv_down_proj.weight",
+            ),
+        ],
+    )
+    def test_one_weight_in_two_layouts(self, separate, fused):
+        config = tiny_config()
+        megatron = load_all(to_megatron(in_memory(random_tensors(config)), config))
+        twice = dict(megatron)
+        rows = 48 if "qkv_down" in fused else megatron[f"decoder.layers.0.{separate}"].shape[0]
+        columns = () if "norm" in fused else (32 if "down" in fused else 24,)
+        twice[f"decoder.layers.0.{fused}"] = torch.zeros(rows, *columns)
+        lazies = in_memory(twice)
+        layout = MegatronLayout.recognise(lazies)
+        with pytest.raises(CheckpointError, match="stored twice"):
+            canonical_tensors(lazies, layout, config)
+
+    def test_fused_down_projection_needs_both(self):
+        config = tiny_config(**CONFIGS["v2_lite"])
+        with pytest.raises(CheckpointError, match="q_lora_rank"):
+            laid_out_tensors({}, MegatronLayout(down="fused"), config)
+
+
+class TestTensorParallel:
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_shards_make_the_whole_again(self, config, size):
+        megatron = to_megatron(in_memory(random_tensors(config)), config)
+        for name, tensor in megatron.items():
+            rule = tensor_parallel_rule(name)
+            shards = load_all({str(i): t for i, t in enumerate(rule.shard(tensor, size))})
+            merged = rule.merge([lazy(f"{name} of rank {i}", t) for i, t in shards.items()])
+            assert_same_tensors(load_all({name: merged}), load_all({name: tensor}))
+
+    def test_a_gated_shard_has_both_halves(self):
+        tensor = torch.arange(8.0).reshape(8, 1)  # gate 0..3, up 4..7
+        first, second = GATED_ROWS.shard(lazy("x", tensor), 2)
+        assert load_all({"x": first})["x"].flatten().tolist() == [0, 1, 4, 5]
+        assert load_all({"x": second})["x"].flatten().tolist() == [2, 3, 6, 7]
+
+    def test_copies_that_differ(self):
+        copies = [lazy("a", torch.ones(4, 4)), lazy("b", torch.ones(4, 4))]
+        assert torch.equal(load_all({"x": REPLICATED.merge(copies)})["x"], torch.ones(4, 4))
+        copies[1] = lazy("b", torch.ones(4, 4).index_put((torch.tensor(3),), torch.tensor(1.5)))
+        with pytest.raises(CheckpointError, match=re.escape("largest difference 0.5")):
+            load_all({"x": REPLICATED.merge(copies)})
+
+    def test_unknown_names_have_no_rule(self):
+        assert tensor_parallel_rule("decoder.layers.0.self_attention.linear_z.weight") is None
