@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
+
+from checkpoint_conversion.config_fields import Fields, shown
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.rotary import Rotary, read_rotary
+from checkpoint_conversion.routing import MOST_EXPERTS, Routing, read_routing
+from checkpoint_conversion.supported_models import (
+    FP8_BLOCK,
+    MODEL_TYPES,
+    check_supported,
+    read_dtype,
+)
+
+# No model is near these; beyond them a broken file would only fill the memory with names.
+MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
+MOST_WIDTH, MOST_VOCABULARY, MOST_EXPERTS_OF_ALL_LAYERS = 2**20, 2**24, 2**18
+MOST_POSITIONS = 2**31
+_SUMMARY = "config.json describes no model that can be converted:"
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +43,8 @@ class ModelConfig:
         router_bias: Whether MoE layers have an ``e_score_correction_bias``.
         mtp_layers: Multi-token-prediction layers that the checkpoint holds.
         tied_embeddings: Whether the output layer is the embedding.
-        hugging_face: The whole config.json, as read or as it would be written.
+        hugging_face: The whole config.json, as read or as it would be written; never changed in
+            place.
     """
 
     model_type: str
@@ -43,3 +66,164 @@ class ModelConfig:
     mtp_layers: int = 0
     tied_embeddings: bool = False
     hugging_face: dict = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, object]) -> ModelConfig:
+        """Read what config.json holds, in the style of transformers 4 or 5.
+
+        ``mtp_layers`` is what the file announces; transformers announces one whatever it writes.
+
+        Raises:
+            CheckpointError: Listing everything that is missing, of another type, out of range, or
+                that cannot be converted.
+        """
+        if not isinstance(config, Mapping):
+            raise CheckpointError(f"config.json must hold an object, got {shown(config)}")
+        fields = Fields(config, [])
+        model_type = fields.choice("model_type", MODEL_TYPES)
+        # Of another model, everything else would be wrong as well.
+        fields.raise_problems(_SUMMARY)
+        check_supported(fields, model_type)
+        dimensions = _dimensions(fields)
+        result = cls(
+            model_type=model_type,
+            **dimensions,
+            **_mixture_of_experts(fields, model_type, dimensions["num_layers"]),
+            mtp_layers=fields.integer(
+                "num_nextn_predict_layers", MOST_MTP_LAYERS, least=0, default=0
+            ),
+            tied_embeddings=fields.boolean("tie_word_embeddings", default=False),
+            hugging_face=dict(config),
+        )
+        # Not dimensions, but the same model under other names needs them.
+        read_function(fields, result)
+        fields.raise_problems(_SUMMARY)
+        return result
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weights, as announced; None if config.json does not say."""
+        return read_dtype(Fields(self.hugging_face, []))
+
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share an FP8 scale; None if the weights are not quantised."""
+        return FP8_BLOCK if self.hugging_face.get("quantization_config") else None
+
+    @property
+    def fp8_scales(self) -> str | None:
+        """``"float"`` or ``"ue8m0"`` (powers of two); None if the weights are not quantised."""
+        if self.fp8_block is None:
+            return None
+        return self.hugging_face["quantization_config"].get("scale_fmt") or "float"
+
+    def without_quantisation(self) -> ModelConfig:
+        """The config to write with weights that are not quantised."""
+        kept = {k: v for k, v in self.hugging_face.items() if k != "quantization_config"}
+        return dataclasses.replace(self, hugging_face=kept)
+
+    def with_quantisation(self, scales: str) -> ModelConfig:
+        """The config to write with FP8 weights in blocks of 128 x 128.
+
+        Args:
+            scales: ``"float"`` or ``"ue8m0"``.
+        """
+        quantisation: dict[str, object] = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(FP8_BLOCK),
+        }
+        if scales == "ue8m0":
+            quantisation["scale_fmt"] = scales
+        return self._written_with(quantization_config=quantisation)
+
+    def with_dtype(self, dtype: torch.dtype) -> ModelConfig:
+        """The config to write with weights of ``dtype``."""
+        keys = [key for key in _DTYPE_KEYS if key in self.hugging_face] or _DTYPE_KEYS[:1]
+        return self._written_with(**dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
+
+    def with_mtp_layers(self, count: int) -> ModelConfig:
+        """The config to write with ``count`` MTP layers."""
+        changed = dataclasses.replace(self, mtp_layers=count)
+        if count == self.hugging_face.get("num_nextn_predict_layers", 0):
+            return changed
+        return changed._written_with(num_nextn_predict_layers=count)
+
+    def _written_with(self, **fields: object) -> ModelConfig:
+        return dataclasses.replace(self, hugging_face={**self.hugging_face, **fields})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFunction:
+    """What decides what a model computes with its tensors.
+
+    Attributes:
+        norm_epsilon: Of the norms around attention and MLP. Those inside the attention have 1e-6 in
+            Hugging Face's models, whatever this is.
+        routing: None without MoE layers.
+    """
+
+    rotary: Rotary
+    norm_epsilon: float
+    max_position_embeddings: int
+    routing: Routing | None
+
+
+def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
+    """Read what a model computes from the fields of its config.json."""
+    routing = None
+    if config.num_experts:
+        routing = read_routing(fields, config.model_type, config.num_experts)
+    return ModelFunction(
+        rotary=read_rotary(fields),
+        norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0),
+        max_position_embeddings=fields.integer("max_position_embeddings", MOST_POSITIONS),
+        routing=routing,
+    )
+
+
+def _dimensions(fields: Fields) -> dict:
+    heads, groups = fields.raw("num_attention_heads"), fields.raw("num_key_value_heads")
+    if None not in (heads, groups) and groups != heads:
+        fields.wrong("num_key_value_heads", f"num_attention_heads {shown(heads)}")
+    rope = fields.integer("qk_rope_head_dim", MOST_WIDTH, least=2)
+    if rope % 2:
+        fields.wrong("qk_rope_head_dim", "even")
+    return {
+        "vocab_size": fields.integer("vocab_size", MOST_VOCABULARY),
+        "num_layers": fields.integer("num_hidden_layers", MOST_LAYERS),
+        "hidden_size": fields.integer("hidden_size", MOST_WIDTH),
+        "ffn_hidden_size": fields.integer("intermediate_size", MOST_WIDTH),
+        "num_attention_heads": fields.integer("num_attention_heads", MOST_HEADS),
+        "q_lora_rank": fields.integer_or_null("q_lora_rank", MOST_WIDTH),
+        "kv_lora_rank": fields.integer("kv_lora_rank", MOST_WIDTH),
+        "qk_nope_head_dim": fields.integer("qk_nope_head_dim", MOST_WIDTH),
+        "qk_rope_head_dim": rope,
+        "v_head_dim": fields.integer("v_head_dim", MOST_WIDTH),
+    }
+
+
+def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
+    dense: dict = {"moe_layers": (False,) * layers}
+    if fields.null("n_routed_experts"):
+        return dense
+    first = fields.integer("first_k_dense_replace", MOST_LAYERS, least=0)
+    every = fields.integer("moe_layer_freq", MOST_LAYERS, default=1)
+    moe_layers = tuple(layer >= first and layer % every == 0 for layer in range(layers))
+    if not any(moe_layers):
+        return dense
+    experts = fields.integer("n_routed_experts", MOST_EXPERTS)
+    if experts * layers > MOST_EXPERTS_OF_ALL_LAYERS:
+        fields.wrong(
+            "n_routed_experts",
+            f"at most {MOST_EXPERTS_OF_ALL_LAYERS} in all {layers} layers together",
+        )
+    shared = fields.integer_or_null("n_shared_experts", MOST_EXPERTS, least=0)
+    return {
+        "moe_layers": moe_layers,
+        "num_experts": experts,
+        "moe_ffn_hidden_size": fields.integer("moe_intermediate_size", MOST_WIDTH),
+        "num_shared_experts": shared or 0,
+        "router_bias": model_type != "deepseek_v2",
+    }

@@ -125,6 +125,11 @@ class Part:
     entries: tuple[Entry, ...]
     peak: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(entry.tensor.nbytes for entry in self.entries)
+
 
 @dataclass
 class PartResult:

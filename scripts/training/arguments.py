@@ -8,9 +8,45 @@ from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
 from training.presets import PRESETS
 from training.schedule import DECAY_STYLES
 
+_SIZES = (
+    "num-layers",
+    "hidden-size",
+    "ffn-hidden-size",
+    "num-attention-heads",
+    "kv-lora-rank",
+    "qk-head-dim",
+    "qk-pos-emb-head-dim",
+    "v-head-dim",
+    "max-position-embeddings",
+    "vocab-size",
+)
+_MODEL_DEFAULTS = {"preset": "tiny", "scale_down": 1, "make_vocab_size_divisible_by": 64}
+# What --use-checkpoint-args says instead. The length may be extended, and the balancing of experts
+# is no part of the model.
+_OF_THE_CHECKPOINT = (
+    *_MODEL_DEFAULTS,
+    *(name.replace("-", "_") for name in _SIZES if name != "max-position-embeddings"),
+    "q_lora_rank",
+    "norm_epsilon",
+    "rope_type",
+    "rotary_base",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+)
+
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse ``argv``; nothing is checked beyond types and choices."""
+    """Parse ``argv``; nothing is checked beyond types, choices and what excludes each other.
+
+    Raises:
+        ValueError: If an option is unknown, has no such value, or excludes another.
+    """
     parser = _Parser(
         prog="train.py",
         description="Train a GPT with (absorbed) multi-head latent attention, by torchrun.",
@@ -27,7 +63,25 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         _add_io,
     ):
         add(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.use_checkpoint_args:
+        _check_checkpoint_args(args)
+    for name, default in _MODEL_DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    return args
+
+
+def _check_checkpoint_args(args: argparse.Namespace) -> None:
+    if not args.load:
+        raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
+    given = [name for name in _OF_THE_CHECKPOINT if getattr(args, name) is not None]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(
+            f"--use-checkpoint-args takes the model from --load and excludes {flags}; "
+            f"leave out the one or the other"
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -39,22 +93,16 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model", "Sizes left out come from the preset.")
-    group.add_argument("--preset", default="tiny", help=f"one of {', '.join(PRESETS)}")
     group.add_argument(
-        "--scale-down", type=int, default=1, metavar="N", help="divide the preset's sizes by N"
+        "--use-checkpoint-args",
+        action="store_true",
+        help="take the model from the checkpoint in --load, and not from the options below",
     )
-    for name in (
-        "num-layers",
-        "hidden-size",
-        "ffn-hidden-size",
-        "num-attention-heads",
-        "kv-lora-rank",
-        "qk-head-dim",
-        "qk-pos-emb-head-dim",
-        "v-head-dim",
-        "max-position-embeddings",
-        "vocab-size",
-    ):
+    group.add_argument("--preset", help=f"one of {', '.join(PRESETS)}; if left out: tiny")
+    group.add_argument(
+        "--scale-down", type=int, metavar="N", help="divide the preset's sizes by N; if left out: 1"
+    )
+    for name in _SIZES:
         group.add_argument(f"--{name}", type=int)
     group.add_argument("--q-lora-rank", type=int, help="0 projects the query without compression")
     group.add_argument("--norm-epsilon", type=float)
@@ -64,7 +112,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--mscale", type=float)
     group.add_argument("--mscale-all-dim", type=float)
     group.add_argument(
-        "--make-vocab-size-divisible-by", type=int, default=64, help="vocabulary padding"
+        "--make-vocab-size-divisible-by", type=int, help="vocabulary padding; if left out: 64"
     )
     group.add_argument("--init-method-std", type=float, default=0.02)
     group.add_argument("--attention-dropout", type=float, default=0.0)

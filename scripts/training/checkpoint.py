@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pickle
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 
 from absorbed_mla.distributed_checkpoint import load_model_weights, model_sharded_state_dict
 from training import checkpoint_folder, distributed
+from training.checkpoint_args import checkpoint_args
 from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
@@ -51,6 +53,7 @@ class Checkpointer:
         self._run["data"] = data_fingerprint
         model_fields = dataclasses.asdict(preset)
         model_fields["moe_layer_freq"] = list(preset.moe_layer_freq)
+        self._model_args = checkpoint_args(args, preset)
         self._run |= {k: v for k, v in model_fields.items() if k not in _FREE_MODEL_FIELDS}
 
     def save(self, iteration: int) -> None:
@@ -59,6 +62,8 @@ class Checkpointer:
         path = checkpoint_folder.begin(folder, iteration) if dist.get_rank() == 0 else None
         path = _from_rank_0(str(path))
         state = self._state(is_loading=False)
+        # What Megatron's tools expect of a checkpoint.
+        state |= {"args": self._model_args, "iteration": iteration, "checkpoint_version": 3.0}
         state["training"] = {
             "iteration": iteration,
             "world_size": dist.get_world_size(),
@@ -89,7 +94,10 @@ class Checkpointer:
     def _load(self, path: Path) -> int:
         common = dist_checkpointing.load_common_state_dict(str(path))
         training = common.get("training")
-        if self._args.finetune or (training is None and path == Path(self._args.load)):
+        # A release belongs to no run; neither need a checkpoint that is named itself.
+        release = path.name == checkpoint_folder.RELEASE
+        named = training is None and path == Path(self._args.load)
+        if self._args.finetune or release or named:
             load_model_weights(self._model, path)
             return 0
         if training is None:
@@ -154,6 +162,26 @@ def find_checkpoint(folder: str) -> Path:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ValueError(f"--load: there is no distributed checkpoint in {path} (no metadata.json)")
     return path
+
+
+def load_model_args(folder: str) -> argparse.Namespace:
+    """The arguments that the checkpoint in ``folder`` carries about its model.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it carries none.
+    """
+    path = find_checkpoint(folder)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except (CheckpointingException, pickle.UnpicklingError) as error:
+        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    args = common.get("args")
+    if not isinstance(args, argparse.Namespace):
+        raise ValueError(
+            f"--use-checkpoint-args: {path} carries no arguments; describe the model by --preset "
+            "and the options for single sizes"
+        )
+    return args
 
 
 def _from_rank_0(value: str) -> str:

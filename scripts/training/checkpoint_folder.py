@@ -1,6 +1,7 @@
 """Folders of checkpoints on disk: what is complete, and how a new one takes its place.
 
     SAVE/iter_0000100/                        a complete checkpoint
+    SAVE/release/                             one without an iteration: weights, of no run
     SAVE/.incomplete-iter_0000200/            being written, or what an interrupted save left
     SAVE/.replaced-iter_0000100/              for a moment, while a checkpoint is written anew
     SAVE/latest_checkpointed_iteration.txt    the one to resume from
@@ -17,25 +18,30 @@ import shutil
 from pathlib import Path
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+# A number, or RELEASE.
+Iteration = int | str
 
 
-def checkpoint_path(folder: Path, iteration: int) -> Path:
+def checkpoint_path(folder: Path, iteration: Iteration) -> Path:
     """Where the checkpoint of ``iteration`` is, Megatron's naming."""
-    return folder / f"iter_{iteration:07d}"
+    return folder / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
-def latest_iteration(folder: Path) -> int | None:
+def latest_iteration(folder: Path) -> Iteration | None:
     """The iteration that ``folder``'s text file names; None if there is no such file.
 
     Raises:
-        ValueError: If the file holds no number.
+        ValueError: If the file holds neither a number nor ``"release"``.
     """
     try:
         text = (folder / LATEST).read_text().strip()
     except FileNotFoundError:
         return None
+    if text == RELEASE:
+        return RELEASE
     if not text.isdigit():
-        raise ValueError(f"{folder / LATEST} should hold an iteration, got {text!r}")
+        raise ValueError(f"{folder / LATEST} should hold an iteration or 'release', got {text!r}")
     return int(text)
 
 
@@ -69,7 +75,7 @@ def complete(folder: Path, iteration: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def recover(folder: Path, iteration: int) -> None:
+def recover(folder: Path, iteration: Iteration) -> None:
     """Undo a replacement that was interrupted between its two renames; every rank may try."""
     replaced, final = _hidden(folder, "replaced", iteration), checkpoint_path(folder, iteration)
     if replaced.exists() and not final.exists():
@@ -77,7 +83,7 @@ def recover(folder: Path, iteration: int) -> None:
             replaced.rename(final)
 
 
-def _hidden(folder: Path, state: str, iteration: int) -> Path:
+def _hidden(folder: Path, state: str, iteration: Iteration) -> Path:
     return folder / f".{state}-{checkpoint_path(folder, iteration).name}"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from training.moe_pattern import moe_layers, parse_moe_layer_freq
+from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
+from training.checkpoint import load_model_args
+from training.checkpoint_args import preset_from_args
 from training.presets import ModelPreset, get_preset, scale_down
 
 # Option: field of the preset, where the names differ.
@@ -43,23 +45,35 @@ def resolve_model(args: argparse.Namespace) -> ModelPreset:
     Raises:
         ValueError: If a size is not positive or sizes do not fit each other.
     """
+    if args.use_checkpoint_args:
+        return _checkpoint_model(args)
     model = scale_down(get_preset(args.preset), args.scale_down)
     layers_before = model.num_layers
-    changes = {
-        field: getattr(args, option)
-        for option, field in _OVERRIDES.items()
-        if getattr(args, option) is not None
-    }
+    changes = _overrides(args)
     for option, field in _ZERO_IS_NONE.items():
         value = getattr(args, option)
         if value is not None:
             changes[field] = value or None
     _require_positive(changes)
     model = model.replace(**changes)
-    model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before))
-    if not any(model.moe_layer_freq):
-        return model.replace(num_moe_experts=None, moe_layer_freq=())
-    return _checked_moe(model)
+    return _checked_moe(model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before)))
+
+
+def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
+    model = preset_from_args(load_model_args(args.load))
+    # The embedding has the checkpoint's rows, whatever the tokenizer needs.
+    args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
+    changes = _overrides(args)
+    _require_positive(changes)
+    return _checked_moe(model.replace(**changes))
+
+
+def _overrides(args: argparse.Namespace) -> dict:
+    return {
+        field: getattr(args, option)
+        for option, field in _OVERRIDES.items()
+        if getattr(args, option) is not None
+    }
 
 
 def _moe_layer_freq(
@@ -78,6 +92,8 @@ def _moe_layer_freq(
 
 
 def _checked_moe(model: ModelPreset) -> ModelPreset:
+    if not any(model.moe_layer_freq):
+        return model.replace(num_moe_experts=None, moe_layer_freq=())
     if model.moe_router_topk > model.num_moe_experts:
         raise ValueError(
             f"--moe-router-topk must be at most --num-experts {model.num_moe_experts}, "

@@ -17,8 +17,9 @@ def run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, st
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     scaled = f" / {args.scale_down}" if args.scale_down > 1 else ""
     moe = sum(preset.moe_layer_freq)
+    model = f"of {args.load}" if args.use_checkpoint_args else f"{args.preset}{scaled}"
     lines = [
-        f"model      {args.preset}{scaled}, {args.attention} MLA: "
+        f"model      {model}, {args.attention} MLA: "
         f"{preset.num_layers - moe} dense and {moe} MoE layers, hidden {preset.hidden_size}, "
         f"{preset.num_attention_heads} heads of "
         f"{preset.qk_head_dim} + {preset.qk_pos_emb_head_dim}, latent {preset.kv_lora_rank}, "

@@ -6,11 +6,15 @@ If these fail, a run that was interrupted does not continue as if it had not bee
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.core import dist_checkpointing
+
+from checkpoint_conversion.megatron_args import from_megatron_args
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -20,6 +24,8 @@ _SMALL = (
     "--num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 --seq-length 32"
 )
 _RUN = f"{_SMALL} --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.1 --train-iters 6"
+
+_FROM_ARGS = "--use-checkpoint-args --load"
 
 
 def _train(tmp_path: Path, options: str, expect: int = 0) -> str:
@@ -61,6 +67,36 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted):
     output = _train(folder, f"{run} --load parts")
     assert "resumed at iteration 4" in output
     assert _losses(folder, "parts.jsonl") == _losses(folder, "whole.jsonl")
+
+
+def test_a_checkpoint_says_what_its_model_is(uninterrupted):
+    """Resumed without a word about the model; the conversion and Megatron know it as well."""
+    folder = uninterrupted
+    data = "--data text.txt --metrics said.jsonl --save said"
+    _train(folder, f"{_RUN} {data} --exit-interval 4")
+    output = _train(folder, f"{_RUN.removeprefix(_SMALL)} --seq-length 32 {data} {_FROM_ARGS} said")
+    assert "model      of said" in output
+    assert "resumed at iteration 4" in output
+    assert _losses(folder, "said.jsonl") == _losses(folder, "whole.jsonl")
+    common = dist_checkpointing.load_common_state_dict(str(folder / "said" / "iter_0000006"))
+    config = from_megatron_args(common["args"])
+    assert (config.hidden_size, config.moe_layers) == (32, (False, True))
+    assert (common["iteration"], common["checkpoint_version"]) == (6, 3.0)
+
+
+def test_a_release_is_weights_without_a_run(uninterrupted):
+    folder = uninterrupted
+    (folder / "released").mkdir()
+    shutil.copytree(folder / "whole" / "iter_0000003", folder / "released" / "release")
+    (folder / "released" / "latest_checkpointed_iteration.txt").write_text("release")
+    run = "--seq-length 32 --train-iters 2 --data text.txt --seed 9"
+    output = _train(folder, f"{run} {_FROM_ARGS} released --metrics released.jsonl --save released")
+    assert "started from the weights" in output
+    # Weights of a trained model: not the loss of the first iteration.
+    first = series(read_metrics(folder / "released.jsonl"), "train_loss")[1]
+    assert first < series(read_metrics(folder / "whole.jsonl"), "train_loss")[1] - 0.01
+    latest = (folder / "released" / "latest_checkpointed_iteration.txt").read_text()
+    assert latest.strip() == "2"
 
 
 def test_a_checkpoint_of_another_run_is_refused(uninterrupted):

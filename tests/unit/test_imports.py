@@ -59,6 +59,48 @@ class TestCost:
         assert not fresh_process["cuda"]
 
 
+CONVERSION = ROOT / "checkpoint_conversion"
+# The only module that runs models; its functions import what it needs.
+WITH_MODELS = {"logits.py"}
+CONVERSION_PROCESS = """
+import importlib, json, sys
+from checkpoint_conversion.cli import main
+light = sorted(sys.modules)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps({"command_line": light, "everything": sorted(sys.modules)}))
+"""
+
+
+class TestConversion:
+    @pytest.fixture(scope="class")
+    def loaded(self) -> dict:
+        paths = [p for p in CONVERSION.rglob("*.py") if p.stem != "__main__"]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-c", CONVERSION_PROCESS, *sorted(map(module_name, paths))]
+        env = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    def test_help_is_quick(self, loaded):
+        """Torch takes a second, and nothing of it is needed to say what the options are."""
+        assert not {"torch", "numpy", "rich", "safetensors"} & set(loaded["command_line"])
+
+    def test_megatron_is_not_loaded(self, loaded):
+        """It takes 160 MB, of the 600 that a conversion may need beside its tensors."""
+        assert "torch" in loaded["everything"]
+        heavy = {"megatron", "transformers", "absorbed_mla", "specs"}
+        assert not heavy & set(loaded["everything"])
+
+    def test_models_are_run_in_one_place(self):
+        """Also not inside functions."""
+        heavy = {"megatron", "transformers", "absorbed_mla", "specs"}
+        for path in CONVERSION.rglob("*.py"):
+            used = {name.split(".")[0] for name in imports_of(path)} & heavy
+            assert not used or path.name in WITH_MODELS, f"{path} imports {used}"
+
+
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports when it runs, by full name; not those for annotations only."""
     found = set()

@@ -10,14 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from megatron.core.transformer.spec_utils import import_module
 
+import checkpoint_conversion.cli
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"absorbed_mla", "specs", "checkpoint_conversion"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 LOCATE = """
 import importlib.util, site, sys
@@ -109,6 +113,16 @@ class TestWheel:
         assert {"torch", "megatron-core", "einops", "triton"} <= set(required)
         assert "apex" not in required  # the package of that name is not NVIDIA's
 
+    def test_console_script(self, wheel):
+        (name,) = (n for n in wheel.namelist() if n.endswith("/entry_points.txt"))
+        scripts = wheel.read(name).decode()
+        assert "absorbed-mla-convert = checkpoint_conversion.cli:main" in scripts
+        assert callable(checkpoint_conversion.cli.main)
+
+    def test_version(self):
+        """Conversions record it, also from a checkout that nobody installed."""
+        assert checkpoint_conversion.__version__ == PROJECT["version"]
+
     def test_specs_is_a_namespace_portion(self, wheel):
         """With an __init__.py it would hide, or be hidden by, another distribution's specs."""
         assert "specs/__init__.py" not in wheel.namelist()
@@ -158,11 +172,20 @@ class TestDependencies:
         assert not self.imported_by("absorbed_mla") & above
         assert not self.imported_by("specs") & (above - {"specs"})
 
-    def test_nothing_undeclared_is_imported(self):
+    @pytest.mark.parametrize("package", ["absorbed_mla", "specs"])
+    def test_nothing_undeclared_is_imported(self, package):
         declared = {"torch", "megatron", "einops", "triton", "transformer_engine"}
-        for package in PACKAGES:
-            outside = self.imported_by(package) - PACKAGES - set(sys.stdlib_module_names)
-            assert outside <= declared
+        assert self.imported_by(package) - PACKAGES - set(sys.stdlib_module_names) <= declared
+
+    def test_conversion_imports_its_extra_alone(self):
+        """Whoever only converts needs nothing of Megatron's; comparing logits needs everything."""
+        imported = self.imported_by("checkpoint_conversion") - set(sys.stdlib_module_names)
+        extra = {
+            re.split(r"\W", name)[0] for name in PROJECT["optional-dependencies"]["conversion"]
+        }
+        # numpy comes with torch's tensors.
+        known = extra | {"torch", "numpy", "megatron"} | PACKAGES
+        assert {"torch", "safetensors", "xxhash", "rich"} <= imported <= known
 
     def test_import_costs_little_beside_megatron(self, tmp_path):
         """Self times of our modules, of the total; no GPU, TransformerEngine or apex is needed."""

@@ -90,6 +90,18 @@ def test_no_checkpoint_yet(tmp_path):
 
 
 def test_a_damaged_text_file_is_an_error(tmp_path):
-    (tmp_path / folders.LATEST).write_text("release")
-    with pytest.raises(ValueError, match="should hold an iteration, got 'release'"):
+    (tmp_path / folders.LATEST).write_text("released")
+    with pytest.raises(ValueError, match="an iteration or 'release', got 'released'"):
         folders.latest_iteration(tmp_path)
+
+
+def test_a_release_has_no_iteration(tmp_path):
+    (tmp_path / folders.LATEST).write_text("release\n")
+    (tmp_path / "release").mkdir()
+    (tmp_path / "release" / "weights").write_text("released")
+    assert folders.checkpoint_path(tmp_path, folders.latest_iteration(tmp_path)).name == "release"
+    assert _latest(tmp_path) == "released"
+    # A run that goes on from it in the same folder counts from there.
+    _save(tmp_path, 5, "trained")
+    assert folders.latest_iteration(tmp_path) == 5
+    assert _latest(tmp_path) == "trained"

@@ -1,0 +1,124 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+from checkpoint_conversion.command_line import parse_arguments
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.target_flags import target_options
+
+DONE, DIFFERENT, REFUSED, FILE_SYSTEM, BUG, INTERRUPTED = 0, 1, 3, 4, 70, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The command line without the program's name; None: the process's own.
+
+    Returns:
+        The exit code; ``--help`` lists them.
+    """
+    args = parse_arguments(argv)
+    try:
+        return _COMMANDS[args.command](args)
+    except BrokenPipeError:
+        # Whoever read our output (head, a pager) has seen enough. Keeps Python from complaining
+        # when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FILE_SYSTEM
+    except CheckpointError as error:
+        return _fail(args, error, REFUSED)
+    except OSError as error:
+        return _fail(args, error, FILE_SYSTEM)
+    except KeyboardInterrupt as error:
+        return _fail(args, error, INTERRUPTED)
+    except Exception as error:
+        traceback.print_exc()
+        return _fail(args, error, BUG)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from checkpoint_conversion.convert import convert
+    from checkpoint_conversion.progress import reporter_for
+
+    report = convert(
+        args.source,
+        args.target,
+        args.to,
+        target_options(args),
+        force=args.force,
+        resume=args.resume,
+        exclude_mtp=args.exclude_mtp,
+        workers=args.workers,
+        hf_config=args.hf_config,
+        follow_links=args.follow_links,
+        dry_run=args.dry_run,
+        reporter=reporter_for(),
+    )
+    _print(args, report.as_json, report.lines)
+    return DONE
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from checkpoint_conversion.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(args.path, args.hf_config, args.follow_links)
+    _print(args, inspection.as_json, inspection.lines)
+    return REFUSED if inspection.problems else DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from checkpoint_conversion.verify import verify
+
+    report = verify(args.a, args.b)
+    _print(args, report.as_json, report.lines)
+    return DONE if report.equal else DIFFERENT
+
+
+_COMMANDS = {"convert": _convert, "inspect": _inspect, "verify": _verify}
+
+
+def _print(
+    args: argparse.Namespace, as_json: Callable[[], dict], lines: Callable[[], Iterator[str]]
+) -> None:
+    if args.json:
+        print(json.dumps(as_json()))
+    else:
+        for line in lines():
+            print(_printable(line))
+
+
+def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
+    """Tell the user, on stderr, and a script, on stdout."""
+    message = _message(error)
+    notes = getattr(error, "__notes__", [])
+    for line in [f"error: {message}", *notes]:
+        print(_printable(line), file=sys.stderr)
+    if args.json:
+        problems = getattr(error, "problems", ())
+        document = {"message": message, "problems": problems, "notes": notes}
+        print(json.dumps({"command": args.command, "exit_code": code, "error": document}))
+    return code
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        places = [str(place) for place in (error.filename, error.filename2) if place]
+        return ": ".join([error.strerror, " -> ".join(places)]) if places else error.strerror
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}. This is a bug; please report it with the lines above"
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a hostile name could steer a terminal with."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,0 +1,140 @@
+"""Typed values out of a dictionary that anybody may have written, and all that is wrong with it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+
+from checkpoint_conversion.errors import CheckpointError
+
+
+class _Shown(reprlib.Repr):
+    """Short whatever is shown; Python refuses to print integers of thousands of digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        """The integer, or its length."""
+        return str(x) if x.bit_length() <= 64 else f"<integer of {x.bit_length()} bits>"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value as error messages show it, in one short line."""
+    return " ".join(_SHOWN.repr(value).split())
+
+
+class Fields:
+    """Reads the fields of a dictionary.
+
+    A field that is null counts as missing. Where a value is wrong, the problem is recorded and an
+    acceptable value returned, so that reading can go on and find the others.
+
+    Args:
+        values: The dictionary.
+        problems: Receives one line for everything that is wrong.
+        prefix: Goes before every name in messages.
+    """
+
+    def __init__(self, values: Mapping[str, object], problems: list[str], prefix: str = "") -> None:
+        self._values = values
+        self.problems = problems
+        self._prefix = prefix
+
+    def raw(self, name: str) -> object:
+        """The value as it is; None if there is none."""
+        return self._values.get(name)
+
+    def given(self, name: str) -> bool:
+        """Whether there is a value that is not null."""
+        return self.raw(name) is not None
+
+    def null(self, name: str) -> bool:
+        """Whether the value is there, and null."""
+        return name in self._values and self.raw(name) is None
+
+    def equals(self, name: str, expected: object) -> bool:
+        """Whether the value is a plain one, and this one."""
+        value = self.raw(name)
+        return isinstance(value, bool | int | float | str) and value == expected
+
+    def wrong(self, name: str, accepted: str) -> None:
+        """Record that a field is missing or not what is accepted."""
+        if self.given(name):
+            got = shown(self.raw(name))
+            self.problems.append(f"{self._prefix}{name} must be {accepted}, got {got}")
+        else:
+            self.problems.append(f"{self._prefix}{name} is missing; it must be {accepted}")
+
+    def raise_problems(self, summary: str) -> None:
+        """End reading if anything is wrong.
+
+        Raises:
+            CheckpointError: Listing everything that is.
+        """
+        if self.problems:
+            raise CheckpointError(summary, self.problems)
+
+    def integer(self, name: str, most: int, *, least: int = 1, default: int | None = None) -> int:
+        """An integer from ``least`` to ``most``; without a default it must be there."""
+        if not self.given(name) and default is not None:
+            return default
+        return self._integer(name, least, most, f"an integer from {least} to {most}")
+
+    def integer_or_null(self, name: str, most: int, *, least: int = 1) -> int | None:
+        """An integer from ``least`` to ``most`` or, if the field is there and null, None."""
+        if self.null(name):
+            return None
+        return self._integer(name, least, most, f"null or an integer from {least} to {most}")
+
+    def _integer(self, name: str, least: int, most: int, accepted: str) -> int:
+        value = self.raw(name)
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return value
+        self.wrong(name, accepted)
+        return least
+
+    def number(
+        self, name: str, least: float, most: float, *, default: float | None = None
+    ) -> float:
+        """A number from ``least`` to ``most``; without a default it must be there."""
+        if not self.given(name) and default is not None:
+            return default
+        value = self.raw(name)
+        # Not a number compares as false.
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and least <= value <= most
+        ):
+            return value
+        self.wrong(name, f"a number from {least:g} to {most:g}")
+        return least
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw(name) if self.given(name) else default
+        if isinstance(value, bool):
+            return value
+        self.wrong(name, "true or false")
+        return default
+
+    def choice(self, name: str, accepted: Sequence[str], default: str | None = None) -> str:
+        """One of some strings; without a default it must be there."""
+        if not self.given(name) and default is not None:
+            return default
+        value = self.raw(name)
+        if isinstance(value, str) and value in accepted:
+            return value
+        self.wrong(name, " or ".join(map(repr, accepted)))
+        return accepted[0]
+
+    def section(self, name: str) -> Fields | None:
+        """The fields of a dictionary inside, or None if there is none."""
+        if not self.given(name):
+            return None
+        value = self.raw(name)
+        if not isinstance(value, dict):
+            self.wrong(name, "an object")
+            return None
+        return Fields(value, self.problems, f"{self._prefix}{name}.")

@@ -1,0 +1,227 @@
+"""Hugging Face checkpoints: config.json beside safetensors files, one or with an index."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from checkpoint_conversion.config_fields import shown
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.formats.safetensors_file import SUFFIX, read_header
+from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pair_problems
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json, shown_name
+
+CONFIG = "config.json"
+SINGLE = f"model{SUFFIX}"
+INDEX = f"{SINGLE}.index.json"
+MANIFEST = "conversion_manifest.json"
+# Weights in formats that are not read, and indices of files.
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_MAX_CONFIG_BYTES = 16 << 20
+# Some older checkpoints hold the rotary frequencies, which follow from config.json.
+_BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
+_OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A Hugging Face folder, opened by reading config.json, the index and the files' headers.
+
+    Args:
+        path: The folder.
+        follow_links: Whether links may lead out of it.
+
+    Raises:
+        CheckpointError: Listing every file that cannot be read, and whatever index and files do not
+            agree on.
+    """
+
+    format = "hf"
+
+    def __init__(self, path: Path, *, follow_links: bool = False) -> None:
+        self.path = path
+        files = files_inside(path, follow_links=follow_links)
+        if CONFIG not in files:
+            raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
+        config = ModelConfig.from_hugging_face(read_json(files[CONFIG], _MAX_CONFIG_BYTES))
+        tensors, shards = _read_shards(path, files, follow_links)
+        buffers = [name for name in tensors if _BUFFER.fullmatch(name)]
+        self.left_alone = {name: tensors.pop(name).nbytes for name in buffers}
+        self.stored = tensors
+        mtp_layers = _mtp_layers(self.stored, config.num_layers)
+        self.config = dataclasses.replace(config, mtp_layers=mtp_layers)
+        self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
+        self.layout = layout_of(self.stored.values(), shards, config.fp8_scales)
+        self.notes = list(_notes(path, files, config, self))
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        """Whether a folder has safetensors files, or an index of them."""
+        return (path / INDEX).is_file() or any(path.glob(f"*{SUFFIX}"))
+
+    def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
+        """Every weight of the model, FP8 dequantised; see the base class."""
+        problems: list[str] = []
+        tensors = _dequantised(self.stored, dtype or torch.bfloat16, problems)
+        try:
+            check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
+        except CheckpointError as error:
+            problems += error.problems
+        if problems:
+            raise CheckpointError(
+                f"The tensors in {self.path} do not fit the model; {len(problems)} problems:",
+                problems,
+            )
+        return tensors
+
+
+def is_auxiliary(name: str) -> bool:
+    """Whether a file at the top of a folder belongs to the model beside its weights."""
+    return name != MANIFEST and not name.endswith((SUFFIX, ".index.json", *_OTHER_WEIGHTS))
+
+
+def layout_of(
+    tensors: Iterable[LazyTensor], files: int, fp8_scales: str | None
+) -> dict[str, object]:
+    """What distinguishes one Hugging Face checkpoint from another, for people.
+
+    Args:
+        tensors: All that are stored.
+        files: With weights.
+        fp8_scales: ``"float"`` or ``"ue8m0"``, as config.json announces them.
+    """
+    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    quantised = str(FP8).removeprefix("torch.") in dtypes
+    blocks = f"FP8 in blocks of {BLOCK} x {BLOCK}, {fp8_scales or 'float'} scales"
+    return {
+        "files": files,
+        "dtypes": ", ".join(f"{name} ({count})" for name, count in sorted(dtypes.items())),
+        "quantisation": blocks if quantised else "none",
+    }
+
+
+def _dequantised(
+    stored: Mapping[str, LazyTensor], dtype: torch.dtype, problems: list[str]
+) -> dict[str, LazyTensor]:
+    tensors = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == FP8:
+            scale = stored.get(name + SCALE_SUFFIX)
+            found = pair_problems(name, tensor, scale)
+            problems += found
+            if scale is None or found:
+                # A stand-in, for its shape to be checked.
+                tensors[name] = tensor.to(dtype)
+            else:
+                tensors[name] = dequantised(tensor, scale, dtype)
+        elif not name.endswith(SCALE_SUFFIX):
+            tensors[name] = tensor
+        else:
+            weight = stored.get(name.removesuffix(SCALE_SUFFIX))
+            if weight is None:
+                problems.append(f"{name} is the scale of a weight that is missing")
+            elif weight.dtype != FP8:
+                problems.append(f"{name} is the scale of a weight that is {weight.dtype}, not FP8")
+    return tensors
+
+
+def _read_shards(
+    folder: Path, files: Mapping[str, Path], follow_links: bool
+) -> tuple[dict[str, LazyTensor], int]:
+    """Every tensor of every file, and the number of files."""
+    problems: list[str] = []
+    unnamed = [name for name in files if name.endswith(SUFFIX)]
+    if INDEX in files:
+        weight_map = _read_index(files[INDEX])
+        shards = list(dict.fromkeys(weight_map.values()))
+        unnamed = [name for name in unnamed if name not in shards]
+        problems += [f"{name} is there, but {INDEX} does not name it" for name in unnamed]
+    elif unnamed == [SINGLE]:
+        weight_map, shards = None, unnamed
+    else:
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE} alone nor {INDEX}; its files with weights:", unnamed
+        )
+    headers = {}
+    for shard in shards:
+        try:
+            headers[shard] = read_header(file_inside(folder, shard, follow_links=follow_links))
+        except CheckpointError as error:
+            problems.append(str(error))
+    if weight_map is not None:
+        problems += _disagreements(weight_map, headers)
+    if problems:
+        raise CheckpointError(
+            f"The files in {folder} cannot be read; {len(problems)} problems:", problems
+        )
+    return {name: t for header in headers.values() for name, t in header.items()}, len(shards)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file; what the files are is checked when they are opened."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path} has no object weight_map, from tensors to files")
+    problems = [
+        f"{shown_name(name)}: {shown(file)} is no file's name"
+        for name, file in weight_map.items()
+        if not isinstance(file, str)
+    ]
+    if problems:
+        raise CheckpointError(f"weight_map in {path} must hold names of files:", problems)
+    return weight_map
+
+
+def _disagreements(
+    weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, LazyTensor]]
+) -> list[str]:
+    """What the index and those files that could be read do not agree on."""
+    problems = []
+    for name, shard in weight_map.items():
+        if shard in headers and name not in headers[shard]:
+            problems.append(f"{INDEX} has {shown_name(name)} in {shard}, which does not hold it")
+    for shard, header in headers.items():
+        for name in header:
+            named = weight_map.get(name)
+            if named is None:
+                problems.append(f"{name} is in {shard}, but not in {INDEX}")
+            elif named != shard:
+                problems.append(f"{name} is in {shard}, but {INDEX} has it in {shown_name(named)}")
+    return problems
+
+
+def _mtp_layers(names: Iterable[str], num_layers: int) -> int:
+    """How many layers behind the model's own are for multi-token prediction."""
+    found = {int(match[1]) for match in map(_OF_MTP.match, names) if match}
+    count = 0
+    while num_layers + count in found:
+        count += 1
+    return count
+
+
+def _notes(
+    path: Path, files: Iterable[str], announced: ModelConfig, checkpoint: HuggingFaceCheckpoint
+) -> Iterator[str]:
+    if announced.mtp_layers != checkpoint.config.mtp_layers:
+        yield (
+            f"{CONFIG} announces {announced.mtp_layers} MTP layers, the files hold "
+            f"{checkpoint.config.mtp_layers}"
+        )
+    quantised = any(tensor.dtype == FP8 for tensor in checkpoint.stored.values())
+    if quantised != (announced.fp8_scales is not None):
+        weights = "FP8 weights" if quantised else "no FP8 weights"
+        yield f"the files hold {weights}, and {CONFIG} says otherwise"
+    others = [name for name in files if name.endswith((*_OTHER_WEIGHTS, ".bin.index.json"))]
+    if others:
+        yield f"left alone, as weights of another format: {', '.join(others)}"
+    folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+    if folders:
+        yield f"left alone, as nothing in folders is read: {', '.join(map(shown_name, folders))}"

@@ -1,0 +1,184 @@
+"""Writing Hugging Face checkpoints: shards, their index, config.json and the files beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import (
+    Entry,
+    Part,
+    PartResult,
+    Progress,
+    TargetOptions,
+    Writer,
+)
+from checkpoint_conversion.formats.hugging_face import CONFIG, INDEX, is_auxiliary, layout_of
+from checkpoint_conversion.formats.safetensors_file import SUFFIX, write_tensors
+from checkpoint_conversion.fp8 import (
+    SCALE_FORMATS,
+    SCALE_SUFFIX,
+    QuantisedTensor,
+    is_quantised,
+    quantised,
+)
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.target_folder import sync_path
+
+_POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
+# Most that a tensor adds to the header of its file, beside its name.
+_HEADER_BYTES = 160
+
+
+class HuggingFaceWriter(Writer):
+    """Writes sharded safetensors with an index; a part is a shard.
+
+    Args:
+        config: The model.
+        options: ``dtype``, ``fp8`` and ``max_shard_bytes`` are possible.
+        format: Its name, ``"hf"``.
+
+    Raises:
+        CheckpointError: Naming every option that only other formats have.
+    """
+
+    def __init__(self, config: ModelConfig, options: TargetOptions, format: str = "hf") -> None:
+        _check_options(options)
+        self.config, self.options, self.format = config, options, format
+        self._parts: list[Part] = []
+        self._quantised: dict[str, QuantisedTensor] = {}
+
+    def plan(self, tensors: Mapping[str, LazyTensor], part_bytes: int) -> list[Part]:
+        """Fill shards with the tensors in the order of the model; see the base class."""
+        shapes = hugging_face_shapes(self.config)
+        check_complete(tensors, shapes, "The tensors to write")
+        self.config = self._written_config({name: tensors[name] for name in shapes})
+        limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
+        shards = list(_filled((self._entries(name, tensors[name]) for name in shapes), limit))
+        self._parts = [
+            Part(f"model-{i:05d}-of-{len(shards):05d}{SUFFIX}", shard, _peak(shard))
+            for i, shard in enumerate(shards, 1)
+        ]
+        return self._parts
+
+    def layout(self) -> dict[str, object]:
+        """What the reader will say about the result."""
+        stored = [entry.tensor for part in self._parts for entry in part.entries]
+        return layout_of(stored, len(self._parts), self.config.fp8_scales)
+
+    def write_part(
+        self, folder: Path, part: Part, session: ReadSession, progress: Progress
+    ) -> PartResult:
+        """Write one shard; see the base class."""
+        values: dict[str, Tensor] = {}
+        places = set()
+        for entry in part.entries:
+            tensor = entry.tensor.load(session).contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.tensor.shape, entry.tensor.dtype)
+            # A tensor that a model has twice; safetensors refuses memory that is shared.
+            values[entry.key] = tensor.clone() if tensor.data_ptr() in places else tensor
+            places.add(tensor.data_ptr())
+        records = [self._record(key, tensor, session) for key, tensor in values.items()]
+        size = write_tensors(values, folder / part.name)
+        for tensor in values.values():
+            progress(tensor.nbytes)
+        total = sum(tensor.nbytes for tensor in values.values())
+        return PartResult(part.name, {part.name: size}, records, {"bytes": total})
+
+    def finish(
+        self, folder: Path, results: list[PartResult], auxiliary: Mapping[str, Path]
+    ) -> None:
+        """Write index and config.json, and copy the rest; see the base class."""
+        weight_map = {record["key"]: result.name for result in results for record in result.tensors}
+        total = sum(result.storage["bytes"] for result in results)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / CONFIG, self.config.hugging_face)
+        for name, source in auxiliary.items():
+            if name != CONFIG and is_auxiliary(name):
+                shutil.copyfile(source, folder / name)
+                sync_path(folder / name)
+
+    def _written_config(self, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
+        """The config as the weights that are written make it."""
+        nbytes: Counter[torch.dtype] = Counter()
+        for tensor in tensors.values():
+            nbytes[tensor.dtype] += tensor.nbytes
+        ((dtype, _),) = nbytes.most_common(1)
+        config = self.config.without_quantisation().with_mtp_layers(self.config.mtp_layers)
+        if dtype != config.dtype:
+            config = config.with_dtype(dtype)
+        return config.with_quantisation(self.options.fp8) if self.options.fp8 else config
+
+    def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
+        """What stays together in one shard: a tensor, or an FP8 weight and its scales."""
+        if not self.options.fp8 or not is_quantised(name):
+            return (Entry(name, tensor),)
+        result = self._quantised[name] = quantised(tensor, self.options.fp8)
+        return Entry(name, result.weight), Entry(name + SCALE_SUFFIX, result.scale_inv)
+
+    def _record(self, key: str, tensor: Tensor, session: ReadSession) -> dict:
+        record: dict[str, object] = {
+            "key": key,
+            "offset": None,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "checksum": tensor_checksum(tensor),
+        }
+        if key in self._quantised:
+            record["fp8_error"] = dataclasses.asdict(self._quantised[key].error(session))
+        return record
+
+
+def _check_options(options: TargetOptions) -> None:
+    problems = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _POSSIBLE and value != field.default:
+            problems.append(f"{field.name} {value}: only Megatron's formats have it")
+    if options.fp8 not in (None, *SCALE_FORMATS):
+        problems.append(f"fp8 {options.fp8}: must be one of {', '.join(SCALE_FORMATS)}")
+    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes {options.max_shard_bytes}: must be at least 1")
+    if problems:
+        raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
+
+
+def _filled(groups: Iterator[tuple[Entry, ...]], limit: int) -> Iterator[tuple[Entry, ...]]:
+    """Entries in order, in shards of at most ``limit`` bytes unless one group alone has more."""
+    shard: list[Entry] = []
+    used = 0
+    for group in groups:
+        nbytes = sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in group)
+        if shard and used + nbytes > limit:
+            yield tuple(shard)
+            shard, used = [], 0
+        shard += group
+        used += nbytes
+    if shard:
+        yield tuple(shard)
+
+
+def _peak(shard: Sequence[Entry]) -> int:
+    """Bytes resident while a shard is written."""
+    tensors = [entry.tensor for entry in shard]
+    # One that is there twice is copied.
+    once = {id(tensor) for tensor in tensors}
+    copies = len(tensors) - len(once)
+    largest = max(tensor.nbytes for tensor in tensors)
+    return sum(tensor.peak for tensor in tensors) + copies * largest
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    sync_path(path)

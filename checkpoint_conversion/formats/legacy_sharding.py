@@ -1,0 +1,180 @@
+"""What of a model each rank has: names and shapes of its tensors, and how they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from checkpoint_conversion.formats.legacy_names import decoder_layer, expert_number, on_the_rank
+from checkpoint_conversion.formats.legacy_ranks import Sizes
+from checkpoint_conversion.layouts import (
+    KV_DOWN,
+    Q_DOWN,
+    QKV_DOWN,
+    MegatronLayout,
+    laid_out_tensors,
+)
+from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
+from checkpoint_conversion.mapping import megatron_shapes
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.tensor_parallel import ROWS, Rule, tensor_parallel_rule
+from checkpoint_conversion.vocabulary import VOCABULARY, with_padding
+
+EMBEDDING, OUTPUT = VOCABULARY
+Shape = tuple[int, ...]
+
+
+class StackedRows(Rule):
+    """Rows of several weights, one above the other; every rank has a piece of each.
+
+    Args:
+        rows: Of each weight.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = list(rows)
+
+    def shard(self, tensor: LazyTensor, size: int) -> list[LazyTensor]:
+        """Per rank: its rows of the first weight, then of the next."""
+        pieces = [part.chunk(size) for part in tensor.split(self.rows)]
+        return [concat(own) for own in zip(*pieces)]
+
+    def merge(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
+        """All of the first weight, then all of the next."""
+        own = [rows // len(tensors) for rows in self.rows]
+        return concat([concat(parts) for parts in zip(*(t.split(own) for t in tensors))])
+
+    def divides(self, shape: Shape, size: int) -> bool:
+        """Whether each weight's rows are a multiple of ``size``."""
+        return all(rows % size == 0 for rows in self.rows)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A tensor in a rank's file.
+
+    Attributes:
+        whole: Name of the model's tensor that it is a piece of.
+        shape: Its own.
+        copy: Whether another stage has the tensor, too.
+    """
+
+    whole: str
+    shape: Shape
+    copy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model is distributed over ranks.
+
+    Attributes:
+        config: The model.
+        layout: Of the tensors.
+        sizes: Of the grid of ranks.
+        stages: The decoder layers of each pipeline stage.
+        down_projection: ``"duplicated"`` (TransformerEngine) or ``"column-parallel"`` (local
+            layers).
+        vocab_rows: Of embedding and output layer, padding included.
+    """
+
+    config: ModelConfig
+    layout: MegatronLayout
+    sizes: Sizes
+    stages: Sequence[range]
+    down_projection: str
+    vocab_rows: int
+
+    def rule(self, whole: str) -> Rule:
+        """How tensor-parallel ranks share a tensor of the model."""
+        if self.down_projection == "column-parallel":
+            if whole.endswith((f".{Q_DOWN}", f".{KV_DOWN}")):
+                return ROWS
+            if whole.endswith(f".{QKV_DOWN}"):
+                latent = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+                return StackedRows([self.config.q_lora_rank or 0, latent])
+        rule = tensor_parallel_rule(whole)
+        assert rule is not None, whole
+        return rule
+
+    def describe(self, experts: str, iteration: int | None) -> dict[str, object]:
+        """For people.
+
+        Args:
+            experts: Whose names the routed experts have.
+            iteration: Of the checkpoint; None if it is a release.
+        """
+        result: dict[str, object] = self.layout.describe()
+        if self.config.num_experts:
+            result["experts"] = experts
+        result["tensor_parallel"] = self.sizes.tensor
+        result["pipeline_parallel"] = self.sizes.pipeline
+        if self.sizes.expert > 1:
+            result["expert_parallel"] = self.sizes.expert
+        if self.sizes.tensor > 1:
+            result["down_projection"] = self.down_projection
+        if iteration is not None:
+            result["iteration"] = iteration
+        return result
+
+    def indivisible(self) -> list[str]:
+        """What the tensor-parallel ranks cannot share equally."""
+        size, heads = self.sizes.tensor, self.config.num_attention_heads
+        problems = [f"{heads} attention heads"] if heads % size else []
+        return problems + [
+            f"{name} of shape {shape}"
+            for name, shape in self._whole_shapes.items()
+            if not self.rule(name).divides(shape, size)
+        ]
+
+    def shares(self, stage: int, expert_rank: int = 0) -> dict[str, Share]:
+        """What the ranks of a stage hold, by its name in their files."""
+        each = self.config.num_experts // self.sizes.expert
+        first_layer, first_expert = self.stages[stage].start, expert_rank * each
+        own_experts = range(first_expert, first_expert + each)
+        result = {}
+        for whole in self._names_by_stage[stage]:
+            expert = expert_number(whole)
+            if expert is None or expert in own_experts:
+                name = on_the_rank(whole, first_layer, first_expert)
+                result[name] = Share(whole, self._share_shapes[whole])
+        if stage > 0 and stage == len(self.stages) - 1:
+            result.update(self._copies())
+        return result
+
+    def _copies(self) -> dict[str, Share]:
+        """What the last of several stages repeats of the first."""
+        names = [EMBEDDING] if self.config.mtp_layers else []
+        names += [OUTPUT] if self.config.tied_embeddings else []
+        return {name: Share(EMBEDDING, self._share_shapes[EMBEDDING], copy=True) for name in names}
+
+    @cached_property
+    def _whole_shapes(self) -> Mapping[str, Shape]:
+        shapes = megatron_shapes(self.config).items()
+        tensors = {name: zeros(shape, torch.float32) for name, shape in shapes}
+        padded = with_padding(tensors, self.vocab_rows)
+        laid_out = laid_out_tensors(padded, self.layout, self.config)
+        return {name: tensor.shape for name, tensor in laid_out.items()}
+
+    @cached_property
+    def _share_shapes(self) -> Mapping[str, Shape]:
+        return {
+            name: self.rule(name).shard(zeros(shape, torch.float32), self.sizes.tensor)[0].shape
+            for name, shape in self._whole_shapes.items()
+        }
+
+    @cached_property
+    def _names_by_stage(self) -> list[list[str]]:
+        result: list[list[str]] = [[] for _ in self.stages]
+        stage_of = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
+        for name in self._whole_shapes:
+            layer = decoder_layer(name)
+            if layer is not None:
+                stage = stage_of[layer]
+            else:
+                stage = 0 if name == EMBEDDING else len(self.stages) - 1
+            result[stage].append(name)
+        return result

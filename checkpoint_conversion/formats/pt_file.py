@@ -1,0 +1,234 @@
+"""Files of torch.save, opened without their values: what they hold, and where the values are.
+
+A file is a zip archive: one pickle, and one record of bytes per storage. The pickle is read by
+``torch.load(weights_only=True)`` onto the meta device, which leaves the bytes alone; before that,
+the archive's directory and the names in the pickle are checked. Tensors are then read one at a time
+from where their records are, so that nothing of the size of the file is ever mapped.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+import threading
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.pt_globals import check_globals
+from checkpoint_conversion.lazy_tensor import LazyTensor
+
+# Far more than the names of any model need.
+_MOST_PICKLE_BYTES = 1 << 30
+# A mapping holds a file descriptor for as long as its tensor lives; small tensors are many.
+_MAPPED_FROM = 1 << 20
+# What is allowed is a setting of the process.
+_ALLOWING = threading.Lock()
+_LOCAL_HEADER = struct.Struct("<26xHH")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: The file.
+        offset: Of its first value, in bytes.
+        shape: Its shape.
+        strides: In values, as torch has them.
+        dtype: Its dtype.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first value to the end of the last."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its values are stored in order, without gaps."""
+        return self.strides == _contiguous_strides(self.shape)
+
+    def view(self, *shape: int) -> StoredTensor:
+        """The same values, which must be contiguous, in another shape."""
+        assert self.is_contiguous
+        assert math.prod(shape) == math.prod(self.shape)
+        return StoredTensor(self.path, self.offset, shape, _contiguous_strides(shape), self.dtype)
+
+    def lazy(self, name: str) -> LazyTensor:
+        """As a lazy tensor that is called ``name`` among the leaves; parts are read alone."""
+
+        def part(dim: int, start: int, length: int) -> LazyTensor:
+            shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+            offset = self.offset + start * self.strides[dim] * self.dtype.itemsize
+            return StoredTensor(self.path, offset, shape, self.strides, self.dtype).lazy(name)
+
+        return LazyTensor(
+            self.shape, self.dtype, lambda session: self.load(), frozenset({name}), self.span, part
+        )
+
+    def load(self) -> Tensor:
+        """Its values; large ones are mapped from the file, for as long as the tensor lives."""
+        if not self.span:
+            return torch.empty(self.shape, dtype=self.dtype)
+        skipped, buffer = self._mapped() if self.span >= _MAPPED_FROM else self._copied()
+        count = self.span // self.dtype.itemsize
+        flat = torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=skipped)
+        return flat.as_strided(self.shape, self.strides)
+
+    def _mapped(self) -> tuple[int, mmap.mmap]:
+        skipped = self.offset % mmap.ALLOCATIONGRANULARITY
+        with open(self.path, "rb") as file:
+            # A private copy, of which no page is ever written.
+            buffer = mmap.mmap(
+                file.fileno(),
+                skipped + self.span,
+                access=mmap.ACCESS_COPY,
+                offset=self.offset - skipped,
+            )
+        buffer.madvise(mmap.MADV_SEQUENTIAL)
+        return skipped, buffer
+
+    def _copied(self) -> tuple[int, bytearray]:
+        buffer = bytearray(self.span)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            if file.readinto(buffer) != self.span:
+                raise CheckpointError(f"{self.path} became shorter while it was read")
+        return 0, buffer
+
+
+@dataclass(frozen=True)
+class PtFile:
+    """An open file.
+
+    Attributes:
+        path: Where it is.
+        content: What was saved; tensors have shape and dtype but no values, and objects of
+            libraries are stand-ins.
+        records: Offset -> size, in bytes, of every record in the archive.
+    """
+
+    path: Path
+    content: object
+    records: Mapping[int, int]
+
+    def stored(self, tensor: Tensor) -> StoredTensor:
+        """Where the values of a tensor from the content are.
+
+        Raises:
+            CheckpointError: If it is no plain tensor, or not within its record.
+        """
+        if tensor.layout != torch.strided or tensor.device.type != "meta" or tensor.is_neg():
+            raise CheckpointError(f"is no plain tensor ({tensor.layout}, {tensor.device})")
+        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        size = tensor.untyped_storage().nbytes()
+        if size and (not isinstance(start, int) or self.records.get(start) != size):
+            raise CheckpointError(f"refers to {size} bytes at {start}, where no record is")
+        skipped = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        result = StoredTensor(self.path, (start or 0) + skipped, shape, strides, tensor.dtype)
+        # More values than bytes: a stride of zero can pretend to any size.
+        if skipped + result.span > size or tensor.numel() * tensor.dtype.itemsize > size:
+            raise CheckpointError(
+                f"has shape {result.shape} and strides {result.strides} from {skipped} bytes on, "
+                f"in a storage of {size} bytes"
+            )
+        return result
+
+
+def open_pt(path: Path) -> PtFile:
+    """Read what a file holds, all but the values of tensors.
+
+    Raises:
+        CheckpointError: If it is no file of torch.save, is damaged, or holds objects that are
+            neither tensors nor plain values.
+    """
+    try:
+        positions, pickled = _read_archive(path)
+        stand_ins = check_globals(pickled)
+        with _ALLOWING, torch.serialization.safe_globals(stand_ins):
+            content = torch.load(path, map_location="meta", weights_only=True, mmap=False)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    # Whatever the parsers raise for what they cannot make sense of.
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    return PtFile(path, content, dict(positions.values()))
+
+
+def record_positions(path: Path) -> dict[str, tuple[int, int]]:
+    """Where the records of a file are: name without the archive's own -> (offset, size).
+
+    Raises:
+        CheckpointError: If it is no file of torch.save.
+    """
+    return _read_archive(path)[0]
+
+
+def _read_archive(path: Path) -> tuple[dict[str, tuple[int, int]], bytes]:
+    """The records' positions, and the pickle."""
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            raise CheckpointError(
+                "is not in torch.save's zip format (files older than torch 1.6 are not; load and "
+                "save such a file again)"
+            )
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            pickle_name = _check_entries(entries)
+            pickled = archive.read(pickle_name)
+            byte_order = pickle_name.removesuffix("data.pkl") + "byteorder"
+            if byte_order in archive.namelist() and archive.read(byte_order) != b"little":
+                raise CheckpointError("was saved on a big-endian machine")
+        records = {}
+        for entry in entries:
+            file.seek(entry.header_offset)
+            name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+            records[entry.filename.partition("/")[2]] = (start, entry.file_size)
+        size = file.seek(0, 2)
+    if any(start + length > size for start, length in records.values()):
+        raise CheckpointError("is cut off: a record ends beyond the end of the file")
+    return records, pickled
+
+
+def _check_entries(entries: list[zipfile.ZipInfo]) -> str:
+    """The pickle's name, if the directory is one that torch.save writes."""
+    names = [entry.filename for entry in entries]
+    pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
+    folders = {name.partition("/")[0] for name in names}
+    if len(pickles) != 1 or len(folders) != 1 or len(set(names)) != len(names):
+        raise CheckpointError("is a zip archive, but not one of torch.save")
+    # A size that only unpacking would reveal could be any; torch.save never compresses.
+    if any(
+        e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries
+    ):
+        raise CheckpointError("has compressed records, which torch.save does not write")
+    if entries[names.index(pickles[0])].file_size > _MOST_PICKLE_BYTES:
+        raise CheckpointError(f"has a pickle of more than {_MOST_PICKLE_BYTES} bytes")
+    return pickles[0]
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

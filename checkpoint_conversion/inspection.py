@@ -1,0 +1,210 @@
+"""``inspect``: what a checkpoint is, in one screen, from its headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.manifest import find_manifest, read_manifest, weights_folder
+from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.report import describe_layout, table
+
+# Lines of problems that fit on a screen beside the rest; --json has all of them.
+_PROBLEMS_SHOWN = 10
+# Of the model; they have a line of their own.
+_LAYER_FIELDS = ("model_type", "num_layers", "moe_layers", "mtp_layers", "tied_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeCount:
+    """How much of a checkpoint is of one dtype."""
+
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What a checkpoint is.
+
+    Attributes:
+        path: As it was given.
+        format: Name of the format.
+        layout: What distinguishes checkpoints of this format.
+        model: The model's type and dimensions.
+        tensors: That are stored.
+        parameters: Of the model, every weight counted once; None if the tensors do not fit it.
+        dtypes: Of the stored weights.
+        files: In the folder of the weights.
+        file_bytes: Of all of them.
+        left_alone: Training state and other things that are no weights: how many, and their bytes.
+        auxiliary: Files that travel with the weights.
+        manifest: What wrote it, if this package did.
+        notes: What a user should know.
+        problems: Why it cannot be converted.
+    """
+
+    path: str
+    format: str
+    layout: dict[str, object]
+    model: dict[str, object]
+    tensors: int
+    parameters: int | None
+    dtypes: dict[str, DtypeCount]
+    files: int
+    file_bytes: int
+    left_alone: DtypeCount
+    auxiliary: list[str]
+    manifest: str | None
+    notes: list[str]
+    problems: list[str]
+
+    def as_json(self) -> dict:
+        """One document."""
+        return {"command": "inspect", **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """A table for people."""
+        yield from table(self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        widths = [f"{k} {v}" for k, v in self.model.items() if k not in _LAYER_FIELDS]
+        half = (len(widths) + 1) // 2
+        yield "checkpoint", self.path
+        yield "format", self.format
+        yield "layout", describe_layout(self.layout)
+        yield "model", f"{self.model['model_type']}, {self._layers()}"
+        yield "dimensions", ", ".join(widths[:half])
+        yield "dimensions", ", ".join(widths[half:])
+        counted = "unknown" if self.parameters is None else f"{self.parameters:,}"
+        yield "parameters", counted
+        yield "tensors", f"{self.tensors:,}"
+        for name, count in self.dtypes.items():
+            yield "dtypes", f"{name}: {count.tensors:,} tensors, {format_bytes(count.bytes)}"
+        yield "files", f"{self.files:,}, {format_bytes(self.file_bytes)}"
+        if self.left_alone.tensors:
+            size = format_bytes(self.left_alone.bytes)
+            yield "no weights", f"{self.left_alone.tensors:,} entries (training state), {size}"
+        yield "beside them", ", ".join(self.auxiliary) or "nothing"
+        yield "manifest", self.manifest or "none"
+        for note in self.notes:
+            yield "notes", note
+        for problem in self.problems[:_PROBLEMS_SHOWN]:
+            yield "problems", problem
+        if len(self.problems) > _PROBLEMS_SHOWN:
+            yield "problems", f"... and {len(self.problems) - _PROBLEMS_SHOWN} more (--json)"
+
+    def _layers(self) -> str:
+        layers, moe, mtp = (self.model[f"{name}_layers"] for name in ("num", "moe", "mtp"))
+        assert isinstance(layers, int) and isinstance(moe, int)
+        text = f"{layers} layers ({layers - moe} dense, {moe} MoE)"
+        if mtp:
+            text += f" and {mtp} for multi-token prediction"
+        return f"{text}, tied embeddings" if self.model["tied_embeddings"] else text
+
+
+def inspect_checkpoint(
+    path: Path, hf_config: Path | None = None, follow_links: bool = False
+) -> Inspection:
+    """Say what a checkpoint is.
+
+    Args:
+        path: Its folder.
+        hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
+        follow_links: Whether links may lead out of the folder.
+
+    Raises:
+        CheckpointError: If it is no checkpoint, or its headers cannot be read. That its tensors do
+            not fit the model is among the result's problems instead.
+    """
+    checkpoint = open_checkpoint(path, hf_config, follow_links)
+    problems: list[str] = []
+    parameters = _parameters(checkpoint, problems)
+    manifest = _manifest(path, problems)
+    files = [file for file in weights_folder(path).rglob("*") if file.is_file()]
+    left = checkpoint.left_alone
+    return Inspection(
+        path=str(path),
+        format=checkpoint.format,
+        layout=checkpoint.layout,
+        model=_model(checkpoint.config),
+        tensors=len(checkpoint.stored),
+        parameters=parameters,
+        dtypes=_dtypes(checkpoint.stored.values()),
+        files=len(files),
+        file_bytes=sum(file.stat().st_size for file in files),
+        left_alone=DtypeCount(tensors=len(left), bytes=sum(left.values())),
+        auxiliary=sorted(checkpoint.auxiliary),
+        manifest=manifest,
+        notes=list(checkpoint.notes),
+        problems=problems,
+    )
+
+
+def _parameters(checkpoint: Checkpoint, problems: list[str]) -> int | None:
+    try:
+        tensors: Mapping[str, LazyTensor] = checkpoint.hugging_face_tensors()
+    except CheckpointError as error:
+        problems += [str(error).splitlines()[0], *error.problems]
+        return None
+    copies = duplicates(checkpoint.config)
+    return sum(math.prod(t.shape) for name, t in tensors.items() if name not in copies)
+
+
+def _manifest(path: Path, problems: list[str]) -> str | None:
+    found = find_manifest(path)
+    if found is None:
+        return None
+    try:
+        manifest = read_manifest(found)
+    except CheckpointError as error:
+        problems += [str(error).splitlines()[0], *error.problems]
+        return "damaged"
+    return (
+        f"{manifest.algorithm} checksums of {len(manifest.tensors):,} tensors, converted from "
+        f"{manifest.source.get('format')} by version {manifest.tool_version}"
+    )
+
+
+def _model(config: ModelConfig) -> dict[str, object]:
+    moe = sum(config.moe_layers)
+    experts = {
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "experts": config.num_experts,
+        "shared_experts": config.num_shared_experts,
+        "router_bias": config.router_bias,
+    }
+    return {
+        "model_type": config.model_type,
+        "num_layers": config.num_layers,
+        "moe_layers": moe,
+        "mtp_layers": config.mtp_layers,
+        "tied_embeddings": config.tied_embeddings,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "heads": config.num_attention_heads,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        **(experts if moe else {}),
+    }
+
+
+def _dtypes(tensors: Iterable[LazyTensor]) -> dict[str, DtypeCount]:
+    result: dict[str, DtypeCount] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        before = result.get(name, DtypeCount(tensors=0, bytes=0))
+        result[name] = DtypeCount(tensors=before.tensors + 1, bytes=before.bytes + tensor.nbytes)
+    return result

@@ -1,0 +1,158 @@
+"""What an unfinished conversion has done already: one JSON document per line, in order.
+
+The first line says what is converted to what; each other one is a part whose files are on disk.
+A line counts from its line feed on, so a line that was cut short by a kill is as good as not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import PartResult
+
+_RESTART = "without --resume the conversion starts anew"
+_FIELDS = {"name": str, "files": dict, "tensors": list, "storage": dict}
+
+
+class Journal:
+    """The journal of a conversion, open for appending.
+
+    Args:
+        path: The file; it exists and ends with a line feed.
+        results: Parts that it holds already, by name.
+    """
+
+    def __init__(self, path: Path, results: dict[str, PartResult] | None = None) -> None:
+        self._file = path.open("ab")
+        self._lock = threading.Lock()
+        self.results = results or {}
+
+    @classmethod
+    def create(cls, path: Path, fingerprint: dict) -> Journal:
+        """Start a journal.
+
+        Args:
+            path: Nothing is there yet.
+            fingerprint: Everything that the result depends on; JSON can hold it.
+        """
+        path.touch(exist_ok=False)
+        journal = cls(path)
+        journal._append({"fingerprint": fingerprint})
+        return journal
+
+    @classmethod
+    def resume(cls, path: Path, fingerprint: dict) -> Journal | None:
+        """Continue a journal; None if not even its first line is complete.
+
+        Raises:
+            CheckpointError: If it is damaged, or of another conversion, saying what differs.
+        """
+        data = path.read_bytes() if path.exists() else b""
+        complete = data[: data.rfind(b"\n") + 1]
+        if not complete:
+            return None
+        head, *lines = _documents(complete)
+        before = head.get("fingerprint")
+        # As JSON gives it back: a tuple has become a list.
+        now = json.loads(json.dumps(fingerprint))
+        if before != now:
+            raise CheckpointError(
+                f"the unfinished conversion in {path.parent} is another one; {_RESTART}. "
+                "What differs:",
+                list(differences(before, now)),
+            )
+        os.truncate(path, len(complete))
+        results = [_part_result(line) for line in lines]
+        return cls(path, {result.name: result for result in results})
+
+    def add(self, result: PartResult) -> None:
+        """Record a part whose files are on disk; threads may call it."""
+        with self._lock:
+            self._append({"part": asdict(result)})
+            self.results[result.name] = result
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def drop_damaged(self, folder: Path) -> list[str]:
+        """Forget parts whose files are not as they were recorded.
+
+        Returns:
+            Their names.
+        """
+        damaged = [name for name, part in self.results.items() if not _is_there(part, folder)]
+        for name in damaged:
+            del self.results[name]
+        return damaged
+
+    def _append(self, document: dict) -> None:
+        self._file.write(json.dumps(document).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def source_files(path: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file of a folder, by relative path."""
+    result = {}
+    for root, folders, files in os.walk(path):
+        folders.sort()
+        for name in sorted(files):
+            file = Path(root, name)
+            if file.exists():
+                status = file.stat()
+                relative = file.relative_to(path).as_posix()
+                result[relative] = [status.st_size, status.st_mtime_ns]
+    return result
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """What differs between two JSON documents, one line each."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            inner = f"{name}: {key}" if name else key
+            yield from differences(before.get(key), now.get(key), inner)
+    elif before != now:
+        yield f"{name} was {_short(before)}, is {_short(now)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _documents(data: bytes) -> list[dict]:
+    documents = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            document = json.loads(line)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            raise CheckpointError(f"line {number} of the journal is damaged; {_RESTART}")
+        documents.append(document)
+    return documents
+
+
+def _part_result(document: dict) -> PartResult:
+    fields = document.get("part")
+    if (
+        not isinstance(fields, dict)
+        or fields.keys() != _FIELDS.keys()
+        or not all(isinstance(fields[name], kind) for name, kind in _FIELDS.items())
+        or not all(isinstance(size, int) for size in fields["files"].values())
+    ):
+        raise CheckpointError(f"the journal holds a line that is no part; {_RESTART}")
+    return PartResult(**fields)
+
+
+def _is_there(part: PartResult, folder: Path) -> bool:
+    files = ((folder / name, size) for name, size in part.files.items())
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)

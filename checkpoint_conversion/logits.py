@@ -1,0 +1,235 @@
+"""Logits of a checkpoint: by transformers, or by Megatron, as the format is theirs.
+
+Both libraries, and this package's model, are imported when a function here needs them; the rest of
+the tool works without them. Weights are read by the tool's own readers: Megatron's loader unpickles
+whatever a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.model_config import ModelConfig
+
+# Of the norms inside the attention, in Hugging Face's models, whatever rms_norm_eps is.
+_LATENT_NORM_EPS = 1e-6
+# Format of a checkpoint -> the attention that evaluates it.
+ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
+# What transformers must not see of config.json: code of the checkpoint's, and FP8, which is
+# dequantised by then.
+_NOT_FOR_TRANSFORMERS = ("auto_map", "quantization_config", "model_type", "architectures")
+# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
+_FUSED_PARTS_OFF = {
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+}
+
+
+def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
+    """What a checkpoint's model predicts, without its multi-token-prediction layers.
+
+    Args:
+        checkpoint: Hugging Face's are evaluated by transformers, Megatron's by a GPTModel.
+        tokens: Token ids [B, S].
+
+    Returns:
+        [B, S, vocabulary], float32.
+
+    Raises:
+        CheckpointError: If the library has no place for a tensor, or misses one.
+    """
+    config, tensors = without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
+    if checkpoint.format == "hf":
+        return transformers_logits(transformers_model(config, tensors), tokens)
+    with one_process():
+        model = megatron_model(config, ATTENTION[checkpoint.format])
+        load_megatron_model(model, config, tensors)
+        return megatron_logits(model, tokens)[..., : config.vocab_size]
+
+
+def without_mtp(
+    config: ModelConfig, tensors: Mapping[str, LazyTensor]
+) -> tuple[ModelConfig, dict[str, LazyTensor]]:
+    """The same model without its multi-token-prediction layers."""
+    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
+    return dataclasses.replace(config, mtp_layers=0), kept
+
+
+def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> Any:
+    """A ``DeepseekV2ForCausalLM`` or ``DeepseekV3ForCausalLM`` with these weights, in float32.
+
+    Args:
+        config: With its config.json.
+        tensors: Under Hugging Face's names.
+
+    Raises:
+        CheckpointError: If transformers has no place for a tensor, or misses one.
+    """
+    import transformers
+
+    family = "DeepseekV2" if config.model_type == "deepseek_v2" else "DeepseekV3"
+    fields = {k: v for k, v in config.hugging_face.items() if k not in _NOT_FOR_TRANSFORMERS}
+    model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
+        None,
+        config=getattr(transformers, f"{family}Config").from_dict(fields),
+        state_dict=_loaded(tensors),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    problems = [f"{what}: {name}" for what, names in report.items() for name in sorted(names)]
+    if problems:
+        raise CheckpointError("transformers does not load these weights as they are:", problems)
+    return model.eval()
+
+
+@torch.no_grad()
+def transformers_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Logits [B, S, vocabulary] of a model of transformers."""
+    return model(tokens, use_cache=False).logits.float()
+
+
+def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int = 1) -> Any:
+    """A GPTModel in float32 on the CPU, its weights not yet set.
+
+    Args:
+        config: With its config.json.
+        attention: ``"standard"`` (Megatron's own MLA) or ``"absorbed"``.
+        tensor_parallel: Ranks of the tensor-parallel group that the process is in.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    megatron_config, max_positions = _megatron_config(config, attention, tensor_parallel)
+    model = GPTModel(
+        megatron_config,
+        transformer_layer_spec=_block_spec(megatron_config, attention),
+        vocab_size=config.vocab_size,
+        max_sequence_length=max_positions,
+        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tied_embeddings,
+    )
+    if attention == "standard" and config.q_lora_rank is None:
+        _add_kv_norms(model, megatron_config)
+    return model.eval()
+
+
+def load_megatron_model(
+    model: Any, config: ModelConfig, tensors: Mapping[str, LazyTensor]
+) -> None:
+    """Set the weights of a model without parallelism; its own norms and K/V layout are separate.
+
+    Args:
+        model: Of :func:`megatron_model`.
+        config: The same one.
+        tensors: Under Hugging Face's names.
+    """
+    # Where a layer keeps an extra state, an absent one is None.
+    states = {name: None for name in model.state_dict() if name.endswith("_extra_state")}
+    model.load_state_dict({**states, **_loaded(to_megatron(tensors, config))})
+
+
+@torch.no_grad()
+def megatron_logits(model: Any, tokens: Tensor) -> Tensor:
+    """Logits [B, S, vocabulary] of a GPTModel, gathered from all tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return gather_from_tensor_model_parallel_region(model(tokens, positions, None)).float()
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's process groups, of this process alone and on its CPU, where there are none yet."""
+    from absorbed_mla.testing.cpu_host import enable_cpu_host
+
+    enable_cpu_host()
+    from megatron.core import parallel_state, tensor_parallel
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _megatron_config(config: ModelConfig, attention: str, tensor_parallel: int) -> tuple[Any, int]:
+    """Megatron's config, made of the arguments that our Megatron checkpoints carry."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    args = vars(
+        to_megatron_args(config, tensor_parallel=tensor_parallel, dtype=torch.float32)
+    ).copy()
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    # Megatron asks for a norm in front of a query that is projected directly, too; Hugging Face's
+    # models have none there.
+    standard_query_norm = attention == "standard" and config.q_lora_rank is None
+    options = {name: value for name, value in args.items() if name in fields} | {
+        "num_query_groups": None,
+        "num_moe_experts": args["num_experts"],
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "qk_layernorm": not standard_query_norm,
+        "moe_token_dispatcher_type": "allgather",
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        **_FUSED_PARTS_OFF,
+    }
+    return MLATransformerConfig(**options), args["max_position_embeddings"]
+
+
+def _block_spec(megatron_config: Any, attention: str) -> Any:
+    if attention == "standard":
+        from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+
+        return get_standard_mla_decoder_block_spec(megatron_config, backend="local")
+    from absorbed_mla import AbsorbedMLAOptions
+    from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+
+    options = AbsorbedMLAOptions(latent_norm_eps=_LATENT_NORM_EPS)
+    return get_absorbed_mla_decoder_block_spec(megatron_config, backend="local", options=options)
+
+
+def _add_kv_norms(model: Any, megatron_config: Any) -> None:
+    """Give every attention the norm that Megatron would only build together with a query norm."""
+    from absorbed_mla.norm import RMSNorm
+
+    for layer in model.decoder.layers:
+        layer.self_attention.kv_layernorm = RMSNorm(
+            megatron_config,
+            megatron_config.kv_lora_rank,
+            eps=megatron_config.layernorm_epsilon,
+        )
+
+
+def _loaded(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
+    """The values, in memory of their own."""
+    result = {}
+    for name, tensor in tensors.items():
+        with ReadSession() as session:
+            result[name] = tensor.load(session).clone()
+    return result

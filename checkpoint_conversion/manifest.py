@@ -1,0 +1,228 @@
+"""``conversion_manifest.json``: what a conversion wrote, with a checksum of every tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from checkpoint_conversion.checksums import ALGORITHM
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import PartResult
+
+NAME = "conversion_manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMAT_VERSION = 1
+# A model of 100 000 tensors needs 25 MB.
+_MAX_BYTES = 256 << 20
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor, or one block of one, as it was written.
+
+    Attributes:
+        key: Its name in the target.
+        offset: Position of a block in its tensor; None for a whole tensor.
+        shape: Of what was written.
+        dtype: Of what was written, e.g. ``"bfloat16"``.
+        checksum: Of the values' bytes.
+        file: It is in there; relative to the target.
+        fp8_error: What rounding to FP8 changed, where it was quantised.
+    """
+
+    key: str
+    offset: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+    file: str
+    fp8_error: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a conversion wrote.
+
+    Attributes:
+        tool_version: Of this package.
+        source: ``format``, ``layout`` and ``folder``, the name of the folder it was in.
+        target: ``format``, ``layout`` and ``options``.
+        left_out: What the source holds and the target does not: name -> why.
+        tensors: In the order they were planned.
+        fp8_errors: The errors of all quantised tensors together, if there are any.
+        algorithm: Of the checksums.
+        format_version: Of this file.
+    """
+
+    tool_version: str
+    source: dict
+    target: dict
+    left_out: dict[str, str]
+    tensors: tuple[TensorRecord, ...]
+    fp8_errors: dict | None = None
+    algorithm: str = field(default=ALGORITHM)
+    format_version: int = FORMAT_VERSION
+
+
+def weights_folder(path: Path) -> Path:
+    """Where a checkpoint's weights, and its manifest, are.
+
+    Args:
+        path: A checkpoint; for Megatron's, the folder that holds all iterations or one of them.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    with tracker.open(errors="replace") as file:
+        text = file.read(64).strip()
+    # isdecimal alone lets other scripts' digits pass.
+    if text.isascii() and text.isdecimal():
+        return path / f"iter_{int(text):07d}"
+    return path / "release" if text == "release" else path
+
+
+def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
+    """Records of all parts, in order.
+
+    Args:
+        results: Of the parts; each wrote one file, or names the file of each tensor itself.
+    """
+    records = []
+    for result in results:
+        for tensor in result.tensors:
+            offset = tensor["offset"]
+            record = TensorRecord(
+                tensor["key"],
+                None if offset is None else tuple(offset),
+                tuple(tensor["shape"]),
+                str(tensor["dtype"]).removeprefix("torch."),
+                tensor["checksum"],
+                tensor.get("file") or _only(result.files),
+                tensor.get("fp8_error"),
+            )
+            records.append(record)
+    return tuple(records)
+
+
+def write_manifest(manifest: Manifest, target: Path) -> Path:
+    """Write a manifest beside the weights of ``target``.
+
+    Returns:
+        The file's path.
+    """
+    path = weights_folder(target) / NAME
+    with path.open("w") as file:
+        json.dump(asdict(manifest), file, separators=(",", ":"))
+    return path
+
+
+def find_manifest(target: Path) -> Path | None:
+    """The manifest of a checkpoint, if it has one."""
+    path = weights_folder(target) / NAME
+    return path if path.is_file() else None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest, and believe nothing of it that was not checked.
+
+    Raises:
+        CheckpointError: If it is no manifest, listing what is wrong.
+    """
+    if path.stat().st_size > _MAX_BYTES:
+        raise CheckpointError(f"{path} has more than {_MAX_BYTES} bytes; no manifest is so large")
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    problems = _problems(document)
+    if problems:
+        raise CheckpointError(f"{path} is no manifest:", problems[:20])
+    records = tuple(TensorRecord(**_with_tuples(record)) for record in document.pop("tensors"))
+    return Manifest(tensors=records, **document)
+
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "tool_version": str,
+    "source": dict,
+    "target": dict,
+    "left_out": dict,
+    "tensors": list,
+    "fp8_errors": (dict, type(None)),
+    "algorithm": str,
+    "format_version": int,
+}
+
+
+def _problems(document: Any) -> list[str]:
+    if not isinstance(document, dict):
+        return ["it holds no object"]
+    if document.get("format_version") != FORMAT_VERSION:
+        found = document.get("format_version")
+        return [f"format_version is {found!r:.40}; this version reads {FORMAT_VERSION}"]
+    problems = [f"{name} is missing" for name in _FIELDS.keys() - document.keys()]
+    problems += [f"{name!r:.80} is unknown" for name in document.keys() - _FIELDS.keys()]
+    for name in _FIELDS.keys() & document.keys():
+        if not isinstance(document[name], _FIELDS[name]):
+            problems.append(f"{name} is of type {type(document[name]).__name__}")
+    if problems:
+        return sorted(problems)
+    if document["algorithm"] != ALGORITHM:
+        problems.append(f"algorithm is {document['algorithm']!r:.40}; only {ALGORITHM} is known")
+    if not all(isinstance(reason, str) for reason in document["left_out"].values()):
+        problems.append("left_out holds something that is no text")
+    for number, record in enumerate(document["tensors"]):
+        problems += [f"tensors[{number}]: {problem}" for problem in _record_problems(record)]
+    return problems
+
+
+def _record_problems(record: Any) -> list[str]:
+    if not isinstance(record, dict) or record.keys() != TensorRecord.__annotations__.keys():
+        return ["its fields are not those of a tensor"]
+    checks = {
+        "key": isinstance(record["key"], str),
+        "offset": record["offset"] is None or _are_sizes(record["offset"]),
+        "shape": _are_sizes(record["shape"]),
+        "dtype": isinstance(record["dtype"], str),
+        "checksum": isinstance(record["checksum"], str)
+        and _CHECKSUM.fullmatch(record["checksum"]) is not None,
+        "file": _is_inside(record["file"]),
+        "fp8_error": record["fp8_error"] is None or _are_numbers(record["fp8_error"]),
+    }
+    return [f"{name} is {record[name]!r:.80}" for name, good in checks.items() if not good]
+
+
+def _are_sizes(value: Any) -> bool:
+    # bool is an int, too.
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 2**63 for size in value
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(v) in (int, float) for v in value.values())
+
+
+def _is_inside(value: Any) -> bool:
+    if not isinstance(value, str) or not value or "\0" in value or "\\" in value:
+        return False
+    path = PurePosixPath(value)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _with_tuples(record: dict) -> dict:
+    offset = record["offset"]
+    return {
+        **record,
+        "offset": None if offset is None else tuple(offset),
+        "shape": tuple(record["shape"]),
+    }
+
+
+def _only(files: dict[str, int]) -> str:
+    (file,) = files
+    return file

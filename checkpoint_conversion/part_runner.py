@@ -1,0 +1,98 @@
+"""Writing parts with several threads, within a bound on memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+from checkpoint_conversion.formats.base import Part
+
+
+class StoppedError(Exception):
+    """Raised in a worker after another one has failed, or the user has interrupted."""
+
+
+class MemoryBudget:
+    """Bytes that several threads share.
+
+    Args:
+        limit: All of them. Whoever asks for more than that waits to be alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Wait for ``nbytes``, and give them back at the end.
+
+        Raises:
+            StoppedError: If the work has been stopped.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopped or not self._used or self._used + nbytes <= self._limit
+            )
+            self.check()
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let everybody who waits or checks give up."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Return if the work goes on.
+
+        Raises:
+            StoppedError: If it has been stopped.
+        """
+        if self._stopped:
+            raise StoppedError
+
+
+def run_parts(
+    parts: Sequence[Part], write: Callable[[Part], None], budget: MemoryBudget, workers: int
+) -> None:
+    """Call ``write`` for every part, in threads; the first error stops all of them.
+
+    Args:
+        parts: In the order in which they are begun.
+        write: Writes one; calls ``budget.check`` now and then.
+        budget: Their peaks are reserved from it.
+        workers: Number of threads.
+    """
+
+    def one(part: Part) -> None:
+        with budget.reserve(part.peak):
+            try:
+                write(part)
+            except BaseException:
+                # Before the memory is given back, so that nobody begins with it.
+                budget.stop()
+                raise
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="part") as pool:
+        futures = [pool.submit(one, part) for part in parts]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            # After success there is nothing left to stop.
+            budget.stop()
+            pool.shutdown(cancel_futures=True)
+    errors = (future.exception() for future in futures if not future.cancelled())
+    for error in errors:
+        if error is not None and not isinstance(error, StoppedError):
+            raise error

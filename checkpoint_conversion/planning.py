@@ -1,0 +1,177 @@
+"""What a conversion will do, decided from the headers alone before a byte is written."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import writer_for
+from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.model_config import ModelConfig
+
+# Parts are at least so large, and at most half of the largest tensor if that is more: then several
+# fit into memory together, whatever the checkpoint's size.
+_SMALLEST_PART = 64 << 20
+# Bytes beside the multiple of the largest tensor that parts may need together. A process that has
+# loaded torch has 230 to 270 MB already.
+_ALLOWANCE = 192 << 20
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionPlan:
+    """Everything that is known of a conversion before it starts.
+
+    Attributes:
+        checkpoint: The source.
+        writer: Of the target.
+        parts: What is written, in order.
+        left_out: Stored tensors that the target will not have: name -> why.
+        notes: What a user should know, one line each.
+        parameters: Of the model, every weight counted once.
+        dtypes: Bytes of the target by dtype.
+        memory: Bytes that the parts being written may need together.
+    """
+
+    checkpoint: Checkpoint
+    writer: Writer
+    parts: tuple[Part, ...]
+    left_out: dict[str, str]
+    notes: list[str]
+    parameters: int
+    dtypes: dict[str, int]
+    memory: int
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Of all parts."""
+        return [entry for part in self.parts for entry in part.entries]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors of the target."""
+        return sum(self.dtypes.values())
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, to: str, options: TargetOptions, exclude_mtp: bool = False
+) -> ConversionPlan:
+    """Plan the conversion of an open checkpoint.
+
+    Args:
+        checkpoint: The source.
+        to: The target's format.
+        options: How to write it.
+        exclude_mtp: Leave out the multi-token-prediction layers.
+
+    Raises:
+        CheckpointError: If a tensor is unknown, missing, misshapen or would get lost.
+    """
+    tensors = checkpoint.hugging_face_tensors(options.dtype)
+    _check_all_read(checkpoint.stored, tensors)
+    left_out = dict.fromkeys(checkpoint.left_alone, "no weight of the model")
+    notes = list(checkpoint.notes)
+    config = checkpoint.config.without_quantisation()
+    if exclude_mtp:
+        everything = _leaves(tensors.values())
+        tensors, config = _without_mtp(tensors, config, notes)
+        excluded = everything - _leaves(tensors.values())
+        left_out.update(dict.fromkeys(sorted(excluded), "--exclude-mtp"))
+    if options.dtype is not None:
+        config = config.with_dtype(options.dtype)
+        tensors = {name: cast(name, tensor, options.dtype) for name, tensor in tensors.items()}
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    writer = writer_for(to, config, options)
+    parts = writer.plan(tensors, max(_SMALLEST_PART, largest // 2))
+    entries = [entry for part in parts for entry in part.entries]
+    _check_parts(parts)
+    _check_all_written(tensors, entries)
+    largest = max(largest, *(entry.tensor.nbytes for entry in entries))
+    copies = duplicates(config)
+    return ConversionPlan(
+        checkpoint=checkpoint,
+        writer=writer,
+        parts=tuple(parts),
+        left_out=left_out,
+        notes=notes,
+        parameters=sum(_numel(t) for name, t in tensors.items() if name not in copies),
+        dtypes=dict(_bytes_by_dtype(entries)),
+        memory=max(2 * largest + _ALLOWANCE, *(part.peak for part in parts)),
+    )
+
+
+def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """A weight in another dtype; the routing's correction bias keeps its own.
+
+    A rounded bias sends tokens to other experts.
+    """
+    if name.endswith("e_score_correction_bias"):
+        return tensor
+    return tensor.to(dtype)
+
+
+def _without_mtp(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig, notes: list[str]
+) -> tuple[dict[str, LazyTensor], ModelConfig]:
+    if not config.mtp_layers:
+        notes.append("--exclude-mtp: there are no MTP layers to leave out")
+        return dict(tensors), config
+    kept = {}
+    for name, tensor in tensors.items():
+        match = _LAYER.match(name)
+        if match is None or int(match[1]) < config.num_layers:
+            kept[name] = tensor
+    notes.append(f"{config.mtp_layers} MTP layers are left out (--exclude-mtp)")
+    return kept, config.with_mtp_layers(0)
+
+
+def _check_all_read(stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
+    unused = sorted(stored.keys() - _leaves(tensors.values()))
+    if unused:
+        raise CheckpointError(
+            f"{len(unused)} tensors of the source are no part of the model and would get lost:",
+            unused,
+        )
+
+
+def _check_all_written(tensors: Mapping[str, LazyTensor], entries: Iterable[Entry]) -> None:
+    written = _leaves(entry.tensor for entry in entries)
+    lost = sorted(_leaves(tensors.values()) - written)
+    if lost:
+        raise CheckpointError(
+            f"{len(lost)} tensors of the source would not get into the target:", lost
+        )
+
+
+def _check_parts(parts: Sequence[Part]) -> None:
+    """Every part, and every block of a tensor, is there once."""
+    names = Counter(part.name for part in parts)
+    blocks = Counter((entry.key, entry.offset) for part in parts for entry in part.entries)
+    twice = [str(what) for counter in (names, blocks) for what, n in counter.items() if n > 1]
+    if twice:
+        raise CheckpointError("The target would have the same thing twice:", twice)
+
+
+def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:
+    result: set[str] = set()
+    for tensor in tensors:
+        result |= tensor.leaves
+    return result
+
+
+def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
+    counter: Counter[str] = Counter()
+    for entry in entries:
+        counter[str(entry.tensor.dtype).removeprefix("torch.")] += entry.tensor.nbytes
+    return counter
+
+
+def _numel(tensor: LazyTensor) -> int:
+    return tensor.nbytes // tensor.dtype.itemsize

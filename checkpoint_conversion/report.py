@@ -1,0 +1,202 @@
+"""What a conversion did, or would do, for people and for scripts."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint_conversion.formats.base import Entry
+from checkpoint_conversion.manifest import TensorRecord
+from checkpoint_conversion.planning import ConversionPlan
+from checkpoint_conversion.progress import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What a conversion did, or would do.
+
+    Attributes:
+        plan: What was to be done.
+        target: Where.
+        resumed_parts: Parts that an interrupted conversion had left.
+        fp8_errors: See :func:`worst_errors`.
+        seconds: From opening the source to the target's rename.
+        bytes_written: Of weights, by this run alone.
+        peak_rss: Bytes; of the process.
+        dry_run: Nothing was written.
+    """
+
+    plan: ConversionPlan
+    target: Path
+    resumed_parts: int = 0
+    fp8_errors: dict | None = None
+    seconds: float = 0.0
+    bytes_written: int = 0
+    peak_rss: int = 0
+    dry_run: bool = False
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of this run."""
+        return self.bytes_written / self.seconds if self.seconds else 0.0
+
+    @property
+    def tensors(self) -> int:
+        """Of the target; the blocks of a tensor count as one."""
+        return len({entry.key for entry in self.plan.entries})
+
+    def as_json(self) -> dict:
+        """One document; of a dry run, with the whole plan."""
+        plan = self.plan
+        document = {
+            "command": "convert",
+            "dry_run": self.dry_run,
+            **self._sides(),
+            "tensors": self.tensors,
+            "parameters": plan.parameters,
+            "bytes": plan.nbytes,
+            "dtypes": plan.dtypes,
+            "parts": len(plan.parts),
+            "resumed_parts": self.resumed_parts,
+            "bytes_written": self.bytes_written,
+            "seconds": self.seconds,
+            "bytes_per_second": self.bytes_per_second,
+            "peak_rss": self.peak_rss,
+            "left_out": plan.left_out,
+            "fp8_errors": self.fp8_errors,
+            "notes": plan.notes,
+        }
+        return document | {"plan": plan_as_json(plan)} if self.dry_run else document
+
+    def lines(self) -> Iterator[str]:
+        """A table for people; of a dry run, the whole plan above it."""
+        if self.dry_run:
+            yield from plan_lines(self.plan)
+            yield ""
+        yield from table(self._rows())
+
+    def _sides(self) -> dict[str, dict]:
+        source, writer = self.plan.checkpoint, self.plan.writer
+        return {
+            "source": {
+                "path": str(source.path),
+                "format": source.format,
+                "layout": source.layout,
+            },
+            "target": {
+                "path": str(self.target),
+                "format": writer.format,
+                "layout": writer.layout(),
+            },
+        }
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        plan = self.plan
+        for name, side in self._sides().items():
+            yield name, side["path"]
+            yield name, f"{side['format']}; {describe_layout(side['layout'])}"
+        yield "tensors", f"{self.tensors:,}"
+        resumed = f", {self.resumed_parts:,} of them resumed" if self.resumed_parts else ""
+        yield "parts", f"{len(plan.parts):,}{resumed}"
+        yield "parameters", f"{plan.parameters:,}"
+        yield "size", format_bytes(plan.nbytes)
+        yield "dtypes", ", ".join(f"{k} {format_bytes(v)}" for k, v in plan.dtypes.items())
+        if not self.dry_run:
+            yield "time", f"{self.seconds:.1f} s, {format_bytes(self.bytes_per_second)}/s"
+            yield "peak memory", format_bytes(self.peak_rss)
+        for reason, number in Counter(plan.left_out.values()).items():
+            yield "left out", f"{number:,} tensors: {reason}"
+        if self.fp8_errors:
+            errors = self.fp8_errors
+            yield "FP8 errors", f"in {errors['tensors']:,} tensors, relative to each; at most"
+            yield "FP8 errors", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
+            yield "FP8 errors", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
+        for note in plan.notes:
+            yield "notes", note
+
+
+def plan_lines(plan: ConversionPlan) -> Iterator[str]:
+    """Every part of the target, and every tensor in it with the source tensors it is made of."""
+    for part in plan.parts:
+        yield f"{part.name}: {len(part.entries)} tensors, {format_bytes(part.nbytes)}"
+        for entry in part.entries:
+            at = "" if entry.offset is None else f" at {list(entry.offset)}"
+            sources = " + ".join(sorted(entry.tensor.leaves)) or "zeros"
+            shape, dtype = list(entry.tensor.shape), dtype_name(entry)
+            yield f"  {entry.key}{at} {shape} {dtype} <- {sources}"
+    for name, reason in plan.left_out.items():
+        yield f"left out: {name} ({reason})"
+
+
+def plan_as_json(plan: ConversionPlan) -> list[dict]:
+    """The same for scripts."""
+    return [
+        {
+            "name": part.name,
+            "bytes": part.nbytes,
+            "tensors": [
+                {
+                    "key": entry.key,
+                    "offset": entry.offset,
+                    "shape": entry.tensor.shape,
+                    "dtype": dtype_name(entry),
+                    "sources": sorted(entry.tensor.leaves),
+                }
+                for entry in part.entries
+            ],
+        }
+        for part in plan.parts
+    ]
+
+
+def worst_errors(records: Iterable[TensorRecord]) -> dict | None:
+    """How far FP8 is from the values it was made of.
+
+    Returns:
+        ``tensors``, how many were quantised; ``max`` and ``rms``, the largest error of any tensor
+        in either sense; ``max_in`` and ``rms_in``, which tensor that is. None if there are none.
+    """
+    errors = {record.key: record.fp8_error for record in records if record.fp8_error is not None}
+    if not errors:
+        return None
+    result: dict = {"tensors": len(errors)}
+    for metric in ("max", "rms"):
+        worst = max(errors, key=lambda key: errors[key][metric])
+        result |= {metric: errors[worst][metric], f"{metric}_in": worst}
+    return result
+
+
+def peak_rss() -> int:
+    """Bytes of memory that the process has had resident at most."""
+    try:
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Elsewhere; what it counts in, and whether it starts at the parent's value, depends.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Two columns; a first cell that repeats the one above stays empty."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    last = ""
+    for name, value in rows:
+        yield f"{'' if name == last else name:<{width}}  {value}"
+        last = name
+
+
+def describe_layout(layout: Mapping[str, object]) -> str:
+    """On one line."""
+    return ", ".join(f"{name} {value}" for name, value in layout.items()) or "one layout"
+
+
+def dtype_name(entry: Entry) -> str:
+    """Of an entry's values, e.g. ``"bfloat16"``."""
+    return str(entry.tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,239 @@
+"""The folder that a conversion writes: absent or complete whenever the conversion is interrupted.
+
+    PARENT/TARGET                          the result
+    PARENT/.TARGET.converting/checkpoint/  being written, or what an interrupted conversion left
+    PARENT/.TARGET.converting/journal      what is finished in there
+    PARENT/.TARGET.converting/lock         locked by the process that writes
+    PARENT/.TARGET.replaced/               the old target, while the new one takes its place
+
+The target gets its name in one rename, after all its bytes are on disk. An old target is moved
+away just before; a conversion killed between the two renames leaves it to the next start, which
+moves it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from checkpoint_conversion.errors import CheckpointError
+
+
+def check_places(source: Path, target: Path) -> None:
+    """Refuse a target that is, holds or lies in the source, or cannot be a folder of its own.
+
+    Raises:
+        CheckpointError: Saying what is wrong.
+    """
+    if target.is_symlink():
+        raise CheckpointError(f"the target {target} is a link; give the folder it points to")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"the target {target} is a file; a checkpoint is a folder")
+    here, there = source.resolve(), target.resolve()
+    if here == there or (source.exists() and target.exists() and source.samefile(target)):
+        raise CheckpointError(f"source and target are the same folder, {source}")
+    if here in there.parents:
+        raise CheckpointError(f"the target {target} lies inside the source {source}")
+    if there in here.parents:
+        raise CheckpointError(f"the source {source} lies inside the target {target}")
+
+
+WeightsOf = Callable[[Path], Path | None]
+
+
+class TargetFolder:
+    """One conversion's hold on its target; a context manager that locks and unlocks.
+
+    Leaving the context keeps what is unfinished, for a later ``--resume``.
+
+    Args:
+        path: The target.
+        force: Whether an empty folder or a checkpoint in its place may be replaced.
+        weights_of: The folder with the weights of a checkpoint, None for what is no checkpoint.
+
+    Attributes:
+        contents: Where the checkpoint is written; exists after :meth:`start`.
+        journal: Path of the journal.
+    """
+
+    def __init__(self, path: Path, force: bool, weights_of: WeightsOf) -> None:
+        self._existing = force, weights_of
+        self.path = path.absolute()
+        if not self.path.name:
+            raise CheckpointError(f"{path} cannot be a target")
+        self._work = self.path.parent / f".{self.path.name}.converting"
+        self._replaced = self.path.parent / f".{self.path.name}.replaced"
+        self.contents = self._work / "checkpoint"
+        self.journal = self._work / "journal"
+        self._lock_file = self._work / "lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> TargetFolder:
+        if self._work.is_symlink() or (self._work.exists() and not self._work.is_dir()):
+            raise CheckpointError(f"{self._work} is in the way; it must be a folder, or absent")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        self._recover()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._descriptor is None:
+            return
+        if not self.contents.exists():
+            self.journal.unlink(missing_ok=True)
+            # Whoever waits for this lock file sees that it is gone, and makes a new one.
+            self._lock_file.unlink()
+            with contextlib.suppress(OSError):
+                self._work.rmdir()
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def refuse_existing(self) -> None:
+        """Refuse a target that exists and may not be replaced; see :func:`refuse_existing`."""
+        refuse_existing(self.path, *self._existing)
+
+    def start(self) -> bool:
+        """Make an empty folder for the contents.
+
+        Returns:
+            Whether the leftovers of an interrupted conversion were removed.
+        """
+        found = self.contents.exists() or self.journal.exists()
+        # The journal first: contents without one are never trusted.
+        self.journal.unlink(missing_ok=True)
+        if self.contents.exists():
+            shutil.rmtree(self.contents)
+        self.contents.mkdir()
+        sync_path(self._work)
+        return found
+
+    def keep_only(self, files: set[str]) -> None:
+        """Remove what no finished part recorded, as an interrupted one may have left half a file.
+
+        Args:
+            files: Paths to keep, relative to the contents.
+        """
+        for path in sorted(self.contents.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                _remove_if_empty(path)
+            elif path.relative_to(self.contents).as_posix() not in files:
+                path.unlink()
+
+    def sync_folders_of(self, files: Iterable[str]) -> None:
+        """Wait until the names of files, relative to the contents, are on disk."""
+        folders = {folder for file in files for folder in (self.contents / file).parents}
+        for folder in folders:
+            if folder.is_relative_to(self.contents):
+                sync_path(folder)
+
+    def publish(self) -> None:
+        """Bring everything to the disk and give the target its name."""
+        sync_tree(self.contents)
+        self.refuse_existing()
+        if self.path.exists():
+            self.path.rename(self._replaced)
+        try:
+            self.contents.rename(self.path)
+        except OSError:
+            self._recover()
+            raise
+        sync_path(self.path.parent)
+
+    def remove_replaced(self) -> None:
+        """Remove the old target, after its successor is in place."""
+        if self._replaced.exists():
+            shutil.rmtree(self._replaced)
+
+    def is_published(self) -> bool:
+        """Whether an earlier conversion was interrupted after it had given the target its name."""
+        return self.journal.exists() and not self.contents.exists() and self.path.exists()
+
+    def _lock(self) -> None:
+        """Lock the lock file; make it, as often as its last owner has just removed it."""
+        while True:
+            self._work.mkdir(exist_ok=True)
+            try:
+                descriptor = os.open(self._lock_file, os.O_CREAT | os.O_RDWR, 0o600)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise CheckpointError(f"another conversion is writing {self.path}") from None
+            if _same_file(descriptor, self._lock_file):
+                self._descriptor = descriptor
+                return
+            os.close(descriptor)
+
+    def _recover(self) -> None:
+        """Undo a replacement that was interrupted between its two renames, or finish it after."""
+        if not self._replaced.exists():
+            return
+        if self.path.exists():
+            shutil.rmtree(self._replaced)
+        else:
+            self._replaced.rename(self.path)
+            sync_path(self.path.parent)
+
+
+def refuse_existing(target: Path, force: bool, weights_of: WeightsOf) -> None:
+    """Refuse a target that exists and may not be replaced.
+
+    Raises:
+        CheckpointError: Saying what would be lost.
+    """
+    if not target.exists():
+        return
+    if not force:
+        raise CheckpointError(f"the target {target} exists; --force replaces it after success")
+    entries = list(target.iterdir())
+    if not entries:
+        return
+    weights = weights_of(target)
+    if weights is None:
+        raise CheckpointError(
+            f"the target {target} exists and is no checkpoint; --force replaces only a checkpoint "
+            "or an empty folder"
+        )
+    # A training run's folder holds many checkpoints, and only one would take their place.
+    others = [entry for entry in entries if entry.is_dir() and entry != weights]
+    lost = sorted(entry.name for entry in others if weights_of(entry) is not None)
+    if lost:
+        raise CheckpointError(
+            f"the target {target} holds other checkpoints, too: {', '.join(lost[:5])}; --force "
+            "replaces only a single one"
+        )
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until every file and folder in ``folder`` is on disk."""
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync_path(Path(root, name))
+        sync_path(Path(root))
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,149 @@
+"""The model of a checkpoint, as the arguments that Megatron's checkpoints carry."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.megatron_args import COMMON_ARGS
+from checkpoint_conversion.megatron_args_reading import (
+    check_kind,
+    read_norm_epsilon,
+    read_rotary_args,
+)
+from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
+from training.presets import ModelPreset
+
+_MOST = 2**31
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
+)
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.Namespace:
+    """What a checkpoint says about its model, under Megatron's names.
+
+    Args:
+        args: The command line.
+        preset: The model's dimensions, the vocabulary as the embedding has it.
+    """
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    fields = dataclasses.asdict(preset)
+    experts = fields.pop("num_moe_experts")
+    latent_norm_epsilon = fields.pop("latent_norm_eps")
+    fields["moe_layer_freq"] = list(preset.moe_layer_freq) or 1
+    return argparse.Namespace(
+        **{
+            **COMMON_ARGS,
+            **fields,
+            "num_experts": experts,
+            "moe_router_pre_softmax": True,
+            "norm_epsilon": preset.layernorm_epsilon,
+            "latent_norm_epsilon": latent_norm_epsilon,
+            "padded_vocab_size": preset.vocab_size,
+            "untie_embeddings_and_output_weights": True,
+            "mtp_num_layers": None,
+            "attention_dropout": args.attention_dropout,
+            "hidden_dropout": args.hidden_dropout,
+            "params_dtype": dtype,
+            "bf16": args.bf16,
+            "fp16": args.fp16,
+            **{name: getattr(args, name) for name in _PARALLEL},
+        }
+    )
+
+
+def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
+    """The model that a checkpoint's arguments describe.
+
+    Raises:
+        ValueError: Listing what is missing or wrong, or that this script cannot train.
+    """
+    values = dict(vars(saved))
+    # Megatron's command line takes one for each kind of balancing.
+    match values.get("moe_aux_loss_coeff"):
+        case [coefficient]:
+            values["moe_aux_loss_coeff"] = coefficient
+    fields = Fields(values, [], "args.")
+    check_kind(fields)
+    if not fields.boolean("untie_embeddings_and_output_weights", default=False):
+        fields.wrong("untie_embeddings_and_output_weights", "true")
+    if fields.given("mtp_num_layers") and not fields.equals("mtp_num_layers", 0):
+        fields.wrong(
+            "mtp_num_layers", "0 (--exclude-mtp of the conversion leaves those layers out)"
+        )
+    epsilon = read_norm_epsilon(fields)
+    padded = "padded_vocab_size" if fields.given("padded_vocab_size") else "vocab_size"
+    sizes = {name: fields.integer(name, _MOST) for name in _REQUIRED}
+    preset = ModelPreset(
+        **sizes,
+        **vars(read_rotary_args(fields)),
+        vocab_size=fields.integer(padded, _MOST),
+        q_lora_rank=fields.integer_or_null("q_lora_rank", _MOST),
+        qk_pos_emb_head_dim=fields.integer("qk_pos_emb_head_dim", _MOST, least=0),
+        layernorm_epsilon=epsilon,
+        # Megatron's own models have the one for all norms.
+        latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
+        **_experts(fields),
+    )
+    fields.raise_problems("--use-checkpoint-args: this script cannot train the checkpoint's model:")
+    return preset
+
+
+def _experts(fields: Fields) -> dict:
+    has_experts = fields.given("num_experts")
+    scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
+    pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
+    if has_experts and scores == "softmax" and not pre_softmax:
+        fields.wrong("moe_router_pre_softmax", "true with softmax scores")
+    # Without the one, Megatron does not look at the other.
+    groups = ("moe_router_num_groups", "moe_router_group_topk")
+    limited = fields.given(groups[1])
+    scale = "moe_router_topk_scaling_factor"
+    return {
+        "num_moe_experts": _optional(fields, "num_experts"),
+        "moe_layer_freq": _layers(fields) if has_experts else (),
+        "moe_ffn_hidden_size": _optional(fields, "moe_ffn_hidden_size", required=has_experts),
+        "moe_shared_expert_intermediate_size": _optional(
+            fields, "moe_shared_expert_intermediate_size"
+        ),
+        "moe_router_topk": fields.integer("moe_router_topk", _MOST, default=2),
+        "moe_router_score_function": scores,
+        "moe_router_enable_expert_bias": fields.boolean(
+            "moe_router_enable_expert_bias", default=False
+        ),
+        scale: fields.number(scale, 1e-6, 1e6) if fields.given(scale) else None,
+        **{name: _optional(fields, name, required=limited) for name in groups if limited},
+        "moe_aux_loss_coeff": fields.number("moe_aux_loss_coeff", 0.0, 1e6, default=1e-4),
+    }
+
+
+def _optional(fields: Fields, name: str, required: bool = False) -> int | None:
+    return fields.integer(name, _MOST) if required or fields.given(name) else None
+
+
+def _layers(fields: Fields) -> tuple[int, ...]:
+    freq = fields.raw("moe_layer_freq") if fields.given("moe_layer_freq") else 1
+    layers = fields.raw("num_layers")
+    if not isinstance(layers, int):
+        return ()
+    try:
+        return moe_layers(parse_moe_layer_freq(freq), layers)
+    except ValueError as error:
+        fields.problems.append(str(error))
+        return ()

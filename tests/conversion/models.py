@@ -1,0 +1,139 @@
+"""Tiny models of transformers' own, saved by it: the outside reference for what a model computes.
+
+Their weights are wide enough that attention is far from uniform and experts differ: a permuted
+RoPE, a wrong softmax scale or a swapped gate changes the logits by percents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+ORIGINAL_CONTEXT = 32
+# Three times as long as the context that YaRN extends.
+BEYOND = 96
+VOCABULARY = 128
+_BATCH = 2
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of model.
+
+    Attributes:
+        family: ``"v2"`` or ``"v3"``.
+        q_lora: Whether the query is compressed.
+        moe: Whether all layers but the first are mixtures of experts.
+        rope: ``"rope"`` or ``"yarn"``.
+    """
+
+    family: str
+    q_lora: bool
+    moe: bool
+    rope: str
+
+    @property
+    def name(self) -> str:
+        """For test ids and tables."""
+        query = "q_lora" if self.q_lora else "no q_lora"
+        return f"{self.family} {query} {'moe' if self.moe else 'dense'} {self.rope}"
+
+
+ARCHITECTURES = [
+    Architecture(*choices)
+    for choices in itertools.product(("v2", "v3"), (True, False), (False, True), ("rope", "yarn"))
+]
+
+
+def make_model(architecture: Architecture, seed: int = 0, **changes) -> torch.nn.Module:
+    """The model in float32, for inference; ``changes`` are fields of its config."""
+    family = {"v2": "DeepseekV2", "v3": "DeepseekV3"}[architecture.family]
+    fields = {**_fields(architecture), **changes}
+    config = getattr(transformers, f"{family}Config")(**fields)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    _randomise(model, seed)
+    return model
+
+
+def save(model: torch.nn.Module, folder: Path) -> Path:
+    """Write it as transformers does, in several shards."""
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def token_batch(length: int = BEYOND, seed: int = 7) -> Tensor:
+    """Token ids [B, length]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (_BATCH, length), generator=generator)
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    """What transformers computes [B, S, vocabulary]."""
+    return model(tokens, use_cache=False).logits
+
+
+def _fields(architecture: Architecture) -> dict:
+    fields = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1 if architecture.moe else 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48 if architecture.q_lora else None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 20,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4 * ORIGINAL_CONTEXT,
+        "rope_parameters": _rope_parameters(architecture),
+    }
+    if architecture.family == "v2":
+        return fields | {"topk_method": "greedy", "routed_scaling_factor": 1.5}
+    return fields | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
+
+
+def _rope_parameters(architecture: Architecture) -> dict:
+    if architecture.rope == "rope":
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    # V2-Lite's, V3's, and one that scales the rotary table as well (mscale != mscale_all_dim).
+    unequal = architecture.family == "v2" and architecture.q_lora
+    mscale, mscale_all_dim = (0.707, 1.0) if unequal else (1.0, 1.0)
+    if architecture.family == "v2" and not architecture.q_lora:
+        mscale = mscale_all_dim = 0.707
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            values = torch.randn(tensor.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                tensor.copy_(1 + 0.3 * values)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.copy_(0.2 * values)
+            else:
+                # Twice as wide as what keeps the size of activations.
+                tensor.copy_(2 * values / tensor.shape[-1] ** 0.5)

@@ -1,0 +1,192 @@
+"""scripts/bench_conversion.py: what it measures is what it says, and a missed bound is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_conversion
+from conversion_benchmark.machine import describe, filesystem
+from conversion_benchmark.measure import CommandError, Run, folder_bytes, forget, measure
+from conversion_benchmark.report import Row, growth, markdown, table, write_report
+
+SCRIPTS = Path(bench_conversion.__file__).parent
+MB = 10**6
+ALLOCATE = "x = b'1' * {size}; import time; time.sleep(0.4)"
+ROW = Row(
+    path="hf → megatron",
+    model="a model",
+    source_bytes=5000 * MB,
+    target_bytes=5001 * MB,
+    largest_tensor=200 * MB,
+    keeps_dtypes=True,
+    cp_seconds=(10.0, 14.0),
+    tool_seconds=(19.0, 21.0),
+    peak_bytes=1100 * MB,
+    anonymous_bytes=300 * MB,
+)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "a").write_bytes(os.urandom(3 * MB))
+    return source, target, tmp_path / "log"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def measured(command: list[str], folders: tuple[Path, Path, Path]) -> Run:
+    """By a small process: one that is started begins with its parent's high-water mark."""
+    code = (
+        "import sys, pathlib; from conversion_benchmark.measure import measure\n"
+        "print(measure(sys.argv[4:], *map(pathlib.Path, sys.argv[1:4])))"
+    )
+    done = subprocess.run(
+        [*python(code), *map(str, folders), *command],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    values = dict(re.findall(r"(\w+)=([0-9.]+)", done.stdout))
+    return Run(*(float(values[field.name]) for field in dataclasses.fields(Run)))
+
+
+def test_time_and_memory_of_a_process(folders):
+    run = measured(python(ALLOCATE.format(size=300 * MB)), folders)
+    assert 300 * MB < run.peak_bytes < 350 * MB
+    assert 300 * MB < run.anonymous_bytes <= run.peak_bytes
+    assert 0.4 < run.seconds < 10
+
+
+def test_memory_of_all_processes_counts(folders):
+    child = python(ALLOCATE.format(size=200 * MB))
+    code = f"import subprocess; x = b'1' * {200 * MB}; subprocess.run({child!r})"
+    assert 400 * MB < measured(python(code), folders).peak_bytes < 460 * MB
+
+
+def test_a_short_peak_is_noticed(folders):
+    """It lasts for less than a sample takes."""
+    run = measured(python(f"x = b'1' * {300 * MB}; del x"), folders)
+    assert run.peak_bytes > 300 * MB
+
+
+def test_mapped_pages_are_told_apart(folders):
+    code = (
+        "import mmap, sys, time; f = open(sys.argv[1], 'rb')\n"
+        "m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); sum(m[::4096]); time.sleep(0.4)"
+    )
+    (folders[0] / "a").write_bytes(bytes(100 * MB))
+    run = measured([*python(code), str(folders[0] / "a")], folders)
+    assert run.peak_bytes > 100 * MB > 50 * MB > run.anonymous_bytes
+
+
+def test_the_time_ends_when_everything_is_on_disk(folders, monkeypatch):
+    synced = []
+
+    def slow(path):
+        synced.append(path)
+        time.sleep(0.5)
+
+    monkeypatch.setattr("conversion_benchmark.measure.sync", slow)
+    source, target, log = folders
+    assert 0.5 < measure(["true"], source, target, log).seconds < 0.9
+    assert synced == [source, target]
+
+
+def test_a_failure_shows_the_output(folders):
+    with pytest.raises(CommandError, match=r"(?s)ended with 3.*the reason"):
+        measure(python("print('the reason'); raise SystemExit(3)"), *folders)
+
+
+def test_forget_drops_the_page_cache(folders):
+    file = folders[0] / "a"
+    file.read_bytes()
+    if filesystem(file.parent) in ("tmpfs", "ramfs", "overlay"):
+        pytest.skip("this file system keeps its pages, or another one's")
+    assert _cached(file) >= file.stat().st_size
+    forget(folders[0])
+    assert _cached(file) == 0
+
+
+def _cached(file: Path) -> int:
+    try:
+        command = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        pytest.skip("fincore of util-linux is not there")
+    return int(done.stdout)
+
+
+def test_folder_bytes(folders):
+    (folders[0] / "inner").mkdir()
+    (folders[0] / "inner" / "b").write_bytes(b"12345")
+    assert folder_bytes(folders[0]) == 3 * MB + 5
+
+
+def test_bounds():
+    assert ROW.ratio == 0.6
+    assert ROW.memory_bound == 1100 * MB
+    assert not ROW.missed()
+    slow = dataclasses.replace(ROW, tool_seconds=(20.0, 21.0))
+    large = dataclasses.replace(ROW, peak_bytes=1100 * MB + 1)
+    assert "0.59 of cp's throughput" in slow.missed()[0]
+    assert "resident" in large.missed()[0]
+    assert not dataclasses.replace(slow, keeps_dtypes=False).missed()
+    assert not dataclasses.replace(slow, source_bytes=3900 * MB).missed()
+    assert dataclasses.replace(large, keeps_dtypes=False).missed()
+
+
+def test_report(tmp_path):
+    larger = dataclasses.replace(ROW, source_bytes=20_000 * MB, peak_bytes=1200 * MB)
+    write_report(tmp_path / "new", [larger, ROW], describe(tmp_path))
+    content = json.loads((tmp_path / "new" / "benchmark.json").read_text())
+    assert content["rows"][0]["missed"] and not content["rows"][1]["missed"]
+    assert content["rows"][1]["cp_seconds"] == [10.0, 14.0]
+    assert content["machine"]["cores"] > 0 and content["machine"]["versions"]["torch"] != "unknown"
+    text = (tmp_path / "new" / "benchmark.md").read_text()
+    assert "missed: hf → megatron at 20.00 GB: 1200 MB resident, at most 1100 MB" in text
+    assert "4.0 x the size, 1.09 x the peak memory, 1.0 x the time" in text
+    assert (tmp_path / "new" / "benchmark.png").stat().st_size > 1000
+
+
+def test_texts():
+    assert table([ROW]).splitlines()[-1] == (
+        "| hf → megatron | 5.00 GB | 5.00 GB | 12.0 s | 20.0 s | 250 MB/s | 0.60 | 1100 MB | "
+        "300 MB | 1100 MB |"
+    )
+    assert "(no bound)" in table([dataclasses.replace(ROW, keeps_dtypes=False)])
+    assert growth([ROW]) == ""
+    assert "Every bound holds." in markdown([ROW], describe(Path()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sizes", "0.1GB,huge"), "got 'huge'"),
+        (("--repeat", "0"), "expected a whole number above 0, got '0'"),
+        (("--work-folder", "nowhere"), "--work-folder nowhere is no folder"),
+        (("--sizes", "900TB"), "GB free"),
+    ],
+)
+def test_errors(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as error:
+        bench_conversion.main([str(tmp_path / "out"), *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,275 @@
+"""A conversion from plan to target, and what survives its interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_conversion import convert as module
+from checkpoint_conversion import planning
+from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.convert import convert
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.manifest import find_manifest, read_manifest
+from checkpoint_conversion.progress import Reporter
+from tests.conversion.fake_format import MemoryCheckpoint, RawWriter
+from tests.conversion.support import random_tensors, tiny_config
+
+
+class Recorder(Reporter):
+    """Remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.said: list[str] = []
+
+    def start(self, total, done):
+        self.total, self.done = total, done
+
+    def advance(self, nbytes):
+        self.done += nbytes
+
+    def say(self, text):
+        self.said.append(text)
+
+
+class Setting:
+    """One source, the writer of the next conversion, and the target."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source, self.target = folder / "source", folder / "out"
+        self.source.mkdir()
+        (self.source / "weights").write_text("not read")
+        self.config = tiny_config()
+        self.tensors = random_tensors(self.config)
+        self.before = lambda name: None
+        self.writer: RawWriter
+        self.reporter = Recorder()
+
+    def open(self, path, hf_config, follow_links) -> MemoryCheckpoint:
+        return MemoryCheckpoint(path, self.config, self.tensors)
+
+    def writer_for(self, to, config, options) -> RawWriter:
+        self.writer = RawWriter(config, options)
+        self.writer.before = self.before
+        return self.writer
+
+    def convert(self, **how):
+        self.reporter = Recorder()
+        return convert(self.source, self.target, "raw", reporter=self.reporter, **how)
+
+    def interrupt(self, after: int, error: BaseException | None = None, **how) -> None:
+        """Run until ``after`` parts are done, one at a time."""
+        error = error or OSError(errno.ENOSPC, "No space left on device")
+
+        def fail(name):
+            if len(self.writer.written) == after:
+                raise error
+
+        self.before = fail
+        with pytest.raises(type(error)) as caught:
+            self.convert(workers=1, **how)
+        assert caught.value.__notes__ == ["What is finished is kept; --resume continues after it."]
+        self.before = lambda name: None
+        assert not self.target.exists()
+        assert len(self.writer.written) == after
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch) -> Setting:
+    setting = Setting(tmp_path)
+    monkeypatch.setattr(module, "open_checkpoint", setting.open)
+    monkeypatch.setattr(module, "recognise", lambda path: (path / "weights").exists() or None)
+    monkeypatch.setattr(planning, "writer_for", setting.writer_for)
+    return setting
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+class TestWhole:
+    def test_everything_is_written_once(self, setting):
+        report = setting.convert(workers=3)
+        assert sorted(setting.writer.written) == [part.name for part in report.plan.parts]
+        assert [path.name for path in setting.target.parent.iterdir()] == ["source", "out"]
+        assert setting.reporter.done == setting.reporter.total == report.plan.nbytes
+        assert report.bytes_written == report.plan.nbytes
+        assert report.resumed_parts == 0
+        assert report.seconds > 0
+        assert report.peak_rss > 1 << 20
+
+    def test_manifest_has_a_checksum_of_every_tensor(self, setting):
+        setting.convert()
+        manifest = read_manifest(find_manifest(setting.target))
+        assert {record.key: record.checksum for record in manifest.tensors} == {
+            name: tensor_checksum(tensor) for name, tensor in setting.tensors.items()
+        }
+        assert manifest.source == {
+            "format": "memory",
+            "layout": {"kept": "in memory"},
+            "folder": "source",
+        }
+        assert str(setting.source.parent) not in find_manifest(setting.target).read_text()
+
+    def test_dry_run_writes_nothing(self, setting):
+        report = setting.convert(dry_run=True)
+        assert [path.name for path in setting.target.parent.iterdir()] == ["source"]
+        assert setting.writer.written == []
+        lines = list(report.lines())
+        for name in setting.tensors:
+            assert any(f"{name} [" in line and f"<- {name}" in line for line in lines)
+        planned = [t["key"] for part in report.as_json()["plan"] for t in part["tensors"]]
+        assert sorted(planned) == sorted(setting.tensors)
+
+    def test_error_in_the_plan_leaves_nothing_behind(self, setting, monkeypatch):
+        setting.target = setting.target / "new" / "folders"
+        planned = RawWriter.plan
+        monkeypatch.setattr(RawWriter, "plan", lambda *args: planned(*args) * 2)
+        with pytest.raises(CheckpointError, match="twice"):
+            setting.convert()
+        assert [path.name for path in setting.source.parent.iterdir()] == ["source"]
+
+
+class TestTarget:
+    def test_existing_is_refused_before_the_source_is_read(self, setting, monkeypatch):
+        setting.target.mkdir()
+        monkeypatch.setattr(module, "open_checkpoint", None)
+        with pytest.raises(CheckpointError, match="--force"):
+            setting.convert()
+
+    def test_replaced_with_force_only_after_success(self, setting):
+        setting.target.mkdir()
+        (setting.target / "weights").write_text("old")
+
+        def old_is_there(name):
+            assert (setting.target / "weights").read_text() == "old"
+
+        setting.before = old_is_there
+        setting.convert(force=True)
+        assert (setting.target / "index.json").exists()
+        assert sorted(p.name for p in setting.target.parent.iterdir()) == ["out", "source"]
+
+    def test_old_target_survives_a_failure(self, setting):
+        setting.target.mkdir()
+        (setting.target / "weights").write_text("old")
+
+        def fail(name):
+            raise OSError(errno.EIO, "broken disk")
+
+        setting.before = fail
+        with pytest.raises(OSError, match="broken"):
+            setting.convert(force=True)
+        assert contents(setting.target) == {"weights": b"old"}
+
+    def test_not_enough_space_is_said_before_anything_is_written(self, setting, monkeypatch):
+        usage = shutil._ntuple_diskusage(10**9, 10**9, 1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(OSError, match=r"needs .* kB, but the disk has only 1.0 kB") as caught:
+            setting.convert()
+        assert caught.value.errno == errno.ENOSPC
+        assert setting.writer.written == []
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize("after", [0, 1, 4])
+    def test_resumed_is_the_same_as_uninterrupted(self, setting, after):
+        setting.convert()
+        whole = contents(setting.target)
+        shutil.rmtree(setting.target)
+        setting.interrupt(after)
+        report = setting.convert(resume=True)
+        assert contents(setting.target) == whole
+        assert report.resumed_parts == after
+        assert len(setting.writer.written) == len(report.plan.parts) - after
+        assert setting.reporter.done == setting.reporter.total
+
+    def test_interrupted_by_the_user(self, setting):
+        setting.interrupt(2, KeyboardInterrupt())
+        assert setting.convert(resume=True).resumed_parts == 2
+
+    def test_twice(self, setting):
+        setting.interrupt(2)
+        setting.interrupt(1, resume=True)
+        assert setting.convert(resume=True).resumed_parts == 3
+
+    def test_without_resume_it_starts_anew(self, setting):
+        setting.interrupt(2)
+        report = setting.convert()
+        assert report.resumed_parts == 0
+        assert "removed" in setting.reporter.said[0]
+
+    def test_resume_without_anything_to_resume(self, setting):
+        assert setting.convert(resume=True).resumed_parts == 0
+        assert "nothing to resume" in setting.reporter.said[0]
+
+    @pytest.mark.parametrize("option", [{"dtype": torch.float16}, {"iteration": 3}])
+    def test_other_options_are_refused(self, setting, option):
+        setting.interrupt(2)
+        with pytest.raises(CheckpointError, match="option"):
+            setting.convert(resume=True, options=TargetOptions(**option))
+        assert setting.convert(resume=True).resumed_parts == 2
+
+    def test_changed_source_is_refused(self, setting):
+        setting.interrupt(2)
+        (setting.source / "weights").write_text("trained further")
+        with pytest.raises(CheckpointError, match="source file: weights"):
+            setting.convert(resume=True)
+
+    def test_damaged_part_is_written_again(self, setting):
+        setting.convert()
+        whole = contents(setting.target)
+        shutil.rmtree(setting.target)
+        setting.interrupt(3)
+        work = setting.target.parent / ".out.converting" / "checkpoint"
+        (work / "weights" / "part-001.bin").write_bytes(b"short")
+        (work / "weights" / "part-999.bin").write_bytes(b"half of a part")
+        setting.convert(resume=True)
+        assert contents(setting.target) == whole
+        assert "part-001 is not as it was" in setting.reporter.said[0]
+
+    def test_killed_after_the_rename_is_done(self, setting, monkeypatch):
+        """Nothing is written again, and --force is not needed."""
+        with monkeypatch.context() as patch:
+            patch.setattr(module.TargetFolder, "remove_replaced", lambda folder: 1 / 0)
+            patch.setattr(
+                module.TargetFolder, "__exit__", lambda self, *error: os.close(self._descriptor)
+            )
+            with pytest.raises(ZeroDivisionError):
+                setting.convert()
+        journal = setting.target.parent / ".out.converting" / "journal"
+        assert journal.exists()
+        report = setting.convert(resume=True)
+        assert setting.writer.written == []
+        assert report.resumed_parts == len(report.plan.parts)
+        assert report.bytes_written == 0
+        assert not journal.exists()
+
+
+def test_worker_that_fails_stops_the_others(setting):
+    both = threading.Barrier(2, timeout=10)
+
+    def fail(name):
+        both.wait()
+        if name == "part-000":
+            raise ValueError("damaged")
+
+    setting.before = fail
+    with pytest.raises(ValueError, match="damaged"):
+        setting.convert(workers=2)
+    assert len(setting.writer.written) <= 1
+
+
+def test_json_of_a_report_is_json(setting):
+    document = json.loads(json.dumps(setting.convert().as_json()))
+    assert document["tensors"] == len(setting.tensors)
+    assert document["target"]["format"] == "raw"

@@ -1,0 +1,125 @@
+"""What an interrupted conversion recorded, and when it is not believed."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import PartResult
+from checkpoint_conversion.journal import Journal, source_files
+
+FINGERPRINT = {"format": "hf", "source file": {"a": [1, 2]}, "option": {"dtype": None}}
+RESULTS = [
+    PartResult(
+        f"part-{i}",
+        {f"file-{i}": 4},
+        [{"key": f"k{i}", "offset": None, "shape": [2], "dtype": "float32", "checksum": "0"}],
+        {"anything": [i]},
+    )
+    for i in range(3)
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal.create(path, FINGERPRINT)
+    for result in RESULTS:
+        journal.add(result)
+    journal.close()
+    return path
+
+
+def resumed(path) -> list[PartResult]:
+    journal = Journal.resume(path, FINGERPRINT)
+    assert journal is not None
+    journal.close()
+    return list(journal.results.values())
+
+
+def test_results_come_back(path):
+    assert resumed(path) == RESULTS
+
+
+def test_cut_at_every_byte(path):
+    """Whatever a kill leaves of the last line, complete lines count, and writing can go on."""
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        complete = data[:length].count(b"\n")
+        journal = Journal.resume(path, FINGERPRINT)
+        if not complete:
+            assert journal is None
+            continue
+        assert list(journal.results.values()) == RESULTS[: complete - 1]
+        journal.add(RESULTS[2])
+        journal.close()
+        assert resumed(path)[-1] == RESULTS[2]
+
+
+def test_nothing_to_resume(tmp_path):
+    assert Journal.resume(tmp_path / "absent", FINGERPRINT) is None
+
+
+def test_another_conversion_is_refused_saying_what_differs(path):
+    other = {"format": "hf", "source file": {"a": [1, 3], "b": [1, 1]}, "option": {"dtype": "x"}}
+    with pytest.raises(CheckpointError, match="without --resume") as caught:
+        Journal.resume(path, other)
+    assert caught.value.problems == (
+        'option: dtype was null, is "x"',
+        "source file: a was [1, 2], is [1, 3]",
+        "source file: b was null, is [1, 1]",
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"part": {}}',
+        b'{"part": {"name": "x", "files": {"f": "4"}, "tensors": [], "storage": {}}}',
+        b'{"part": {"name": 1, "files": {}, "tensors": [], "storage": {}}}',
+    ],
+)
+def test_damaged_lines_are_refused(path, line):
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:], b""]))
+    with pytest.raises(CheckpointError, match="without --resume"):
+        Journal.resume(path, FINGERPRINT)
+
+
+def test_parts_whose_files_changed_are_dropped(path, tmp_path):
+    for i, text in enumerate(("good", "bad")):
+        (tmp_path / f"file-{i}").write_text(text)
+    journal = Journal.resume(path, FINGERPRINT)
+    assert journal.drop_damaged(tmp_path) == ["part-1", "part-2"]
+    assert list(journal.results) == ["part-0"]
+    journal.close()
+
+
+def test_each_line_is_on_disk_before_the_next_thing_happens(tmp_path, monkeypatch):
+    path = tmp_path / "journal"
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes()))
+    journal = Journal.create(path, FINGERPRINT)
+    journal.add(RESULTS[0])
+    assert [text.count(b"\n") for text in synced] == [1, 2]
+    assert json.loads(synced[-1].splitlines()[-1])["part"]["name"] == "part-0"
+    journal.close()
+
+
+def test_source_files_notice_changes(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a").write_text("a")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    before = source_files(tmp_path)
+    assert list(before) == ["inner/a"]
+    os.utime(tmp_path / "inner" / "a", ns=(0, 5))
+    assert source_files(tmp_path) == {"inner/a": [1, 5]} != before

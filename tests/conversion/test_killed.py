@@ -1,0 +1,192 @@
+"""kill -9 at every kind of step and at any moment: the source stays, the target is whole or absent.
+
+``KILL_COUNT`` sets how often each of the tests kills; the default keeps them short.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint_conversion.manifest import NAME
+from tests.conversion.processes import Done, Process, run
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+
+KILLS = int(os.environ.get("KILL_COUNT", "6"))
+# Each in several parts. One thread, so that the steps come in the same order every time.
+TARGETS = {
+    "hf": ("--max-shard-size", "4MB"),
+    "megatron": ("--max-shard-size", "4MB"),
+    "megatron-legacy": (
+        *("--tensor-model-parallel-size", "2"),
+        *("--pipeline-model-parallel-size", "3"),
+    ),
+    "absorbed": ("--max-shard-size", "4MB"),
+}
+
+
+class Conversion:
+    """One command line, which is run again and again, into one target.
+
+    Args:
+        folder: For everything that this one writes.
+        source: The source.
+        to: The target's format.
+        options: Further words.
+    """
+
+    def __init__(self, folder: Path, source: Path, to: str, *options: str) -> None:
+        self.folder, self.source, self.to = folder, source, to
+        self.target = folder / "targets" / "out"
+        self.options = (*TARGETS[to], *options)
+        self.source_before = contents(source)
+
+    def command(self, target: Path, *options: str) -> tuple:
+        return ("convert", self.source, target, "--to", self.to, *self.options, *options)
+
+    def direct(self) -> tuple[dict[str, str], Done]:
+        """What an uninterrupted conversion writes, and how it went."""
+        done = run(self.folder / "direct", *self.command(self.folder / "whole"))
+        assert done.code == 0, done.err
+        return contents(self.folder / "whole"), done
+
+    def clear(self) -> None:
+        shutil.rmtree(self.target.parent, ignore_errors=True)
+        shutil.rmtree(self.folder / "output", ignore_errors=True)
+
+    def run(self, *options: str, **how) -> Done:
+        return run(self.folder / "output", *self.command(self.target, *options), **how)
+
+    def start(self, *options: str) -> Process:
+        return Process(self.folder / "output", *self.command(self.target, *options))
+
+    def check_resumed(self, whole: dict[str, str]) -> None:
+        """``--resume`` makes the same as if nothing had happened, and leaves nothing behind."""
+        done = self.run("--resume")
+        assert done.code == 0, done.err
+        assert contents(self.target) == whole
+        assert [path.name for path in self.target.parent.iterdir()] == ["out"]
+        assert contents(self.source) == self.source_before
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A checksum of every file."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """30 MB, so that a conversion takes long enough to be hit in the middle."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
+    config = tiny_config(vocab_size=4096, **sizes)
+    folder = tmp_path_factory.mktemp("killed") / "source"
+    return write_hugging_face(folder, config, random_tensors(config))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_killed_at_chosen_steps(source, tmp_path, to):
+    """Spread over all steps, from the first folder that is made to the last file removed."""
+    conversion = Conversion(tmp_path, source, to, "--workers", "1")
+    whole, done = conversion.direct()
+    assert done.steps > 20
+    states = set()
+    for step in sorted({1 + i * (done.steps - 1) // (KILLS - 1) for i in range(KILLS)}):
+        conversion.clear()
+        killed = conversion.run(kill_at=step)
+        assert killed.code == -9, f"step {step}: {killed}"
+        states.add(conversion.target.exists())
+        assert contents(source) == conversion.source_before
+        if conversion.target.exists():
+            assert contents(conversion.target) == whole, f"step {step}"
+        conversion.check_resumed(whole)
+    # The last step comes after the target has got its name.
+    assert states == {False, True}
+
+
+def test_killed_at_random_moments(source, tmp_path, record_property):
+    """With two threads, whose order differs from run to run; killed twice before it may finish."""
+    conversion = Conversion(tmp_path, source, "hf", "--workers", "2")
+    whole, _ = conversion.direct()
+    conversion.clear()
+    start = time.monotonic()
+    assert conversion.run().code == 0
+    duration = time.monotonic() - start
+    seed = random.randrange(10**6)
+    moments = random.Random(seed)
+    finished = killed = 0
+    for _ in range(KILLS):
+        conversion.clear()
+        for options in ((), ("--resume",)):
+            process = conversion.start(*options)
+            time.sleep(moments.uniform(0, duration))
+            process.kill()
+            killed += process.wait().code == -9
+            if conversion.target.exists():
+                finished += 1
+                assert contents(conversion.target) == whole, seed
+        conversion.check_resumed(whole)
+    record_property("kills", killed)
+    assert killed > KILLS // 2, f"{killed} were killed in time, of {2 * KILLS}"
+    assert finished < 2 * KILLS
+
+
+def test_killed_while_replacing(source, tmp_path):
+    """The old target is there, or its successor, or the next start brings the old one back."""
+    conversion = Conversion(tmp_path, source, "hf", "--workers", "1", "--force")
+    whole, done = conversion.direct()
+    old_folder = tmp_path / "old"
+    shutil.copytree(tmp_path / "whole", old_folder)
+    (old_folder / "generation_config.json").write_text("{}")
+    old = contents(old_folder)
+    # The two renames, the removal of the old one, and the steps around them.
+    conversion.clear()
+    shutil.copytree(old_folder, conversion.target)
+    steps = conversion.run().steps
+    found = []
+    for step in range(steps - len(old) - 10, steps + 1):
+        conversion.clear()
+        shutil.copytree(old_folder, conversion.target)
+        assert conversion.run(kill_at=step).code == -9
+        if conversion.target.exists():
+            now = contents(conversion.target)
+            assert now in (old, whole), f"step {step}"
+            found.append("new" if now == whole else "old")
+        else:
+            found.append("moved")
+            # Any command on the target looks after it, even one that is refused.
+            assert conversion.run("--dtype", "fp32", "--resume").code == 3
+            assert contents(conversion.target) == old
+        conversion.check_resumed(whole)
+    assert found == sorted(found, key=["old", "moved", "new"].index)
+    assert found.count("moved") == 1
+
+
+def test_interrupted_by_the_user(source, tmp_path):
+    """Ctrl-C says how to go on, and a script sees it from the exit code."""
+    conversion = Conversion(tmp_path, source, "hf", "--workers", "2")
+    whole, _ = conversion.direct()
+    process = conversion.start()
+    journal = conversion.target.parent / ".out.converting" / "journal"
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 2:
+        time.sleep(0.002)
+    process.interrupt()
+    done = process.wait()
+    assert done.code == 130, done
+    assert "interrupted" in done.err and "--resume" in done.err
+    assert not conversion.target.exists()
+    conversion.check_resumed(whole)
+
+
+def test_manifest_is_among_what_is_compared(source, tmp_path):
+    whole, _ = Conversion(tmp_path, source, "hf").direct()
+    assert NAME in whole

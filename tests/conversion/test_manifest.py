@@ -1,0 +1,171 @@
+"""The manifest: written beside the weights, and not believed when it is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import PartResult
+from checkpoint_conversion.manifest import (
+    NAME,
+    TRACKER,
+    Manifest,
+    find_manifest,
+    read_manifest,
+    tensor_records,
+    weights_folder,
+    write_manifest,
+)
+
+RECORD = {
+    "key": "k",
+    "offset": [0, 4],
+    "shape": [2, 4],
+    "dtype": "torch.bfloat16",
+    "checksum": "0" * 32,
+    "fp8_error": {"max": 0.5},
+}
+RESULTS = [
+    PartResult("one", {"dir/a": 1}, [RECORD, {**RECORD, "offset": None}]),
+    PartResult("two", {"b": 1, "c": 2}, [{**RECORD, "file": "c"}]),
+]
+MANIFEST = Manifest(
+    tool_version="1",
+    source={"format": "hf"},
+    target={"format": "megatron"},
+    left_out={"x": "why"},
+    tensors=tensor_records(RESULTS),
+)
+
+
+@pytest.fixture
+def document(tmp_path) -> dict:
+    return json.loads(write_manifest(MANIFEST, tmp_path).read_text())
+
+
+def test_comes_back(tmp_path):
+    assert read_manifest(write_manifest(MANIFEST, tmp_path)) == MANIFEST
+
+
+def test_records(tmp_path):
+    records = tensor_records(RESULTS)
+    assert [record.file for record in records] == ["dir/a", "dir/a", "c"]
+    assert records[0].offset == (0, 4)
+    assert records[1].offset is None
+    assert records[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [("release\n", "release"), ("100", "iter_0000100"), ("../..", ""), ("", ""), ("٣", "")],
+)
+def test_is_where_the_weights_are(tmp_path, text, folder):
+    (tmp_path / TRACKER).write_text(text)
+    assert weights_folder(tmp_path) == tmp_path / folder
+    (tmp_path / folder).mkdir(exist_ok=True)
+    assert find_manifest(tmp_path) is None
+    assert write_manifest(MANIFEST, tmp_path) == tmp_path / folder / NAME
+    assert find_manifest(tmp_path) == tmp_path / folder / NAME
+
+
+BAD_FIELDS = {
+    "format_version": 2,
+    "algorithm": "md5",
+    "tool_version": 1,
+    "left_out": {"x": 1},
+    "tensors": {},
+    "extra": 1,
+}
+BAD_RECORD_FIELDS = {
+    "key": 1,
+    "offset": [-1],
+    "shape": [True],
+    "dtype": None,
+    "checksum": "xyz",
+    "file": "../../etc/passwd",
+    "fp8_error": {"max": "big"},
+    "extra": 1,
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_bad_fields_are_refused(tmp_path, document, name):
+    document[name] = BAD_FIELDS[name]
+    check_refused(tmp_path, json.dumps(document), name)
+
+
+@pytest.mark.parametrize("name", BAD_RECORD_FIELDS)
+def test_bad_records_are_refused(tmp_path, document, name):
+    document["tensors"][1][name] = BAD_RECORD_FIELDS[name]
+    check_refused(tmp_path, json.dumps(document), r"tensors\[1\]")
+
+
+@pytest.mark.parametrize("name", ["tensors", "algorithm", "source"])
+def test_missing_fields_are_refused(tmp_path, document, name):
+    del document[name]
+    check_refused(tmp_path, json.dumps(document), name)
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "a/../../b", "", "a\\b", "a\0b", 3])
+def test_files_outside_the_folder_are_refused(tmp_path, document, file):
+    document["tensors"][0]["file"] = file
+    check_refused(tmp_path, json.dumps(document), "file is")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "[" * 100_000, '{"format_version": 1', "\ud800"]
+)
+def test_other_files_are_refused(tmp_path, text):
+    check_refused(tmp_path, text, "")
+
+
+def test_absurd_size_is_refused_unread(tmp_path):
+    with (tmp_path / NAME).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="bytes"):
+        read_manifest(tmp_path / NAME)
+
+
+def check_refused(tmp_path, text: str, match: str) -> None:
+    (tmp_path / NAME).write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(CheckpointError, match=match):
+        read_manifest(tmp_path / NAME)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_anything_is_read_or_refused(tmp_path_factory, data):
+    """One value somewhere is replaced by any other."""
+    path = tmp_path_factory.getbasetemp() / NAME
+    write_manifest(MANIFEST, path.parent)
+    document = json.loads(path.read_text())
+    place = document
+    while True:
+        key = data.draw(
+            st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place)))
+        )
+        inner = place[key]
+        if not isinstance(inner, dict | list) or not inner or data.draw(st.booleans()):
+            break
+        place = inner
+    before = copy.deepcopy(document)
+    place[key] = data.draw(json_values)
+    path.write_text(json.dumps(document))
+    try:
+        read = read_manifest(path)
+    except CheckpointError:
+        return
+    assert len(read.tensors) == len(document["tensors"])
+    assert document.keys() == before.keys()

@@ -1,0 +1,284 @@
+"""Models as Megatron's arguments and back: nothing that decides the function may get lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.dims import MLADims, softmax_scale
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
+from checkpoint_conversion.model_config import ModelConfig
+from tests.conversion.released import DEEPSEEK_V3, RELEASED
+from tests.conversion.support import CONFIGS, tiny_config
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from training.presets import get_preset
+
+# Arguments of Megatron-LM that are no fields of its model's config.
+_COMMAND_LINE_ONLY = {
+    "swiglu",
+    "apply_layernorm_1p",
+    "squared_relu",
+    "group_query_attention",
+    "position_embedding_type",
+    "add_position_embedding",
+    "use_rotary_position_embeddings",
+    "norm_epsilon",
+    "latent_norm_epsilon",
+    "vocab_size",
+    "padded_vocab_size",
+    "max_position_embeddings",
+    "untie_embeddings_and_output_weights",
+    "num_experts",
+}
+# Of config.json, what says nothing about the model, or is compared in another way.
+_NOT_COMPARED = {
+    "architectures",
+    "model_type",
+    "attention_dropout",
+    "initializer_range",
+    "use_cache",
+    "quantization_config",
+    "rope_scaling",
+}
+_SCALES = {
+    "deepseek-v2-lite": 0.1147214,
+    "deepseek-v3": 0.1352338,
+    "kimi-k2": 0.1308608,
+    "moonlight": 0.0721688,
+}
+
+
+def _released(name: str) -> ModelConfig:
+    return ModelConfig.from_hugging_face(RELEASED[name])
+
+
+def _args(**changes) -> Namespace:
+    """Arguments of a tiny DeepSeek-V3, some of them changed, or left out where ``...``."""
+    values = {**vars(to_megatron_args(tiny_config())), **changes}
+    return Namespace(**{k: v for k, v in values.items() if v is not ...})
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_survive(name):
+    config = _released(name)
+    back = from_megatron_args(to_megatron_args(config))
+    for field in set(config.hugging_face) - _NOT_COMPARED:
+        assert back.hugging_face[field] == config.hugging_face[field], field
+    old, new = config.hugging_face["rope_scaling"], back.hugging_face["rope_scaling"]
+    assert new == (old and {**old, "rope_type": "yarn"})
+    assert dataclasses.replace(back, model_type=config.model_type) == config
+    assert to_megatron_args(back) == to_megatron_args(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_small_models_survive(name):
+    config = tiny_config(**CONFIGS[name])
+    assert from_megatron_args(vars(to_megatron_args(config))) == config
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_arguments_agree_with_the_presets(name):
+    args, preset = to_megatron_args(_released(name)), get_preset(name)
+    for field in dataclasses.fields(preset):
+        value = getattr(preset, field.name)
+        if field.name in ("latent_norm_eps", "moe_aux_loss_coeff"):
+            continue  # a note says the one, the other is for training only
+        own = getattr(args, {"num_moe_experts": "num_experts"}.get(field.name, field.name))
+        if field.name == "moe_router_topk_scaling_factor":
+            value = value or 1.0
+        assert own == (list(value) if isinstance(value, tuple) else value), field.name
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_megatron_builds_its_config_from_them(name):
+    args = vars(to_megatron_args(_released(name)))
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert set(args) - fields == _COMMAND_LINE_ONLY
+    known = {k: v for k, v in args.items() if k in fields}
+    config = MLATransformerConfig(**known, num_moe_experts=args["num_experts"])
+    scale = softmax_scale(config, MLADims.from_config(config, 1))
+    assert scale == pytest.approx(_SCALES[name], rel=1e-6)
+
+
+def test_parallel_sizes_dtype_and_padding():
+    args = to_megatron_args(
+        tiny_config(),
+        tensor_parallel=4,
+        pipeline_parallel=2,
+        dtype=torch.float16,
+        padded_vocab_size=128,
+    )
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 2)
+    assert (args.params_dtype, args.fp16, args.bf16) == (torch.float16, True, False)
+    assert (args.vocab_size, args.padded_vocab_size) == (64, 128)
+    assert from_megatron_args(args).dtype == torch.float16
+
+
+def test_torch_loads_them_when_namespaces_are_allowed():
+    args = to_megatron_args(_released("deepseek-v3"))
+    file = io.BytesIO()
+    torch.save(args, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([Namespace]):
+        assert torch.load(file, weights_only=True) == args
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "moonlight"])
+def test_transformers_loads_the_config_json(name):
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    config = tiny_config(**CONFIGS[name]) if name in CONFIGS else _released(name)
+    raw = from_megatron_args(to_megatron_args(config)).hugging_face
+    loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
+    assert loaded.num_hidden_layers == config.num_layers
+    assert loaded.first_k_dense_replace == config.moe_layers.count(False)
+    assert loaded.rope_parameters["rope_type"] == ("default" if name == "moonlight" else "yarn")
+    assert loaded.rope_parameters["rope_theta"] == config.hugging_face["rope_theta"]
+
+
+def test_a_vocabulary_that_a_tokenizer_enlarged_is_not_cut():
+    """Megatron's --vocab-size is without the tokenizer's own tokens; the rows have them."""
+    args = _args(vocab_size=60, padded_vocab_size=128, tokenizer_type="NullTokenizer")
+    assert from_megatron_args(args).vocab_size == 128
+    assert from_megatron_args(_args(vocab_size=None, padded_vocab_size=128)).vocab_size == 128
+
+
+@pytest.mark.parametrize(
+    ("freq", "first", "every"),
+    [
+        ([0, 1, 1], 1, 1),
+        ((1, 1, 1), 0, 1),
+        ("([0]*1+[1]*2)", 1, 1),
+        ("[0,0,1]", 2, 1),
+        (1, 0, 1),
+        (2, 0, 2),
+        (3, 0, 3),
+        ([0, 0, 0], 3, 1),
+    ],
+)
+def test_patterns_of_layers(freq, first, every):
+    config = from_megatron_args(_args(moe_layer_freq=freq))
+    raw = config.hugging_face
+    assert (raw["first_k_dense_replace"], raw["moe_layer_freq"]) == (first, every)
+
+
+@pytest.mark.parametrize(
+    "freq",
+    ["__import__('os')", "[0]*10**9", "([0]*9999)*9999*9999", "(" * 9000, "[0]+" * 2400 + "[0]"],
+)
+def test_hostile_patterns(freq):
+    with pytest.raises(CheckpointError, match="--moe-layer-freq must be"):
+        from_megatron_args(_args(moe_layer_freq=freq))
+
+
+_REFUSED = [
+    ({"multi_latent_attention": False}, "args.multi_latent_attention must be True, got False"),
+    ({"multi_latent_attention": ...}, "args.multi_latent_attention is missing"),
+    ({"swiglu": False}, "args.swiglu must be True"),
+    ({"normalization": "LayerNorm"}, "args.normalization must be 'RMSNorm', got 'LayerNorm'"),
+    ({"add_bias_linear": True}, "args.add_bias_linear must be False"),
+    ({"qk_layernorm": False}, "args.qk_layernorm must be True"),
+    ({"layernorm_zero_centered_gamma": True}, "args.layernorm_zero_centered_gamma must be False"),
+    ({"moe_latent_size": 8}, "args.moe_latent_size must be None, got 8"),
+    ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant must be None"),
+    ({"normalization": torch.ones(2)}, "args.normalization must be 'RMSNorm', got tensor"),
+    ({"num_layers": ...}, "args.num_layers is missing"),
+    ({"kv_lora_rank": -1}, "args.kv_lora_rank must be an integer from 1 to"),
+    ({"moe_layer_freq": [0, 1, 0, 1]}, "one entry for each of --num-layers 3, got 4"),
+    ({"moe_layer_freq": [1, 1, 0]}, "args.moe_layer_freq must be dense layers, then every N-th"),
+    ({"moe_shared_expert_intermediate_size": 17}, "must be a multiple of 16, got 17"),
+    ({"moe_router_enable_expert_bias": False}, "must be True with sigmoid scores, got False"),
+    ({"moe_router_score_function": "softmax"}, "must be False with softmax scores, got True"),
+    ({"moe_router_group_topk": 1, "moe_router_num_groups": None}, "moe_router_num_groups is miss"),
+    ({"mscale": 0.5, "mscale_all_dim": 0.0}, "args.mscale must be 1 with mscale_all_dim 0"),
+    ({"rope_type": "rope"}, "args.mscale_all_dim must be 0 with rope_type 'rope' and rotary_sc"),
+    ({"params_dtype": "bf16"}, "args.params_dtype must be torch.bfloat16 or torch.float16 or"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), _REFUSED, ids=[m[:40] for _, m in _REFUSED])
+def test_what_hugging_face_has_not_is_named(changes, message):
+    with pytest.raises(CheckpointError) as error:
+        from_megatron_args(_args(**changes))
+    assert message in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_what_a_real_run_leaves_to_megatrons_defaults():
+    """The command line has no YaRN range; release 0.18 calls the epsilon otherwise."""
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale_all_dim")
+    args = _args(**dict.fromkeys(names, ...), layernorm_epsilon=..., rope_type=None)
+    defaults = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
+    raw = from_megatron_args(args).hugging_face
+    assert {name: raw["rope_scaling"][name] for name in names} == {n: defaults[n] for n in names}
+    assert raw["rms_norm_eps"] == 1e-6
+
+
+def test_yarn_without_mscale_means_what_it_means_in_transformers():
+    """cos and sin are scaled by the factor alone, the softmax not at all."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for extra in ({}, {"mscale": 0.5}, {"mscale_all_dim": 0.0}):
+        args = to_megatron_args(tiny_config(rope_scaling={**scaling, **extra}))
+        assert (args.mscale, args.mscale_all_dim) == (1.0, 0.0)
+        back = from_megatron_args(args).hugging_face["rope_scaling"]
+        assert not (back["mscale"] and back["mscale_all_dim"])
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    raw = {**tiny_config(rope_scaling=scaling).hugging_face}
+    loaded = auto.CONFIG_MAPPING["deepseek_v3"].from_dict(raw)
+    _, concentration = utils.ROPE_INIT_FUNCTIONS["yarn"](loaded)
+    assert concentration == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_a_config_without_its_json_is_an_error():
+    bare = dataclasses.replace(tiny_config(), hugging_face={})
+    with pytest.raises(CheckpointError, match="does not say what Megatron needs to know"):
+        to_megatron_args(bare)
+
+
+_NAMES = sorted(vars(to_megatron_args(ModelConfig.from_hugging_face(DEEPSEEK_V3))))
+_VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(alphabet="01[]()*+, ", max_size=12)
+    | st.lists(st.integers(0, 2), max_size=4)
+    | st.sampled_from(
+        ["yarn", "rope", "softmax", torch.bfloat16, torch.int8, torch.ones(3), 2**200]
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    changes=st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=5),
+    dropped=st.sets(st.sampled_from(_NAMES), max_size=3),
+)
+def test_hostile_arguments_are_errors_or_models(changes, dropped):
+    args = _args(**changes, **dict.fromkeys(dropped - set(changes), ...))
+    try:
+        config = from_megatron_args(args)
+    except CheckpointError:
+        return
+    assert to_megatron_args(from_megatron_args(to_megatron_args(config))) == to_megatron_args(
+        config
+    )
+
+
+@pytest.mark.parametrize("args", [None, [], "args", 3])
+def test_other_than_arguments_is_an_error(args):
+    with pytest.raises(CheckpointError, match="args must be a namespace"):
+        from_megatron_args(args)

@@ -1,0 +1,300 @@
+"""config.json to the dimensions of a model: what is read, what is refused, what is written."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.model_config import ModelConfig
+from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
+from tests.conversion.support import V2_LITE, hugging_face_config, tiny_config
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from training.presets import get_preset
+
+_PRESET_FIELDS = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "num_experts": "num_moe_experts",
+    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
+    "router_bias": "moe_router_enable_expert_bias",
+}
+
+
+_SIZES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "n_shared_experts",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+]
+
+
+def _without(config: dict, *names: str) -> dict:
+    return {k: v for k, v in config.items() if k not in names}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_have_the_presets_dimensions(name):
+    config, preset = ModelConfig.from_hugging_face(RELEASED[name]), get_preset(name)
+    for own, theirs in _PRESET_FIELDS.items():
+        assert getattr(config, own) == getattr(preset, theirs), own
+    assert config.moe_layers == tuple(map(bool, preset.moe_layer_freq))
+    shared = config.num_shared_experts * config.moe_ffn_hidden_size
+    assert shared == preset.moe_shared_expert_intermediate_size
+
+
+def test_mtp_layers_and_tied_embeddings():
+    assert ModelConfig.from_hugging_face(DEEPSEEK_V3).mtp_layers == 1
+    assert ModelConfig.from_hugging_face(DEEPSEEK_V2_LITE).mtp_layers == 0
+    assert tiny_config(tie_word_embeddings=True).tied_embeddings
+    assert not tiny_config().tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"first_k_dense_replace": 1}, (0, 1, 1)),
+        ({"first_k_dense_replace": 0}, (1, 1, 1)),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (0, 0, 1)),
+        ({"first_k_dense_replace": 3}, (0, 0, 0)),
+        ({"n_routed_experts": None}, (0, 0, 0)),
+    ],
+)
+def test_which_layers_are_mixtures_of_experts(changes, expected):
+    config = tiny_config(**changes)
+    assert config.moe_layers == tuple(map(bool, expected))
+    experts = (config.num_experts, config.moe_ffn_hidden_size, config.num_shared_experts)
+    assert experts == ((4, 16, 2) if any(expected) else (0, 0, 0))
+    assert config.router_bias == any(expected)
+
+
+def test_a_dense_model_needs_no_experts():
+    moe = ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok")
+    config = _without(hugging_face_config(first_k_dense_replace=3), *moe)
+    assert ModelConfig.from_hugging_face(config).num_experts == 0
+
+
+def test_no_shared_experts():
+    assert tiny_config(n_shared_experts=None).num_shared_experts == 0
+
+
+def test_transformers_5_style_is_the_same_model():
+    new = _without(hugging_face_config(), "rope_scaling", "rope_theta", "torch_dtype")
+    scaling = {**hugging_face_config()["rope_scaling"], "rope_theta": 10000, "rope_type": "yarn"}
+    config = ModelConfig.from_hugging_face({**new, "rope_parameters": scaling, "dtype": "float16"})
+    assert config == tiny_config()
+    assert config.dtype == torch.float16
+    with pytest.raises(CheckpointError, match=r"rope_parameters\.rope_type must be"):
+        ModelConfig.from_hugging_face({**new, "rope_parameters": {"rope_type": "linear"}})
+
+
+def test_configs_that_transformers_writes():
+    transformers = pytest.importorskip("transformers")
+    for kind, changes in (
+        (transformers.DeepseekV3Config, {}),
+        (transformers.DeepseekV2Config, V2_LITE),
+    ):
+        old = hugging_face_config(**changes)
+        written = kind.from_dict(old).to_dict()
+        assert "rope_parameters" in written, "the other style is what this is about"
+        assert ModelConfig.from_hugging_face(written) == ModelConfig.from_hugging_face(old)
+
+
+_REFUSED = [
+    ({"model_type": "llama"}, "model_type must be 'deepseek_v2' or 'deepseek_v3' or 'kimi_k2'"),
+    ({"model_type": "deepseek_v32"}, "model_type must be"),
+    ({"architectures": ["LlamaForCausalLM"]}, "architectures must be ['DeepseekV3ForCausalLM']"),
+    ({"architectures": "DeepseekV3ForCausalLM"}, "architectures must be"),
+    ({"attention_bias": True}, "attention_bias must be False, got True"),
+    ({"attention_bias": 0}, "attention_bias must be False, got 0"),
+    ({"mlp_bias": True}, "mlp_bias must be False"),
+    ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    ({"rope_interleave": False}, "rope_interleave must be True"),
+    ({"index_topk": 2048}, "index_topk must be left out: sparse attention (DeepSeek-V3.2)"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        "quantization_config.weight_block_size must be [128, 128], got [64, 64]",
+    ),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "weight_block_size is missing; it must be [128, 128]",
+    ),
+    ({"num_key_value_heads": 2}, "num_key_value_heads must be num_attention_heads 4, got 2"),
+    ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+    ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.type must be"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is missing"),
+    ({"rope_scaling": [1]}, "rope_scaling must be an object, got [1]"),
+    ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters and rope_scaling must agree"),
+    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype must be 'bfloat16' or 'float16' or 'float32'"),
+    ({"dtype": "float32"}, "dtype must be the same as torch_dtype, 'bfloat16', got 'float32'"),
+    ({"q_lora_rank": 0}, "q_lora_rank must be null or an integer from 1 to"),
+    ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, got 7"),
+    ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most n_routed_experts 4, got 5"),
+    ({"n_group": 3}, "n_group must be a divisor of n_routed_experts 4, got 3"),
+    ({"topk_group": 3}, "topk_group must be at most n_group 2, got 3"),
+    ({"n_routed_experts": 60000, "num_hidden_layers": 100}, "in all 100 layers together"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), _REFUSED, ids=[m[:40] for _, m in _REFUSED])
+def test_what_cannot_be_converted_is_named(changes, message):
+    with pytest.raises(CheckpointError) as error:
+        tiny_config(**changes)
+    assert message in str(error.value)
+    assert len(error.value.problems) <= 2, "one mistake, not everything that follows from it"
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**40, 2**200, True, "32", 32.0, float("nan"), [32], {}])
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_hidden_layers", "v_head_dim"])
+def test_absurd_sizes(name, value):
+    with pytest.raises(CheckpointError, match=rf"{name} must be an integer from 1 to \d+, got"):
+        tiny_config(**{name: value})
+
+
+def test_integers_that_python_does_not_print():
+    with pytest.raises(CheckpointError, match="got <integer of 16610 bits>"):
+        tiny_config(hidden_size=10**5000)
+    with pytest.raises(CheckpointError, match="architectures must be"):
+        tiny_config(architectures=[10**5000])
+
+
+def test_every_problem_is_listed_once():
+    config = _without(hugging_face_config(hidden_size="x", hidden_act="gelu"), "vocab_size")
+    with pytest.raises(CheckpointError) as error:
+        ModelConfig.from_hugging_face(config)
+    assert sorted(problem.split()[0] for problem in error.value.problems) == [
+        "hidden_act",
+        "hidden_size",
+        "vocab_size",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(set(DEEPSEEK_V3) & set(KIMI_K2) & set(MOONLIGHT)))
+def test_a_missing_field_is_a_default_or_named(name):
+    config = _without(DEEPSEEK_V3, name)
+    try:
+        ModelConfig.from_hugging_face(config)
+    except CheckpointError as error:
+        assert [problem.split()[0] for problem in error.problems] == [name]
+
+
+def test_sizes_have_no_default():
+    for name in (*_SIZES, "q_lora_rank", "first_k_dense_replace"):
+        with pytest.raises(CheckpointError, match=f"{name} is missing"):
+            ModelConfig.from_hugging_face(_without(DEEPSEEK_V3, name))
+
+
+_INNER = sorted(
+    {*DEEPSEEK_V3["rope_scaling"], *DEEPSEEK_V3["quantization_config"], "rope_type", "scale_fmt"}
+)
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["yarn", "default", "fp8", "bfloat16", 1, 64, 2**200]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4) | st.sampled_from(_INNER), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    base=st.sampled_from([DEEPSEEK_V3, KIMI_K2, DEEPSEEK_V2_LITE, MOONLIGHT]),
+    changes=st.dictionaries(
+        st.sampled_from(sorted({*DEEPSEEK_V3, "rope_parameters", "dtype", "index_topk"})),
+        _VALUES,
+        max_size=6,
+    ),
+    dropped=st.sets(st.sampled_from(sorted(DEEPSEEK_V3)), max_size=4),
+)
+def test_hostile_configs_are_errors_or_models(base, changes, dropped):
+    try:
+        config = ModelConfig.from_hugging_face(_without({**base, **changes}, *dropped))
+    except CheckpointError:
+        return
+    assert len(config.moe_layers) == config.num_layers
+    assert config.num_layers * config.num_experts <= 2**18
+    assert config.dtype is None or config.dtype.is_floating_point
+
+
+@given(_VALUES)
+def test_other_than_an_object_is_an_error(value):
+    with pytest.raises(CheckpointError):
+        ModelConfig.from_hugging_face(value)
+
+
+def test_config_json_is_kept_as_it_was():
+    raw = {**DEEPSEEK_V3, "something_else": [1]}
+    before = copy.deepcopy(raw)
+    config = ModelConfig.from_hugging_face(raw)
+    assert config.hugging_face == before
+    config.without_quantisation().with_quantisation("ue8m0").with_dtype(torch.float16)
+    config.with_mtp_layers(0)
+    assert raw == config.hugging_face == before
+
+
+def test_quantisation():
+    config = ModelConfig.from_hugging_face(DEEPSEEK_V3)
+    assert (config.fp8_block, config.fp8_scales) == ((128, 128), "float")
+    plain = config.without_quantisation()
+    assert (plain.fp8_block, plain.fp8_scales) == (None, None)
+    assert plain.hugging_face == _without(DEEPSEEK_V3, "quantization_config")
+    assert plain.with_quantisation("float").hugging_face == DEEPSEEK_V3
+    ue8m0 = plain.with_quantisation("ue8m0")
+    assert ue8m0.hugging_face["quantization_config"]["scale_fmt"] == "ue8m0"
+    assert ModelConfig.from_hugging_face(ue8m0.hugging_face).fp8_scales == "ue8m0"
+
+
+def test_dtype_is_written_under_the_name_it_had():
+    old = tiny_config().with_dtype(torch.float32)
+    assert old.hugging_face["torch_dtype"] == "float32"
+    assert "dtype" not in old.hugging_face
+    raw = {**_without(hugging_face_config(), "torch_dtype"), "dtype": "bfloat16"}
+    new = ModelConfig.from_hugging_face(raw).with_dtype(torch.float16)
+    assert new.hugging_face["dtype"] == "float16"
+    assert "torch_dtype" not in new.hugging_face
+    silent = ModelConfig.from_hugging_face(_without(hugging_face_config(), "torch_dtype"))
+    assert silent.dtype is None
+    assert silent.with_dtype(torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_mtp_layers_are_written():
+    config = tiny_config(num_nextn_predict_layers=1)
+    assert config.with_mtp_layers(1).hugging_face == config.hugging_face
+    without = config.with_mtp_layers(0)
+    assert without.mtp_layers == 0
+    assert without.hugging_face["num_nextn_predict_layers"] == 0
+    silent = ModelConfig.from_hugging_face(DEEPSEEK_V2_LITE)
+    assert silent.with_mtp_layers(0).hugging_face == DEEPSEEK_V2_LITE

@@ -1,0 +1,166 @@
+"""What is decided before a byte is written, above all that nothing gets lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from checkpoint_conversion import planning
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.planning import plan_conversion
+from tests.conversion.fake_format import MemoryCheckpoint, RawWriter
+from tests.conversion.support import CONFIGS, lazy, load_all, random_tensors, tiny_config
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> MemoryCheckpoint:
+    config = tiny_config(**CONFIGS["mtp"])
+    return MemoryCheckpoint(tmp_path, config, random_tensors(config))
+
+
+@pytest.fixture(autouse=True)
+def writer_class(monkeypatch):
+    """The writer of every plan; a test may change its methods."""
+
+    class Writer(RawWriter):
+        pass
+
+    monkeypatch.setattr(planning, "writer_for", lambda to, config, options: Writer(config, options))
+    return Writer
+
+
+def plan(checkpoint, exclude_mtp=False, **options):
+    return plan_conversion(checkpoint, "raw", TargetOptions(**options), exclude_mtp)
+
+
+class TestNothingGetsLost:
+    def test_everything_is_planned(self, checkpoint):
+        keys = [entry.key for entry in plan(checkpoint).entries]
+        assert sorted(keys) == sorted(checkpoint.stored)
+
+    def test_a_tensor_that_the_reader_forgets(self, checkpoint):
+        forgotten = "model.layers.1.mlp.experts.2.up_proj.weight"
+        kept = {name: t for name, t in checkpoint.stored.items() if name != forgotten}
+        checkpoint.hugging_face_tensors = lambda dtype: kept
+        with pytest.raises(CheckpointError, match="get lost") as caught:
+            plan(checkpoint)
+        assert caught.value.problems == (forgotten,)
+
+    def test_tensors_that_the_writer_forgets(self, checkpoint, writer_class):
+        writer_class.plan = lambda self, tensors, nbytes: RawWriter.plan(self, tensors, nbytes)[1:]
+        with pytest.raises(CheckpointError, match="not get into the target") as caught:
+            plan(checkpoint)
+        assert len(caught.value.problems) == 3
+
+    def test_the_same_part_twice(self, checkpoint, writer_class):
+        def twice(self, tensors, nbytes):
+            parts = RawWriter.plan(self, tensors, nbytes)
+            return [*parts, parts[0]]
+
+        writer_class.plan = twice
+        with pytest.raises(CheckpointError, match="twice"):
+            plan(checkpoint)
+
+    def test_the_same_tensor_twice(self, checkpoint, writer_class):
+        def twice(self, tensors, nbytes):
+            first, *rest = RawWriter.plan(self, tensors, nbytes)
+            doubled = first.entries + first.entries[:1]
+            return [dataclasses.replace(first, entries=doubled), *rest]
+
+        writer_class.plan = twice
+        with pytest.raises(CheckpointError, match="twice"):
+            plan(checkpoint)
+
+
+class TestMtp:
+    def test_left_out_when_asked_and_listed(self, checkpoint):
+        planned = plan(checkpoint, exclude_mtp=True)
+        last = f"model.layers.{checkpoint.config.num_layers}."
+        mtp = {name for name in checkpoint.stored if name.startswith(last)}
+        assert mtp
+        assert planned.left_out == dict.fromkeys(mtp, "--exclude-mtp")
+        assert {entry.key for entry in planned.entries} == checkpoint.stored.keys() - mtp
+        assert planned.writer.config.mtp_layers == 0
+        assert planned.writer.config.hugging_face["num_nextn_predict_layers"] == 0
+        assert "MTP" in planned.notes[-1]
+
+    def test_kept_otherwise(self, checkpoint):
+        assert plan(checkpoint).left_out == {}
+        assert plan(checkpoint).writer.config.mtp_layers == 1
+
+    def test_asked_without_there_being_any(self, tmp_path):
+        config = tiny_config()
+        planned = plan(MemoryCheckpoint(tmp_path, config, random_tensors(config)), True)
+        assert planned.left_out == {}
+        assert "no MTP layers" in planned.notes[-1]
+
+    def test_what_the_model_shares_with_them_stays(self, checkpoint):
+        """A reader may make both of one stored tensor."""
+        copy = f"model.layers.{checkpoint.config.num_layers}.embed_tokens.weight"
+        tensors = dict(checkpoint.stored)
+        tensors[copy] = tensors["model.embed_tokens.weight"]
+        del checkpoint.stored[copy]
+        checkpoint.hugging_face_tensors = lambda dtype: tensors
+        assert "model.embed_tokens.weight" not in plan(checkpoint, exclude_mtp=True).left_out
+
+
+class TestDtype:
+    def test_all_weights_but_the_correction_bias(self, tmp_path):
+        config = tiny_config()
+        tensors = random_tensors(config)
+        planned = plan(MemoryCheckpoint(tmp_path, config, tensors), dtype=torch.float16)
+        for entry in planned.entries:
+            bias = entry.key.endswith("e_score_correction_bias")
+            assert entry.tensor.dtype == (torch.float32 if bias else torch.float16)
+        values = load_all({entry.key: entry.tensor for entry in planned.entries})
+        name = "model.layers.1.mlp.gate.e_score_correction_bias"
+        assert torch.equal(values[name], tensors[name])
+        assert planned.writer.config.hugging_face["torch_dtype"] == "float16"
+
+    def test_kept_otherwise(self, checkpoint):
+        assert {e.key: e.tensor.dtype for e in plan(checkpoint).entries} == {
+            name: tensor.dtype for name, tensor in checkpoint.stored.items()
+        }
+
+
+class TestNumbers:
+    def test_left_alone_is_listed(self, checkpoint):
+        checkpoint.left_alone = {"optimizer.state": 100}
+        assert plan(checkpoint).left_out == {"optimizer.state": "no weight of the model"}
+
+    def test_parameters_count_shared_tensors_once(self, checkpoint, tmp_path):
+        copies = ("embed_tokens.weight", "shared_head.head.weight")
+        last = f"model.layers.{checkpoint.config.num_layers}."
+        expected = sum(
+            tensor.nbytes // tensor.dtype.itemsize
+            for name, tensor in checkpoint.stored.items()
+            if name not in {last + copy for copy in copies}
+        )
+        assert plan(checkpoint).parameters == expected
+
+    def test_bytes_by_dtype(self, checkpoint):
+        planned = plan(checkpoint)
+        assert set(planned.dtypes) == {"bfloat16", "float32"}
+        assert planned.nbytes == sum(tensor.nbytes for tensor in checkpoint.stored.values())
+
+    def test_memory_follows_the_largest_tensor_and_fits_every_part(self, tmp_path, writer_class):
+        config = tiny_config()
+        tensors = random_tensors(config)
+        checkpoint = MemoryCheckpoint(tmp_path, config, tensors)
+        small = plan(checkpoint).memory
+        big = lazy("model.norm.weight", torch.empty(1 << 30, dtype=torch.uint8, device="meta"))
+        checkpoint.stored["model.norm.weight"] = big
+        asked = []
+
+        def record(self, tensors, part_bytes):
+            asked.append(part_bytes)
+            return RawWriter.plan(self, tensors, part_bytes)
+
+        writer_class.plan = record
+        planned = plan(checkpoint)
+        assert planned.memory - small == pytest.approx(2 << 30, rel=1e-3)
+        assert asked == [1 << 29]
+        assert planned.memory >= max(part.peak for part in planned.parts)
