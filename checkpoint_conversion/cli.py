@@ -75,11 +75,26 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from checkpoint_conversion.progress import reporter_for
     from checkpoint_conversion.verify import verify
 
-    report = verify(args.a, args.b)
+    # What is not given has its default there.
+    optional = {name: getattr(args, name) for name in ("logits_tolerance", "max_tokens")}
+    report = verify(
+        args.a,
+        args.b,
+        hf_config=args.hf_config,
+        follow_links=args.follow_links,
+        exclude_mtp=args.exclude_mtp,
+        tolerance=args.tolerance,
+        logits=args.logits,
+        text=args.text,
+        workers=args.workers,
+        reporter=reporter_for(),
+        **{name: value for name, value in optional.items() if value is not None},
+    )
     _print(args, report.as_json, report.lines)
-    return DONE if report.equal else DIFFERENT
+    return DONE if report.accepted else DIFFERENT
 
 
 _COMMANDS = {"convert": _convert, "inspect": _inspect, "verify": _verify}
@@ -109,9 +124,10 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        places = [str(place) for place in (error.filename, error.filename2) if place]
-        return ": ".join([error.strerror, " -> ".join(places)]) if places else error.strerror
+    if isinstance(error, OSError):
+        places = [str(place) for place in (error.filename, error.filename2) if place is not None]
+        reason = error.strerror or str(error)
+        return ": ".join([reason, *places])
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, CheckpointError):

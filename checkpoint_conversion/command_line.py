@@ -9,11 +9,16 @@ from typing import Any
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.formats import FORMATS
-from checkpoint_conversion.target_flags import add_target_flags, positive, unfit_flags
+from checkpoint_conversion.target_flags import (
+    add_target_flags,
+    not_negative,
+    positive,
+    unfit_flags,
+)
 
 _EXIT_CODES = """
 exit codes:
-  0    done; verify: no difference
+  0    done; verify: no difference beyond the tolerances
   1    verify: the checkpoints differ
   2    wrong command line
   3    the checkpoint or the request was refused; inspect: the tensors do not fit the model
@@ -51,13 +56,9 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
     parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST")
     add_target_flags(parser)
-    parser.add_argument(
-        "--exclude-mtp", action="store_true", help="leave out multi-token-prediction layers"
-    )
+    _add_exclude_mtp(parser)
     _add_reading(parser)
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", help="threads (default: one per core, up to 4)"
-    )
+    _add_workers(parser)
     parser.add_argument(
         "--force",
         action="store_true",
@@ -86,6 +87,31 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument("a", metavar="A", type=Path, help="folder of a checkpoint")
     parser.add_argument("b", metavar="B", type=Path, nargs="?", help="folder of another one")
+    parser.add_argument(
+        "--tolerance",
+        type=not_negative,
+        default=0.0,
+        metavar="X",
+        help="largest relative error of a tensor that is accepted (default 0: bit for bit)",
+    )
+    parser.add_argument(
+        "--logits",
+        action=argparse.BooleanOptionalAction,
+        help="compare what the models predict; default: if both can be evaluated here",
+    )
+    parser.add_argument(
+        "--logits-tolerance",
+        type=not_negative,
+        metavar="X",
+        help="largest relative error of the logits that is accepted (default 1e-4)",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text for the logits")
+    parser.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)"
+    )
+    _add_exclude_mtp(parser)
+    _add_reading(parser)
+    _add_workers(parser)
     _add_json(parser)
 
 
@@ -110,6 +136,18 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--follow-links",
         action="store_true",
         help="read through links that lead out of the folder, as in a download cache",
+    )
+
+
+def _add_exclude_mtp(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--exclude-mtp", action="store_true", help="leave out multi-token-prediction layers"
+    )
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="threads (default: one per core, up to 4)"
     )
 
 

@@ -13,16 +13,18 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.formats import open_checkpoint, recognise
-from checkpoint_conversion.formats.base import Part, TargetOptions
-from checkpoint_conversion.journal import Journal, source_files
+from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
+from checkpoint_conversion.journal import Journal, files_are_there, source_files
 from checkpoint_conversion.lazy_tensor import ReadSession
 from checkpoint_conversion.manifest import (
     Manifest,
+    find_manifest,
+    read_manifest,
     tensor_records,
     weights_folder,
     write_manifest,
 )
-from checkpoint_conversion.part_runner import MemoryBudget, run_parts
+from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
 from checkpoint_conversion.planning import ConversionPlan, plan_conversion
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, peak_rss, worst_errors
@@ -86,13 +88,16 @@ def convert(
         return ConversionReport(plan=plan, target=target, dry_run=True)
     fingerprint = _fingerprint(plan, options, hf_config)
     with TargetFolder(target, force, _weights_of) as folder:
-        conversion = _Conversion(plan, folder, reporter)
-        conversion.run(fingerprint, resume, workers or min(_MOST_WORKERS, os.cpu_count() or 1))
+        conversion = _Conversion(plan, folder, fingerprint, reporter)
+        manifest = conversion.finished() if resume else None
+        if manifest is None:
+            workers = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
+            manifest = conversion.run(resume, workers)
     return ConversionReport(
         plan=plan,
         target=target,
         resumed_parts=conversion.resumed_parts,
-        fp8_errors=conversion.fp8_errors,
+        fp8_errors=manifest.fp8_errors,
         seconds=time.monotonic() - started,
         bytes_written=conversion.bytes_written,
         peak_rss=peak_rss(),
@@ -102,43 +107,60 @@ def convert(
 class _Conversion:
     """One conversion, from an empty or unfinished folder to the target."""
 
-    def __init__(self, plan: ConversionPlan, folder: TargetFolder, reporter: Reporter) -> None:
+    def __init__(
+        self, plan: ConversionPlan, folder: TargetFolder, fingerprint: dict, reporter: Reporter
+    ) -> None:
         self._plan, self._folder, self._reporter = plan, folder, reporter
+        self._fingerprint = fingerprint
         self._budget = MemoryBudget(plan.memory)
         self.resumed_parts = self.bytes_written = 0
-        self.fp8_errors: dict | None = None
 
-    def run(self, fingerprint: dict, resume: bool, workers: int) -> None:
+    def finished(self) -> Manifest | None:
+        """The manifest of the target if the same conversion has made it already."""
+        path = find_manifest(self._folder.path)
+        if path is None:
+            return None
+        manifest = read_manifest(path)
+        same = manifest.conversion == _checksum(self._fingerprint)
+        if not same or not files_are_there(self._folder.path, manifest.files):
+            return None
+        self._reporter.say("this conversion is complete already")
+        self.resumed_parts = len(self._plan.parts)
+        return manifest
+
+    def run(self, resume: bool, workers: int) -> Manifest:
         """Do all of it."""
-        journal = self._open_journal(fingerprint, resume)
+        journal = self._open_journal(resume)
         self.resumed_parts = len(journal.results)
         try:
-            if not self._folder.is_published():
-                self._write_parts(journal, workers)
-                self._finish(journal)
-                self._folder.publish()
+            self._write_parts(journal, workers)
+            manifest = self._finish([journal.results[part.name] for part in self._plan.parts])
+            self._folder.publish()
             self._folder.remove_replaced()
-            self.fp8_errors = worst_errors(tensor_records(journal.results.values()))
         except (Exception, KeyboardInterrupt) as error:
-            if self._folder.contents.exists():
-                error.add_note("What is finished is kept; --resume continues after it.")
+            if not journal.results:
+                self._folder.discard()
+            elif self._folder.contents.exists():
+                error.add_note(
+                    f"{len(journal.results)} of {len(self._plan.parts)} parts are finished and "
+                    "kept; --resume continues after them."
+                )
             raise
         finally:
             journal.close()
             self._reporter.finish()
+        return manifest
 
-    def _open_journal(self, fingerprint: dict, resume: bool) -> Journal:
+    def _open_journal(self, resume: bool) -> Journal:
         folder = self._folder
-        journal = Journal.resume(folder.journal, fingerprint) if resume else None
-        if journal is not None and folder.is_published():
-            return journal
         folder.refuse_existing()
+        journal = Journal.resume(folder.journal, self._fingerprint) if resume else None
         if journal is None or not folder.contents.exists():
             if folder.start():
                 self._reporter.say("removed what an interrupted conversion had left")
             elif resume:
                 self._reporter.say("there is nothing to resume; starting anew")
-            return Journal.create(folder.journal, fingerprint)
+            return Journal.create(folder.journal, self._fingerprint)
         for name in journal.drop_damaged(folder.contents):
             self._reporter.say(f"{name} is not as it was recorded, and is written again")
         folder.keep_only({file for part in journal.results.values() for file in part.files})
@@ -155,7 +177,7 @@ class _Conversion:
             self._reporter.advance(nbytes)
 
         def write(part: Part) -> None:
-            with ReadSession() as session:
+            with ReadSession() as session, file_errors(part.name):
                 result = self._plan.writer.write_part(
                     self._folder.contents, part, session, progress
                 )
@@ -176,13 +198,12 @@ class _Conversion:
                 str(self._folder.path.parent),
             )
 
-    def _finish(self, journal: Journal) -> None:
-        """Everything beside the parts, the manifest last."""
-        plan, contents = self._plan, self._folder.contents
-        results = [journal.results[part.name] for part in plan.parts]
-        plan.writer.finish(contents, results, plan.checkpoint.auxiliary)
+    def _finish(self, results: list[PartResult]) -> Manifest:
+        """Write everything beside the parts, the manifest last."""
+        source, writer, contents = self._plan.checkpoint, self._plan.writer, self._folder.contents
+        with file_errors(str(self._folder.path)):
+            writer.finish(contents, results, source.auxiliary)
         records = tensor_records(results)
-        source = plan.checkpoint
         manifest = Manifest(
             tool_version=__version__,
             source={
@@ -191,15 +212,18 @@ class _Conversion:
                 "folder": source.path.resolve().name,
             },
             target={
-                "format": plan.writer.format,
-                "layout": plan.writer.layout(),
-                "options": _as_json(plan.writer.options),
+                "format": writer.format,
+                "layout": writer.layout(),
+                "options": _as_json(writer.options),
             },
-            left_out=plan.left_out,
+            left_out=self._plan.left_out,
+            files={name: size for result in results for name, size in result.files.items()},
             tensors=records,
+            conversion=_checksum(self._fingerprint),
             fp8_errors=worst_errors(records),
         )
         write_manifest(manifest, contents)
+        return manifest
 
 
 def _fingerprint(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:
@@ -213,7 +237,7 @@ def _fingerprint(plan: ConversionPlan, options: TargetOptions, hf_config: Path |
         "--hf-config": hashlib.sha256(given).hexdigest(),
         "format": plan.writer.format,
         "option": _as_json(options),
-        "part": {part.name: _digest(part) for part in plan.parts},
+        "part": {part.name: _checksum(_entries(part)) for part in plan.parts},
     }
 
 
@@ -224,12 +248,15 @@ def _as_json(options: TargetOptions) -> dict:
     }
 
 
-def _digest(part: Part) -> str:
-    entries = [
+def _entries(part: Part) -> list:
+    return [
         (entry.key, entry.offset, entry.tensor.shape, str(entry.tensor.dtype))
         for entry in part.entries
     ]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+def _checksum(document: dict | list) -> str:
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 
 def _weights_of(folder: Path) -> Path | None:

@@ -29,8 +29,8 @@ SCALE_SUFFIX = "_scale_inv"
 LARGEST = 448.0  # of e4m3
 # The linear layers of attention and MLPs. Not eh_proj, router, embedding, output layer or norms.
 _QUANTISED = re.compile(r".+\.(?:self_attn|mlp)\..+_proj(?:_with_mqa)?\.weight")
-# Bytes per value of one slab of 128 rows while it is converted: int16 or FP8, and float32 twice.
-_SLAB_BYTES = 10
+# Bytes per value of one slab of 128 rows while it is converted: up to four times float32.
+_SLAB_BYTES = 16
 
 
 def is_quantised(name: str) -> bool:
@@ -80,16 +80,15 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, name: str)
     scales = scale_inv.float()
     if not scales.isfinite().all():
         raise CheckpointError(f"{name}{SCALE_SUFFIX} holds scales that are not finite numbers")
+    may_overflow = scales.abs().max() * LARGEST > torch.finfo(dtype).max
     result = torch.empty(weight.shape, dtype=dtype)
     for rows, slab in _slabs(weight):
         values = _to_float(slab, name)
         values *= _per_column(scales[rows.start // BLOCK], weight.shape[1])
         result[rows] = values
-        # The others have float32's range.
-        if dtype == torch.float16 and result[rows].isinf().any():
+        if may_overflow and not result[rows].isfinite().all():
             raise CheckpointError(
-                f"{name} has values up to {values.abs().max():g}, which float16 cannot hold; "
-                "choose bfloat16 or float32"
+                f"{name} has values up to {values.abs().max():g}, which {dtype} cannot hold"
             )
     return result
 
@@ -140,9 +139,10 @@ def quantise(
         weight[rows] = values / per_column
         largest = max(largest, largest_of_blocks.max().item())
         squares += values.square().sum(dtype=torch.float64).item()
-        values -= _to_float(weight[rows], name) * per_column
-        worst = max(worst, values.abs().max().item())
-        squared_errors += values.square().sum(dtype=torch.float64).item()
+        # Not in place: values may be the tensor itself.
+        difference = _to_float(weight[rows], name) * per_column - values
+        worst = max(worst, difference.abs().max().item())
+        squared_errors += difference.square().sum(dtype=torch.float64).item()
     rms = math.sqrt(squared_errors / squares) if squares else 0.0
     return weight, scales, QuantisationError(worst / largest if largest else 0.0, rms)
 

@@ -13,6 +13,7 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest, read_manifest, weights_folder
 from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model_config import ModelConfig
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.report import describe_layout, table
@@ -144,7 +145,7 @@ def inspect_checkpoint(
         left_alone=DtypeCount(tensors=len(left), bytes=sum(left.values())),
         auxiliary=sorted(checkpoint.auxiliary),
         manifest=manifest,
-        notes=list(checkpoint.notes),
+        notes=[*checkpoint.notes, *megatron_notes(checkpoint.config)],
         problems=problems,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,9 @@ class Journal:
         Returns:
             Their names.
         """
-        damaged = [name for name, part in self.results.items() if not _is_there(part, folder)]
+        damaged = [
+            name for name, part in self.results.items() if not files_are_there(folder, part.files)
+        ]
         for name in damaged:
             del self.results[name]
         return damaged
@@ -111,6 +113,12 @@ def source_files(path: Path) -> dict[str, list[int]]:
                 relative = file.relative_to(path).as_posix()
                 result[relative] = [status.st_size, status.st_mtime_ns]
     return result
+
+
+def files_are_there(folder: Path, sizes: Mapping[str, int]) -> bool:
+    """Whether files of these sizes are in a folder."""
+    files = ((folder / name, size) for name, size in sizes.items())
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
@@ -151,8 +159,3 @@ def _part_result(document: dict) -> PartResult:
     ):
         raise CheckpointError(f"the journal holds a line that is no part; {_RESTART}")
     return PartResult(**fields)
-
-
-def _is_there(part: PartResult, folder: Path) -> bool:
-    files = ((folder / name, size) for name, size in part.files.items())
-    return all(file.is_file() and file.stat().st_size == size for file, size in files)

@@ -170,8 +170,28 @@ def concat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
             target.copy_(part.load(session))
         return result
 
+    def part(along: int, start: int, length: int) -> LazyTensor:
+        if along == dim:
+            return concat(_overlapping(tensors, dim, start, length), dim)
+        return concat([t.narrow(along, start, length) for t in tensors], dim)
+
     leaves = frozenset().union(*(t.leaves for t in tensors))
-    return LazyTensor(shape, first.dtype, load, leaves, nbytes + sum(t.peak for t in tensors))
+    peak = nbytes + sum(t.peak for t in tensors)
+    return LazyTensor(shape, first.dtype, load, leaves, peak, part)
+
+
+def _overlapping(
+    tensors: Sequence[LazyTensor], dim: int, start: int, length: int
+) -> list[LazyTensor]:
+    """What tensors, one after the other, have of ``length`` entries from ``start``."""
+    found, position = [], 0
+    for tensor in tensors:
+        size = tensor.shape[dim]
+        first, end = max(start - position, 0), min(start + length - position, size)
+        if first < end:
+            found.append(tensor.narrow(dim, first, end - first))
+        position += size
+    return found or [tensors[0].narrow(dim, 0, 0)]
 
 
 def _rejoined(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor | None:

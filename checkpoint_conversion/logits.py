@@ -8,8 +8,10 @@ whatever a checkpoint holds.
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,8 +25,6 @@ from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model_config import ModelConfig
 
-# Of the norms inside the attention, in Hugging Face's models, whatever rms_norm_eps is.
-_LATENT_NORM_EPS = 1e-6
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
 # What transformers must not see of config.json: code of the checkpoint's, and FP8, which is
@@ -61,6 +61,13 @@ def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
         model = megatron_model(config, ATTENTION[checkpoint.format])
         load_megatron_model(model, config, tensors)
         return megatron_logits(model, tokens)[..., : config.vocab_size]
+
+
+def library(checkpoint: Checkpoint) -> str:
+    """What :func:`checkpoint_logits` evaluates a checkpoint by."""
+    if checkpoint.format == "hf":
+        return f"transformers {version('transformers')}"
+    return f"megatron-core {version('megatron-core')}, {ATTENTION[checkpoint.format]} MLA"
 
 
 def without_mtp(
@@ -116,24 +123,26 @@ def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int 
     """
     from megatron.core.models.gpt import GPTModel
 
-    megatron_config, max_positions = _megatron_config(config, attention, tensor_parallel)
+    args = to_megatron_args(config, tensor_parallel=tensor_parallel, dtype=torch.float32)
+    # Megatron asks for a norm in front of a query that is projected directly, too; Hugging Face's
+    # models have none there.
+    without_norms = attention == "standard" and config.q_lora_rank is None
+    megatron_config = _megatron_config(args, qk_layernorm=not without_norms)
     model = GPTModel(
         megatron_config,
-        transformer_layer_spec=_block_spec(megatron_config, attention),
+        transformer_layer_spec=_block_spec(megatron_config, attention, args.latent_norm_epsilon),
         vocab_size=config.vocab_size,
-        max_sequence_length=max_positions,
+        max_sequence_length=args.max_position_embeddings,
         # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
         position_embedding_type="rope",
         share_embeddings_and_output_weights=config.tied_embeddings,
     )
-    if attention == "standard" and config.q_lora_rank is None:
+    if without_norms:
         _add_kv_norms(model, megatron_config)
     return model.eval()
 
 
-def load_megatron_model(
-    model: Any, config: ModelConfig, tensors: Mapping[str, LazyTensor]
-) -> None:
+def load_megatron_model(model: Any, config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> None:
     """Set the weights of a model without parallelism; its own norms and K/V layout are separate.
 
     Args:
@@ -176,33 +185,27 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _megatron_config(config: ModelConfig, attention: str, tensor_parallel: int) -> tuple[Any, int]:
+def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
     """Megatron's config, made of the arguments that our Megatron checkpoints carry."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    args = vars(
-        to_megatron_args(config, tensor_parallel=tensor_parallel, dtype=torch.float32)
-    ).copy()
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    # Megatron asks for a norm in front of a query that is projected directly, too; Hugging Face's
-    # models have none there.
-    standard_query_norm = attention == "standard" and config.q_lora_rank is None
-    options = {name: value for name, value in args.items() if name in fields} | {
+    options = {name: value for name, value in vars(args).items() if name in fields} | {
+        # Where the argument has another name, or means nothing without a second one.
         "num_query_groups": None,
-        "num_moe_experts": args["num_experts"],
+        "num_moe_experts": args.num_experts,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
-        "qk_layernorm": not standard_query_norm,
+        "qk_layernorm": qk_layernorm,
         "moe_token_dispatcher_type": "allgather",
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "perform_initialization": False,
-        **_FUSED_PARTS_OFF,
     }
-    return MLATransformerConfig(**options), args["max_position_embeddings"]
+    return MLATransformerConfig(**options, **_FUSED_PARTS_OFF)
 
 
-def _block_spec(megatron_config: Any, attention: str) -> Any:
+def _block_spec(megatron_config: Any, attention: str, latent_norm_eps: float) -> Any:
     if attention == "standard":
         from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
 
@@ -210,7 +213,7 @@ def _block_spec(megatron_config: Any, attention: str) -> Any:
     from absorbed_mla import AbsorbedMLAOptions
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
-    options = AbsorbedMLAOptions(latent_norm_eps=_LATENT_NORM_EPS)
+    options = AbsorbedMLAOptions(latent_norm_eps=latent_norm_eps)
     return get_absorbed_mla_decoder_block_spec(megatron_config, backend="local", options=options)
 
 

@@ -53,7 +53,10 @@ class Manifest:
         source: ``format``, ``layout`` and ``folder``, the name of the folder it was in.
         target: ``format``, ``layout`` and ``options``.
         left_out: What the source holds and the target does not: name -> why.
+        files: Sizes in bytes of the files with weights, by path relative to the target.
         tensors: In the order they were planned.
+        conversion: A checksum of everything that the conversion depended on, the source's files
+            with their times included; equal for a conversion that would do the same.
         fp8_errors: The errors of all quantised tensors together, if there are any.
         algorithm: Of the checksums.
         format_version: Of this file.
@@ -63,7 +66,9 @@ class Manifest:
     source: dict
     target: dict
     left_out: dict[str, str]
+    files: dict[str, int]
     tensors: tuple[TensorRecord, ...]
+    conversion: str
     fp8_errors: dict | None = None
     algorithm: str = field(default=ALGORITHM)
     format_version: int = FORMAT_VERSION
@@ -151,7 +156,9 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "source": dict,
     "target": dict,
     "left_out": dict,
+    "files": dict,
     "tensors": list,
+    "conversion": str,
     "fp8_errors": (dict, type(None)),
     "algorithm": str,
     "format_version": int,
@@ -175,6 +182,8 @@ def _problems(document: Any) -> list[str]:
         problems.append(f"algorithm is {document['algorithm']!r:.40}; only {ALGORITHM} is known")
     if not all(isinstance(reason, str) for reason in document["left_out"].values()):
         problems.append("left_out holds something that is no text")
+    if not all(map(_is_inside, document["files"])) or not _are_sizes([*document["files"].values()]):
+        problems.append("files holds something that is no file inside, or no size")
     for number, record in enumerate(document["tensors"]):
         problems += [f"tensors[{number}]: {problem}" for problem in _record_problems(record)]
     return problems

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Protocol, TypeVar
 
-from checkpoint_conversion.formats.base import Part
+
+class HasPeak(Protocol):
+    """Something to do that needs memory."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes resident while it is done."""
+
+
+Work = TypeVar("Work", bound=HasPeak)
 
 
 class StoppedError(Exception):
@@ -64,7 +75,7 @@ class MemoryBudget:
 
 
 def run_parts(
-    parts: Sequence[Part], write: Callable[[Part], None], budget: MemoryBudget, workers: int
+    parts: Sequence[Work], write: Callable[[Work], None], budget: MemoryBudget, workers: int
 ) -> None:
     """Call ``write`` for every part, in threads; the first error stops all of them.
 
@@ -75,7 +86,7 @@ def run_parts(
         workers: Number of threads.
     """
 
-    def one(part: Part) -> None:
+    def one(part: Work) -> None:
         with budget.reserve(part.peak):
             try:
                 write(part)
@@ -96,3 +107,24 @@ def run_parts(
     for error in errors:
         if error is not None and not isinstance(error, StoppedError):
             raise error
+
+
+@contextlib.contextmanager
+def file_errors(place: str) -> Iterator[None]:
+    """Make every failure of the file system an ``OSError`` that says where it was.
+
+    Args:
+        place: What is being written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = place
+        raise
+    except RuntimeError as error:
+        # torch.save's own writer says neither what failed nor why.
+        if "inline_container" not in str(error):
+            raise
+        reason = "torch could not write all of it; the disk may be full"
+        raise OSError(errno.EIO, reason, place) from error

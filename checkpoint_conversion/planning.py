@@ -14,6 +14,7 @@ from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model_config import ModelConfig
 
 # Parts are at least so large, and at most half of the largest tensor if that is more: then several
@@ -78,6 +79,8 @@ def plan_conversion(
     _check_all_read(checkpoint.stored, tensors)
     left_out = dict.fromkeys(checkpoint.left_alone, "no weight of the model")
     notes = list(checkpoint.notes)
+    if {checkpoint.format, to} != {"hf"}:
+        notes += megatron_notes(checkpoint.config)
     config = checkpoint.config.without_quantisation()
     if exclude_mtp:
         everything = _leaves(tensors.values())
@@ -128,7 +131,7 @@ def _without_mtp(
         match = _LAYER.match(name)
         if match is None or int(match[1]) < config.num_layers:
             kept[name] = tensor
-    notes.append(f"{config.mtp_layers} MTP layers are left out (--exclude-mtp)")
+    notes.append(f"MTP layers left out: {config.mtp_layers} (--exclude-mtp)")
     return kept, config.with_mtp_layers(0)
 
 

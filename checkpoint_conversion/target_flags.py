@@ -30,6 +30,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
 def byte_count(text: str) -> int:
     """A size such as ``5GB`` (powers of 1000) or ``512MiB`` (powers of 1024)."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) *([A-Za-z]*)", text)

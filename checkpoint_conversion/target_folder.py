@@ -111,6 +111,11 @@ class TargetFolder:
         sync_path(self._work)
         return found
 
+    def discard(self) -> None:
+        """Remove contents that nothing can be resumed from."""
+        if self.contents.exists():
+            shutil.rmtree(self.contents)
+
     def keep_only(self, files: set[str]) -> None:
         """Remove what no finished part recorded, as an interrupted one may have left half a file.
 
@@ -147,10 +152,6 @@ class TargetFolder:
         """Remove the old target, after its successor is in place."""
         if self._replaced.exists():
             shutil.rmtree(self._replaced)
-
-    def is_published(self) -> bool:
-        """Whether an earlier conversion was interrupted after it had given the target its name."""
-        return self.journal.exists() and not self.contents.exists() and self.path.exists()
 
     def _lock(self) -> None:
         """Lock the lock file; make it, as often as its last owner has just removed it."""

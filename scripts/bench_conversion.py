@@ -28,6 +28,7 @@ from synthetic_checkpoint.models import Choice, model_config, stored_tensors
 from synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
+TOOL = (sys.executable, "-m", "checkpoint_conversion")
 # Of the largest size: a source, a copy or target of it, and what ranks hold twice.
 DISK_FACTOR = 2.4
 
@@ -89,8 +90,7 @@ class Bench:
             self._remove("target")
             copies.append(self._run(["cp", "-r", str(source), str(copy)], source, copy))
             self._remove("copy")
-            command = [sys.executable, "-m", "checkpoint_conversion", "convert"]
-            command += [str(source), str(target), *conversion.options]
+            command = [*TOOL, "convert", str(source), str(target), *conversion.options]
             conversions.append(self._run(command, source, target))
         row = Row(
             path=conversion.name,

@@ -61,6 +61,9 @@ def _replace_cuda_questions() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    # "with torch.device(...)" knows the factories by identity, from its first use on.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in ("tensor", "empty", "zeros", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

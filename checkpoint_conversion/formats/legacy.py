@@ -52,8 +52,8 @@ class LegacyCheckpoint(Checkpoint):
         first = self._files[Rank()]
         self.auxiliary = auxiliary_files(inner, follow_links)
         config = read_config(hf_config, self.auxiliary, first.args)
-        last_stage = self._files[Rank(pipeline=self.sizes.pipeline - 1)]
-        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(last_stage.weights))
+        names = [name for file in self._files.values() for name in file.weights]
+        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(names))
         self._sharding = recognise_sharding(self.config, self.sizes, self._files)
         self.stored, self.left_alone = {}, {}
         for file in self._files.values():
@@ -61,7 +61,6 @@ class LegacyCheckpoint(Checkpoint):
                 self.stored[f"{file.folder}/{name}"] = tensor.lazy(f"{file.folder}/{name}")
             for name, size in file.left_alone.items():
                 self.left_alone[f"{file.folder}/{name}"] = size
-        names = [name for file in self._files.values() for name in file.weights]
         self.layout = self._sharding.describe(experts_kind(names), first.iteration)
         self.notes = self._make_notes()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy_experts import is_grouped_mlp, split_grouped_mlp
 from checkpoint_conversion.formats.legacy_file import RankFile
-from checkpoint_conversion.formats.legacy_names import as_mapped, layer_count
+from checkpoint_conversion.formats.legacy_names import as_mapped, layer_count, mtp_layer_count
 from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, stages_of
 from checkpoint_conversion.formats.legacy_sharding import EMBEDDING, Sharding, Share
 from checkpoint_conversion.layouts import KV_DOWN, QKV_DOWN, MegatronLayout
@@ -27,9 +27,9 @@ def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> S
     Raises:
         CheckpointError: If the model cannot be distributed over these ranks.
     """
-    stages = stages_of(
-        layer_count(files[Rank(pipeline=stage)].weights) for stage in range(sizes.pipeline)
-    )
+    names = [files[Rank(pipeline=stage)].weights for stage in range(sizes.pipeline)]
+    stages = stages_of(map(layer_count, names))
+    with_mtp = [stage for stage, own in enumerate(names) if mtp_layer_count(own)]
     problems = []
     if stages[-1].stop != config.num_layers:
         held = ", ".join(str(len(stage)) for stage in stages)
@@ -50,6 +50,7 @@ def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> S
         ),
         sizes=sizes,
         stages=stages,
+        mtp_stage=with_mtp[-1] if with_mtp else sizes.pipeline - 1,
         down_projection=_down_projection(config, sizes, files[Rank()]),
         vocab_rows=_vocab_rows(config, sizes, files[Rank()]),
     )

@@ -125,7 +125,8 @@ def even_stages(num_layers: int, stages: int) -> list[range]:
     """
     if num_layers % stages:
         raise CheckpointError(
-            f"--pipeline-model-parallel-size {stages} does not divide the model's {num_layers} layers"
+            f"--pipeline-model-parallel-size {stages} does not divide the model's "
+            f"{num_layers} layers"
         )
     each = num_layers // stages
     return [range(start, start + each) for start in range(0, num_layers, each)]

@@ -24,6 +24,7 @@ from checkpoint_conversion.tensor_parallel import ROWS, Rule, tensor_parallel_ru
 from checkpoint_conversion.vocabulary import VOCABULARY, with_padding
 
 EMBEDDING, OUTPUT = VOCABULARY
+FINAL_NORM = "decoder.final_layernorm.weight"
 Shape = tuple[int, ...]
 
 
@@ -76,6 +77,7 @@ class Sharding:
         layout: Of the tensors.
         sizes: Of the grid of ranks.
         stages: The decoder layers of each pipeline stage.
+        mtp_stage: The pipeline stage that has the MTP layers, if there are any.
         down_projection: ``"duplicated"`` (TransformerEngine) or ``"column-parallel"`` (local
             layers).
         vocab_rows: Of embedding and output layer, padding included.
@@ -85,6 +87,7 @@ class Sharding:
     layout: MegatronLayout
     sizes: Sizes
     stages: Sequence[range]
+    mtp_stage: int
     down_projection: str
     vocab_rows: int
 
@@ -141,15 +144,17 @@ class Sharding:
             if expert is None or expert in own_experts:
                 name = on_the_rank(whole, first_layer, first_expert)
                 result[name] = Share(whole, self._share_shapes[whole])
-        if stage > 0 and stage == len(self.stages) - 1:
-            result.update(self._copies())
-        return result
+        return result | self._copies(stage)
 
-    def _copies(self) -> dict[str, Share]:
-        """What the last of several stages repeats of the first."""
-        names = [EMBEDDING] if self.config.mtp_layers else []
-        names += [OUTPUT] if self.config.tied_embeddings else []
-        return {name: Share(EMBEDDING, self._share_shapes[EMBEDDING], copy=True) for name in names}
+    def _copies(self, stage: int) -> dict[str, Share]:
+        """What a stage repeats of the first: MTP layers embed, a tied output layer is its own."""
+        names = []
+        if self.config.mtp_layers and stage == self.mtp_stage:
+            names.append(EMBEDDING)
+        if self.config.tied_embeddings and stage == len(self.stages) - 1:
+            names.append(OUTPUT)
+        share = Share(EMBEDDING, self._share_shapes[EMBEDDING], copy=True)
+        return dict.fromkeys(names, share) if stage > 0 else {}
 
     @cached_property
     def _whole_shapes(self) -> Mapping[str, Shape]:
@@ -170,10 +175,15 @@ class Sharding:
     def _names_by_stage(self) -> list[list[str]]:
         result: list[list[str]] = [[] for _ in self.stages]
         stage_of = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
+        last_layer = stage_of[self.config.num_layers - 1]
         for name in self._whole_shapes:
             layer = decoder_layer(name)
             if layer is not None:
                 stage = stage_of[layer]
+            elif name.startswith("mtp."):
+                stage = self.mtp_stage
+            elif name == FINAL_NORM and self.config.mtp_layers:
+                stage = last_layer
             else:
                 stage = 0 if name == EMBEDDING else len(self.stages) - 1
             result[stage].append(name)

@@ -71,6 +71,7 @@ class LegacyWriter(Writer):
             layout=MegatronLayout(norms=norms, kv_up=options.kv_up, down=options.down),
             sizes=Sizes(options.tensor_parallel, options.pipeline_parallel),
             stages=even_stages(config.num_layers, options.pipeline_parallel),
+            mtp_stage=options.pipeline_parallel - 1,
             down_projection=options.down_projection or by_norms,
             vocab_rows=padded_size(config.vocab_size, multiple),
         )

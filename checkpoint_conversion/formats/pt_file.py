@@ -8,19 +8,23 @@ from where their records are, so that nothing of the size of the file is ever ma
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
 import threading
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.file_slice import FileSlice
 from checkpoint_conversion.formats.pt_globals import check_globals
 from checkpoint_conversion.lazy_tensor import LazyTensor
 
@@ -122,11 +126,13 @@ class PtFile:
         content: What was saved; tensors have shape and dtype but no values, and objects of
             libraries are stand-ins.
         records: Offset -> size, in bytes, of every record in the archive.
+        offset: Of the archive, if it is a part of the file.
     """
 
     path: Path
     content: object
     records: Mapping[int, int]
+    offset: int = 0
 
     def stored(self, tensor: Tensor) -> StoredTensor:
         """Where the values of a tensor from the content are.
@@ -142,7 +148,8 @@ class PtFile:
             raise CheckpointError(f"refers to {size} bytes at {start}, where no record is")
         skipped = int(tensor.storage_offset()) * tensor.dtype.itemsize
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        result = StoredTensor(self.path, (start or 0) + skipped, shape, strides, tensor.dtype)
+        offset = self.offset + (start or 0) + skipped
+        result = StoredTensor(self.path, offset, shape, strides, tensor.dtype)
         # More values than bytes: a stride of zero can pretend to any size.
         if skipped + result.span > size or tensor.numel() * tensor.dtype.itemsize > size:
             raise CheckpointError(
@@ -152,24 +159,45 @@ class PtFile:
         return result
 
 
-def open_pt(path: Path) -> PtFile:
+def open_pt(place: Path | FileSlice) -> PtFile:
     """Read what a file holds, all but the values of tensors.
+
+    Args:
+        place: The file, or the part of a file that is one.
 
     Raises:
         CheckpointError: If it is no file of torch.save, is damaged, or holds objects that are
             neither tensors nor plain values.
     """
     try:
-        positions, pickled = _read_archive(path)
-        stand_ins = check_globals(pickled)
-        with _ALLOWING, torch.serialization.safe_globals(stand_ins):
-            content = torch.load(path, map_location="meta", weights_only=True, mmap=False)
+        if isinstance(place, Path):
+            place = FileSlice(place, 0, place.stat().st_size)
+        with place.open() as file:
+            positions, pickled = _read_archive(file)
+            stand_ins = check_globals(pickled)
+            file.seek(0)
+            with _only_allowing(stand_ins):
+                content = torch.load(file, map_location="meta", weights_only=True)
     except CheckpointError as error:
-        raise CheckpointError(f"{path} {error}") from None
+        raise CheckpointError(f"{place} {error}") from None
     # Whatever the parsers raise for what they cannot make sense of.
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
-    return PtFile(path, content, dict(positions.values()))
+        raise CheckpointError(f"{place} cannot be read: {_first_line(error)}") from error
+    return PtFile(place.path, content, dict(positions.values()), place.offset)
+
+
+@contextlib.contextmanager
+def _only_allowing(allowed: Sequence[Callable | tuple[Callable, str]]) -> Iterator[None]:
+    """Let torch.load build these objects and none that others have allowed, as Megatron does."""
+    with _ALLOWING:
+        before = torch.serialization.get_safe_globals()
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(list(allowed))
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
 
 
 def record_positions(path: Path) -> dict[str, tuple[int, int]]:
@@ -178,51 +206,61 @@ def record_positions(path: Path) -> dict[str, tuple[int, int]]:
     Raises:
         CheckpointError: If it is no file of torch.save.
     """
-    return _read_archive(path)[0]
+    with path.open("rb") as file:
+        return _read_archive(file)[0]
 
 
-def _read_archive(path: Path) -> tuple[dict[str, tuple[int, int]], bytes]:
+def _read_archive(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], bytes]:
     """The records' positions, and the pickle."""
-    with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            raise CheckpointError(
-                "is not in torch.save's zip format (files older than torch 1.6 are not; load and "
-                "save such a file again)"
-            )
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            pickle_name = _check_entries(entries)
-            pickled = archive.read(pickle_name)
-            byte_order = pickle_name.removesuffix("data.pkl") + "byteorder"
-            if byte_order in archive.namelist() and archive.read(byte_order) != b"little":
-                raise CheckpointError("was saved on a big-endian machine")
-        records = {}
-        for entry in entries:
-            file.seek(entry.header_offset)
-            name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-            records[entry.filename.partition("/")[2]] = (start, entry.file_size)
-        size = file.seek(0, 2)
+    if file.read(4) != b"PK\x03\x04":
+        raise CheckpointError(
+            "is not in torch.save's zip format (files older than torch 1.6 are not; load and "
+            "save such a file again)"
+        )
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    pickle_entry = _check_entries(entries)
+    records = {}
+    for entry in entries:
+        file.seek(entry.header_offset)
+        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        records[entry.filename.partition("/")[2]] = (start, entry.file_size)
+    size = file.seek(0, 2)
     if any(start + length > size for start, length in records.values()):
         raise CheckpointError("is cut off: a record ends beyond the end of the file")
+    if "byteorder" in records and _read(file, *records["byteorder"]) != b"little":
+        raise CheckpointError("was saved on a big-endian machine")
+    pickled = _read(file, *records["data.pkl"])
+    # A checksum of zero: whoever saved it wanted none, which zipfile does not know.
+    if pickle_entry.CRC and zlib.crc32(pickled) != pickle_entry.CRC:
+        raise CheckpointError("is damaged: the CRC of its pickle does not fit")
     return records, pickled
 
 
-def _check_entries(entries: list[zipfile.ZipInfo]) -> str:
-    """The pickle's name, if the directory is one that torch.save writes."""
+def _read(file: BinaryIO, start: int, length: int) -> bytes:
+    file.seek(start)
+    return file.read(length)
+
+
+def _check_entries(entries: list[zipfile.ZipInfo]) -> zipfile.ZipInfo:
+    """The pickle's entry, if the directory is one that torch.save writes."""
     names = [entry.filename for entry in entries]
     pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
     folders = {name.partition("/")[0] for name in names}
     if len(pickles) != 1 or len(folders) != 1 or len(set(names)) != len(names):
         raise CheckpointError("is a zip archive, but not one of torch.save")
+    if any(name.endswith("/constants.pkl") for name in names):
+        raise CheckpointError("is TorchScript, which holds code; a checkpoint holds tensors")
     # A size that only unpacking would reveal could be any; torch.save never compresses.
     if any(
         e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries
     ):
         raise CheckpointError("has compressed records, which torch.save does not write")
-    if entries[names.index(pickles[0])].file_size > _MOST_PICKLE_BYTES:
+    entry = entries[names.index(pickles[0])]
+    if entry.file_size > _MOST_PICKLE_BYTES:
         raise CheckpointError(f"has a pickle of more than {_MOST_PICKLE_BYTES} bytes")
-    return pickles[0]
+    return entry
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pickle
 from pathlib import Path
 
 import torch.distributed as dist
@@ -173,7 +172,7 @@ def load_model_args(folder: str) -> argparse.Namespace:
     path = find_checkpoint(folder)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-    except (CheckpointingException, pickle.UnpicklingError) as error:
+    except CheckpointingException as error:
         raise ValueError(f"--load: {path} cannot be read: {error}") from error
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):

@@ -1,4 +1,4 @@
-"""Checkpoints of one file per rank: written by the package, taken apart and put together by torch."""
+"""Checkpoints of one file per rank: written by the package, loaded and changed by torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
 from checkpoint_conversion.formats.legacy_ranks import FILE
 from checkpoint_conversion.formats.legacy_writer import LegacyWriter
-from checkpoint_conversion.lazy_tensor import ReadSession
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.model_config import ModelConfig
 from tests.conversion.support import in_memory, load_all
 
@@ -21,9 +21,16 @@ def write_legacy(
     folder: Path, config: ModelConfig, tensors: dict[str, Tensor], **options
 ) -> list[PartResult]:
     """Write a checkpoint with the package."""
+    return write_lazy(folder, config, in_memory(tensors), **options)
+
+
+def write_lazy(
+    folder: Path, config: ModelConfig, tensors: dict[str, LazyTensor], **options
+) -> list[PartResult]:
+    """Write a checkpoint of tensors that need not be in memory."""
     writer = LegacyWriter(config, TargetOptions(**options))
     results = []
-    for part in writer.plan(in_memory(tensors), 1 << 20):
+    for part in writer.plan(tensors, 1 << 20):
         with ReadSession() as session:
             results.append(writer.write_part(folder, part, session, lambda nbytes: None))
     writer.finish(folder, results, {})

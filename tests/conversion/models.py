@@ -6,13 +6,19 @@ RoPE, a wrong softmax scale or a swapped gate changes the logits by percents.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.model_config import ModelConfig
 
 ORIGINAL_CONTEXT = 32
 # Three times as long as the context that YaRN extends.
@@ -50,7 +56,7 @@ ARCHITECTURES = [
 ]
 
 
-def make_model(architecture: Architecture, seed: int = 0, **changes) -> torch.nn.Module:
+def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     """The model in float32, for inference; ``changes`` are fields of its config."""
     family = {"v2": "DeepseekV2", "v3": "DeepseekV3"}[architecture.family]
     fields = {**_fields(architecture), **changes}
@@ -77,6 +83,44 @@ def token_batch(length: int = BEYOND, seed: int = 7) -> Tensor:
 def logits_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     """What transformers computes [B, S, vocabulary]."""
     return model(tokens, use_cache=False).logits
+
+
+def with_half_split_rope(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """What a conversion would make that took the rotary channels to be stored in halves.
+
+    Those of the query and of the key, which Hugging Face stores as pairs of neighbours, are put in
+    the order 0, 2, 4, ..., 1, 3, 5, ...
+    """
+    rope = config.qk_rope_head_dim
+    order = torch.cat((torch.arange(0, rope, 2), torch.arange(1, rope, 2)))
+
+    def permute(weight: Tensor, block: int) -> Tensor:
+        blocks = weight.reshape(-1, block, weight.shape[-1])
+        kept, rotary = blocks.split([block - rope, rope], dim=1)
+        return torch.cat((kept, rotary[:, order]), dim=1).reshape(weight.shape)
+
+    widths = {
+        "q_proj.weight": config.qk_nope_head_dim + rope,
+        "q_b_proj.weight": config.qk_nope_head_dim + rope,
+        "kv_a_proj_with_mqa.weight": config.kv_lora_rank + rope,
+    }
+    result = dict(tensors)
+    for name, tensor in tensors.items():
+        block = widths.get(name.removeprefix(name.rpartition("self_attn.")[0] + "self_attn."))
+        if block is not None:
+            result[name] = tensor.map(lambda weight, block=block: permute(weight, block))
+    return result
+
+
+def with_rope(config: ModelConfig, **changes) -> ModelConfig:
+    """The same weights with another rotary embedding; ``changes`` are of its parameters."""
+    fields = config.hugging_face
+    return dataclasses.replace(
+        config,
+        hugging_face={**fields, "rope_parameters": {**fields["rope_parameters"], **changes}},
+    )
 
 
 def _fields(architecture: Architecture) -> dict:

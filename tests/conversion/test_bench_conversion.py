@@ -175,6 +175,38 @@ def test_texts():
     assert "Every bound holds." in markdown([ROW], describe(Path()))
 
 
+COPY = "import shutil, sys; shutil.copytree(*sys.argv[2:4]); print('copied', *sys.argv[4:])"
+
+
+def test_the_whole_measurement(tmp_path, monkeypatch, capfd):
+    """With a tool that copies, at a size where only memory has a bound."""
+    monkeypatch.setattr(bench_conversion, "TOOL", python(COPY))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    options = ["--sizes", "3MB", "--repeat", "1", "--work-folder", str(work)]
+    assert bench_conversion.main([str(out), *options]) == 0
+    rows = json.loads((out / "benchmark.json").read_text())["rows"]
+    sources = ["hf", "hf", "hf", "megatron", "hf (FP8)"]
+    assert [row["path"].split(" → ")[0] for row in rows] == sources
+    for row in rows:
+        assert len(row["cp_seconds"]) == len(row["tool_seconds"]) == 1
+        assert row["source_bytes"] == row["target_bytes"] > 2 * MB
+        assert 5 * MB < row["peak_bytes"] < 100 * MB
+    assert rows[-1]["source_bytes"] < rows[0]["source_bytes"]
+    assert not list(work.iterdir())
+    assert "hf (FP8) → megatron" in capfd.readouterr().out
+
+
+def test_a_tool_that_fails(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(bench_conversion, "TOOL", python("raise SystemExit('the reason')"))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    options = ["--sizes", "3MB", "--repeat", "1", "--work-folder", str(tmp_path)]
+    assert bench_conversion.main([str(tmp_path / "out"), *options]) == 1
+    assert "the reason" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

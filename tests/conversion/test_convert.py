@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -66,8 +65,10 @@ class Setting:
         self.reporter = Recorder()
         return convert(self.source, self.target, "raw", reporter=self.reporter, **how)
 
-    def interrupt(self, after: int, error: BaseException | None = None, **how) -> None:
-        """Run until ``after`` parts are done, one at a time."""
+    def interrupt(
+        self, after: int, error: BaseException | None = None, done_before: int = 0, **how
+    ) -> None:
+        """Run until ``after`` more parts are done, one at a time."""
         error = error or OSError(errno.ENOSPC, "No space left on device")
 
         def fail(name):
@@ -77,7 +78,8 @@ class Setting:
         self.before = fail
         with pytest.raises(type(error)) as caught:
             self.convert(workers=1, **how)
-        assert caught.value.__notes__ == ["What is finished is kept; --resume continues after it."]
+        (note,) = caught.value.__notes__
+        assert f"{done_before + after} of " in note and "--resume" in note
         self.before = lambda name: None
         assert not self.target.exists()
         assert len(self.writer.written) == after
@@ -178,10 +180,11 @@ class TestTarget:
             setting.convert()
         assert caught.value.errno == errno.ENOSPC
         assert setting.writer.written == []
+        assert [path.name for path in setting.target.parent.iterdir()] == ["source"]
 
 
 class TestInterrupted:
-    @pytest.mark.parametrize("after", [0, 1, 4])
+    @pytest.mark.parametrize("after", [1, 4])
     def test_resumed_is_the_same_as_uninterrupted(self, setting, after):
         setting.convert()
         whole = contents(setting.target)
@@ -193,13 +196,23 @@ class TestInterrupted:
         assert len(setting.writer.written) == len(report.plan.parts) - after
         assert setting.reporter.done == setting.reporter.total
 
+    def test_nothing_stays_if_nothing_was_finished(self, setting):
+        def fail(name):
+            raise OSError(errno.EIO, "broken disk")
+
+        setting.before = fail
+        with pytest.raises(OSError, match="broken") as caught:
+            setting.convert()
+        assert not hasattr(caught.value, "__notes__")
+        assert [path.name for path in setting.target.parent.iterdir()] == ["source"]
+
     def test_interrupted_by_the_user(self, setting):
         setting.interrupt(2, KeyboardInterrupt())
         assert setting.convert(resume=True).resumed_parts == 2
 
     def test_twice(self, setting):
         setting.interrupt(2)
-        setting.interrupt(1, resume=True)
+        setting.interrupt(1, done_before=2, resume=True)
         assert setting.convert(resume=True).resumed_parts == 3
 
     def test_without_resume_it_starts_anew(self, setting):
@@ -237,22 +250,28 @@ class TestInterrupted:
         assert contents(setting.target) == whole
         assert "part-001 is not as it was" in setting.reporter.said[0]
 
-    def test_killed_after_the_rename_is_done(self, setting, monkeypatch):
-        """Nothing is written again, and --force is not needed."""
-        with monkeypatch.context() as patch:
-            patch.setattr(module.TargetFolder, "remove_replaced", lambda folder: 1 / 0)
-            patch.setattr(
-                module.TargetFolder, "__exit__", lambda self, *error: os.close(self._descriptor)
-            )
-            with pytest.raises(ZeroDivisionError):
-                setting.convert()
-        journal = setting.target.parent / ".out.converting" / "journal"
-        assert journal.exists()
+    def test_complete_target_needs_nothing(self, setting):
+        """Whoever was killed at the very end cannot know that there was nothing left to do."""
+        setting.convert()
         report = setting.convert(resume=True)
         assert setting.writer.written == []
         assert report.resumed_parts == len(report.plan.parts)
         assert report.bytes_written == 0
-        assert not journal.exists()
+        assert "complete already" in setting.reporter.said[0]
+        assert sorted(p.name for p in setting.target.parent.iterdir()) == ["out", "source"]
+
+    @pytest.mark.parametrize("change", ["option", "source", "manifest", "file"])
+    def test_target_of_another_conversion_is_refused(self, setting, change):
+        setting.convert()
+        options = TargetOptions(iteration=3 if change == "option" else None)
+        if change == "source":
+            (setting.source / "weights").write_text("trained further")
+        if change == "manifest":
+            find_manifest(setting.target).unlink()
+        if change == "file":
+            (setting.target / "weights" / "part-001.bin").write_bytes(b"short")
+        with pytest.raises(CheckpointError, match="--force"):
+            setting.convert(resume=True, options=options)
 
 
 def test_worker_that_fails_stops_the_others(setting):

@@ -39,7 +39,9 @@ MANIFEST = Manifest(
     source={"format": "hf"},
     target={"format": "megatron"},
     left_out={"x": "why"},
+    files={"dir/a": 1},
     tensors=tensor_records(RESULTS),
+    conversion="0" * 64,
 )
 
 
@@ -78,6 +80,7 @@ BAD_FIELDS = {
     "algorithm": "md5",
     "tool_version": 1,
     "left_out": {"x": 1},
+    "files": {"../a": 1},
     "tensors": {},
     "extra": 1,
 }

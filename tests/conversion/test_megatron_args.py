@@ -176,7 +176,14 @@ def test_patterns_of_layers(freq, first, every):
 
 @pytest.mark.parametrize(
     "freq",
-    ["__import__('os')", "[0]*10**9", "([0]*9999)*9999*9999", "(" * 9000, "[0]+" * 2400 + "[0]"],
+    [
+        "__import__('os')",
+        "[0]*10**9",
+        "[1]*20000",
+        "([0]*9999)*9999*9999",
+        "(" * 9000,
+        "[0]+" * 2400 + "[0]",
+    ],
 )
 def test_hostile_patterns(freq):
     with pytest.raises(CheckpointError, match="--moe-layer-freq must be"):
@@ -224,6 +231,8 @@ def test_what_a_real_run_leaves_to_megatrons_defaults():
     raw = from_megatron_args(args).hugging_face
     assert {name: raw["rope_scaling"][name] for name in names} == {n: defaults[n] for n in names}
     assert raw["rms_norm_eps"] == 1e-6
+    without_factor = from_megatron_args(_args(rotary_scaling_factor=...)).hugging_face
+    assert without_factor["rope_scaling"]["factor"] == defaults["rotary_scaling_factor"]
 
 
 def test_yarn_without_mscale_means_what_it_means_in_transformers():

@@ -6,9 +6,15 @@ import threading
 import time
 
 import pytest
+import torch
 
 from checkpoint_conversion.formats.base import Part
-from checkpoint_conversion.part_runner import MemoryBudget, StoppedError, run_parts
+from checkpoint_conversion.part_runner import (
+    MemoryBudget,
+    StoppedError,
+    file_errors,
+    run_parts,
+)
 
 
 def parts(*peaks: int) -> list[Part]:
@@ -82,3 +88,22 @@ def test_memory_is_given_back_after_an_error():
         raise KeyError
     with budget.reserve(1):
         pass
+
+
+class TestFileErrors:
+    def test_place_is_added_where_there_is_none(self):
+        with pytest.raises(OSError) as caught, file_errors("part 3"):
+            raise OSError(28, "No space left on device")
+        assert caught.value.filename == "part 3"
+        with pytest.raises(OSError) as caught, file_errors("part 3"):
+            raise OSError(28, "No space left on device", "/a/file")
+        assert caught.value.filename == "/a/file"
+
+    def test_full_disk_under_torch_save(self, tmp_path):
+        with pytest.raises(OSError, match="disk may be full") as caught, file_errors("part 3"):
+            torch.save({"x": torch.ones(100_000)}, "/dev/full")
+        assert caught.value.filename == "part 3"
+
+    def test_other_errors_stay(self):
+        with pytest.raises(RuntimeError, match="shape"), file_errors("part 3"):
+            raise RuntimeError("shape")

@@ -1,4 +1,4 @@
-"""Files of torch.save: read without their values, and refused if they are not what they should be."""
+"""Files of torch.save: read without their values, and refused if they are something else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import collections
 import os
 import pathlib
 import random
-import resource
 import signal
+import sys
 import types
 import zipfile
 
@@ -23,6 +23,7 @@ from checkpoint_conversion.formats.pt_file import open_pt
 from checkpoint_conversion.formats.pt_globals import StandIn
 from checkpoint_conversion.formats.pt_writer import reserve, write_values
 from checkpoint_conversion.lazy_tensor import ReadSession, zeros
+from tests.conversion.peak_memory import PeakMemory
 from tests.conversion.pt_support import Calls, rebuilt, records, with_pickle, write_records
 from tests.conversion.support import in_memory
 
@@ -114,21 +115,27 @@ def test_what_megatron_saves_beside_tensors(path):
     assert found["ordered"] == {"a": 1}
 
 
-class Fp8State:
-    """As if it were TransformerEngine's."""
-
-
 def test_classes_of_absent_libraries(path, monkeypatch):
-    monkeypatch.setattr(Fp8State, "__module__", "transformer_engine.pytorch.fp8")
-    monkeypatch.setattr(Fp8State, "__qualname__", "Fp8State")
-    module = types.ModuleType("transformer_engine.pytorch.fp8")
-    module.Fp8State = Fp8State
+    """TransformerEngine need not be there to read what it left in a file."""
+    module = types.ModuleType("transformer_engine.fp8")
+    module.State = type("State", (), {"__module__": module.__name__})
     with monkeypatch.context() as patched:
-        patched.setitem(__import__("sys").modules, module.__name__, module)
-        torch.save({"x": Fp8State()}, path)
+        patched.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+        patched.setitem(sys.modules, "transformer_engine.fp8", module)
+        torch.save({"x": module.State()}, path)
     found = open_pt(path).content["x"]
     assert isinstance(found, StandIn)
-    assert found.path == "transformer_engine.pytorch.fp8.Fp8State"
+    assert found.path == "transformer_engine.fp8.State"
+
+
+def test_what_others_allowed_is_not_built(path, monkeypatch):
+    """Megatron allows torch.load to build some classes, for as long as the process lives."""
+    monkeypatch.setattr("torch._weights_only_unpickler._marked_safe_globals_set", set())
+    torch.serialization.add_safe_globals([pathlib.PosixPath])
+    found = opened(path, {"x": pathlib.Path("a")}).content["x"]
+    assert isinstance(found, StandIn)
+    assert torch.serialization.get_safe_globals() == [pathlib.PosixPath]
+    assert torch.load(path, weights_only=True) == {"x": pathlib.Path("a")}
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,6 @@ def test_bytes_that_grow_are_refused(path):
     for _ in range(3):
         content = Calls(codecs.encode, content, "HEX")
     torch.save({"x": content}, path)
-    with_pickle(path, lambda data: data.replace(b"c_codecs\nencode", b"c_codecs\nencode"))
     with pytest.raises(CheckpointError, match="the codec hex"):
         open_pt(path)
 
@@ -243,7 +249,7 @@ def test_a_damaged_pickle_is_noticed(path):
     data = path.read_bytes()
     where = data.index(b"FloatStorage")
     path.write_bytes(data[:where] + b"Fl" + data[where + 2 :].replace(b"oat", b"oaT", 1))
-    with pytest.raises(CheckpointError, match="CRC"):
+    with pytest.raises(CheckpointError, match="checksum"):
         open_pt(path)
 
 
@@ -256,7 +262,7 @@ def test_files_that_are_something_else(path, content):
 
 def test_files_of_old_torch(path):
     torch.save({"x": TABLE}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="zip format.*torch 1.6"):
+    with pytest.raises(CheckpointError, match=r"zip format.*torch 1\.6"):
         open_pt(path)
 
 
@@ -287,14 +293,14 @@ def test_a_file_larger_than_memory(path):
         write_values(file.fileno(), torch.tensor([1.0, 2.0, 3.0]), places["small"])
         last_row = places["large"] + (rows - 1) * (1 << 30)
         write_values(file.fileno(), torch.tensor([5.0], dtype=torch.bfloat16), last_row)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = PeakMemory()
     found = open_pt(path)
     large = found.stored(found.content["large"]).lazy("large")
     with ReadSession() as session:
         corner = large.narrow(0, rows - 1, 1).narrow(1, 0, 4).load(session)
         assert corner.tolist() == [[5.0, 0.0, 0.0, 0.0]]
     assert found.stored(found.content["small"]).load().tolist() == [1.0, 2.0, 3.0]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    assert memory.growth < 16 << 20
 
 
 def test_room_is_made_in_the_order_of_the_content(path):

@@ -228,8 +228,7 @@ class TestInterrupted:
         make_checkpoint(tmp_path / "out", "new")
         (tmp_path / ".out.converting").mkdir()
         (tmp_path / ".out.converting" / "journal").touch()
-        with target(tmp_path / "out") as folder:
-            assert folder.is_published()
+        with target(tmp_path / "out"):
             assert (tmp_path / "out" / "weights").read_text() == "new"
         assert names(tmp_path) == ["out"]
 

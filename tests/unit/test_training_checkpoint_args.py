@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model_config import ModelConfig
@@ -17,6 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training import model_options
 from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
+from training.checkpoint import load_model_args
 from training.checkpoint_args import checkpoint_args, preset_from_args
 from training.model_options import padded_vocab_size, resolve_model
 from training.presets import PRESETS, get_preset
@@ -165,3 +168,23 @@ def test_every_option_of_the_model_excludes_them_or_goes_with_them():
 def test_checkpoint_args_need_a_checkpoint():
     with pytest.raises(ValueError, match="--use-checkpoint-args needs --load"):
         parse_arguments(["--use-checkpoint-args"])
+
+
+def _save_checkpoint(folder: Path, **common: object) -> None:
+    folder.mkdir()
+    weight = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
+    dist_checkpointing.save({"weight": weight, **common}, str(folder))
+
+
+def test_arguments_are_read_from_a_checkpoint(tmp_path):
+    saved, _ = _saved()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    _save_checkpoint(tmp_path / "release", args=saved)
+    assert load_model_args(str(tmp_path)) == saved
+    assert load_model_args(str(tmp_path / "release")) == saved
+
+
+def test_a_checkpoint_without_arguments(tmp_path):
+    _save_checkpoint(tmp_path / "iter_0000001", iteration=1)
+    with pytest.raises(ValueError, match="iter_0000001 carries no arguments; describe the model"):
+        load_model_args(str(tmp_path / "iter_0000001"))

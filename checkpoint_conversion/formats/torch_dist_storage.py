@@ -1,0 +1,212 @@
+"""What a distributed checkpoint stores, and where; everything its ``.metadata`` says is checked."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorStorageMetadata,
+)
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor, Shape
+from checkpoint_conversion.formats.file_slice import FileSlice
+from checkpoint_conversion.formats.safe_pickle import load_metadata
+from checkpoint_conversion.safe_paths import file_inside, shown_name
+
+METADATA = ".metadata"
+_MOST_DIMS = 8
+
+
+class Storage:
+    """The tensors and objects of a distributed checkpoint.
+
+    Args:
+        folder: That holds ``.metadata``.
+        follow_links: Whether links may lead out of the folder.
+
+    Attributes:
+        tensors: Names of the tensors.
+        objects: Names of what is stored beside them, as bytes of torch.save.
+
+    Raises:
+        CheckpointError: If the metadata cannot be read.
+    """
+
+    def __init__(self, folder: Path, follow_links: bool = False) -> None:
+        self._folder, self._follow_links = folder, follow_links
+        path = file_inside(folder, METADATA, follow_links=follow_links)
+        metadata = load_metadata(path)
+        entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
+        if type(entries) is not dict or type(places) is not dict:
+            raise CheckpointError(f"{path} does not say where tensors are stored")
+        self._entries: dict[str, Any] = entries
+        # By name and, for chunks, offset.
+        self._places: dict[str, dict[Shape | None, Any]] = defaultdict(dict)
+        self._files: dict[str, tuple[Path, int]] = {}
+        self._used: dict[Path, list[tuple[int, int, str]]] = defaultdict(list)
+        self._check_names(places)
+        self.tensors = self._of_type(TensorStorageMetadata)
+        self.objects = self._of_type(BytesStorageMetadata)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes that a tensor or object takes in the files, as the metadata says."""
+        lengths = (_field(info, "length") for info in self._places[name].values())
+        return sum(length for length in lengths if type(length) is int and length > 0)
+
+    def object(self, name: str) -> FileSlice:
+        """Where an object is.
+
+        Raises:
+            CheckpointError: If it is not where the metadata says.
+        """
+        problems: list[str] = []
+        place = self._place(name, None, 1, problems)
+        if place is None:
+            raise CheckpointError(f"{self._folder} cannot be read:", problems)
+        return place
+
+    def read(self, names: Collection[str]) -> dict[str, ChunkedTensor]:
+        """Where tensors are.
+
+        Raises:
+            CheckpointError: Listing everything that contradicts itself or the files: chunks that
+                do not tile their tensor, places that are not in a file, or shared.
+        """
+        problems: list[str] = []
+        found = {name: self._tensor(name, problems) for name in names}
+        problems += self._overlaps()
+        if problems:
+            raise CheckpointError(f"{self._folder} contradicts itself:", problems)
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _check_names(self, places: dict[Any, Any]) -> None:
+        problems = []
+        for index, info in places.items():
+            name, offset = _field(index, "fqn"), _field(index, "offset")
+            if type(name) is str and name in self._entries:
+                self._places[name][_sizes(offset)] = info
+            else:
+                problems.append(f"{_shown(name)} is stored, but not described")
+        for name, entry in self._entries.items():
+            if type(name) is not str or shown_name(name) != name:
+                problems.append(f"{_shown(name)} is no tensor's name")
+            elif type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
+                problems.append(f"{name} is neither a tensor nor an object")
+        if problems:
+            raise CheckpointError(f"{self._folder / METADATA} cannot be used:", problems)
+
+    def _of_type(self, kind: type) -> list[str]:
+        return [name for name, entry in self._entries.items() if type(entry) is kind]
+
+    def _tensor(self, name: str, problems: list[str]) -> ChunkedTensor | None:
+        entry = self._entries[name]
+        shape, dtype = _sizes(_field(entry, "size")), _field(_field(entry, "properties"), "dtype")
+        chunks = _field(entry, "chunks")
+        boxes = list(map(_box, chunks)) if type(chunks) is list else [None]
+        if shape is None or not isinstance(dtype, torch.dtype) or None in boxes:
+            problems.append(f"{name} has no shape, dtype or chunks")
+            return None
+        known = [box for box in boxes if box is not None]
+        grid = _grid(shape, known)
+        if grid is None:
+            problems.append(f"{name} of shape {shape} is not tiled by its {len(known)} chunks")
+            return None
+        places = {}
+        for offsets, sizes in known:
+            place = self._place(name, offsets, math.prod(sizes) * dtype.itemsize, problems)
+            if place is not None:
+                places[offsets] = place
+        return ChunkedTensor(name, shape, dtype, grid, places)
+
+    def _place(
+        self, name: str, offset: Shape | None, least: int, problems: list[str]
+    ) -> FileSlice | None:
+        """Where a chunk or object of at least ``least`` bytes is."""
+        what = name if offset is None else f"{name} at {offset}"
+        info = self._places[name].get(offset)
+        file, start, length = (_field(info, f) for f in ("relative_path", "offset", "length"))
+        if not isinstance(info, _StorageInfo) or type(file) is not str:
+            problems.append(f"{what} is not stored")
+            return None
+        if _field(info, "transform_descriptors"):
+            problems.append(f"{what} is compressed or transformed, which is not supported")
+            return None
+        try:
+            path, size = self._file(file)
+        except CheckpointError as error:
+            problems.append(f"{what}: {error}")
+            return None
+        if type(start) is not int or type(length) is not int or not 0 <= start <= size - length:
+            problems.append(f"{what} is not within {shown_name(file)}, which has {size} bytes")
+            return None
+        if length < least:
+            problems.append(f"{what} needs {least} bytes; {length} are stored")
+            return None
+        self._used[path].append((start, start + length, what))
+        return FileSlice(path, start, length)
+
+    def _file(self, name: str) -> tuple[Path, int]:
+        if name not in self._files:
+            path = file_inside(self._folder, name, follow_links=self._follow_links)
+            self._files[name] = path, path.stat().st_size
+        return self._files[name]
+
+    def _overlaps(self) -> Iterator[str]:
+        for path, places in self._used.items():
+            places.sort()
+            for (_, end, first), (start, _, second) in zip(places, places[1:]):
+                if start < end:
+                    yield f"{first} and {second} are in the same place of {path.name}"
+
+
+def _field(record: object, name: str) -> Any:
+    """A field that may not be there, of an object that may be any."""
+    return getattr(record, name, None)
+
+
+def _shown(name: object) -> str:
+    return shown_name(name) if type(name) is str else f"a name of type {type(name).__name__}"
+
+
+def _sizes(value: object) -> Shape | None:
+    """The sizes or offsets that a file gives, if they can be any."""
+    if type(value) is not torch.Size or len(value) > _MOST_DIMS:
+        return None
+    return tuple(value) if all(0 <= size < 1 << 40 for size in value) else None
+
+
+def _box(chunk: object) -> tuple[Shape, Shape] | None:
+    """A chunk's offsets and sizes."""
+    if type(chunk) is not ChunkStorageMetadata:
+        return None
+    offsets, sizes = _sizes(_field(chunk, "offsets")), _sizes(_field(chunk, "sizes"))
+    return None if offsets is None or sizes is None else (offsets, sizes)
+
+
+def _grid(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> tuple[Shape, ...] | None:
+    """Where chunks start along each dim, if they are a grid that covers the tensor exactly once."""
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+        return None
+    grid = []
+    for dim, size in enumerate(shape):
+        end = 0
+        intervals = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in boxes})
+        for start, length in intervals:
+            if start != end or not length:
+                return None
+            end += length
+        if end != size:
+            return None
+        grid.append(tuple(start for start, _ in intervals))
+    distinct = {offsets for offsets, _ in boxes}
+    cells = math.prod(len(starts) for starts in grid)
+    return tuple(grid) if len(distinct) == len(boxes) == cells else None

@@ -1,0 +1,277 @@
+"""Writing ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import (
+    Entry,
+    Part,
+    PartResult,
+    Progress,
+    TargetOptions,
+    Writer,
+)
+from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
+from checkpoint_conversion.formats.torch_dist import block_rows, describe
+from checkpoint_conversion.formats.torch_dist_files import (
+    file_name,
+    save_plan,
+    write_file,
+    write_metadata,
+)
+from checkpoint_conversion.formats.torch_dist_names import extra_state_names, place_of
+from checkpoint_conversion.formats.torch_dist_state import (
+    BACKEND,
+    BACKEND_FILE,
+    COMMON_STATE,
+    saved,
+)
+from checkpoint_conversion.layouts import KV_UP, MegatronLayout, laid_out_tensors
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.tensor_parallel import GATED_ROWS, tensor_parallel_rule
+from checkpoint_conversion.vocabulary import padded_size, with_padding
+
+# Megatron's own default of --make-vocab-size-divisible-by.
+_VOCAB_MULTIPLE = 128
+
+
+class TorchDistWriter(Writer):
+    """Writes a distributed checkpoint; a part is a file, as if a rank of its own had written it.
+
+    Args:
+        config: The model.
+        options: How to write it.
+        to: ``"megatron"`` or ``"absorbed"``.
+
+    Raises:
+        CheckpointError: If the options ask for what the format, or the model, cannot have.
+    """
+
+    def __init__(self, config: ModelConfig, options: TargetOptions, to: str = "megatron") -> None:
+        self.config, self.options, self.format = config, options, to
+        norms = options.norms or ("separate" if to == "absorbed" else "fused")
+        self._layout = MegatronLayout(norms=norms, kv_up=options.kv_up, down=options.down)
+        # As Megatron does with the arguments that are written: those of MoE models list the layers.
+        self._stacked = options.layers == "stacked" or (
+            options.layers is None and not any(config.moe_layers)
+        )
+        self._vocab_rows = padded_size(config.vocab_size, options.vocab_multiple or 1)
+        self._objects: dict[str, bytes] = {}
+        self._plans: dict[str, SavePlan] = {}
+        self._refuse_unsupported()
+
+    def plan(self, tensors: Mapping[str, LazyTensor], part_bytes: int) -> list[Part]:
+        """See :meth:`Writer.plan`."""
+        padded = with_padding(to_megatron(tensors, self.config), self._vocab_rows)
+        whole = laid_out_tensors(padded, self._layout, self.config)
+        self._objects = self._make_objects(whole)
+        limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
+        parts: list[Part] = []
+        for group in _filled(self._units(whole), limit):
+            entries = tuple(entry for unit, _ in group for entry in unit)
+            parts.append(Part(file_name(len(parts)), entries, sum(peak for _, peak in group)))
+        _check_dtypes(parts)
+        self._plans = {
+            part.name: save_plan(rank, self._objects if rank == 0 else {}, part.entries)
+            for rank, part in enumerate(parts)
+        }
+        return parts
+
+    def layout(self) -> dict[str, object]:
+        """See :meth:`Writer.layout`."""
+        return describe(self._layout, self._stacked, self.options.iteration)
+
+    def write_part(
+        self, folder: Path, part: Part, session: ReadSession, progress: Progress
+    ) -> PartResult:
+        """See :meth:`Writer.write_part`."""
+        inner = folder / inner_name(self.options.iteration)
+        inner.mkdir(parents=True, exist_ok=True)
+        plan = self._plans[part.name]
+        entries = dict(zip((item.index for item in plan.items[-len(part.entries) :]), part.entries))
+        records = []
+
+        def load(index: MetadataIndex) -> Tensor:
+            entry = entries[index]
+            values = entry.tensor.load(session)
+            assert (tuple(values.shape), values.dtype) == (entry.tensor.shape, entry.tensor.dtype)
+            records.append(_record(entry, values))
+            progress(entry.tensor.nbytes)
+            return values
+
+        written = write_file(inner, plan, self._objects, load)
+        path = inner / part.name
+        name = path.relative_to(folder).as_posix()
+        return PartResult(part.name, {name: path.stat().st_size}, records, {"written": written})
+
+    def finish(
+        self, folder: Path, results: list[PartResult], auxiliary: Mapping[str, Path]
+    ) -> None:
+        """See :meth:`Writer.finish`."""
+        inner = folder / inner_name(self.options.iteration)
+        plans = [self._plans[result.name] for result in results]
+        write_metadata(inner, plans, [result.storage["written"] for result in results])
+        (inner / BACKEND_FILE).write_text(json.dumps(BACKEND))
+        write_around(folder, self.options.iteration, self.config, auxiliary)
+
+    def _units(self, tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[list[Entry], int]]:
+        """Entries that are written together, each with the bytes resident meanwhile."""
+        for name, tensor in tensors.items():
+            rows = self._rows(name, tensor)
+            place = place_of(name, self._stacked, self.config)
+            whole, ones = (*place.counts, *tensor.shape), len(place.index)
+            # What cannot be read in parts is read once for all its blocks.
+            once = len(rows) > 1 and tensor.part is None
+            blocks = (_loaded_once(tensor) if once else tensor).split(rows)
+            entries, row = [], 0
+            for block in blocks:
+                offset = (*place.index, row, *(0 for _ in tensor.shape[1:]))
+                row += block.shape[0]
+                alone = len(blocks) == 1 and not ones
+                entries.append(
+                    Entry(
+                        place.key,
+                        _with_ones(block, ones),
+                        None if alone else offset,
+                        None if alone else whole,
+                    )
+                )
+            yield entries, tensor.peak if once else sum(block.peak for block in blocks)
+
+    def _rows(self, name: str, tensor: LazyTensor) -> list[int]:
+        """Rows of the blocks that a tensor is stored in: those in which models have them."""
+        rows = tensor.shape[0]
+        if self.format == "absorbed" and name.endswith(KV_UP):
+            block = block_rows(self.config)
+            return [block] * (rows // block)
+        if tensor_parallel_rule(name) is GATED_ROWS:
+            return [rows // 2] * 2
+        return [rows]
+
+    def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
+        """What is stored beside the tensors: modules' states, which are empty, and arguments."""
+        largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
+        common = {
+            "args": self._args(largest.dtype),
+            "checkpoint_version": 3.0,
+            "iteration": self.options.iteration or 0,
+            "num_floating_point_operations_so_far": 0,
+            # Megatron asks for tensors by these.
+            "content_metadata": {
+                "singleton_local_shards": False,
+                "non_homogeneous_layers": not self._stacked,
+                "chained_optim_avoid_prefix": True,
+            },
+        }
+        states = extra_state_names(tensors, self._layout.norms, self._stacked, self.config)
+        return {**dict.fromkeys(states, saved(None)), COMMON_STATE: saved(common)}
+
+    def _args(self, dtype: torch.dtype) -> argparse.Namespace:
+        """The arguments of a training that would have saved the checkpoint."""
+        args = to_megatron_args(self.config, dtype=dtype, padded_vocab_size=self._vocab_rows)
+        args.ckpt_format = "torch_dist"
+        fused = self._layout.norms == "fused"
+        args.transformer_impl = "transformer_engine" if fused else "local"
+        args.make_vocab_size_divisible_by = self.options.vocab_multiple or _VOCAB_MULTIPLE
+        if self._stacked and any(self.config.moe_layers):
+            # With a list of layers, Megatron looks for numbered ones.
+            args.moe_layer_freq = 1
+        return args
+
+    def _refuse_unsupported(self) -> None:
+        options, problems = self.options, []
+        if options.fp8 is not None:
+            problems.append(f"--fp8 {options.fp8}: Megatron's weights are not quantised")
+        if (options.tensor_parallel, options.pipeline_parallel) != (1, 1):
+            problems.append("--tensor-model-parallel-size, --pipeline-...: any size can read it")
+        if options.down_projection is not None:
+            problems.append(f"--down-projection {options.down_projection}: any model can read it")
+        if self.format == "absorbed" and options.kv_up != "combined":
+            problems.append("--kv-up split: the absorbed model stores them combined")
+        if self.format == "absorbed" and options.down != "separate":
+            problems.append("--down fused: the absorbed model has separate ones")
+        if options.layers == "stacked" and len(set(self.config.moe_layers)) > 1:
+            problems.append("--layers stacked: the model has dense and MoE layers")
+        if problems:
+            raise CheckpointError(f"--to {self.format} cannot do this:", problems)
+
+
+def _filled(
+    units: Iterator[tuple[list[Entry], int]], limit: int
+) -> Iterator[list[tuple[list[Entry], int]]]:
+    """Units in order, in groups of at most ``limit`` bytes, or of one."""
+    group: list[tuple[list[Entry], int]] = []
+    used = 0
+    for unit in units:
+        nbytes = sum(entry.tensor.nbytes for entry in unit[0])
+        if group and used + nbytes > limit:
+            yield group
+            group, used = [], 0
+        group.append(unit)
+        used += nbytes
+    yield group
+
+
+def _loaded_once(tensor: LazyTensor) -> LazyTensor:
+    """The same tensor, which is loaded once in a session however often it is asked for."""
+
+    def load(session: ReadSession) -> Tensor:
+        return session.open(tensor, lambda: contextlib.nullcontext(tensor.load(session)))
+
+    return LazyTensor(tensor.shape, tensor.dtype, load, tensor.leaves, tensor.peak)
+
+
+def _with_ones(tensor: LazyTensor, dims: int) -> LazyTensor:
+    """The same tensor with first dims of size 1."""
+    shape = ((1,) * dims) + tensor.shape
+    return LazyTensor(
+        shape,
+        tensor.dtype,
+        lambda session: tensor.load(session)[(None,) * dims],
+        tensor.leaves,
+        tensor.peak,
+    )
+
+
+def _record(entry: Entry, values: Tensor) -> dict:
+    return {
+        "key": entry.key,
+        "offset": None if entry.offset is None else list(entry.offset),
+        "shape": list(values.shape),
+        "dtype": str(values.dtype).removeprefix("torch."),
+        "checksum": tensor_checksum(values),
+    }
+
+
+def _check_dtypes(parts: Sequence[Part]) -> None:
+    """One tensor has one dtype, of whichever layers and experts it holds the weights."""
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for part in parts:
+        for entry in part.entries:
+            dtypes.setdefault(entry.key, set()).add(entry.tensor.dtype)
+    problems = [
+        f"{key} would be {' and '.join(sorted(map(str, found)))}"
+        for key, found in dtypes.items()
+        if len(found) > 1
+    ]
+    if problems:
+        raise CheckpointError(
+            "Layers or experts that are stored as one tensor differ in dtype; --dtype makes them "
+            "the same, --layers numbered keeps layers apart:",
+            problems,
+        )

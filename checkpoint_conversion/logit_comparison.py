@@ -1,0 +1,233 @@
+"""Comparing what two checkpoints predict, in a process of its own.
+
+Megatron wants a process group and, on a CPU, answers from ``torch.cuda`` that are not true; neither
+belongs in the process of a caller. The memory of both models goes with it, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
+from checkpoint_conversion.progress import format_bytes
+
+# Positions whose probabilities are held at a time, in float64.
+_CHUNK = 32
+_NEEDED = {
+    "hf": ("transformers",),
+    "megatron": ("megatron.core", "psutil"),
+    "megatron-legacy": ("megatron.core", "psutil"),
+    "absorbed": ("megatron.core", "psutil"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitComparison:
+    """How far the predictions of B are from those of A.
+
+    Attributes:
+        max_abs: Largest difference of two logits.
+        max_rel: The same, relative to the largest logit of A.
+        kl_mean: Kullback-Leibler divergence of B from A in nats, mean over the positions.
+        kl_max: Its largest.
+        tokens: Positions.
+        same_choice: Part of the positions where both find the same token most likely.
+        origin: Where the tokens come from.
+        evaluated_by: A's library and B's.
+    """
+
+    max_abs: float
+    max_rel: float
+    kl_mean: float
+    kl_max: float
+    tokens: int
+    same_choice: float
+    origin: str = ""
+    evaluated_by: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to open a checkpoint, see :func:`open_checkpoint`."""
+
+    path: Path
+    hf_config: Path | None = None
+    follow_links: bool = False
+
+    def open(self) -> Checkpoint:
+        """Read its headers."""
+        return open_checkpoint(self.path, self.hf_config, self.follow_links)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a process that may be somewhere else."""
+        config = None if self.hf_config is None else str(self.hf_config.absolute())
+        return {**asdict(self), "path": str(self.path.absolute()), "hf_config": config}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Source:
+        """The inverse of :meth:`as_json`."""
+        config = document["hf_config"]
+        return cls(
+            Path(document["path"]),
+            None if config is None else Path(config),
+            document["follow_links"],
+        )
+
+
+def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
+    """Compare logits [B, S, vocabulary].
+
+    Args:
+        a: The reference.
+        b: To compare with it.
+        about: ``origin`` and ``evaluated_by`` of the result.
+    """
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    kl = torch.cat([_divergence(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK))])
+    max_abs = float((a - b).abs().max())
+    return LogitComparison(
+        max_abs=max_abs,
+        max_rel=max_abs / float(a.abs().max()),
+        kl_mean=float(kl.mean()),
+        kl_max=float(kl.max()),
+        tokens=a.shape[0],
+        same_choice=float((a.argmax(-1) == b.argmax(-1)).double().mean()),
+        **about,
+    )
+
+
+def why_not(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Why the predictions of two checkpoints cannot be compared here; nothing if they can."""
+    for side, checkpoint in (("A", a), ("B", b)):
+        for package in _NEEDED[checkpoint.format]:
+            if not _installed(package):
+                yield f"{side} ({checkpoint.format}) needs {package}, which is not installed"
+    if a.config.vocab_size != b.config.vocab_size:
+        yield f"the vocabularies have {a.config.vocab_size} and {b.config.vocab_size} entries"
+    available = _available_memory()
+    for side, checkpoint in (("A", a), ("B", b)):
+        needed = 4 * _parameters(checkpoint)
+        if needed > available / 2:
+            yield (
+                f"{side} needs {format_bytes(needed)} in float32; half of the available memory is "
+                f"{format_bytes(available / 2)}"
+            )
+
+
+def compare_in_subprocess(
+    sources: Sequence[Source], tokens: list[int], origin: str
+) -> LogitComparison:
+    """Evaluate two checkpoints on the CPU.
+
+    Args:
+        sources: The reference and the other one.
+        tokens: Ids of one sequence.
+        origin: Where they come from.
+
+    Raises:
+        CheckpointError: If it fails, with the last lines of what the process said.
+    """
+    sides = [source.as_json() for source in sources]
+    request = {"sides": sides, "tokens": tokens, "origin": origin}
+    with tempfile.TemporaryDirectory(prefix="logits-") as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", __name__, str(answer)]
+        done = subprocess.run(
+            command,
+            input=json.dumps(request),
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode or not answer.exists():
+            raise CheckpointError(*_failure(done))
+        document = json.loads(answer.read_text())
+    return LogitComparison(**{**document, "evaluated_by": tuple(document["evaluated_by"])})
+
+
+def main() -> None:
+    """What the process does: a request on stdin, the answer into a file."""
+    request = json.load(sys.stdin)
+    from checkpoint_conversion.logits import checkpoint_logits, library
+
+    tokens = torch.tensor([request["tokens"]])
+    logits, libraries = [], []
+    try:
+        for side in request["sides"]:
+            checkpoint = Source.from_json(side).open()
+            logits.append(checkpoint_logits(checkpoint, tokens))
+            libraries.append(library(checkpoint))
+    except CheckpointError as error:
+        sys.exit(str(error))
+    result = compare_logits(*logits, origin=request["origin"], evaluated_by=tuple(libraries))
+    Path(sys.argv[1]).write_text(json.dumps(asdict(result)))
+
+
+def _divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b) per position, in nats, float64."""
+    log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    # Rounding can make it negative.
+    return (log_a.exp() * (log_a - log_b)).sum(-1).clamp_min(0)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _parameters(checkpoint: Checkpoint) -> int:
+    copies = duplicates(checkpoint.config)
+    shapes = hugging_face_shapes(checkpoint.config)
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
+
+
+def _available_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _environment() -> dict[str, str]:
+    """The process finds the same packages, no GPU and no network."""
+    here = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _failure(done: subprocess.CompletedProcess) -> tuple[str, list[str]]:
+    if done.returncode < 0:
+        why = f"was ended by signal {-done.returncode}; it may have needed more memory"
+        return f"The process that computes logits {why}.", []
+    return "The logits could not be computed:", done.stderr.strip().splitlines()[-10:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Comparing two models tensor by tensor under Hugging Face's names, and each with its manifest."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.logits import without_mtp
+from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
+from checkpoint_conversion.manifest_check import (
+    ManifestCheck,
+    block,
+    changed_values,
+    fits,
+    header_problems,
+)
+from checkpoint_conversion.part_runner import MemoryBudget, run_parts
+from checkpoint_conversion.progress import Reporter
+from checkpoint_conversion.tensor_comparison import (
+    TensorComparison,
+    TensorDifference,
+    compare_tensors,
+    peak_of_slab,
+)
+from checkpoint_conversion.verification_report import Side, VerificationReport
+
+_MOST_WORKERS = 4
+# Of all threads together, unless a tensor cannot be read in parts and takes more.
+_MEMORY = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Something to read: bytes resident meanwhile, bytes of it, and what to do."""
+
+    peak: int
+    nbytes: int
+    run: Callable[[], None]
+
+
+def compare_models(
+    checkpoints: Sequence[Checkpoint], exclude_mtp: bool, workers: int | None, reporter: Reporter
+) -> VerificationReport:
+    """Read everything and compare it.
+
+    Args:
+        checkpoints: One, to be compared with its manifest, or two.
+        exclude_mtp: Leave multi-token-prediction layers out of the comparison of two models.
+        workers: Threads; None: one per core, up to 4.
+        reporter: Hears of the progress.
+
+    Raises:
+        CheckpointError: If a manifest or a tensor cannot be read.
+    """
+    manifests = [_ManifestReader(checkpoint) for checkpoint in checkpoints]
+    pair = _Pair(checkpoints, exclude_mtp) if len(checkpoints) == 2 else None
+    tasks = [task for reader in manifests for task in reader.tasks()]
+    tasks += pair.tasks() if pair is not None else []
+    _run(tasks, workers, reporter)
+    sums = (None, None) if pair is None else pair.model_checksums()
+    return VerificationReport(
+        sides=tuple(
+            Side(
+                path=str(checkpoint.path),
+                format=checkpoint.format,
+                checksum=checksum,
+                manifest=reader.result(),
+            )
+            for checkpoint, reader, checksum in zip(checkpoints, manifests, sums)
+        ),
+        nbytes=sum(task.nbytes for task in tasks),
+        **(pair.result() if pair is not None else {}),
+    )
+
+
+def _run(tasks: Sequence[_Task], workers: int | None, reporter: Reporter) -> None:
+    reporter.start(sum(task.nbytes for task in tasks), 0)
+
+    def work(task: _Task) -> None:
+        task.run()
+        reporter.advance(task.nbytes)
+
+    try:
+        workers = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
+        run_parts(tasks, work, MemoryBudget(_MEMORY), workers)
+    finally:
+        reporter.finish()
+
+
+class _Pair:
+    """The tensors of two models."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint], exclude_mtp: bool) -> None:
+        self._sides: list[dict[str, LazyTensor]] = []
+        self._left_out: dict[str, str] = {}
+        for checkpoint in checkpoints:
+            tensors = checkpoint.hugging_face_tensors()
+            kept = without_mtp(checkpoint.config, tensors)[1] if exclude_mtp else tensors
+            self._left_out.update(dict.fromkeys(tensors.keys() - kept.keys(), "--exclude-mtp"))
+            self._sides.append(kept)
+        a, b = self._sides
+        both = sorted(a.keys() & b.keys())
+        self._common = [name for name in both if a[name].shape == b[name].shape]
+        self._shapes = {n: (a[n].shape, b[n].shape) for n in both if a[n].shape != b[n].shape}
+        self._results: dict[str, TensorComparison] = {}
+
+    def tasks(self) -> Iterator[_Task]:
+        """One per tensor that both have in the same shape."""
+        for name in self._common:
+            a, b = (tensors[name] for tensors in self._sides)
+            peak = peak_of_slab(a) + peak_of_slab(b)
+            yield _Task(peak, a.nbytes + b.nbytes, partial(self._compare, name, a, b))
+
+    def _compare(self, name: str, a: LazyTensor, b: LazyTensor) -> None:
+        self._results[name] = compare_tensors(name, a, b)
+
+    def result(self) -> dict:
+        """Fields of the report, when the tasks are done."""
+        a, b = self._sides
+        return {
+            "tensors": len(self._common),
+            "only_in_a": tuple(sorted(a.keys() - b.keys())),
+            "only_in_b": tuple(sorted(b.keys() - a.keys())),
+            "shapes": self._shapes,
+            "differences": tuple(sorted(self._differences(), key=_worst_first)),
+            "left_out": dict(sorted(self._left_out.items())),
+        }
+
+    def model_checksums(self) -> tuple[str | None, str | None]:
+        """Of each side, where all its tensors were compared."""
+        first, second = (
+            None if len(tensors) > len(self._common) else self._checksum(side, tensors)
+            for side, tensors in enumerate(self._sides)
+        )
+        return first, second
+
+    def _checksum(self, side: int, tensors: Mapping[str, LazyTensor]) -> str:
+        whole = xxhash.xxh3_128()
+        for name in self._common:
+            tensor = tensors[name]
+            checksum = self._results[name].checksums[side]
+            whole.update(f"{name} {tensor.dtype} {tensor.shape} {checksum}\n".encode())
+        return whole.hexdigest()
+
+    def _differences(self) -> Iterator[TensorDifference]:
+        for result in self._results.values():
+            if result.difference is not None:
+                yield result.difference
+
+
+def _worst_first(difference: TensorDifference) -> tuple[int, float, str]:
+    return -difference.not_finite, -difference.max_rel, difference.name
+
+
+class _ManifestReader:
+    """Compares what a checkpoint stores with its manifest, if it has one."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        path = find_manifest(checkpoint.path)
+        self._stored = checkpoint.stored
+        self._manifest = None if path is None else read_manifest(path)
+        self._changed: list[str] = []
+
+    def tasks(self) -> Iterator[_Task]:
+        """One per record whose tensor is there."""
+        for record in self._manifest.tensors if self._manifest is not None else ():
+            if fits(record, self._stored):
+                tensor = block(record, self._stored)
+                nbytes = math.prod(record.shape) * tensor.dtype.itemsize
+                yield _Task(peak_of_slab(tensor), nbytes, partial(self._check, record, tensor))
+
+    def _check(self, record: TensorRecord, tensor: LazyTensor) -> None:
+        problem = changed_values(record, tensor)
+        if problem is not None:
+            self._changed.append(problem)
+
+    def result(self) -> ManifestCheck | None:
+        """When the tasks are done; None without a manifest."""
+        if self._manifest is None:
+            return None
+        problems = [*header_problems(self._manifest, self._stored), *sorted(self._changed)]
+        return ManifestCheck(records=len(self._manifest.tensors), problems=tuple(problems))

@@ -1,0 +1,118 @@
+"""Comparing two lazy tensors, a slab of rows at a time: bits first, then how far they are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.checksums import RunningChecksum
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+
+# Elements of a slab; eight float64 temporaries of it take 256 MB.
+_SLAB = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorDifference:
+    """How far two tensors of one shape are apart.
+
+    Attributes:
+        name: Theirs.
+        dtypes: Of A and of B.
+        max_abs: Largest |a - b| where both are finite.
+        max_rel: The same, relative to the largest finite |a| of the whole tensor.
+        not_finite: Elements that differ and of which at least one is infinite or no number.
+        rounded: Where the dtypes differ: whether the values are equal after rounding the wider
+            dtype to the narrower one.
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    max_abs: float
+    max_rel: float
+    not_finite: int
+    rounded: bool | None
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """Checksums of two tensors; ``difference`` is None if their dtypes and bits are the same."""
+
+    checksums: tuple[str, str]
+    difference: TensorDifference | None
+
+
+def compare_tensors(name: str, a: LazyTensor, b: LazyTensor) -> TensorComparison:
+    """Read two tensors of the same shape and compare them, again if their bits differ."""
+    assert a.shape == b.shape
+    checksums = checksum(a), checksum(b)
+    if a.dtype == b.dtype and checksums[0] == checksums[1]:
+        return TensorComparison(checksums, None)
+    return TensorComparison(checksums, _difference(name, a, b))
+
+
+def checksum(tensor: LazyTensor) -> str:
+    """Of the values, as :func:`tensor_checksum` gives it."""
+    running = RunningChecksum()
+    for values in _slabs(tensor):
+        running.update(values)
+    return running.hexdigest()
+
+
+def peak_of_slab(tensor: LazyTensor) -> int:
+    """Bytes resident while a slab is compared."""
+    read = tensor.peak if tensor.part is None else tensor.narrow(0, 0, _rows(tensor)).peak
+    return read + 8 * 8 * min(_SLAB, math.prod(tensor.shape))
+
+
+def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
+    """The values, in slabs of rows; each read by itself if the file can do that."""
+    rows = _rows(tensor)
+    if tensor.part is None:
+        with ReadSession() as session:
+            yield from tensor.load(session).split(rows)
+        return
+    for start in range(0, tensor.shape[0], rows):
+        with ReadSession() as session:
+            yield tensor.narrow(0, start, min(rows, tensor.shape[0] - start)).load(session)
+
+
+def _rows(tensor: LazyTensor) -> int:
+    width = math.prod(tensor.shape[1:])
+    return min(tensor.shape[0], max(1, _SLAB // max(1, width)))
+
+
+def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
+    narrow = min(b.dtype, a.dtype, key=lambda dtype: dtype.itemsize)
+    max_abs = largest = 0.0
+    not_finite, rounded = 0, True
+    for slab_a, slab_b in zip(_slabs(a), _slabs(b), strict=True):
+        x, y = slab_a.double(), slab_b.double()
+        apart = (x - y).abs().masked_fill_(_same(x, y), 0)
+        finite = apart.isfinite()
+        not_finite += int((~finite).sum())
+        max_abs = max(max_abs, float(apart.masked_fill_(~finite, 0).max()))
+        largest = max(largest, float(x.masked_fill(~x.isfinite(), 0).abs().max()))
+        rounded = rounded and bool(_same(slab_a.to(narrow), slab_b.to(narrow)).all())
+    return TensorDifference(
+        name=name,
+        dtypes=(_name(a.dtype), _name(b.dtype)),
+        max_abs=max_abs,
+        # If A is zero everywhere, the error itself.
+        max_rel=max_abs / (largest or 1.0),
+        not_finite=not_finite,
+        rounded=rounded if a.dtype != b.dtype else None,
+    )
+
+
+def _same(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors have the same value, or are both no number."""
+    return (x == y) | (x.isnan() & y.isnan())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,186 @@
+"""What a verification found, for people and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+
+from checkpoint_conversion.logit_comparison import LogitComparison
+from checkpoint_conversion.manifest_check import ManifestCheck
+from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.report import table
+from checkpoint_conversion.tensor_comparison import TensorDifference
+
+# Names of a kind that are printed; --json has all of them.
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two checkpoints.
+
+    Attributes:
+        path: As it was given.
+        format: Name of the format.
+        checksum: Of the whole model by its Hugging Face names: the same whatever format holds it.
+            None if its tensors were not compared.
+        manifest: Comparison with its manifest; None if it has none.
+    """
+
+    path: str
+    format: str
+    checksum: str | None = None
+    manifest: ManifestCheck | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationReport:
+    """What a verification found.
+
+    Attributes:
+        sides: The checkpoints.
+        tensors: Tensors of the model that both hold, in the same shape.
+        nbytes: That were read and compared, of both and of what manifests list.
+        only_in_a: Tensors that B does not hold.
+        only_in_b: Tensors that A does not hold.
+        shapes: Shapes in A and in B of tensors that have different ones.
+        differences: Tensors whose dtypes or bits differ, the worst first.
+        left_out: Tensors that were not to be compared: name -> why.
+        logits: How far the predictions are apart; None if they were not compared.
+        notes: What a user should know, one line each.
+        tolerance: Largest relative error of a tensor that is accepted.
+        logits_tolerance: Largest relative error of the logits that is accepted.
+        seconds: That it took.
+    """
+
+    sides: tuple[Side, ...]
+    tensors: int = 0
+    nbytes: int = 0
+    only_in_a: tuple[str, ...] = ()
+    only_in_b: tuple[str, ...] = ()
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    differences: tuple[TensorDifference, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    logits: LogitComparison | None = None
+    notes: tuple[str, ...] = ()
+    tolerance: float = 0.0
+    logits_tolerance: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same tensors, bit for bit, and are what their manifests say."""
+        return self._same_tensors and not self.differences and self._manifests_match
+
+    @property
+    def accepted(self) -> bool:
+        """Whether nothing is wrong beyond the tolerances.
+
+        Tensors of another dtype are accepted if a tolerance above zero is given.
+        """
+        close = all(
+            self.tolerance > 0 and not d.not_finite and d.max_rel <= self.tolerance
+            for d in self.differences
+        )
+        predicted = self.logits is None or self.logits.max_rel <= self.logits_tolerance
+        return self._same_tensors and close and self._manifests_match and predicted
+
+    @property
+    def _same_tensors(self) -> bool:
+        return not (self.only_in_a or self.only_in_b or self.shapes)
+
+    @property
+    def _manifests_match(self) -> bool:
+        return all(side.manifest is None or side.manifest.matches for side in self.sides)
+
+    def as_json(self) -> dict:
+        """One document."""
+        return {
+            "command": "verify",
+            "equal": self.equal,
+            "accepted": self.accepted,
+            **asdict(self),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """A table for people."""
+        yield from table(self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        for name, side in zip(("A", "B"), self.sides):
+            yield name, f"{side.path} ({side.format})"
+            if side.checksum is not None:
+                yield name, f"checksum of the model {side.checksum}"
+            if side.manifest is not None:
+                yield from self._manifest_rows(name, side.manifest)
+        if len(self.sides) > 1:
+            yield from self._tensor_rows()
+        if self.logits is not None:
+            yield from self._logit_rows(self.logits)
+        for note in self.notes:
+            yield "notes", note
+        yield "time", f"{self.seconds:.1f} s, {format_bytes(self.nbytes)} read"
+        yield "result", self._result()
+
+    @staticmethod
+    def _manifest_rows(name: str, manifest: ManifestCheck) -> Iterator[tuple[str, str]]:
+        if manifest.matches:
+            yield name, f"as its manifest says: {manifest.records:,} checksums"
+        yield from _some(name, "not as its manifest says", manifest.problems)
+
+    def _tensor_rows(self) -> Iterator[tuple[str, str]]:
+        yield "compared", f"{self.tensors:,} tensors"
+        equal = self.tensors - len(self.differences)
+        yield "compared", f"{equal:,} are equal bit for bit, {len(self.differences):,} are not"
+        if self.left_out:
+            reasons = ", ".join(sorted(set(self.left_out.values())))
+            yield "left out", f"{len(self.left_out):,} tensors: {reasons}"
+        yield from _some("only in A", "tensors", self.only_in_a)
+        yield from _some("only in B", "tensors", self.only_in_b)
+        shapes = [f"{name}: {a} in A, {b} in B" for name, (a, b) in self.shapes.items()]
+        yield from _some("shapes differ", "tensors", shapes)
+        yield from _some("differ", "tensors", [_described(d) for d in self.differences])
+        rounded = [d.rounded for d in self.differences if d.rounded is not None]
+        if rounded:
+            count = f"{sum(rounded):,} of {len(rounded):,} tensors of another dtype"
+            yield "rounding", f"{count} are equal after rounding to the narrower dtype"
+
+    @staticmethod
+    def _logit_rows(logits: LogitComparison) -> Iterator[tuple[str, str]]:
+        yield "logits", f"{logits.origin}; A by {logits.evaluated_by[0]}"
+        yield "logits", f"B by {logits.evaluated_by[1]}"
+        errors = f"relative {logits.max_rel:.1e}, absolute {logits.max_abs:.1e}"
+        yield "logits", f"largest error {errors}"
+        divergence = f"mean {logits.kl_mean:.1e}, largest {logits.kl_max:.1e} nats"
+        yield "logits", f"KL divergence {divergence}; same choice {logits.same_choice:.1%}"
+
+    def _result(self) -> str:
+        if self.equal and self.accepted:
+            one = len(self.sides) == 1
+            return "as its manifest says" if one else "the same model, bit for bit"
+        if self.accepted:
+            return f"different, but within the tolerance of {self.tolerance:g}"
+        if self.equal:
+            return f"same tensors, but logits differ by more than {self.logits_tolerance:g}"
+        return "DIFFERENT"
+
+
+def _some(name: str, what: str, lines: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
+    """A count, and the first few lines."""
+    if not lines:
+        return
+    yield name, f"{len(lines):,} {what}"
+    yield from ((name, f"  {line}") for line in islice(lines, _SHOWN))
+    if len(lines) > _SHOWN:
+        yield name, f"  ... and {len(lines) - _SHOWN:,} more (--json)"
+
+
+def _described(difference: TensorDifference) -> str:
+    d = difference
+    text = f"{d.name}: relative {d.max_rel:.1e}, absolute {d.max_abs:.1e}"
+    if d.not_finite:
+        text += f", {d.not_finite:,} elements not finite"
+    if d.dtypes[0] != d.dtypes[1]:
+        text += f", {d.dtypes[0]} in A, {d.dtypes[1]} in B"
+    return text

@@ -1,0 +1,153 @@
+"""``verify``: whether two checkpoints hold the same model, and whether each is what was written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import recognise
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.logit_comparison import (
+    LogitComparison,
+    Source,
+    compare_in_subprocess,
+    why_not,
+)
+from checkpoint_conversion.manifest import find_manifest
+from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
+from checkpoint_conversion.model_comparison import compare_models
+from checkpoint_conversion.progress import Reporter
+from checkpoint_conversion.sample_tokens import sample_tokens
+from checkpoint_conversion.verification_report import VerificationReport
+
+# For two libraries that add in another order, in float32.
+LOGITS_TOLERANCE = 1e-4
+# Their logits take 270 MB with a vocabulary of 130 000.
+MOST_TOKENS = 512
+
+
+def verify(
+    a: Path,
+    b: Path | None = None,
+    *,
+    hf_config: Path | None = None,
+    follow_links: bool = False,
+    exclude_mtp: bool = False,
+    tolerance: float = 0.0,
+    logits: bool | None = None,
+    logits_tolerance: float = LOGITS_TOLERANCE,
+    text: Path | None = None,
+    max_tokens: int = MOST_TOKENS,
+    workers: int | None = None,
+    reporter: Reporter | None = None,
+) -> VerificationReport:
+    """Compare two checkpoints, tensor by tensor, and each with the manifest beside it.
+
+    Args:
+        a: Folder of a checkpoint of any format.
+        b: Folder of another one; None only compares ``a`` with its manifest.
+        hf_config: A config.json for Megatron checkpoints, instead of what they hold.
+        follow_links: Whether links may lead out of the folders.
+        exclude_mtp: Compare without the multi-token-prediction layers.
+        tolerance: Largest relative error of a tensor that is accepted.
+        logits: Whether to compare what the models predict; None: if they can be evaluated here.
+        logits_tolerance: Largest relative error of the logits that is accepted.
+        text: A file with the text to predict; None: a built-in one.
+        max_tokens: At most so many tokens of it are used.
+        workers: Threads that read; None: one per core, up to 4.
+        reporter: Hears of the progress.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot be read, ``a`` alone has no manifest, or
+            ``logits=True`` and they cannot be computed.
+    """
+    started = time.monotonic()
+    _check_tolerances({"--tolerance": tolerance, "--logits-tolerance": logits_tolerance})
+    paths = [a] if b is None else [a, b]
+    if b is None:
+        _check_single(a, {"--exclude-mtp": exclude_mtp, "--logits": logits, "--text": text})
+    sources = [
+        Source(path, config, follow_links)
+        for path, config in zip(paths, _configs(paths, hf_config))
+    ]
+    checkpoints = [source.open() for source in sources]
+    report = compare_models(checkpoints, exclude_mtp, workers, reporter or Reporter())
+    if b is not None and logits is not False:
+        compared, notes = _logits(checkpoints, sources, logits, text, max_tokens)
+        report = replace(report, logits=compared, notes=tuple(notes))
+    return replace(
+        report,
+        tolerance=tolerance,
+        logits_tolerance=logits_tolerance,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check_tolerances(values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise CheckpointError(f"{name} must be a number of at least 0, got {value}")
+
+
+def _check_single(path: Path, options: Mapping[str, object]) -> None:
+    """Refuse what needs a second checkpoint, and a checkpoint that nothing can be said about."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise CheckpointError(f"{', '.join(given)} can only be used with two checkpoints")
+    if find_manifest(path) is None and recognise(path) is not None:
+        raise CheckpointError(
+            f"{path} has no conversion_manifest.json to be compared with; give a second checkpoint"
+        )
+
+
+def _configs(paths: Sequence[Path], hf_config: Path | None) -> list[Path | None]:
+    """For each checkpoint what to read it with: Hugging Face's have a config.json of their own."""
+    own = [getattr(recognise(path), "format", None) == "hf" for path in paths]
+    if hf_config is not None and all(own):
+        raise CheckpointError("--hf-config is for Megatron checkpoints; there is none")
+    return [None if has_own else hf_config for has_own in own]
+
+
+def _logits(
+    checkpoints: Sequence[Checkpoint],
+    sources: Sequence[Source],
+    wanted: bool | None,
+    text: Path | None,
+    max_tokens: int,
+) -> tuple[LogitComparison | None, list[str]]:
+    """The comparison, and what to know about it; None where it is impossible and not asked for."""
+    notes = _notes(checkpoints)
+    try:
+        reasons = list(why_not(*checkpoints))
+        if reasons:
+            raise CheckpointError("The logits cannot be compared here:", reasons)
+        a = checkpoints[0].config
+        most = min(max_tokens, *(_positions(checkpoint) for checkpoint in checkpoints))
+        # The second one's tokenizer, where the first has none.
+        auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
+        tokens, origin = sample_tokens(auxiliary, a.vocab_size, most, text)
+        return compare_in_subprocess(sources, tokens, origin), notes
+    except CheckpointError as error:
+        if wanted:
+            raise
+        return None, [*notes, "logits were not compared: " + "; ".join(str(error).splitlines())]
+
+
+def _positions(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.config.hugging_face["max_position_embeddings"])
+
+
+def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Where Megatron would compute something else with the same weights."""
+    functions = {"megatron": megatron_notes, "megatron-legacy": megatron_notes}
+    notes = [
+        note
+        for checkpoint in checkpoints
+        if checkpoint.format != "hf"
+        for note in functions.get(checkpoint.format, routing_notes)(checkpoint.config)
+    ]
+    return list(dict.fromkeys(notes))

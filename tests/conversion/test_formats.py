@@ -1,0 +1,150 @@
+"""From any format to any other and back, the tensors are the same to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_conversion.convert import convert
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.manifest import find_manifest, read_manifest
+from tests.conversion.support import (
+    CONFIGS,
+    assert_same_tensors,
+    load_all,
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+)
+
+RANKS = {"tensor_parallel": 2, "pipeline_parallel": 3}
+PLAIN = [("hf", {}), ("megatron", {}), ("megatron-legacy", RANKS), ("absorbed", {})]
+LAYOUTS = [
+    *(
+        ("megatron", {"norms": norms, "kv_up": kv_up, "down": down})
+        for norms, kv_up, down in itertools.product(
+            ("fused", "separate"), ("combined", "split"), ("separate", "fused")
+        )
+    ),
+    ("megatron", {"layers": "numbered"}),
+    ("megatron", {"vocab_multiple": 48, "iteration": 7}),
+    ("megatron-legacy", {}),
+    ("megatron-legacy", {"tensor_parallel": 4, "norms": "separate", "kv_up": "split"}),
+    ("megatron-legacy", {"tensor_parallel": 2, "experts": "grouped", "down": "fused"}),
+    ("megatron-legacy", {**RANKS, "norms": "separate", "down_projection": "duplicated"}),
+    ("megatron-legacy", {**RANKS, "vocab_multiple": 48, "iteration": 7}),
+    ("absorbed", {"norms": "fused"}),
+    ("absorbed", {"layers": "numbered"}),
+]
+
+
+def name_of(value) -> str | None:
+    if isinstance(value, tuple):
+        return value[0]
+    return ",".join(map(str, value.values())) or "plain" if isinstance(value, dict) else None
+
+
+class Model:
+    """A tiny model in a Hugging Face folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        config = tiny_config(**CONFIGS[name])
+        self.tensors = random_tensors(config)
+        self.path = write_hugging_face(folder / name, config, self.tensors)
+        (self.path / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Model]:
+    folder = tmp_path_factory.mktemp("formats")
+    return {name: Model(folder, name) for name in CONFIGS}
+
+
+def check_same(model: Model, path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.format == "hf"
+    assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), model.tensors)
+    assert (path / "tokenizer.json").read_bytes() == (model.path / "tokenizer.json").read_bytes()
+    assert open_checkpoint(model.path).config == checkpoint.config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("to", "options"), PLAIN, ids=name_of)
+def test_there_and_back(models, tmp_path, name, to, options):
+    there_and_back(models[name], tmp_path, to, options)
+
+
+@pytest.mark.parametrize("name", ["v3", "v2_lite"])
+@pytest.mark.parametrize(("to", "options"), LAYOUTS, ids=name_of)
+def test_every_layout_there_and_back(models, tmp_path, name, to, options):
+    if name == "v2_lite" and options.get("down") == "fused":
+        pytest.skip("there is no query down-projection to fuse")
+    there_and_back(models[name], tmp_path, to, options)
+
+
+def there_and_back(model: Model, folder: Path, to: str, options: dict) -> None:
+    report = convert(model.path, folder / "there", to, TargetOptions(**options))
+    there = open_checkpoint(folder / "there")
+    assert there.format == to
+    # What the target is said to be is what it is recognised as.
+    assert there.layout == report.as_json()["target"]["layout"]
+    manifest = read_manifest(find_manifest(folder / "there"))
+    assert manifest.target["layout"] == there.layout
+    convert(folder / "there", folder / "back", "hf")
+    check_same(model, folder / "back")
+
+
+@pytest.mark.parametrize("name", ["v3", "mtp"])
+@pytest.mark.parametrize(("first", "second"), itertools.permutations(PLAIN, 2), ids=name_of)
+def test_from_each_to_each(models, tmp_path, name, first, second):
+    model = models[name]
+    previous = model.path
+    for i, (to, options) in enumerate((first, second)):
+        convert(previous, tmp_path / str(i), to, TargetOptions(**options))
+        previous = tmp_path / str(i)
+    convert(previous, tmp_path / "back", "hf")
+    check_same(model, tmp_path / "back")
+
+
+@pytest.mark.parametrize(("to", "options"), PLAIN[1:], ids=name_of)
+def test_back_from_another_format_is_the_same_checkpoint(models, tmp_path, to, options):
+    """Standard to absorbed to standard: also the other way round, nothing is lost."""
+    model = models["v3"]
+    other = ("absorbed", {}) if to != "absorbed" else ("megatron", {})
+    convert(model.path, tmp_path / "a", to, TargetOptions(**options))
+    convert(tmp_path / "a", tmp_path / "b", other[0], TargetOptions(**other[1]))
+    convert(tmp_path / "b", tmp_path / "c", to, TargetOptions(**options))
+    before, after = (
+        {(r.key, r.offset): (r.shape, r.dtype, r.checksum) for r in manifest.tensors}
+        for manifest in (read_manifest(find_manifest(tmp_path / name)) for name in "ac")
+    )
+    assert before == after
+
+
+@pytest.mark.parametrize(("to", "options"), PLAIN, ids=name_of)
+def test_dtype_of_the_target(models, tmp_path, to, options):
+    """Rounded once; the correction bias keeps its own."""
+    model = models["v3"]
+    convert(model.path, tmp_path / "there", to, TargetOptions(dtype=torch.float16, **options))
+    found = load_all(open_checkpoint(tmp_path / "there").hugging_face_tensors())
+    expected = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.half()
+        for name, tensor in model.tensors.items()
+    }
+    assert_same_tensors(found, expected)
+
+
+@pytest.mark.parametrize(("to", "options"), PLAIN, ids=name_of)
+def test_mtp_layers_left_out(models, tmp_path, to, options):
+    model = models["mtp"]
+    convert(model.path, tmp_path / "there", to, TargetOptions(**options), exclude_mtp=True)
+    checkpoint = open_checkpoint(tmp_path / "there")
+    assert checkpoint.config.mtp_layers == 0
+    kept = {k: v for k, v in model.tensors.items() if not k.startswith("model.layers.3.")}
+    assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), kept)
+    manifest = read_manifest(find_manifest(tmp_path / "there"))
+    assert set(manifest.left_out) == model.tensors.keys() - kept.keys()

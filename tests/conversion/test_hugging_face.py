@@ -1,0 +1,284 @@
+"""Reading Hugging Face checkpoints: every tensor, bit by bit, and no more of a file than needed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
+from checkpoint_conversion.fp8 import FP8, quantise, scale_shape
+from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.hugging_face_support import INDEX, SINGLE, change_json
+from tests.conversion.support import (
+    CONFIGS,
+    assert_same_tensors,
+    hugging_face_config,
+    load_all,
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+)
+
+
+def opened(folder: Path, tensors: dict, shards: int = 2, **changes) -> HuggingFaceCheckpoint:
+    write_hugging_face(folder, tiny_config(**changes), tensors, shards)
+    return HuggingFaceCheckpoint(folder)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor(tmp_path, name, shards):
+    tensors = random_tensors(tiny_config(**CONFIGS[name]))
+    checkpoint = opened(tmp_path / "a", tensors, shards, **CONFIGS[name])
+    assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
+    assert set(checkpoint.stored) == set(tensors)
+    assert checkpoint.config == tiny_config(**CONFIGS[name])
+    assert checkpoint.layout["files"] == shards
+    assert checkpoint.layout["quantisation"] == "none"
+    assert checkpoint.notes == []
+    for name, tensor in checkpoint.hugging_face_tensors().items():
+        assert tensor.leaves == {name}
+        assert tensor.peak == tensor.nbytes == tensors[name].nbytes
+
+
+def test_single_file(tmp_path):
+    tensors = random_tensors(tiny_config())
+    write_hugging_face(tmp_path / "a", tiny_config(), tensors, 1)
+    (tmp_path / "a" / INDEX).unlink()
+    (tmp_path / "a" / "model-00001-of-00001.safetensors").rename(tmp_path / "a" / SINGLE)
+    checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
+    assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
+    assert checkpoint.layout["files"] == 1
+
+
+def test_recognises(tmp_path):
+    write_hugging_face(tmp_path / "a", tiny_config(), {"x": torch.ones(1)}, 1)
+    assert HuggingFaceCheckpoint.recognises(tmp_path / "a")
+    (tmp_path / "a" / INDEX).unlink()
+    assert HuggingFaceCheckpoint.recognises(tmp_path / "a")
+    (tmp_path / "a" / "model-00001-of-00001.safetensors").unlink()
+    assert not HuggingFaceCheckpoint.recognises(tmp_path / "a")
+    assert not HuggingFaceCheckpoint.recognises(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("cls", ["DeepseekV2", "DeepseekV3"])
+def test_what_transformers_saves(tmp_path, cls):
+    import transformers
+
+    config = hugging_face_config(first_k_dense_replace=1)
+    del config["architectures"], config["model_type"]
+    if cls == "DeepseekV2":
+        config.update(scoring_func="softmax", topk_method="greedy", q_lora_rank=None)
+    model = getattr(transformers, f"{cls}ForCausalLM")(
+        getattr(transformers, f"{cls}Config")(**config)
+    )
+    model.save_pretrained(tmp_path / "a", max_shard_size="20KB")
+    checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
+    assert checkpoint.layout["files"] > 3
+    tensors = load_all(checkpoint.hugging_face_tensors())
+    state = model.state_dict()
+    # Experts are one tensor per layer in memory.
+    compared = [name for name in state if ".experts." not in name]
+    assert len(compared) > 30
+    assert all(torch.equal(state[name], tensors[name]) for name in compared)
+    assert "generation_config.json" in checkpoint.auxiliary
+
+
+class TestParts:
+    def test_parts_of_parts(self, tmp_path):
+        tensors = random_tensors(tiny_config())
+        name = "model.layers.0.self_attn.kv_b_proj.weight"
+        whole = opened(tmp_path / "a", tensors).hugging_face_tensors()[name]
+        part = whole.narrow(0, 8, 100).narrow(1, 5, 11).narrow(0, 3, 50)
+        assert torch.equal(load_all({"x": part})["x"], tensors[name][11:61, 5:16])
+        assert (part.shape, part.leaves) == ((50, 11), {name})
+        rows = whole.narrow(0, 8, 100)
+        assert rows.peak == rows.nbytes
+
+    def test_only_what_is_needed_is_read(self, tmp_path):
+        """Otherwise cutting a stacked tensor into layers would need all of it every time."""
+        path = sparse_checkpoint(tmp_path / "a", rows=50_000, columns=2000)
+        whole = HuggingFaceCheckpoint(tmp_path / "a").stored["model.embed_tokens.weight"]
+        assert whole.nbytes == 200_000_000
+        part = whole.narrow(0, 20_000, 2500)
+        with ReadSession() as session:
+            assert resident(path) == 0
+            assert (part.load(session) == 0).all()
+            assert part.nbytes == part.peak == 10_000_000
+            # The kernel maps pages around those that are read.
+            assert part.peak - 4096 <= resident(path) <= part.peak + (256 << 10)
+            columns = whole.narrow(1, 0, 10)
+            assert (columns.load(session) == 0).all()
+            assert resident(path) > 100_000_000
+            assert resident(path) <= columns.peak + (256 << 10) <= 2 * whole.nbytes
+        assert resident(path) == 0
+
+    def test_opening_reads_no_values(self, tmp_path):
+        path = sparse_checkpoint(tmp_path / "a", rows=50_000, columns=2000)
+        with ReadSession():
+            checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
+            assert resident(path) == 0
+        assert checkpoint.stored["model.embed_tokens.weight"].shape == (50_000, 2000)
+
+
+def sparse_checkpoint(folder: Path, rows: int, columns: int) -> Path:
+    """A file whose values are a hole, so that making it takes no time."""
+    folder.mkdir()
+    size = 2 * rows * columns
+    entry = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, size]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    with (folder / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    (folder / "config.json").write_text(json.dumps(hugging_face_config()))
+    return folder / SINGLE
+
+
+def resident(path: Path) -> int:
+    """Bytes of a file that this process has mapped and in memory."""
+    total, counting = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counting = line.endswith(str(path))
+        elif counting and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+class TestFp8:
+    def pairs(self, scale_dtype: torch.dtype) -> tuple[dict, dict]:
+        """A checkpoint with some weights in FP8, and the same with them dequantised."""
+        stored = random_tensors(tiny_config(kv_lora_rank=150, hidden_size=300))
+        plain = dict(stored)
+        for name in list(stored):
+            if name.endswith("_proj.weight") or "with_mqa" in name:
+                weight, scale, _ = quantise(stored[name], "ue8m0", name)
+                stored[name], stored[f"{name}_scale_inv"] = weight, scale.to(scale_dtype)
+                blocks = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                rows, columns = weight.shape
+                plain[name] = (weight.float() * blocks[:rows, :columns]).bfloat16()
+        return stored, plain
+
+    @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+    def test_dequantised(self, tmp_path, scale_dtype):
+        stored, plain = self.pairs(scale_dtype)
+        config = {"kv_lora_rank": 150, "hidden_size": 300}
+        checkpoint = opened(tmp_path / "a", stored, **config)
+        tensors = checkpoint.hugging_face_tensors()
+        assert_same_tensors(load_all(tensors), plain)
+        assert set(checkpoint.stored) == set(stored)
+        assert set().union(*(t.leaves for t in tensors.values())) == set(stored)
+        assert "FP8 in blocks of 128 x 128" in str(checkpoint.layout["quantisation"])
+        (note,) = checkpoint.notes
+        assert note == "the files hold FP8 weights, and config.json says otherwise"
+        wide = load_all(checkpoint.hugging_face_tensors(torch.float32))
+        name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+        assert wide[name].dtype == torch.float32
+        assert torch.equal(wide[name].bfloat16(), plain[name])
+        # Only what was FP8 changes.
+        assert wide["model.norm.weight"].dtype == torch.bfloat16
+
+    def test_problems(self, tmp_path):
+        stored, _ = self.pairs(torch.float32)
+        layer = "model.layers.0.self_attn."
+        del stored[f"{layer}o_proj.weight_scale_inv"]
+        stored[f"{layer}q_a_proj.weight_scale_inv"] = torch.ones(7, 7)
+        stored[f"{layer}kv_b_proj.weight"] = stored[f"{layer}kv_b_proj.weight"].float()
+        del stored["model.layers.1.self_attn.o_proj.weight"]
+        stored["lm_head.weight"] = torch.ones(1).to(FP8)
+        checkpoint = opened(tmp_path / "a", stored, kv_lora_rank=150, hidden_size=300)
+        with pytest.raises(ValueError, match="7 problems") as error:
+            checkpoint.hugging_face_tensors()
+        expected = [
+            "o_proj.weight is FP8, but model.layers.0.self_attn.o_proj.weight_scale_inv is missing",
+            f"weight_scale_inv has shape (7, 7); expected {scale_shape((16, 300))}",
+            "kv_b_proj.weight_scale_inv is the scale of a weight that is torch.float32, not FP8",
+            "model.layers.1.self_attn.o_proj.weight_scale_inv is the scale of a weight that is mis",
+            "lm_head.weight is FP8 of shape (1,)",
+            "lm_head.weight has shape (1,); expected (64, 300)",
+            "model.layers.1.self_attn.o_proj.weight is missing",
+        ]
+        for text in expected:
+            assert sum(text in problem for problem in error.value.problems) == 1, text
+
+
+class TestModelAndFiles:
+    @pytest.mark.parametrize(("announced", "held"), [(1, 0), (0, 1), (1, 1), (2, 1)])
+    def test_mtp_layers_are_those_of_the_files(self, tmp_path, announced, held):
+        tensors = random_tensors(tiny_config(num_nextn_predict_layers=held))
+        checkpoint = opened(tmp_path / "a", tensors, num_nextn_predict_layers=announced)
+        assert checkpoint.config.mtp_layers == held
+        assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
+        said = f"config.json announces {announced} MTP layers, the files hold {held}"
+        assert checkpoint.notes == ([said] if announced != held else [])
+
+    def test_one_layer_too_many_is_no_mtp_layer(self, tmp_path):
+        tensors = random_tensors(tiny_config())
+        checkpoint = opened(tmp_path / "a", tensors, num_hidden_layers=2)
+        assert checkpoint.config.mtp_layers == 0
+        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate\.weight .* is unknown"):
+            checkpoint.hugging_face_tensors()
+
+    def test_rotary_buffers_are_left_alone(self, tmp_path):
+        tensors = random_tensors(tiny_config())
+        buffers = {
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+            "model.rotary_emb.inv_freq": torch.ones(4),
+        }
+        checkpoint = opened(tmp_path / "a", tensors | buffers)
+        assert checkpoint.left_alone == dict.fromkeys(buffers, 16)
+        assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
+
+    def test_files_beside_the_weights(self, tmp_path):
+        write_hugging_face(tmp_path / "a", tiny_config(), random_tensors(tiny_config()))
+        travelling = ["generation_config.json", "tokenizer.json", "tokenizer.model", "LICENSE"]
+        travelling += ["modeling_deepseek.py", "chat_template.jinja", "README.md", "merges.txt"]
+        others = ["pytorch_model.bin", "pytorch_model.bin.index.json", "old.pt"]
+        for name in [*travelling, *others, "conversion_manifest.json"]:
+            (tmp_path / "a" / name).write_text(name)
+        (tmp_path / "a" / "figures").mkdir()
+        checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
+        assert set(checkpoint.auxiliary) == {*travelling, "config.json"}
+        assert checkpoint.auxiliary["LICENSE"].read_text() == "LICENSE"
+        formats, folders = checkpoint.notes
+        assert all(name in formats for name in others)
+        assert "figures" in folders
+
+    def test_download_cache(self, tmp_path):
+        """Its files are links into a folder beside it."""
+        tensors = random_tensors(tiny_config())
+        write_hugging_face(tmp_path / "blobs", tiny_config(), tensors)
+        (tmp_path / "snapshot").mkdir()
+        for file in (tmp_path / "blobs").iterdir():
+            (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+        with pytest.raises(ValueError, match="--follow-links") as error:
+            HuggingFaceCheckpoint(tmp_path / "snapshot")
+        assert len(error.value.problems) == 4
+        checkpoint = HuggingFaceCheckpoint(tmp_path / "snapshot", follow_links=True)
+        assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
+
+    def test_changed_after_it_was_opened(self, tmp_path):
+        tensors = random_tensors(tiny_config())
+        checkpoint = opened(tmp_path / "a", tensors)
+        (tmp_path / "a" / "model-00001-of-00002.safetensors").unlink()
+        save_file({k: v.float() for k, v in tensors.items()}, tmp_path / "other")
+        shutil.move(tmp_path / "other", tmp_path / "a" / "model-00002-of-00002.safetensors")
+        for name, why in (
+            ("model.embed_tokens.weight", "cannot be read"),
+            ("model.layers.0.input_layernorm.weight", "was changed"),
+        ):
+            with pytest.raises(ValueError, match=why), ReadSession() as session:
+                checkpoint.stored[name].load(session)
+
+    def test_quantisation_that_is_announced_only(self, tmp_path):
+        write_hugging_face(tmp_path / "a", tiny_config(), random_tensors(tiny_config()))
+        quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        change_json(tmp_path / "a" / "config.json", quantization_config=quantisation)
+        (note,) = HuggingFaceCheckpoint(tmp_path / "a").notes
+        assert note == "the files hold no FP8 weights, and config.json says otherwise"

@@ -1,0 +1,280 @@
+"""Checkpoints of one file per rank: written, read back, and refused when files do not fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.formats.legacy import LegacyCheckpoint
+from checkpoint_conversion.formats.legacy_ranks import FILE
+from checkpoint_conversion.formats.legacy_writer import LegacyWriter
+from tests.conversion.legacy_support import (
+    change_rank,
+    load_rank,
+    only_args_config,
+    read_legacy,
+    save_rank,
+    write_legacy,
+)
+from tests.conversion.support import (
+    CONFIGS,
+    assert_same_tensors,
+    random_tensors,
+    tiny_config,
+)
+
+LAYOUTS = {
+    "plain": {},
+    "tp": {"tensor_parallel": 2},
+    "tp x pp": {"tensor_parallel": 2, "pipeline_parallel": 3, "iteration": 100},
+    "local": {"norms": "separate", "tensor_parallel": 2, "experts": "grouped"},
+    "split": {"kv_up": "split", "tensor_parallel": 4, "down_projection": "column-parallel"},
+    "fused down": {"down": "fused", "tensor_parallel": 2, "pipeline_parallel": 3},
+    "fused down, cut": {"down": "fused", "tensor_parallel": 4, "norms": "separate"},
+}
+
+
+@pytest.fixture
+def config():
+    return tiny_config()
+
+
+@pytest.fixture
+def tensors(config):
+    return random_tensors(config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_and_layout_comes_back(tmp_path, name, layout):
+    config = tiny_config(**CONFIGS[name])
+    if config.q_lora_rank is None and "fused down" in layout:
+        pytest.skip("there is no query down-projection to fuse")
+    tensors = random_tensors(config)
+    write_legacy(tmp_path, config, tensors, **LAYOUTS[layout])
+    checkpoint = LegacyCheckpoint(tmp_path)
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+    assert checkpoint.layout == LegacyWriter(config, TargetOptions(**LAYOUTS[layout])).layout()
+    used = [tensor.leaves for tensor in checkpoint.hugging_face_tensors().values()]
+    assert frozenset().union(*used) == set(checkpoint.stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_are_kept(tmp_path, config, dtype):
+    tensors = random_tensors(config, dtype)
+    write_legacy(tmp_path, config, tensors, tensor_parallel=2)
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+    assert load_rank(tmp_path / "release/mp_rank_01")["args"].params_dtype == dtype
+
+
+def test_the_folder_is_megatrons(tmp_path, config, tensors):
+    write_legacy(tmp_path, config, tensors, tensor_parallel=2, pipeline_parallel=3, iteration=7)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
+    inner = tmp_path / "iter_0000007"
+    ranks = {f"mp_rank_0{t}_00{p}" for t in range(2) for p in range(3)}
+    assert {path.name for path in inner.iterdir()} == ranks | {"hugging_face"}
+    content = load_rank(inner / "mp_rank_01_002")
+    assert content["iteration"] == 7
+    assert content["checkpoint_version"] == 3.0
+    args = content["args"]
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 3)
+    assert args.ckpt_format == "torch"
+    # Either folder can be given.
+    assert LegacyCheckpoint.recognises(tmp_path)
+    assert LegacyCheckpoint.recognises(inner)
+    assert_same_tensors(read_legacy(inner), tensors)
+
+
+def test_records_of_parts(tmp_path, config, tensors):
+    """Names, shapes and checksums are those of what torch loads."""
+    results = write_legacy(tmp_path, config, tensors, tensor_parallel=2)
+    assert [result.name for result in results] == ["mp_rank_00", "mp_rank_01"]
+    for result in results:
+        (name,) = result.files
+        assert name == f"release/{result.name}/{FILE}"
+        assert (tmp_path / name).stat().st_size == result.files[name]
+        model = load_rank((tmp_path / name).parent, mmap=True)["model"]
+        weights = {k: v for k, v in model.items() if not k.endswith("_extra_state")}
+        assert [record["key"] for record in result.tensors] == [
+            f"{result.name}/{key}" for key in weights
+        ]
+        for record, values in zip(result.tensors, weights.values()):
+            assert record["checksum"] == tensor_checksum(values), record["key"]
+            assert record["shape"] == list(values.shape)
+            assert f"torch.{record['dtype']}" == str(values.dtype)
+    assert json.dumps([result.tensors for result in results])
+
+
+def test_the_config_is_also_in_the_args(tmp_path, config, tensors):
+    write_legacy(tmp_path, config, tensors, tensor_parallel=2)
+    expected = LegacyCheckpoint(tmp_path).config
+    assert expected == config
+    only_args_config(tmp_path)
+    assert LegacyCheckpoint(tmp_path).config == config
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        change_rank(tmp_path / "release" / rank, lambda content: content.pop("args"))
+    with pytest.raises(CheckpointError, match="--hf-config"):
+        LegacyCheckpoint(tmp_path)
+    hf_config = tmp_path / "config.json"
+    hf_config.write_text(json.dumps(config.hugging_face))
+    assert LegacyCheckpoint(tmp_path, hf_config=hf_config).config == config
+
+
+def test_the_vocabulary_is_padded_with_zeros(tmp_path):
+    """Megatron refuses a table whose rows do not divide."""
+    config = tiny_config(vocab_size=61)
+    tensors = random_tensors(config)
+    write_legacy(tmp_path, config, tensors, tensor_parallel=2, vocab_multiple=3)
+    models = [load_rank(tmp_path / f"release/mp_rank_0{i}")["model"] for i in range(2)]
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        table = torch.cat([model[name] for model in models])
+        assert table.shape[0] == 66
+        assert not table[61:].any()
+        assert table[:61].any(dim=1).all()
+    args = load_rank(tmp_path / "release/mp_rank_00")["args"]
+    assert (args.padded_vocab_size, args.make_vocab_size_divisible_by) == (66, 3)
+    checkpoint = LegacyCheckpoint(tmp_path)
+    assert checkpoint.notes == ["5 rows of padding after the vocabulary are dropped"]
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+
+
+def test_without_options_the_vocabulary_has_megatrons_padding(tmp_path, config, tensors):
+    write_legacy(tmp_path, config, tensors, tensor_parallel=2)
+    model = load_rank(tmp_path / "release/mp_rank_00")["model"]
+    assert model["embedding.word_embeddings.weight"].shape[0] * 2 == 256
+
+
+class TestCopies:
+    """What several ranks hold must be the same everywhere."""
+
+    @pytest.fixture
+    def folder(self, tmp_path, config, tensors):
+        write_legacy(tmp_path, config, tensors, tensor_parallel=2)
+        return tmp_path
+
+    def read_with(self, folder, rank, name):
+        """Read after one value of a tensor was changed by a little."""
+
+        def change(content):
+            content["model"][name].view(-1)[3] *= 1.01
+
+        change_rank(folder / "release" / rank, change)
+        return read_legacy(folder)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "decoder.final_layernorm.weight",
+            "decoder.layers.0.self_attention.linear_kv_down_proj.weight",
+            "decoder.layers.1.mlp.router.weight",
+        ],
+    )
+    def test_of_tensor_parallel_ranks(self, folder, name):
+        with pytest.raises(CheckpointError, match=r"mp_rank_0.*differs between tensor-parallel"):
+            self.read_with(folder, "mp_rank_01", name)
+
+    def test_what_is_no_copy_may_differ(self, folder, tensors):
+        name = "decoder.layers.0.self_attention.linear_q_up_proj.weight"
+        found = self.read_with(folder, "mp_rank_01", name)
+        changed = {key for key in tensors if not torch.equal(found[key], tensors[key])}
+        assert changed == {"model.layers.0.self_attn.q_b_proj.weight"}
+
+    @pytest.mark.parametrize(
+        ("changes", "name"),
+        [
+            ({"tie_word_embeddings": True}, "output_layer.weight"),
+            ({"num_nextn_predict_layers": 1}, "embedding.word_embeddings.weight"),
+        ],
+    )
+    def test_of_the_embedding_on_the_last_stage(self, tmp_path, changes, name):
+        config = tiny_config(**changes)
+        write_legacy(tmp_path, config, random_tensors(config), pipeline_parallel=3)
+        assert name in load_rank(tmp_path / "release/mp_rank_00_002")["model"]
+        with pytest.raises(CheckpointError, match="copies of one weight, but differ"):
+            self.read_with(tmp_path, "mp_rank_00_002", name)
+
+    def test_need_not_be_on_the_last_stage(self, tmp_path):
+        """They say nothing that the first stage does not say."""
+        config = tiny_config(tie_word_embeddings=True)
+        tensors = random_tensors(config)
+        write_legacy(tmp_path, config, tensors, pipeline_parallel=3)
+        last = tmp_path / "release/mp_rank_00_002"
+        change_rank(last, lambda content: content["model"].pop("output_layer.weight"))
+        assert_same_tensors(read_legacy(tmp_path), tensors)
+
+
+def test_stages_of_unequal_length(tmp_path, config, tensors):
+    """Megatron can give the first and the last stage fewer layers."""
+    write_legacy(tmp_path, config, tensors, pipeline_parallel=3)
+    inner = tmp_path / "release"
+    first, second = (load_rank(inner / f"mp_rank_00_00{i}") for i in range(2))
+    for name in list(second["model"]):
+        moved = name.replace("decoder.layers.0.", "decoder.layers.1.")
+        first["model"][moved] = second["model"].pop(name)
+    save_rank(inner / "mp_rank_00_000", first)
+    save_rank(inner / "mp_rank_00_001", second)
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+
+
+def test_mtp_layers_on_a_stage_of_their_own(tmp_path):
+    """The final norm then stays with the decoder's last layer."""
+    config = tiny_config(num_nextn_predict_layers=1)
+    tensors = random_tensors(config)
+    write_legacy(tmp_path, config, tensors, pipeline_parallel=3)
+    inner = tmp_path / "release"
+    second, last = (load_rank(inner / f"mp_rank_00_00{i}") for i in (1, 2))
+    for name in list(last["model"]):
+        if name.startswith("decoder."):
+            moved = name.replace("decoder.layers.0.", "decoder.layers.1.")
+            second["model"][moved] = last["model"].pop(name)
+    save_rank(inner / "mp_rank_00_001", second)
+    save_rank(inner / "mp_rank_00_002", last)
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+
+
+def test_older_names_of_mtp_layers(tmp_path):
+    config = tiny_config(num_nextn_predict_layers=1)
+    tensors = random_tensors(config)
+    write_legacy(tmp_path, config, tensors)
+
+    def rename(content):
+        content["model"] = {
+            name.replace("mtp_model_layer", "transformer_layer"): value
+            for name, value in content["model"].items()
+        }
+
+    change_rank(tmp_path / "release/mp_rank_00", rename)
+    assert_same_tensors(read_legacy(tmp_path), tensors)
+
+
+def test_what_is_no_weight_is_left_alone(tmp_path, config, tensors):
+    """Optimizer, random and FP8 states are named, with their bytes."""
+    write_legacy(tmp_path, config, tensors)
+    inner = tmp_path / "release/mp_rank_00"
+    module = "decoder.layers.0.self_attention.linear_proj._extra_state"
+
+    def add(content):
+        moment = torch.zeros(10, 10)
+        content["optimizer"] = {"state": [moment, {"same": moment}, (torch.zeros(3),)], "step": 3}
+        content["rng_state"] = [{"torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
+        content["opt_param_scheduler"] = {"lr": 0.1}
+        content["model"][module] = torch.zeros(100, dtype=torch.uint8)
+        content["model"]["output_layer._extra_state"] = torch.zeros(0, dtype=torch.uint8)
+
+    change_rank(inner, add)
+    (inner / "distrib_optim.pt").write_bytes(bytes(50))
+    checkpoint = LegacyCheckpoint(tmp_path)
+    assert checkpoint.left_alone == {
+        "mp_rank_00/optimizer": 412,
+        "mp_rank_00/rng_state": 8,
+        "mp_rank_00/opt_param_scheduler": 0,
+        f"mp_rank_00/{module}": 100,
+        "mp_rank_00/distrib_optim.pt": 50,
+    }
+    assert any("FP8 states" in note and module in note for note in checkpoint.notes)
+    assert_same_tensors(read_legacy(tmp_path), tensors)

@@ -1,0 +1,227 @@
+"""The same tokens through transformers and, after conversion, through Megatron: the same logits.
+
+In float32 on a CPU, for models of every kind, within and beyond the context that YaRN extends. What
+a wrong conversion would do is measured beside it, so that the bound is known to mean something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from absorbed_mla.distributed_checkpoint import load_model_weights
+from checkpoint_conversion.convert import convert
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.logits import (
+    ATTENTION,
+    checkpoint_logits,
+    load_megatron_model,
+    megatron_logits,
+    megatron_model,
+    transformers_model,
+    without_mtp,
+)
+from checkpoint_conversion.manifest import weights_folder
+from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
+from checkpoint_conversion.model_config import ModelConfig
+from tests.conversion.models import (
+    ARCHITECTURES,
+    ORIGINAL_CONTEXT,
+    Architecture,
+    logits_of,
+    make_model,
+    save,
+    token_batch,
+    with_half_split_rope,
+    with_rope,
+)
+from tests.conversion.support import (
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+)
+
+Tensors = dict[str, LazyTensor]
+# Of the largest logit; float32 sums in another order stay 10 times below.
+TOLERANCE = 1e-4
+# What a wrong conversion exceeds.
+WRONG = 1e-2
+V2_MOE = Architecture("v2", q_lora=True, moe=True, rope="yarn")
+V3_MOE = Architecture("v3", q_lora=True, moe=True, rope="yarn")
+V3_DENSE = Architecture("v3", q_lora=False, moe=False, rope="rope")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of transformers, the folder it is saved in, and what it computes."""
+
+    architecture: Architecture
+    folder: Path
+    tokens: Tensor
+    expected: Tensor
+
+    @classmethod
+    def of(cls, architecture: Architecture, folder: Path, **changes) -> Case:
+        model = make_model(architecture, **changes)
+        tokens = token_batch()
+        return cls(architecture, save(model, folder), tokens, logits_of(model, tokens))
+
+    def error(self, logits: Tensor) -> float:
+        """Largest difference of a logit, relative to the largest one; infinite where not finite."""
+        assert logits.shape == self.expected.shape
+        error = (logits - self.expected).abs().max() / self.expected.abs().max()
+        return float(error) if error.isfinite() else float("inf")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name.replace(" ", "-"))
+def case(request, tmp_path_factory) -> Case:
+    return Case.of(request.param, tmp_path_factory.mktemp("model") / "hf")
+
+
+def opened(case: Case) -> tuple[ModelConfig, Tensors]:
+    """The model's dimensions and weights, from its folder."""
+    checkpoint = open_checkpoint(case.folder)
+    return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
+
+
+def through_megatron_loader(folder: Path) -> Any:
+    """The model that Megatron's own loader makes of a distributed checkpoint."""
+    checkpoint = open_checkpoint(folder)
+    model = megatron_model(checkpoint.config, ATTENTION[checkpoint.format])
+    load_model_weights(model, weights_folder(folder))
+    return model
+
+
+def evaluated(config: ModelConfig, tensors: Tensors, tokens: Tensor) -> Tensor:
+    """Logits of our model with these weights."""
+    model = megatron_model(config, "absorbed")
+    load_megatron_model(model, config, tensors)
+    return megatron_logits(model, tokens)
+
+
+class TestAgrees:
+    @pytest.mark.parametrize("to", ["absorbed", "megatron"])
+    def test_distributed_checkpoint_by_megatrons_loader(self, case, tmp_path, to):
+        convert(case.folder, tmp_path / to, to)
+        model = through_megatron_loader(tmp_path / to)
+        assert case.error(megatron_logits(model, case.tokens)) < TOLERANCE
+
+    @pytest.mark.parametrize("to", ["absorbed", "megatron", "megatron-legacy", "hf"])
+    def test_by_the_tool(self, case, tmp_path, to):
+        convert(case.folder, tmp_path / to, to)
+        checkpoint = open_checkpoint(tmp_path / to)
+        assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
+
+    def test_tokens_attend_beyond_the_original_context(self, case):
+        """Otherwise agreement there would say nothing of a scaled context."""
+        assert case.tokens.shape[1] >= 3 * ORIGINAL_CONTEXT
+        changed = case.tokens.clone()
+        changed[:, :ORIGINAL_CONTEXT] = (changed[:, :ORIGINAL_CONTEXT] + 1) % 128
+        model = transformers_model(*opened(case))
+        moved = (logits_of(model, changed) - case.expected)[:, 2 * ORIGINAL_CONTEXT :]
+        assert moved.abs().max() > WRONG * case.expected.abs().max()
+
+
+class TestControls:
+    """Conversions that are wrong on purpose; each must show."""
+
+    def test_rope_taken_for_halves(self, case):
+        config, tensors = opened(case)
+        wrong = with_half_split_rope(tensors, config)
+        assert case.error(evaluated(config, wrong, case.tokens)) > WRONG
+
+    @pytest.mark.parametrize("mscale", [{"mscale_all_dim": 0.0}, {"mscale": 1.5}], ids=str)
+    def test_wrong_mscale(self, case, mscale):
+        config, tensors = opened(case)
+        error = case.error(evaluated(with_rope(config, **mscale), tensors, case.tokens))
+        # Without YaRN it has no meaning.
+        assert error > WRONG if case.architecture.rope == "yarn" else error < TOLERANCE
+
+    def test_gate_and_up_swapped(self, case):
+        config, tensors = opened(case)
+        swapped = dict(tensors)
+        for name in tensors:
+            if "gate_proj" in name:
+                up = name.replace("gate_proj", "up_proj")
+                swapped[name], swapped[up] = tensors[up], tensors[name]
+        assert case.error(evaluated(config, swapped, case.tokens)) > WRONG
+
+
+@pytest.fixture
+def make_case(tmp_path):
+    """A model whose config differs from the usual one of its architecture."""
+    return lambda architecture, **changes: Case.of(architecture, tmp_path / "hf", **changes)
+
+
+class TestOtherModels:
+    def test_tied_embeddings(self, make_case):
+        case = make_case(V3_DENSE, tie_word_embeddings=True)
+        assert opened(case)[0].tied_embeddings
+        assert case.error(evaluated(*opened(case), case.tokens)) < TOLERANCE
+
+    def test_config_of_kimi(self, make_case):
+        """Transformers has no such model type; it is a DeepSeek-V3."""
+        case = make_case(V3_MOE)
+        config, tensors = opened(case)
+        fields = {**config.hugging_face, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "x"}}
+        kimi = ModelConfig.from_hugging_face(fields)
+        logits = logits_of(transformers_model(without_mtp(kimi, {})[0], tensors), case.tokens)
+        assert case.error(logits) == 0
+
+    def test_mtp_layers_are_not_evaluated(self, tmp_path):
+        config = tiny_config(num_nextn_predict_layers=1)
+        tensors = random_tensors(config, torch.float32)
+        kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.3.")}
+        tokens, logits = token_batch(24) % config.vocab_size, []
+        for name, own in (("with", tensors), ("without", kept)):
+            folder = write_hugging_face(tmp_path / name, config, own)
+            logits.append(checkpoint_logits(open_checkpoint(folder), tokens))
+        assert torch.equal(*logits)
+        absorbed = tmp_path / "absorbed"
+        convert(tmp_path / "with", absorbed, "absorbed")
+        error = (checkpoint_logits(open_checkpoint(absorbed), tokens) - logits[0]).abs().max()
+        assert error < TOLERANCE * logits[0].abs().max()
+
+
+class TestWhatMegatronComputesDifferently:
+    """Where the same weights give other logits, the tool says so; the size is shown here."""
+
+    def test_epsilon_of_the_latent_norms(self, make_case):
+        """Hugging Face's is 1e-6 whatever rms_norm_eps; so is ours, but not Megatron's."""
+        case = make_case(V3_DENSE, rms_norm_eps=1e-2)
+        config, tensors = opened(case)
+        assert case.error(evaluated(config, tensors, case.tokens)) < TOLERANCE
+        standard = megatron_model(config, "standard")
+        load_megatron_model(standard, config, tensors)
+        assert case.error(megatron_logits(standard, case.tokens)) > 10 * TOLERANCE
+        assert not routing_notes(config)
+        assert any("rms_norm_eps is 0.01" in note for note in megatron_notes(config))
+
+    @pytest.mark.parametrize(
+        ("architecture", "changes"),
+        [
+            (V2_MOE, {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+            (V3_MOE, {"n_group": 2, "topk_group": 1}),
+            (V3_MOE, {"norm_topk_prob": False}),
+        ],
+        ids=["v2 groups", "v3 groups", "v3 scores not normalised"],
+    )
+    def test_routing(self, make_case, architecture, changes):
+        case = make_case(architecture, num_experts_per_tok=4, **changes)
+        config, tensors = opened(case)
+        assert routing_notes(config)
+        assert case.error(evaluated(config, tensors, case.tokens)) > WRONG
+
+    def test_groups_that_agree(self, make_case):
+        """Megatron ranks groups by topk // topk_group experts, as these models do."""
+        groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        case = make_case(V2_MOE, num_experts_per_tok=2, **groups)
+        config, tensors = opened(case)
+        assert not routing_notes(config)
+        assert case.error(evaluated(config, tensors, case.tokens)) < TOLERANCE
