@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict
@@ -34,8 +33,8 @@ from checkpoint_conversion.target_folder import (
     refuse_existing,
 )
 
-# More threads gain nothing on one disk, and each needs memory.
-_MOST_WORKERS = 4
+# More than there may be cores: threads mostly wait for the disk. Memory bounds them anyway.
+_WORKERS = 4
 
 
 def convert(
@@ -66,7 +65,7 @@ def convert(
         force: Replace a target that is a checkpoint or empty, after success.
         resume: Continue an interrupted conversion, if there is one.
         exclude_mtp: Leave out the multi-token-prediction layers.
-        workers: Threads that read and write; None: one per core, up to 4.
+        workers: Threads that read and write; None: 4.
         hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
         follow_links: Whether links may lead out of the source.
         dry_run: Only plan, from the headers; write nothing.
@@ -91,8 +90,7 @@ def convert(
         conversion = _Conversion(plan, folder, fingerprint, reporter)
         manifest = conversion.finished() if resume else None
         if manifest is None:
-            workers = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
-            manifest = conversion.run(resume, workers)
+            manifest = conversion.run(resume, workers or _WORKERS)
     return ConversionReport(
         plan=plan,
         target=target,

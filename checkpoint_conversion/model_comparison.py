@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import xxhash
 
+from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import without_mtp
@@ -21,6 +22,7 @@ from checkpoint_conversion.manifest_check import (
     fits,
     header_problems,
 )
+from checkpoint_conversion.model_config import ModelConfig, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
 from checkpoint_conversion.tensor_comparison import (
@@ -105,6 +107,8 @@ class _Pair:
             kept = without_mtp(checkpoint.config, tensors)[1] if exclude_mtp else tensors
             self._left_out.update(dict.fromkeys(tensors.keys() - kept.keys(), "--exclude-mtp"))
             self._sides.append(kept)
+        configs = [c.config for c in checkpoints]
+        self._configs = config_differences(configs[0], configs[1], exclude_mtp)
         a, b = self._sides
         both = sorted(a.keys() & b.keys())
         self._common = [name for name in both if a[name].shape == b[name].shape]
@@ -126,6 +130,7 @@ class _Pair:
         a, b = self._sides
         return {
             "tensors": len(self._common),
+            "configs": self._configs,
             "only_in_a": tuple(sorted(a.keys() - b.keys())),
             "only_in_b": tuple(sorted(b.keys() - a.keys())),
             "shapes": self._shapes,
@@ -157,6 +162,36 @@ class _Pair:
 
 def _worst_first(difference: TensorDifference) -> tuple[int, float, str]:
     return -difference.not_finite, -difference.max_rel, difference.name
+
+
+def config_differences(
+    a: ModelConfig, b: ModelConfig, exclude_mtp: bool = False
+) -> dict[str, tuple[object, object]]:
+    """What two configs say differently about what a model computes, whatever they call it.
+
+    Args:
+        a: Of the one.
+        b: Of the other.
+        exclude_mtp: Whether multi-token-prediction layers do not count.
+    """
+    first, second = _meaning(a), _meaning(b)
+    if exclude_mtp:
+        del first["mtp_layers"], second["mtp_layers"]
+    return {
+        name: (first.get(name), second.get(name))
+        for name in first | second
+        if first.get(name) != second.get(name)
+    }
+
+
+def _meaning(config: ModelConfig) -> dict[str, object]:
+    dimensions = asdict(config)
+    # Kimi-K2 is a DeepSeek-V3 by another name.
+    del dimensions["hugging_face"], dimensions["model_type"]
+    function = asdict(read_function(Fields(config.hugging_face, []), config))
+    for section in ("rotary", "routing"):
+        function |= function.pop(section) or {}
+    return dimensions | function
 
 
 class _ManifestReader:

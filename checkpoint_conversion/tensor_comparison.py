@@ -12,8 +12,10 @@ from torch import Tensor
 from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
-# Elements of a slab; eight float64 temporaries of it take 256 MB.
-_SLAB = 4 << 20
+# Elements that are read at a time, where the file can be read in parts, and compared at a time.
+_SLAB, _PIECE = 4 << 20, 1 << 20
+# Bytes per element of what a comparison holds besides, for each of the two: float64 and masks.
+_WORK = 4 * 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def checksum(tensor: LazyTensor) -> str:
 def peak_of_slab(tensor: LazyTensor) -> int:
     """Bytes resident while a slab is compared."""
     read = tensor.peak if tensor.part is None else tensor.narrow(0, 0, _rows(tensor)).peak
-    return read + 8 * 8 * min(_SLAB, math.prod(tensor.shape))
+    return read + _WORK * min(_PIECE, math.prod(tensor.shape))
 
 
 def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
@@ -81,6 +83,12 @@ def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
             yield tensor.narrow(0, start, min(rows, tensor.shape[0] - start)).load(session)
 
 
+def _pieces(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    # Rows of one shape make the same slabs.
+    for slab_a, slab_b in zip(_slabs(a), _slabs(b), strict=True):
+        yield from zip(slab_a.flatten().split(_PIECE), slab_b.flatten().split(_PIECE))
+
+
 def _rows(tensor: LazyTensor) -> int:
     width = math.prod(tensor.shape[1:])
     return min(tensor.shape[0], max(1, _SLAB // max(1, width)))
@@ -90,14 +98,14 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
     narrow = min(b.dtype, a.dtype, key=lambda dtype: dtype.itemsize)
     max_abs = largest = 0.0
     not_finite, rounded = 0, True
-    for slab_a, slab_b in zip(_slabs(a), _slabs(b), strict=True):
-        x, y = slab_a.double(), slab_b.double()
+    for piece_a, piece_b in _pieces(a, b):
+        x, y = piece_a.double(), piece_b.double()
         apart = (x - y).abs().masked_fill_(_same(x, y), 0)
         finite = apart.isfinite()
         not_finite += int((~finite).sum())
         max_abs = max(max_abs, float(apart.masked_fill_(~finite, 0).max()))
         largest = max(largest, float(x.masked_fill(~x.isfinite(), 0).abs().max()))
-        rounded = rounded and bool(_same(slab_a.to(narrow), slab_b.to(narrow)).all())
+        rounded = rounded and bool(_same(piece_a.to(narrow), piece_b.to(narrow)).all())
     return TensorDifference(
         name=name,
         dtypes=(_name(a.dtype), _name(b.dtype)),

@@ -44,6 +44,7 @@ class VerificationReport:
         nbytes: That were read and compared, of both and of what manifests list.
         only_in_a: Tensors that B does not hold.
         only_in_b: Tensors that A does not hold.
+        configs: What their configs say differently about the model: field -> in A and in B.
         shapes: Shapes in A and in B of tensors that have different ones.
         differences: Tensors whose dtypes or bits differ, the worst first.
         left_out: Tensors that were not to be compared: name -> why.
@@ -59,6 +60,7 @@ class VerificationReport:
     nbytes: int = 0
     only_in_a: tuple[str, ...] = ()
     only_in_b: tuple[str, ...] = ()
+    configs: dict[str, tuple[object, object]] = field(default_factory=dict)
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     differences: tuple[TensorDifference, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
@@ -70,8 +72,8 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same tensors, bit for bit, and are what their manifests say."""
-        return self._same_tensors and not self.differences and self._manifests_match
+        """Whether both are the same model, bit for bit, and are what their manifests say."""
+        return self._same_structure and not self.differences and self._manifests_match
 
     @property
     def accepted(self) -> bool:
@@ -84,11 +86,11 @@ class VerificationReport:
             for d in self.differences
         )
         predicted = self.logits is None or self.logits.max_rel <= self.logits_tolerance
-        return self._same_tensors and close and self._manifests_match and predicted
+        return self._same_structure and close and self._manifests_match and predicted
 
     @property
-    def _same_tensors(self) -> bool:
-        return not (self.only_in_a or self.only_in_b or self.shapes)
+    def _same_structure(self) -> bool:
+        return not (self.only_in_a or self.only_in_b or self.shapes or self.configs)
 
     @property
     def _manifests_match(self) -> bool:
@@ -136,6 +138,8 @@ class VerificationReport:
         if self.left_out:
             reasons = ", ".join(sorted(set(self.left_out.values())))
             yield "left out", f"{len(self.left_out):,} tensors: {reasons}"
+        configs = [f"{name}: {a!r} in A, {b!r} in B" for name, (a, b) in self.configs.items()]
+        yield from _some("configs differ", "fields", configs)
         yield from _some("only in A", "tensors", self.only_in_a)
         yield from _some("only in B", "tensors", self.only_in_b)
         shapes = [f"{name}: {a} in A, {b} in B" for name, (a, b) in self.shapes.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
@@ -38,5 +39,7 @@ def without_padding(
         tensor = tensors.get(name)
         if tensor is not None and tensor.shape and tensor.shape[0] > vocab_size:
             dropped = tensor.shape[0] - vocab_size
-            result[name] = tensor.narrow(0, 0, vocab_size)
+            kept = tensor.narrow(0, 0, vocab_size)
+            # Where ranks share the rows, the last may have nothing but padding.
+            result[name] = dataclasses.replace(kept, leaves=tensor.leaves)
     return result, dropped

@@ -127,10 +127,7 @@ class LegacyWriter(Writer):
             for group in _read_together(part.entries):
                 with ReadSession() as own:
                     for entry in group:
-                        values = entry.tensor.load(own).contiguous()
-                        assert values.shape == entry.tensor.shape, entry.key
-                        write_values(file.fileno(), values, places[entry.key])
-                        records.append(_record(entry, values))
+                        records.append(_write(file.fileno(), entry, places[entry.key], own))
                         progress(entry.tensor.nbytes)
             os.fsync(file.fileno())
         name = path.relative_to(folder).as_posix()
@@ -199,7 +196,12 @@ def _read_together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     yield group
 
 
-def _record(entry: Entry, values: Tensor) -> dict:
+def _write(descriptor: int, entry: Entry, place: int, session: ReadSession) -> dict:
+    """Write one tensor; what the manifest says of it."""
+    values = entry.tensor.load(session).contiguous()
+    assert values.shape == entry.tensor.shape, entry.key
+    assert values.dtype == entry.tensor.dtype, entry.key
+    write_values(descriptor, values, place)
     return {
         "key": entry.key,
         "offset": None,

@@ -54,5 +54,4 @@ def test_memory_follows_the_largest_tensor(tmp_path):
     assert min(sizes) > 230 * MB
     # The largest target tensor has 16 MB; here its sources are made of several times their size.
     assert written < 120 * MB, f"{written / MB:.0f} MB"
-    print(written / MB, read / MB)
     assert read < 60 * MB, f"{read / MB:.0f} MB"

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from absorbed_mla.distributed_checkpoint import load_model_weights
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import (
     ATTENTION,
@@ -107,16 +109,30 @@ def evaluated(config: ModelConfig, tensors: Tensors, tokens: Tensor) -> Tensor:
 
 class TestAgrees:
     @pytest.mark.parametrize("to", ["absorbed", "megatron"])
-    def test_distributed_checkpoint_by_megatrons_loader(self, case, tmp_path, to):
+    def test_distributed_checkpoint(self, case, tmp_path, to):
+        """Loaded by Megatron itself, and read by the tool, as ``verify`` does."""
         convert(case.folder, tmp_path / to, to)
         model = through_megatron_loader(tmp_path / to)
         assert case.error(megatron_logits(model, case.tokens)) < TOLERANCE
-
-    @pytest.mark.parametrize("to", ["absorbed", "megatron", "megatron-legacy", "hf"])
-    def test_by_the_tool(self, case, tmp_path, to):
-        convert(case.folder, tmp_path / to, to)
         checkpoint = open_checkpoint(tmp_path / to)
         assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
+
+    def test_files_per_rank(self, case, tmp_path):
+        options = TargetOptions(tensor_parallel=2, pipeline_parallel=3)
+        convert(case.folder, tmp_path / "legacy", "megatron-legacy", options)
+        checkpoint = open_checkpoint(tmp_path / "legacy")
+        assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
+
+    def test_back_to_transformers(self, case, tmp_path):
+        """Transformers reads the folder by itself; not a bit has changed."""
+        convert(case.folder, tmp_path / "absorbed", "absorbed")
+        convert(tmp_path / "absorbed", tmp_path / "hf", "hf")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", output_loading_info=True, attn_implementation="eager"
+        )
+        assert not any(report.values())
+        # Eager attention of another call; bits of sums may differ by the memory's alignment.
+        assert case.error(logits_of(model, case.tokens)) < TOLERANCE / 10
 
     def test_tokens_attend_beyond_the_original_context(self, case):
         """Otherwise agreement there would say nothing of a scaled context."""
