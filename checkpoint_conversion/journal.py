@@ -30,7 +30,8 @@ class Journal:
     """
 
     def __init__(self, path: Path, results: dict[str, PartResult] | None = None) -> None:
-        self._file = path.open("ab")
+        # Without a buffer, which would keep what a full disk refused and write it later.
+        self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self.results = results or {}
 
@@ -96,9 +97,16 @@ class Journal:
         return damaged
 
     def _append(self, document: dict) -> None:
-        self._file.write(json.dumps(document).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        end = os.fstat(self._file.fileno()).st_size
+        line = json.dumps(document).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            # What another thread appends must not follow half a line.
+            self._file.truncate(end)
+            raise
 
 
 def source_files(path: Path) -> dict[str, list[int]]:

@@ -123,8 +123,11 @@ def file_errors(place: str) -> Iterator[None]:
             error.filename = place
         raise
     except RuntimeError as error:
-        # torch.save's own writer says neither what failed nor why.
         if "inline_container" not in str(error):
             raise
-        reason = "torch could not write all of it; the disk may be full"
-        raise OSError(errno.EIO, reason, place) from error
+        # torch.save's writer failed, because of a Python file, or of one that it opened itself.
+        reason = error.__context__
+        if isinstance(reason, OSError) and reason.errno is not None:
+            raise OSError(reason.errno, reason.strerror, reason.filename or place) from error
+        text = "torch could not write all of it; the disk may be full"
+        raise OSError(errno.EIO, text, place) from error

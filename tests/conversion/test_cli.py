@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli, command_line, convert, verify
+from checkpoint_conversion.formats import FORMATS
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
 from checkpoint_conversion.target_flags import FLAGS, byte_count
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
@@ -139,7 +140,7 @@ class TestWrongCommandLines:
         """Named, and never ignored."""
         value = "1MB" if flag.accepts is byte_count else "2"
         value = value if callable(flag.accepts) else flag.accepts[0]
-        for to in {"hf", "megatron", "megatron-legacy", "absorbed"} - set(flag.formats):
+        for to in FORMATS.keys() - set(flag.formats):
             code, _, err = run(
                 "convert", tmp_path / "a", tmp_path / "b", "--to", to, flag.name, value
             )
@@ -196,6 +197,22 @@ class TestInspect:
         assert document["dtypes"]["bfloat16"]["tensors"] > 50
         assert document["parameters"] > 0
         assert document["problems"] == []
+
+    @pytest.mark.parametrize("to", FORMATS)
+    def test_every_format(self, run, source, tmp_path, to):
+        """The same model, and with per-rank files the parallel sizes."""
+        options = [] if to != "megatron-legacy" else ["--tensor-model-parallel-size", 2]
+        assert run("convert", source, tmp_path / "out", "--to", to, *options)[0] == 0
+        code, out, _ = run("inspect", tmp_path / "out")
+        assert code == 0
+        assert len(out.splitlines()) < 40
+        assert re.search(rf"^format +{to}$", out, re.MULTILINE)
+        assert not options or "tensor_parallel 2" in out
+        before, after = (
+            one_document(run("inspect", path, "--json")[1]) for path in (source, tmp_path / "out")
+        )
+        assert before["parameters"] == after["parameters"]
+        assert before["model"] == after["model"]
 
     def test_manifest(self, run, source, tmp_path):
         run("convert", source, tmp_path / "out", "--to", "hf")

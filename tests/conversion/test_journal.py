@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 
 import pytest
 
@@ -112,6 +113,24 @@ def test_each_line_is_on_disk_before_the_next_thing_happens(tmp_path, monkeypatc
     assert [text.count(b"\n") for text in synced] == [1, 2]
     assert json.loads(synced[-1].splitlines()[-1])["part"]["name"] == "part-0"
     journal.close()
+
+
+def test_line_that_does_not_fit_onto_the_disk_is_taken_back(path):
+    """Another thread's part may still fit, because it is shorter."""
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = Journal.resume(path, FINGERPRINT)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 150, limits[1]))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="too large"):
+                journal.add(PartResult("long", {"file": 1}, [], {"x": "x" * 200}))
+            assert path.read_bytes() == before
+        journal.add(PartResult("short", {"file": 1}, []))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        journal.close()
+    assert [result.name for result in resumed(path)] == ["part-0", "part-1", "part-2", "short"]
 
 
 def test_source_files_notice_changes(tmp_path):

@@ -84,7 +84,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path) -> Iterator[Path]:
-    """In memory where that can be had: what a kill leaves is the same, and waiting costs nothing."""
+    """In memory where it can be: a kill leaves the same there, and waiting for a disk is slow."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path

@@ -99,9 +99,18 @@ class TestFileErrors:
             raise OSError(28, "No space left on device", "/a/file")
         assert caught.value.filename == "/a/file"
 
-    def test_full_disk_under_torch_save(self, tmp_path):
+    def test_full_disk_under_torch_save(self):
+        """Into a file of its own, torch does not say why it failed."""
+        values = {"x": torch.ones(100_000)}
         with pytest.raises(OSError, match="disk may be full") as caught, file_errors("part 3"):
-            torch.save({"x": torch.ones(100_000)}, "/dev/full")
+            torch.save(values, "/dev/full")
+        assert caught.value.filename == "part 3"
+        with (
+            open("/dev/full", "wb", buffering=0) as full,
+            pytest.raises(OSError, match="No space left") as caught,
+            file_errors("part 3"),
+        ):
+            torch.save(values, full)
         assert caught.value.filename == "part 3"
 
     def test_other_errors_stay(self):

@@ -1,0 +1,398 @@
+"""What ``verify`` calls equal, different and damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.convert import convert
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.manifest import find_manifest
+from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.tensor_comparison import checksum, compare_tensors
+from checkpoint_conversion.verify import verify
+from tests.conversion.support import (
+    V2_LITE,
+    lazy,
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+)
+from tests.support.refusal import refusal
+
+CONFIG = tiny_config()
+TENSORS = random_tensors(CONFIG)
+NAME = "model.layers.1.self_attn.kv_b_proj.weight"
+FORMATS = ["hf", "megatron", "megatron-legacy", "absorbed"]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return write_hugging_face(tmp_path_factory.mktemp("original") / "hf", CONFIG, TENSORS)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def converted(request, original) -> Path:
+    target = original.parent / f"as-{request.param}"
+    convert(original, target, request.param)
+    return target
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a Hugging Face folder in which some tensors, or fields of the config, are others."""
+    folders = (tmp_path / f"other-{number}" for number in range(9))
+
+    def write(tensors: dict[str, Tensor] | None = None, config: ModelConfig = CONFIG) -> Path:
+        return write_hugging_face(next(folders), config, {**TENSORS, **(tensors or {})})
+
+    return write
+
+
+def with_element(value: float, name: str = NAME) -> dict[str, Tensor]:
+    changed = TENSORS[name].clone()
+    changed.view(-1)[5] = value
+    return {name: changed}
+
+
+def compare(a: Path, b: Path, **options):
+    return verify(a, b, logits=False, **options)
+
+
+class TestEqual:
+    def test_formats(self, original, converted):
+        report = compare(original, converted)
+        assert report.equal and report.accepted
+        assert report.tensors == len(TENSORS)
+        assert not (report.differences or report.only_in_a or report.shapes or report.configs)
+        first, second = report.sides
+        assert first.checksum == second.checksum is not None
+        assert first.manifest is None and second.manifest.matches
+        assert "the same model, bit for bit" in "\n".join(report.lines())
+
+    def test_everything_is_read(self, original, converted):
+        """Of both, and of the one with a manifest once more."""
+        weights = sum(tensor.nbytes for tensor in TENSORS.values())
+        assert compare(original, converted).nbytes >= 3 * weights
+
+    def test_config_from_arguments(self, original, tmp_path):
+        """Without config.json, Megatron's arguments must mean the same model."""
+        convert(original, tmp_path / "megatron", "megatron")
+        (tmp_path / "megatron/release/hugging_face/config.json").unlink()
+        assert compare(original, tmp_path / "megatron").equal
+
+    def test_checksum_of_the_model_depends_on_every_tensor(self, original, write):
+        report = compare(original, write(with_element(3.0)))
+        assert report.sides[0].checksum != report.sides[1].checksum
+
+    def test_as_json(self, original, write):
+        report = compare(original, write(with_element(math.nan)))
+        document = json.loads(json.dumps(report.as_json(), allow_nan=False))
+        assert document["equal"] is document["accepted"] is False
+        assert document["differences"][0]["name"] == NAME
+
+
+class TestDifferent:
+    def test_one_value(self, original, write):
+        report = compare(original, write(with_element(100.0)))
+        old, largest = float(TENSORS[NAME].view(-1)[5]), float(TENSORS[NAME].abs().max())
+        (difference,) = report.differences
+        assert difference.name == NAME and difference.rounded is None
+        assert difference.max_abs == pytest.approx(100 - old)
+        assert difference.max_rel == pytest.approx((100 - old) / largest)
+        assert not report.equal and not report.accepted
+        assert any(NAME in line for line in report.lines())
+
+    def test_tolerance(self, original, write):
+        old, largest = float(TENSORS[NAME].view(-1)[5]), float(TENSORS[NAME].abs().max())
+        other = write(with_element(old * 1.05))
+        error = compare(original, other).differences[0].max_rel
+        assert 0 < error < 0.06 * abs(old) / largest
+        assert compare(original, other, tolerance=1.01 * error).accepted
+        assert not compare(original, other, tolerance=1.01 * error).equal
+        assert not compare(original, other, tolerance=0.99 * error).accepted
+
+    def test_signs_of_zero_are_bits(self, original, write):
+        zero, minus = write(with_element(0.0)), write(with_element(-0.0))
+        (difference,) = compare(zero, minus).differences
+        assert difference.max_abs == 0
+        assert not compare(zero, minus).accepted
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_not_finite(self, original, write, value):
+        report = compare(original, write(with_element(value)), tolerance=1e9)
+        (difference,) = report.differences
+        assert difference.not_finite == 1 and difference.max_abs == 0
+        assert not report.accepted
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_the_same_where_it_is_not_finite(self, write, value):
+        a = write(with_element(value))
+        assert compare(a, write(with_element(value))).equal
+        other = with_element(value)
+        other[NAME].view(-1)[6] = 50
+        (difference,) = compare(a, write(other)).differences
+        assert difference.not_finite == 0 and difference.max_abs > 40
+
+    def test_worst_first(self, original, write):
+        other = "model.layers.0.mlp.up_proj.weight"
+        third = "lm_head.weight"
+        changes = {**with_element(50.0), **with_element(90.0, other), **with_element(70.0, third)}
+        report = compare(original, write(changes))
+        assert [d.name for d in report.differences] == [other, third, NAME]
+
+    def test_shapes_and_configs(self, original, tmp_path):
+        wider = tiny_config(intermediate_size=64)
+        other = write_hugging_face(tmp_path / "wider", wider, random_tensors(wider))
+        report = compare(original, other)
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert report.shapes[name] == ((48, 32), (64, 32))
+        assert report.configs == {"ffn_hidden_size": (48, 64)}
+        # Not all of them could be compared.
+        assert report.sides[0].checksum is report.sides[1].checksum is None
+        assert not report.equal
+
+    def test_config_alone(self, original, write):
+        """The same weights turned by other angles are another model."""
+        scaling = {**CONFIG.hugging_face["rope_scaling"], "mscale_all_dim": 0.5}
+        report = compare(original, write(config=tiny_config(rope_scaling=scaling)))
+        assert report.configs == {"mscale_all_dim": (1.0, 0.5)}
+        assert not report.differences
+        assert not report.equal and not report.accepted
+
+    def test_names_for_the_same(self, original, write):
+        """Of one field in another style, and of one model under another name."""
+        fields = dict(CONFIG.hugging_face, model_type="kimi_k2", rms_norm_eps=1e-06)
+        fields["rope_parameters"] = {**fields.pop("rope_scaling"), "rope_theta": 10000.0}
+        assert compare(original, write(config=ModelConfig.from_hugging_face(fields))).equal
+
+    def test_another_architecture(self, original, tmp_path):
+        lite = tiny_config(**V2_LITE)
+        other = write_hugging_face(tmp_path / "lite", lite, random_tensors(lite))
+        report = compare(original, other)
+        assert "model.layers.0.self_attn.q_proj.weight" in report.only_in_b
+        assert "model.layers.0.self_attn.q_b_proj.weight" in report.only_in_a
+        assert report.configs["q_lora_rank"] == (16, None)
+
+
+class TestDtypes:
+    @pytest.fixture
+    def wide(self, tmp_path) -> Path:
+        config = tiny_config(torch_dtype="float32")
+        tensors = random_tensors(config, torch.float32)
+        return write_hugging_face(tmp_path / "wide", config, tensors)
+
+    def test_rounded(self, wide, tmp_path):
+        convert(wide, tmp_path / "narrow", "absorbed", TargetOptions(dtype=torch.bfloat16))
+        report = compare(wide, tmp_path / "narrow")
+        assert report.differences and not report.equal
+        assert all(d.rounded for d in report.differences)
+        assert all(d.dtypes == ("float32", "bfloat16") for d in report.differences)
+        # Half a unit in the last of 8 places.
+        assert all(0 < d.max_rel <= 2**-8 for d in report.differences)
+        assert compare(wide, tmp_path / "narrow", tolerance=2**-8).accepted
+        assert all(d.rounded for d in compare(tmp_path / "narrow", wide).differences)
+
+    def test_not_rounded(self):
+        wide, narrow = (torch.ones(4, dtype=d) for d in (torch.float32, torch.bfloat16))
+        assert compare_tensors("x", lazy("x", wide), lazy("x", narrow)).difference.rounded
+        # The next number that bfloat16 has.
+        narrow[3] = 1.0078125
+        assert not compare_tensors("x", lazy("x", wide), lazy("x", narrow)).difference.rounded
+
+
+class TestMtp:
+    @pytest.fixture
+    def folders(self, tmp_path) -> tuple[Path, Path]:
+        config = tiny_config(num_nextn_predict_layers=1)
+        source = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
+        convert(source, tmp_path / "without", "absorbed", exclude_mtp=True)
+        return source, tmp_path / "without"
+
+    def test_missing(self, folders):
+        report = compare(*folders)
+        assert len(report.only_in_a) > 5
+        assert all(name.startswith("model.layers.3.") for name in report.only_in_a)
+        assert report.configs == {"mtp_layers": (1, 0)}
+        assert not report.equal
+
+    def test_left_out_on_request(self, folders):
+        report = compare(*folders, exclude_mtp=True)
+        assert report.equal
+        assert set(report.left_out.values()) == {"--exclude-mtp"}
+        assert set(report.left_out) == set(compare(*folders).only_in_a)
+
+
+def flip_bit(folder: Path, values: Tensor) -> Path:
+    """Change one bit of the file that holds these values; the file."""
+    content = values.contiguous().view(torch.uint8).numpy().tobytes()
+    for file in sorted(folder.rglob("*")):
+        data = bytearray(file.read_bytes()) if file.is_file() else bytearray()
+        at = data.find(content)
+        if at >= 0:
+            data[at + 1] ^= 4
+            file.write_bytes(data)
+            return file
+    raise AssertionError("these values are in no file")
+
+
+class TestManifest:
+    def test_as_written(self, converted):
+        report = verify(converted)
+        assert report.equal and report.accepted
+        assert report.sides[0].manifest.records >= len(TENSORS) / 2
+        assert report.tensors == 0 and report.nbytes > 0
+
+    @pytest.mark.parametrize("to", FORMATS)
+    def test_one_bit(self, original, tmp_path, to):
+        convert(original, tmp_path / "target", to)
+        flip_bit(tmp_path / "target", TENSORS["model.embed_tokens.weight"])
+        report = verify(tmp_path / "target")
+        (problem,) = report.sides[0].manifest.problems
+        assert "embed" in problem and "checksum" in problem
+        assert not report.equal and not report.accepted
+        # It is also another model.
+        both = compare(original, tmp_path / "target", tolerance=1e9)
+        assert [d.name for d in both.differences] == ["model.embed_tokens.weight"]
+        assert not both.accepted
+
+    def test_without(self, original):
+        with refusal(str(original), "no conversion_manifest.json", "second checkpoint"):
+            verify(original)
+
+    def edited(self, original, folder, edit) -> tuple[str, ...]:
+        convert(original, folder, "hf")
+        path = find_manifest(folder)
+        document = json.loads(path.read_text())
+        edit(document["tensors"])
+        path.write_text(json.dumps(document))
+        return verify(folder).sides[0].manifest.problems
+
+    def test_record_missing(self, original, tmp_path):
+        def edit(records):
+            records[:] = [r for r in records if r["key"] != NAME]
+
+        (problem,) = self.edited(original, tmp_path / "x", edit)
+        assert problem == f"{NAME} is stored, but not in the manifest"
+
+    def test_tensor_missing(self, original, tmp_path):
+        def edit(records):
+            records.append({**records[0], "key": "model.more.weight"})
+
+        (problem,) = self.edited(original, tmp_path / "x", edit)
+        assert problem == "model.more.weight is in the manifest, but not stored"
+
+    @pytest.mark.parametrize(
+        ("change", "parts"),
+        [
+            ({"dtype": "float16"}, ("is bfloat16", "manifest has float16")),
+            ({"shape": [3, 3]}, ("has shape", "manifest has (3, 3)")),
+            ({"offset": [0, 0], "shape": [2, 24]}, ("do not make up",)),
+            ({"offset": [900, 0]}, ("at [900, 0]",)),
+            ({"offset": [0]}, ("at [0]",)),
+            ({"checksum": "0" * 32}, ("checksum", "0" * 32)),
+        ],
+    )
+    def test_record_that_does_not_fit(self, original, tmp_path, change, parts):
+        def edit(records):
+            next(r for r in records if r["key"] == NAME).update(change)
+
+        problems = " ".join(self.edited(original, tmp_path / "x", edit))
+        assert NAME in problems
+        for part in parts:
+            assert part in problems
+
+
+class TestRefused:
+    def test_no_checkpoint(self, original, tmp_path):
+        for a, b in ((original, tmp_path), (tmp_path, original), (tmp_path, None)):
+            with refusal(str(tmp_path)):
+                verify(a, b, logits=False)
+
+    def test_hf_config_without_megatron(self, original):
+        with refusal("--hf-config", "Megatron"):
+            compare(original, original, hf_config=original / "config.json")
+
+    def test_hf_config_is_for_the_megatron_checkpoint(self, original, tmp_path):
+        convert(original, tmp_path / "absorbed", "absorbed")
+        assert compare(original, tmp_path / "absorbed", hf_config=original / "config.json").equal
+
+    @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
+    @pytest.mark.parametrize("option", ["tolerance", "logits_tolerance"])
+    def test_tolerance(self, original, option, value):
+        with refusal("--" + option.replace("_", "-"), str(value)):
+            compare(original, original, **{option: value})
+
+    @pytest.mark.parametrize(
+        "options", [{"exclude_mtp": True}, {"logits": True}, {"text": Path("x")}]
+    )
+    def test_options_that_need_two(self, original, options):
+        with refusal("two checkpoints", next(iter(options)).replace("_", "-")):
+            verify(original, **options)
+
+
+class TestSlabs:
+    """Tensors larger than the memory are compared in parts, if files can be read in parts."""
+
+    SHAPE = (3000, 4096)
+
+    def huge(self, wrong_row: int | None = None) -> tuple[LazyTensor, list[int]]:
+        """A tensor whose rows are made when asked for, and how many rows that were each time."""
+        asked: list[int] = []
+
+        def rows(dim: int, start: int, length: int) -> LazyTensor:
+            assert dim == 0
+
+            def load(session) -> Tensor:
+                asked.append(length)
+                values = torch.arange(start, start + length, dtype=torch.float32)
+                if wrong_row is not None and start <= wrong_row < start + length:
+                    values[wrong_row - start] += 7
+                return values[:, None].expand(length, self.SHAPE[1])
+
+            shape = (length, self.SHAPE[1])
+            return LazyTensor(shape, torch.float32, load, frozenset(), 4 * math.prod(shape))
+
+        def refuse(session) -> Tensor:
+            raise AssertionError("the whole tensor was loaded")
+
+        tensor = LazyTensor(
+            self.SHAPE, torch.float32, refuse, frozenset(), 4 * math.prod(self.SHAPE), rows
+        )
+        return tensor, asked
+
+    def test_parts(self):
+        a, asked = self.huge()
+        assert compare_tensors("x", a, self.huge()[0]).difference is None
+        assert len(asked) > 1 and sum(asked) == self.SHAPE[0]
+
+    @pytest.mark.parametrize("row", [0, 1023, 1024, 2999])
+    def test_difference_in_any_part(self, row):
+        difference = compare_tensors("x", self.huge()[0], self.huge(row)[0]).difference
+        assert difference.max_abs == 7
+        assert difference.max_rel == 7 / 2999
+
+    def test_checksum_is_that_of_the_whole(self):
+        values = torch.arange(self.SHAPE[0], dtype=torch.float32)[:, None].expand(self.SHAPE)
+        assert checksum(self.huge()[0]) == tensor_checksum(values)
+
+    def test_file_that_cannot_be_read_in_parts(self):
+        """Read once for all slabs, and compared with one that can."""
+        values = torch.arange(self.SHAPE[0], dtype=torch.float32)[:, None].expand(self.SHAPE)
+        loads = []
+        whole = LazyTensor(
+            self.SHAPE,
+            torch.float32,
+            lambda session: loads.append(1) or values,
+            frozenset(),
+            values.nbytes,
+        )
+        assert compare_tensors("x", whole, self.huge(5)[0]).difference.max_abs == 7
+        assert len(loads) == 2
