@@ -19,13 +19,37 @@ class CheckpointError(ValueError):
         super().__init__("\n".join((summary, *(f"  {problem}" for problem in self.problems))))
 
 
-def nearest_name(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that ``name`` was most likely meant to be; numbers in names do not count.
+class KnownNames:
+    """Names of which a wrong one may be a misspelling; the numbers in a name do not count.
 
     Args:
-        name: A tensor's name that nothing knows.
-        candidates: Names that would be known.
+        names: All that would be right, most likely ones first.
     """
-    by_pattern = {re.sub(r"\d+", "N", candidate): candidate for candidate in candidates}
-    found = difflib.get_close_matches(re.sub(r"\d+", "N", name), by_pattern, n=1, cutoff=0.6)
-    return by_pattern[found[0]] if found else None
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = dict.fromkeys(names)
+        self._by_pattern: dict[str, str] = {}
+        for name in self._names:
+            self._by_pattern.setdefault(_pattern(name), name)
+        # A model has thousands of tensors, but a few dozen patterns.
+        self._found: dict[str, str | None] = {}
+
+    def nearest(self, name: str) -> str | None:
+        """The name that ``name`` was most likely meant to be, with its numbers where they fit."""
+        pattern = _pattern(name)
+        if pattern not in self._found:
+            close = difflib.get_close_matches(pattern, self._by_pattern, n=1, cutoff=0.6)
+            self._found[pattern] = close[0] if close else None
+        near = self._found[pattern]
+        if near is None:
+            return None
+        numbers = re.findall(r"\d+", name)
+        if len(numbers) == near.count("#"):
+            numbered = re.sub("#", lambda _: numbers.pop(0), near)
+            if numbered in self._names:
+                return numbered
+        return self._by_pattern[near]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)

@@ -27,9 +27,6 @@ from checkpoint_conversion.model_config import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
-# What transformers must not see of config.json: code of the checkpoint's, and FP8, which is
-# dequantised by then.
-_NOT_FOR_TRANSFORMERS = ("auto_map", "quantization_config", "model_type", "architectures")
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS_OFF = {
     "masked_softmax_fusion": False,
@@ -92,7 +89,10 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     import transformers
 
     family = "DeepseekV2" if config.model_type == "deepseek_v2" else "DeepseekV3"
-    fields = {k: v for k, v in config.hugging_face.items() if k not in _NOT_FOR_TRANSFORMERS}
+    # The classes are named, so that no code of the checkpoint's runs and Kimi-K2 is a DeepSeek-V3.
+    # FP8 has been dequantised.
+    fields = dict(config.without_quantisation().hugging_face)
+    del fields["model_type"]
     model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
         None,
         config=getattr(transformers, f"{family}Config").from_dict(fields),

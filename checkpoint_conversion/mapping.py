@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint_conversion.errors import CheckpointError, nearest_name
+from checkpoint_conversion.errors import CheckpointError, KnownNames
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES, Row, widths
 from checkpoint_conversion.model_config import ModelConfig
@@ -148,9 +148,10 @@ def check_complete(
     """
     missing = [name for name in expected if name not in tensors]
     problems = [f"{name} is missing; expected shape {expected[name]}" for name in missing]
+    known = KnownNames([*missing, *expected])
     for name, tensor in tensors.items():
         if name not in expected:
-            near = nearest_name(name, missing) or nearest_name(name, expected)
+            near = known.nearest(name)
             hint = f"; the nearest known name is {near}" if near else ""
             problems.append(f"{name} of shape {tensor.shape} is unknown{hint}")
         elif tensor.shape != expected[name]:

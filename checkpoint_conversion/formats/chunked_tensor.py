@@ -65,11 +65,14 @@ class ChunkedTensor:
 
         try:
             file = session.open(place, make)
-            if not isinstance(file.content, Tensor):
-                raise CheckpointError(f"{place} holds no tensor")
-            stored = file.stored(file.content)
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from None
+        if not isinstance(file.content, Tensor):
+            raise CheckpointError(f"{self.name}: {place} holds no tensor")
+        try:
+            stored = file.stored(file.content)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.name}: {place} {error}") from None
         size = self.chunk_size(offset)
         if stored.shape != size or stored.dtype != self.dtype:
             raise CheckpointError(

@@ -179,7 +179,7 @@ class _Unpickler(pickle._Unpickler):
         """Give a record its fields."""
         state = self.stack.pop()
         record = self.stack[-1]
-        pass
+        _require(type(record) in (*_RECORDS, *_RENAMED.values()))
         if type(record) is TensorProperties:
             record.__setstate__(state)
             return

@@ -19,12 +19,11 @@ EXPLANATION = f"""\
   (`sync -f`), for `cp -r` and for the tool alike. Both begin with nothing of the source in the page
   cache; they run in turn, on the same disk.
 - **of cp**: mean time of `cp -r` of the source's folder, divided by the tool's mean time; at least
-  {THROUGHPUT} where dtypes are kept, from {THROUGHPUT_FROM // 10**9} GB on (below, the start of
-  Python counts for too much). FP8 has no bound: its target has nearly twice the source's bytes.
+  {THROUGHPUT} where dtypes are kept, from {THROUGHPUT_FROM // 10**9} GB on (below, the start
+  of Python counts for too much). FP8 has no bound: its target has nearly twice the source's bytes.
 - **peak memory**: resident, of all processes of the tool, mapped pages of files included; at most
-  {MEMORY_FACTOR} x the largest tensor of the Hugging Face checkpoint, dequantised,
-  + {MEMORY_BASE // 10**6} MB. **own**: without the mapped pages, which the kernel can take back at
-  any time.
+  {MEMORY_FACTOR} x the largest tensor of the Hugging Face checkpoint (dequantised) +
+  {MEMORY_BASE // 10**6} MB. **own**: without the mapped pages, which the kernel can take back.
 - GB and MB are decimal."""
 
 
@@ -108,7 +107,7 @@ def markdown(rows: Sequence[Row], machine: dict) -> str:
     )
     models = "\n".join(f"- {model}" for model in dict.fromkeys(row.model for row in rows))
     problems = [problem for row in rows for problem in row.missed()]
-    verdict = "\n".join(f"- missed: {p}" for p in problems) or "Every bound holds."
+    verdict = "\n".join(f"- missed: {p}" for p in problems) or "Every bound that applies holds."
     parts = ["# Memory and throughput of conversions", measured, models, table(rows), verdict]
     parts += [growth(rows), "![Memory and throughput](benchmark.png)", EXPLANATION]
     return "\n\n".join(part for part in parts if part) + "\n"

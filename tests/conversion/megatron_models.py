@@ -87,7 +87,7 @@ def save_torch_dist(
 ) -> None:
     """Save as Megatron's own save_checkpoint does, with what is ``beside`` the model."""
     inner = folder / f"iter_{iteration:07d}"
-    inner.mkdir(parents=True)
+    inner.mkdir(parents=True, exist_ok=True)
     state = model_sharded_state_dict(model, non_homogeneous_layers=not stacked)
     content = {"model": state, "checkpoint_version": 3.0, "iteration": iteration, **beside}
     if args is not None:

@@ -172,7 +172,7 @@ def test_texts():
     )
     assert "(no bound)" in table([dataclasses.replace(ROW, keeps_dtypes=False)])
     assert growth([ROW]) == ""
-    assert "Every bound holds." in markdown([ROW], describe(Path()))
+    assert "Every bound that applies holds." in markdown([ROW], describe(Path()))
 
 
 COPY = "import shutil, sys; shutil.copytree(*sys.argv[2:4]); print('copied', *sys.argv[4:])"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.fp8 import FP8, quantise, scale_shape
 from checkpoint_conversion.lazy_tensor import ReadSession
@@ -263,18 +263,21 @@ class TestModelAndFiles:
         checkpoint = HuggingFaceCheckpoint(tmp_path / "snapshot", follow_links=True)
         assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
 
-    def test_changed_after_it_was_opened(self, tmp_path):
+    @pytest.mark.parametrize("change", ["dtype", "shape", "truncated", "gone"])
+    def test_changed_after_it_was_opened(self, tmp_path, change):
         tensors = random_tensors(tiny_config())
-        checkpoint = opened(tmp_path / "a", tensors)
-        (tmp_path / "a" / "model-00001-of-00002.safetensors").unlink()
-        save_file({k: v.float() for k, v in tensors.items()}, tmp_path / "other")
-        shutil.move(tmp_path / "other", tmp_path / "a" / "model-00002-of-00002.safetensors")
-        for name, why in (
-            ("model.embed_tokens.weight", "cannot be read"),
-            ("model.layers.0.input_layernorm.weight", "was changed"),
-        ):
-            with pytest.raises(ValueError, match=why), ReadSession() as session:
-                checkpoint.stored[name].load(session)
+        checkpoint = opened(tmp_path / "a", tensors, shards=1)
+        (file,) = (tmp_path / "a").glob("*.safetensors")
+        file.rename(tmp_path / "before")
+        if change == "truncated":
+            file.write_bytes((tmp_path / "before").read_bytes()[:-1])
+        elif change != "gone":
+            one = {"dtype": torch.float16, "shape": torch.bfloat16}[change]
+            shape = (64, 32) if change == "dtype" else (32, 64)
+            save_file({"lm_head.weight": torch.ones(shape, dtype=one)}, file)
+        why = "was changed" if change in ("dtype", "shape") else "cannot be read"
+        with pytest.raises(CheckpointError, match=why), ReadSession() as session:
+            checkpoint.stored["lm_head.weight"].load(session)
 
     def test_quantisation_that_is_announced_only(self, tmp_path):
         write_hugging_face(tmp_path / "a", tiny_config(), random_tensors(tiny_config()))

@@ -263,6 +263,7 @@ def test_what_is_no_weight_is_left_alone(tmp_path, config, tensors):
         content["optimizer"] = {"state": [moment, {"same": moment}, (torch.zeros(3),)], "step": 3}
         content["rng_state"] = [{"torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
         content["opt_param_scheduler"] = {"lr": 0.1}
+        content["optimizer"]["itself"] = content["optimizer"]
         content["model"][module] = torch.zeros(100, dtype=torch.uint8)
         content["model"]["output_layer._extra_state"] = torch.zeros(0, dtype=torch.uint8)
 

@@ -48,6 +48,7 @@ from tests.conversion.support import (
     tiny_config,
     write_hugging_face,
 )
+from tests.support.refusal import refusal
 
 Tensors = dict[str, LazyTensor]
 # Of the largest logit; float32 sums in another order stay 10 times below.
@@ -192,6 +193,31 @@ class TestOtherModels:
         kimi = ModelConfig.from_hugging_face(fields)
         logits = logits_of(transformers_model(without_mtp(kimi, {})[0], tensors), case.tokens)
         assert case.error(logits) == 0
+
+    def test_fp8(self, make_case, tmp_path):
+        """Transformers gets what the tool has dequantised, Megatron the same."""
+        case = make_case(V3_DENSE)
+        convert(case.folder, tmp_path / "fp8", "hf", TargetOptions(fp8="float"))
+        convert(tmp_path / "fp8", tmp_path / "absorbed", "absorbed")
+        quantised, absorbed = (
+            checkpoint_logits(open_checkpoint(tmp_path / name), case.tokens)
+            for name in ("fp8", "absorbed")
+        )
+        assert (quantised - absorbed).abs().max() < TOLERANCE * quantised.abs().max()
+        # Rounded weights, and the right scales.
+        assert WRONG < case.error(quantised) < 1
+
+    @pytest.mark.parametrize("change", ["missing", "unknown"])
+    def test_weights_that_transformers_has_no_place_for(self, make_case, change):
+        """It would warn, and go on with random ones."""
+        config, tensors = opened(make_case(V3_DENSE))
+        name = "model.layers.1.self_attn.o_proj.weight"
+        tensor = tensors.pop(name)
+        if change == "unknown":
+            tensors.update({name: tensor, "model.layers.1.more.weight": tensor})
+            name = "model.layers.1.more.weight"
+        with refusal("transformers does not load these weights", name):
+            transformers_model(config, tensors)
 
     def test_mtp_layers_are_not_evaluated(self, tmp_path):
         config = tiny_config(num_nextn_predict_layers=1)

@@ -166,7 +166,7 @@ TRICKS = {
     "class with other methods": stream(named(META, "MetadataIndex"), b"N}\x8c\x08__hash__Ns\x86b"),
     "class with other fields": stream(named(META, "Metadata"), b"}\x8c\x07versionK\x01sb"),
     "call of a dtype": stream(named("torch", "float32"), b")R"),
-    "call of a class that is only filled": stream(named(META, "Metadata"), b")R"),
+    "call of a class that is only filled": stream(named(META, "Metadata"), b"\x8c\x01x\x85R"),
     "record of something that is none": stream(named("torch", "Size"), b")\x81"),
     "text as a long number": stream(b"L" + b"9" * 10000 + b"L\n"),
     "huge text": stream(b"\x8d" + (1 << 62).to_bytes(8, "little") + b"a"),

@@ -1,0 +1,129 @@
+"""Converted checkpoints under tensor parallelism: every rank loads its share of what was written.
+
+And the other way: what the ranks of a model saved is read as one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from absorbed_mla.distributed_checkpoint import load_model_weights
+from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
+from checkpoint_conversion.layouts import KV_UP
+from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.megatron_args import to_megatron_args
+from tests.conversion.megatron_models import (
+    SAME,
+    load_strictly,
+    mapped_weights,
+    megatron_model,
+    save_torch_dist,
+)
+from tests.conversion.support import in_memory, load_all, random_tensors, tiny_config
+from tests.conversion.torch_dist_support import read_torch_dist, write_torch_dist
+from tests.distributed.test_distributed_checkpoint import gathered, shared_folder
+from tests.support import world
+
+MODELS = {
+    "dense": {"first_k_dense_replace": 3},
+    "mixed": {},
+    "mtp": {"num_nextn_predict_layers": 1},
+}
+KINDS = ("standard", "absorbed")
+
+
+@pytest.fixture
+def folder():
+    with shared_folder() as path:
+        yield path
+
+
+def on_one_rank(function) -> None:
+    """Call it on the first rank, and wait for it on the others."""
+    if world.rank() == 0:
+        function()
+    dist.barrier()
+
+
+def whole_weights(model) -> dict[str, torch.Tensor]:
+    """Every tensor of the model over all ranks, under the mapping's names."""
+    sharded = {
+        id(p): p.partition_dim
+        for p in model.parameters()
+        if getattr(p, "tensor_model_parallel", False)
+    }
+    state = model.state_dict(keep_vars=True)
+    whole = {}
+    for name, tensor in state.items():
+        if tensor is None:
+            continue
+        dim = sharded.get(id(tensor))
+        whole[name] = tensor.detach() if dim is None else _joined(name, tensor, dim)
+    with torch.no_grad():
+        return mapped_weights(_WithState(whole))
+
+
+def _joined(name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    if not name.endswith("linear_fc1.weight"):
+        return gathered(tensor, dim)
+    # Each rank has its rows of the gate above its rows of the up part.
+    return torch.cat([gathered(half, dim) for half in tensor.chunk(2)])
+
+
+class _WithState:
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._state
+
+
+def check(model, tensors, config) -> None:
+    """The ranks together hold the tensors."""
+    expected = load_all(to_megatron(in_memory(tensors), config))
+    found = whole_weights(model)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("to", ["megatron", "absorbed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_load_their_shares(name, to, kind, folder):
+    """With Megatron alone, which finds all it asks for and nothing else."""
+    config = tiny_config(**SAME, **MODELS[name])
+    tensors = random_tensors(config, torch.float32)
+    on_one_rank(lambda: write_torch_dist(folder / "made", config, tensors, to, norms="separate"))
+    model = megatron_model(config, kind)
+    load_strictly(folder / "made/release", model, stacked=name == "dense")
+    check(model, tensors, config)
+
+
+def test_the_package_loads_transformer_engines_names(folder):
+    config = tiny_config(**SAME)
+    tensors = random_tensors(config, torch.float32)
+    on_one_rank(
+        lambda: write_torch_dist(folder / "made", config, tensors, "absorbed", norms="fused")
+    )
+    model = megatron_model(config, "absorbed")
+    load_model_weights(model, folder / "made/release")
+    check(model, tensors, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_ranks_saved_is_read(name, kind, folder):
+    config = tiny_config(**SAME, **MODELS[name])
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    model = megatron_model(config, kind)
+    args = to_megatron_args(config, tensor_parallel=size, dtype=torch.float32)
+    save_torch_dist(folder / "saved", model, args, stacked=name == "dense")
+    checkpoint = TorchDistCheckpoint(folder / "saved")
+    assert checkpoint.format == {"standard": "megatron", "absorbed": "absorbed"}[kind]
+    check(model, read_torch_dist(folder / "saved"), config)
+    stored = next(tensor for key, tensor in checkpoint.stored.items() if key.endswith(KV_UP))
+    assert stored.shape[-2:] == (128, 24)
