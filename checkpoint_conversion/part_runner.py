@@ -88,12 +88,7 @@ def run_parts(
 
     def one(part: Work) -> None:
         with budget.reserve(part.peak):
-            try:
-                write(part)
-            except BaseException:
-                # Before the memory is given back, so that nobody begins with it.
-                budget.stop()
-                raise
+            write(part)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="part") as pool:
         futures = [pool.submit(one, part) for part in parts]

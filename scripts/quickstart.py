@@ -56,6 +56,7 @@ def make_hugging_face_model(folder: Path) -> None:
     """A model of the size of ``--preset tiny``, every byte a token, with random weights."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     config = DeepseekV3Config(
         vocab_size=320,
@@ -82,6 +83,7 @@ def make_hugging_face_model(folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=None,
     )
+    disable_progress_bar()
     torch.manual_seed(1)
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
     print(f"written to {folder}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to an absorbed-MLA model that trains from a standard MLA checkpoint, on a CPU.
+# From a Hugging Face checkpoint to a trained absorbed-MLA model and back, on a CPU.
 set -euo pipefail
 
 usage() {
@@ -7,12 +7,14 @@ usage() {
 Usage: bash scripts/quickstart.sh [options]
 
 Makes its environment if there is none, then, on the CPU and in under 5 minutes on 2 cores:
-  1. writes a checkpoint of a tiny GPT with Megatron's own MLASelfAttention;
-  2. loads it into the same GPT with absorbed MLA and compares the logits;
-  3. trains the standard model on one process, on the source code of Python's standard library;
+  1. transformers makes a tiny DeepSeek-V3 and saves it;
+  2. converts it to absorbed MLA and compares the logits with those of transformers;
+  3. trains Megatron's own standard MLA from it on one process, on the source code of Python's
+     standard library;
   4. trains the absorbed model beside it, tensor-parallel over two processes with sequence
      parallelism, on the same batches;
-  5. prints both losses and draws them.
+  5. prints both losses and draws them;
+  6. converts the trained model back; transformers loads it and writes.
 
 Options:
   --output DIR      where to leave checkpoints, metrics and loss.png (default: quickstart_output
@@ -48,7 +50,7 @@ done
 mkdir -p "$OUTPUT" 2>/dev/null || fail "cannot create --output $OUTPUT"
 
 SECONDS=0
-prepare_environment matplotlib tqdm
+prepare_environment matplotlib tqdm safetensors transformers rich xxhash
 # The same everywhere: two tensor-parallel processes would need two GPUs.
 export CUDA_VISIBLE_DEVICES=
 "$PYTHON" "$ROOT/scripts/quickstart.py" --output "$OUTPUT" --train-iters "$TRAIN_ITERS"

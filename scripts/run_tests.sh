@@ -182,7 +182,7 @@ report_coverage() {
 
 parse_arguments "$@"
 cd "$ROOT"
-prepare_environment pytest hypothesis
+prepare_environment pytest hypothesis safetensors transformers rich xxhash
 SECONDS=0 PASSED=0 FAILED=0 SKIPPED=0 TIMES=()
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT

@@ -41,7 +41,9 @@ def megatron_model(
         pattern = 1 if all(config.moe_layers) else [int(moe) for moe in config.moe_layers]
         parts = {**MIXED, **BIAS, **parts, "moe_layer_freq": pattern}
     size = parallel_state.get_tensor_model_parallel_world_size()
-    parts |= {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
+    # Megatron's local MTP layers have norms that refuse sequence parallelism.
+    sequence_parallel = size > 1 and not config.mtp_layers
+    parts |= {"tensor_model_parallel_size": size, "sequence_parallel": sequence_parallel}
     parts |= {"mtp_num_layers": config.mtp_layers or None, **changes}
     fields = config_for(TINY, torch.float32, **parts)
     spec = BLOCK_SPECS[kind](fields, backend="local")
@@ -68,7 +70,12 @@ def megatron_model(
 
 def mapped_weights(model: GPTModel) -> dict[str, Tensor]:
     """A model's own tensors under the names of the conversion's mapping."""
-    state = {k: v.detach().cpu() for k, v in model.state_dict().items() if v is not None}
+    return mapped_state(model.state_dict())
+
+
+def mapped_state(model_state: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tensors of a model's state dict likewise."""
+    state = {k: v.detach().cpu() for k, v in model_state.items() if v is not None}
     for name in [name for name in state if name.endswith("linear_k_up_proj.weight")]:
         values = state.pop(name.replace("_k_", "_v_"))
         combined = interleave_heads(TINY, state.pop(name), values)

@@ -115,7 +115,8 @@ class TestAgainstMegatron:
     """Names, shapes and partition dims of a GPTModel that Megatron builds itself."""
 
     @pytest.fixture(scope="class")
-    def model(self):
+    @staticmethod
+    def model():
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
@@ -145,7 +146,8 @@ class TestAgainstMegatron:
         )
 
     @pytest.fixture(scope="class")
-    def same_config(self, model):
+    @staticmethod
+    def same_config(model):
         config = model.config
         return tiny_config(
             num_hidden_layers=2,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from absorbed_mla.distributed_checkpoint import load_model_weights
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
@@ -18,7 +19,7 @@ from checkpoint_conversion.megatron_args import to_megatron_args
 from tests.conversion.megatron_models import (
     SAME,
     load_strictly,
-    mapped_weights,
+    mapped_state,
     megatron_model,
     save_torch_dist,
 )
@@ -48,37 +49,16 @@ def on_one_rank(function) -> None:
     dist.barrier()
 
 
-def whole_weights(model) -> dict[str, torch.Tensor]:
+def whole_weights(model) -> dict[str, Tensor]:
     """Every tensor of the model over all ranks, under the mapping's names."""
-    sharded = {
-        id(p): p.partition_dim
-        for p in model.parameters()
-        if getattr(p, "tensor_model_parallel", False)
-    }
-    state = model.state_dict(keep_vars=True)
     whole = {}
-    for name, tensor in state.items():
-        if tensor is None:
-            continue
-        dim = sharded.get(id(tensor))
-        whole[name] = tensor.detach() if dim is None else _joined(name, tensor, dim)
-    with torch.no_grad():
-        return mapped_weights(_WithState(whole))
-
-
-def _joined(name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    if not name.endswith("linear_fc1.weight"):
-        return gathered(tensor, dim)
-    # Each rank has its rows of the gate above its rows of the up part.
-    return torch.cat([gathered(half, dim) for half in tensor.chunk(2)])
-
-
-class _WithState:
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._state
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if getattr(tensor, "tensor_model_parallel", False):
+            # Each rank has its rows of the gate above its rows of the up part.
+            parts = tensor.chunk(2) if name.endswith("linear_fc1.weight") else [tensor]
+            tensor = torch.cat([gathered(part, tensor.partition_dim) for part in parts])
+        whole[name] = tensor
+    return mapped_state(whole)
 
 
 def check(model, tensors, config) -> None:
