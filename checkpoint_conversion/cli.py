@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, error, FILE_SYSTEM)
     except KeyboardInterrupt as error:
         return _fail(args, error, INTERRUPTED)
+    except ModuleNotFoundError as error:
+        return _fail(args, _what_to_install(error), REFUSED)
     except Exception as error:
         traceback.print_exc()
         return _fail(args, error, BUG)
@@ -121,6 +123,13 @@ def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
         document = {"message": message, "problems": problems, "notes": notes}
         print(json.dumps({"command": args.command, "exit_code": code, "error": document}))
     return code
+
+
+def _what_to_install(error: ModuleNotFoundError) -> CheckpointError:
+    return CheckpointError(
+        f"{error.name} is not installed; pip install 'absorbed-mla[conversion]' brings what a "
+        "conversion needs"
+    )
 
 
 def _message(error: BaseException) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import shutil
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from checkpoint_conversion import __version__
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.fingerprint import (
+    checksum_of,
+    fingerprint_of,
+    options_as_json,
+    source_files,
+)
 from checkpoint_conversion.formats import open_checkpoint, recognise
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
-from checkpoint_conversion.journal import Journal, files_are_there, source_files
+from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
 from checkpoint_conversion.manifest import (
     Manifest,
@@ -25,8 +29,9 @@ from checkpoint_conversion.manifest import (
 )
 from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
 from checkpoint_conversion.planning import ConversionPlan, plan_conversion
+from checkpoint_conversion.process_memory import peak_resident, resident
 from checkpoint_conversion.progress import Reporter, format_bytes
-from checkpoint_conversion.report import ConversionReport, peak_rss, worst_errors
+from checkpoint_conversion.report import ConversionReport, worst_errors
 from checkpoint_conversion.target_folder import (
     TargetFolder,
     check_places,
@@ -35,6 +40,11 @@ from checkpoint_conversion.target_folder import (
 
 # More than there may be cores: threads mostly wait for the disk. Memory bounds them anyway.
 _WORKERS = 4
+# The whole process shall stay below 2.5 times the largest tensor + 600 MB. Of the latter, some is
+# for what nobody counts.
+_TOTAL, _UNCOUNTED = 600 * 10**6, 100 * 10**6
+# What parts may need beside two of the largest tensor, though more might be left.
+_ALLOWANCE = 200 * 10**6
 
 
 def convert(
@@ -85,7 +95,7 @@ def convert(
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)
-    fingerprint = _fingerprint(plan, options, hf_config)
+    fingerprint = fingerprint_of(plan, options, hf_config)
     with TargetFolder(target, force, _weights_of) as folder:
         conversion = _Conversion(plan, folder, fingerprint, reporter)
         manifest = conversion.finished() if resume else None
@@ -98,8 +108,18 @@ def convert(
         fp8_errors=manifest.fp8_errors,
         seconds=time.monotonic() - started,
         bytes_written=conversion.bytes_written,
-        peak_rss=peak_rss(),
+        peak_rss=peak_resident(),
     )
+
+
+def memory_for(plan: ConversionPlan) -> int:
+    """Bytes that the parts being written may need together.
+
+    The plan of a large checkpoint is in memory already, with torch and everything else.
+    """
+    left = 5 * plan.largest // 2 + _TOTAL - _UNCOUNTED - resident()
+    # One part at a time is the least that makes progress.
+    return max(min(2 * plan.largest + _ALLOWANCE, left), *(part.peak for part in plan.parts))
 
 
 class _Conversion:
@@ -110,7 +130,7 @@ class _Conversion:
     ) -> None:
         self._plan, self._folder, self._reporter = plan, folder, reporter
         self._fingerprint = fingerprint
-        self._budget = MemoryBudget(plan.memory)
+        self._budget = MemoryBudget(memory_for(plan))
         self.resumed_parts = self.bytes_written = 0
 
     def finished(self) -> Manifest | None:
@@ -119,7 +139,7 @@ class _Conversion:
         if path is None:
             return None
         manifest = read_manifest(path)
-        same = manifest.conversion == _checksum(self._fingerprint)
+        same = manifest.conversion == checksum_of(self._fingerprint)
         if not same or not files_are_there(self._folder.path, manifest.files):
             return None
         self._reporter.say("this conversion is complete already")
@@ -198,6 +218,7 @@ class _Conversion:
 
     def _finish(self, results: list[PartResult]) -> Manifest:
         """Write everything beside the parts, the manifest last."""
+        self._check_unchanged()
         source, writer, contents = self._plan.checkpoint, self._plan.writer, self._folder.contents
         with file_errors(str(self._folder.path)):
             writer.finish(contents, results, source.auxiliary)
@@ -212,51 +233,29 @@ class _Conversion:
             target={
                 "format": writer.format,
                 "layout": writer.layout(),
-                "options": _as_json(writer.options),
+                "options": options_as_json(writer.options),
             },
             left_out=self._plan.left_out,
             files={name: size for result in results for name, size in result.files.items()},
             tensors=records,
-            conversion=_checksum(self._fingerprint),
+            conversion=checksum_of(self._fingerprint),
             fp8_errors=worst_errors(records),
         )
         write_manifest(manifest, contents)
         return manifest
 
-
-def _fingerprint(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:
-    """What the result depends on."""
-    source = plan.checkpoint.path
-    given = hf_config.read_bytes() if hf_config is not None else b""
-    return {
-        "tool version": __version__,
-        "source": str(source.resolve()),
-        "source file": source_files(weights_folder(source)),
-        "--hf-config": hashlib.sha256(given).hexdigest(),
-        "format": plan.writer.format,
-        "option": _as_json(options),
-        "part": {part.name: _checksum(_entries(part)) for part in plan.parts},
-    }
-
-
-def _as_json(options: TargetOptions) -> dict:
-    return {
-        name: str(value).removeprefix("torch.") if name == "dtype" and value else value
-        for name, value in asdict(options).items()
-    }
-
-
-def _entries(part: Part) -> list:
-    return [
-        (entry.key, entry.offset, entry.tensor.shape, str(entry.tensor.dtype))
-        for entry in part.entries
-    ]
-
-
-def _checksum(document: dict | list) -> str:
-    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    def _check_unchanged(self) -> None:
+        now = source_files(self._plan.checkpoint.path)
+        changed = list(differences(self._fingerprint["source file"], now))
+        if changed:
+            raise CheckpointError("The source was changed while it was being read:", changed)
 
 
 def _weights_of(folder: Path) -> Path | None:
     """Where the weights of a checkpoint are; None for what is no checkpoint."""
-    return weights_folder(folder) if recognise(folder) is not None else None
+    if recognise(folder) is None:
+        return None
+    weights = weights_folder(folder)
+    # Any folder that somebody has put weights into, beside other things, is no model's yet.
+    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
+    return None if stray else weights

@@ -109,20 +109,6 @@ class Journal:
             raise
 
 
-def source_files(path: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file of a folder, by relative path."""
-    result = {}
-    for root, folders, files in os.walk(path):
-        folders.sort()
-        for name in sorted(files):
-            file = Path(root, name)
-            if file.exists():
-                status = file.stat()
-                relative = file.relative_to(path).as_posix()
-                result[relative] = [status.st_size, status.st_mtime_ns]
-    return result
-
-
 def files_are_there(folder: Path, sizes: Mapping[str, int]) -> bool:
     """Whether files of these sizes are in a folder."""
     files = ((folder / name, size) for name, size in sizes.items())

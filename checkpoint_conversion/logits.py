@@ -20,6 +20,7 @@ from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
@@ -93,14 +94,15 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     # FP8 has been dequantised.
     fields = dict(config.without_quantisation().hugging_face)
     del fields["model_type"]
-    model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
-        None,
-        config=getattr(transformers, f"{family}Config").from_dict(fields),
-        state_dict=_loaded(tensors),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
+    with ReadSession() as session:
+        model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
+            None,
+            config=getattr(transformers, f"{family}Config").from_dict(fields),
+            state_dict={name: tensor.load(session) for name, tensor in tensors.items()},
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
     problems = [f"{what}: {name}" for what, names in report.items() for name in sorted(names)]
     if problems:
         raise CheckpointError("transformers does not load these weights as they are:", problems)
@@ -142,17 +144,25 @@ def megatron_model(config: ModelConfig, attention: str, *, tensor_parallel: int 
     return model.eval()
 
 
+@torch.no_grad()
 def load_megatron_model(model: Any, config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> None:
-    """Set the weights of a model without parallelism; its own norms and K/V layout are separate.
+    """Set the weights of a model without parallelism, one at a time.
 
     Args:
         model: Of :func:`megatron_model`.
         config: The same one.
         tensors: Under Hugging Face's names.
+
+    Raises:
+        CheckpointError: If the tensors do not fit the config.
     """
-    # Where a layer keeps an extra state, an absent one is None.
-    states = {name: None for name in model.state_dict() if name.endswith("_extra_state")}
-    model.load_state_dict({**states, **_loaded(to_megatron(tensors, config))})
+    own = {k: v for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
+    layout = MegatronLayout.recognise(own)
+    weights = laid_out_tensors(to_megatron(tensors, config), layout, config)
+    assert weights.keys() == own.keys(), weights.keys() ^ own.keys()
+    for name, tensor in weights.items():
+        with ReadSession() as session:
+            own[name].copy_(tensor.load(session))
 
 
 @torch.no_grad()
@@ -227,12 +237,3 @@ def _add_kv_norms(model: Any, megatron_config: Any) -> None:
             megatron_config.kv_lora_rank,
             eps=megatron_config.layernorm_epsilon,
         )
-
-
-def _loaded(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """The values, in memory of their own."""
-    result = {}
-    for name, tensor in tensors.items():
-        with ReadSession() as session:
-            result[name] = tensor.load(session).clone()
-    return result

@@ -20,9 +20,6 @@ from checkpoint_conversion.model_config import ModelConfig
 # Parts are at least so large, and at most half of the largest tensor if that is more: then several
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
-# Bytes beside the multiple of the largest tensor that parts may need together. A process that has
-# loaded torch has 230 to 270 MB already.
-_ALLOWANCE = 192 << 20
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -38,7 +35,7 @@ class ConversionPlan:
         notes: What a user should know, one line each.
         parameters: Of the model, every weight counted once.
         dtypes: Bytes of the target by dtype.
-        memory: Bytes that the parts being written may need together.
+        largest: Bytes of the largest tensor, of the model or in the target.
     """
 
     checkpoint: Checkpoint
@@ -48,7 +45,7 @@ class ConversionPlan:
     notes: list[str]
     parameters: int
     dtypes: dict[str, int]
-    memory: int
+    largest: int
 
     @property
     def entries(self) -> list[Entry]:
@@ -96,7 +93,6 @@ def plan_conversion(
     entries = [entry for part in parts for entry in part.entries]
     _check_parts(parts)
     _check_all_written(tensors, entries)
-    largest = max(largest, *(entry.tensor.nbytes for entry in entries))
     copies = duplicates(config)
     return ConversionPlan(
         checkpoint=checkpoint,
@@ -106,7 +102,7 @@ def plan_conversion(
         notes=notes,
         parameters=sum(_numel(t) for name, t in tensors.items() if name not in copies),
         dtypes=dict(_bytes_by_dtype(entries)),
-        memory=max(2 * largest + _ALLOWANCE, *(part.peak for part in parts)),
+        largest=max(largest, *(entry.tensor.nbytes for entry in entries)),
     )
 
 

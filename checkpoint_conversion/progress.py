@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 import time
@@ -109,8 +110,9 @@ class BarReporter(Reporter):
 
 
 def reporter_for(stream: TextIO = sys.stderr) -> Reporter:
-    """A bar on a terminal, lines elsewhere."""
-    return BarReporter(stream) if stream.isatty() else LineReporter(stream)
+    """A bar on a terminal, lines elsewhere, and where rich is not installed."""
+    bar = stream.isatty() and importlib.util.find_spec("rich") is not None
+    return BarReporter(stream) if bar else LineReporter(stream)
 
 
 def format_bytes(count: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -167,19 +166,6 @@ def worst_errors(records: Iterable[TensorRecord]) -> dict | None:
         worst = max(errors, key=lambda key: errors[key][metric])
         result |= {metric: errors[worst][metric], f"{metric}_in": worst}
     return result
-
-
-def peak_rss() -> int:
-    """Bytes of memory that the process has had resident at most."""
-    try:
-        with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # Elsewhere; what it counts in, and whether it starts at the parent's value, depends.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:

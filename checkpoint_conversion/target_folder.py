@@ -77,7 +77,11 @@ class TargetFolder:
             raise CheckpointError(f"{self._work} is in the way; it must be a folder, or absent")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self._recover()
+        try:
+            self._recover()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -201,13 +205,12 @@ def refuse_existing(target: Path, force: bool, weights_of: WeightsOf) -> None:
             f"the target {target} exists and is no checkpoint; --force replaces only a checkpoint "
             "or an empty folder"
         )
-    # A training run's folder holds many checkpoints, and only one would take their place.
-    others = [entry for entry in entries if entry.is_dir() and entry != weights]
-    lost = sorted(entry.name for entry in others if weights_of(entry) is not None)
-    if lost:
+    # Whatever else is in there would be lost: a training run's other checkpoints, for instance.
+    others = sorted(entry.name for entry in entries if entry.is_dir() and entry != weights)
+    if others:
         raise CheckpointError(
-            f"the target {target} holds other checkpoints, too: {', '.join(lost[:5])}; --force "
-            "replaces only a single one"
+            f"the target {target} holds folders that are no part of its checkpoint: "
+            f"{', '.join(others[:5])}; --force would delete them, so it does nothing"
         )
 
 

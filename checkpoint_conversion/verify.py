@@ -75,8 +75,10 @@ def verify(
         for path, config in zip(paths, _configs(paths, hf_config))
     ]
     checkpoints = [source.open() for source in sources]
-    report = compare_models(checkpoints, exclude_mtp, workers, reporter or Reporter())
+    reporter = reporter or Reporter()
+    report = compare_models(checkpoints, exclude_mtp, workers, reporter)
     if b is not None and logits is not False:
+        reporter.say("computing what both models predict")
         compared, notes = _logits(checkpoints, sources, logits, text, max_tokens)
         report = replace(report, logits=compared, notes=tuple(notes))
     return replace(

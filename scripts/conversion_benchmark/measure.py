@@ -92,8 +92,8 @@ def _wait(process: subprocess.Popen) -> tuple[int, int]:
         raise
     process.returncode = os.waitstatus_to_exitcode(status)
     # The kernel's own high-water mark misses nothing between samples, but knows one process, and
-    # begins with that of the one that started it: this one.
-    if usage.ru_maxrss * 1024 > _status(os.getpid(), "VmHWM")[0]:
+    # begins with that of the one that started it: this one. Without a sample, too much is better.
+    if not peak or usage.ru_maxrss * 1024 > _status(os.getpid(), "VmHWM")[0]:
         peak = max(peak, usage.ru_maxrss * 1024)
     return peak, anonymous
 

@@ -86,6 +86,16 @@ def test_a_short_peak_is_noticed(folders):
     assert run.peak_bytes > 300 * MB
 
 
+def test_memory_is_never_nothing(folders, monkeypatch):
+    """Of a process that ends before it is looked at, by one that is larger."""
+
+    def status(pid, *keys):
+        return [10**15] if keys == ("VmHWM",) else [0, 0]
+
+    monkeypatch.setattr("conversion_benchmark.measure._status", status)
+    assert measure(["true"], *folders).peak_bytes > MB
+
+
 def test_mapped_pages_are_told_apart(folders):
     code = (
         "import mmap, sys, time; f = open(sys.argv[1], 'rb')\n"
@@ -175,7 +185,8 @@ def test_texts():
     assert "Every bound that applies holds." in markdown([ROW], describe(Path()))
 
 
-COPY = "import shutil, sys; shutil.copytree(*sys.argv[2:4]); print('copied', *sys.argv[4:])"
+# Long enough for a sample.
+COPY = "import shutil, sys, time; shutil.copytree(*sys.argv[2:4]); time.sleep(0.5)"
 
 
 def test_the_whole_measurement(tmp_path, monkeypatch, capfd):

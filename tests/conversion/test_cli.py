@@ -123,6 +123,18 @@ class TestConvert:
         expected = {"absent": "does not exist", "file": "is a file", "empty": "is empty"}
         assert code == cli.REFUSED and expected[path] in err
 
+    @pytest.mark.parametrize("change", ["no config.json", "another folder in it"])
+    def test_force_needs_a_whole_checkpoint_and_nothing_else(self, run, source, tmp_path, change):
+        target = tmp_path / "out"
+        shutil.copytree(source, target)
+        if change == "no config.json":
+            (target / "config.json").unlink()
+        else:
+            (target / "Documents").mkdir()
+        code, _, err = run("convert", source, target, "--to", "hf", "--force")
+        assert code == cli.REFUSED and "--force" in err
+        assert any(target.glob("*.safetensors"))
+
     def test_source_as_target(self, run, source):
         code, _, err = run("convert", source, source, "--to", "hf", "--force")
         assert code == cli.REFUSED and "same folder" in err
@@ -283,6 +295,11 @@ class TestFailures:
         assert code == cli.BUG
         assert "Traceback" in err and "ZeroDivisionError" in err and "report it" in err
 
+    def test_missing_module(self, run, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "checkpoint_conversion.inspection", None)
+        code, _, err = run("inspect", tmp_path)
+        assert code == cli.REFUSED and "pip install" in err and "Traceback" not in err
+
     def test_names_cannot_steer_the_terminal(self, run, tmp_path):
         (tmp_path / "\x1b[2Jclear").touch()
         code, _, err = run("inspect", tmp_path)
@@ -327,6 +344,10 @@ class TestProgress:
     def test_bar_only_on_a_terminal(self):
         assert isinstance(reporter_for(Terminal()), BarReporter)
         assert isinstance(reporter_for(io.StringIO()), LineReporter)
+
+    def test_lines_without_rich(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        assert isinstance(reporter_for(Terminal()), LineReporter)
 
     def test_bar_shows_bytes_speed_and_time(self, monkeypatch):
         monkeypatch.setattr(os, "environ", {**os.environ, "TERM": "xterm", "COLUMNS": "120"})

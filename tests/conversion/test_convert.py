@@ -142,6 +142,20 @@ class TestWhole:
         assert [path.name for path in setting.source.parent.iterdir()] == ["source"]
 
 
+def test_source_that_changes_meanwhile(setting):
+    """The training went on and overwrote it: parts of two models make none."""
+
+    def change(name):
+        if name == "part-003":
+            (setting.source / "weights").write_text("trained further")
+
+    setting.before = change
+    with pytest.raises(CheckpointError, match="changed while") as caught:
+        setting.convert()
+    assert "weights" in caught.value.problems[0]
+    assert not setting.target.exists()
+
+
 class TestTarget:
     def test_existing_is_refused_before_the_source_is_read(self, setting, monkeypatch):
         setting.target.mkdir()

@@ -74,7 +74,9 @@ def test_by_way_of_megatron(tmp_path, name):
 
 
 class TestShards:
-    @pytest.mark.parametrize(("part_bytes", "most"), [(9000, None), (1 << 20, 9000)])
+    @pytest.mark.parametrize(
+        ("part_bytes", "most"), [(9000, None), (1 << 20, 9000), (9000, 1 << 20)]
+    )
     def test_in_order_and_within_the_bound(self, tmp_path, source, part_bytes, most):
         options = TargetOptions(max_shard_bytes=most)
         _, results = rewritten(source, tmp_path / "b", options, part_bytes)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from absorbed_mla.distributed_checkpoint import load_model_weights
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import (
-    ATTENTION,
     checkpoint_logits,
     load_megatron_model,
     megatron_logits,
@@ -29,9 +26,9 @@ from checkpoint_conversion.logits import (
     transformers_model,
     without_mtp,
 )
-from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
 from checkpoint_conversion.model_config import ModelConfig
+from tests.conversion.converted import loaded_logits
 from tests.conversion.models import (
     ARCHITECTURES,
     ORIGINAL_CONTEXT,
@@ -100,14 +97,6 @@ def opened(case: Case) -> tuple[ModelConfig, Tensors]:
     return without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
 
 
-def through_megatron_loader(folder: Path) -> Any:
-    """The model that Megatron's own loader makes of a distributed checkpoint."""
-    checkpoint = open_checkpoint(folder)
-    model = megatron_model(checkpoint.config, ATTENTION[checkpoint.format])
-    load_model_weights(model, weights_folder(folder))
-    return model
-
-
 def evaluated(config: ModelConfig, tensors: Tensors, tokens: Tensor) -> Tensor:
     """Logits of our model with these weights."""
     model = megatron_model(config, "absorbed")
@@ -119,8 +108,7 @@ class TestAgrees:
     @pytest.mark.parametrize("to", ["absorbed", "megatron"])
     def test_distributed_checkpoint(self, case, to):
         """Loaded by Megatron itself, and read by the tool, as ``verify`` does."""
-        model = through_megatron_loader(case.converted(to))
-        assert case.error(megatron_logits(model, case.tokens)) < TOLERANCE
+        assert case.error(loaded_logits(case.converted(to), case.tokens)) < TOLERANCE
         checkpoint = open_checkpoint(case.converted(to))
         assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
 

@@ -128,10 +128,21 @@ class TestExistingTarget:
         (tmp_path / "out" / "thesis.tex").touch()
         assert "is no checkpoint" in self.refusal(tmp_path / "out", force=True)
 
-    def test_a_checkpoint_that_holds_others_is_never_replaced(self, tmp_path):
+    @pytest.mark.parametrize("inner", ["iter_0000100", "Documents", ".git"])
+    def test_nothing_that_is_no_part_of_the_checkpoint_is_deleted(self, tmp_path, inner):
+        """A home folder with one stray file of weights looks like a checkpoint, too."""
         make_checkpoint(tmp_path / "out", "last")
-        make_checkpoint(tmp_path / "out" / "iter_0000100", "first")
-        assert "iter_0000100" in self.refusal(tmp_path / "out", force=True)
+        (tmp_path / "out" / inner).mkdir()
+        assert inner in self.refusal(tmp_path / "out", force=True)
+
+    def test_weights_may_be_in_a_folder_of_their_own(self, tmp_path):
+        path = tmp_path / "out"
+        make_checkpoint(path / "release", "old")
+        with TargetFolder(path, True, lambda path: path / "release") as folder:
+            folder.refuse_existing()
+            (path / "logs").mkdir()
+            with pytest.raises(CheckpointError, match="logs"):
+                folder.refuse_existing()
 
 
 class TestPlaces:
@@ -202,6 +213,14 @@ class TestLock:
         with target(tmp_path / "out"):
             assert len(calls) == 2
             assert (tmp_path / ".out.converting" / "lock").exists()
+
+    def test_released_if_the_recovery_fails(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(TargetFolder, "_recover", lambda folder: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                target(tmp_path / "out").__enter__()
+        with target(tmp_path / "out"):
+            pass
 
 
 class TestInterrupted:

@@ -162,6 +162,21 @@ class TestChunks:
         change(folder, with_chunk(function))
         refused(folder, f"{KV_UP} has no shape, dtype or chunks")
 
+    @pytest.mark.parametrize("starts", [(0, 8), (8, 16), (0, 0)])
+    def test_as_many_values_as_there_should_be(self, folder, starts):
+        """But some twice, and some not at all."""
+
+        def edit(entries, places):
+            index, info = place(places, NORM)
+            del places[index]
+            size = torch.Size([16])
+            boxes = [ChunkStorageMetadata(torch.Size([start]), size) for start in starts]
+            entries[NORM].chunks[:] = boxes
+            places.update({MetadataIndex(NORM, (start,)): info for start in starts})
+
+        change(folder, edit)
+        refused(folder, f"{NORM} of shape (32,) is not tiled by its 2 chunks")
+
     def test_one_is_missing(self, folder):
         change(folder, lambda entries, places: entries[KV_UP].chunks.pop())
         refused(folder, "is not tiled by its 95 chunks")
