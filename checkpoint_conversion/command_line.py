@@ -146,9 +146,7 @@ def _add_exclude_mtp(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", help="threads (default: up to 4)"
-    )
+    parser.add_argument("--workers", type=positive, metavar="N", help="threads (default: up to 4)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
 from checkpoint_conversion.formats.torch_dist_names import (
     are_stacked,
+    example_names,
     is_left_alone,
     mtp_layer_count,
     numbered_tensors,
@@ -34,6 +35,7 @@ from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.safe_paths import file_inside
 from checkpoint_conversion.vocabulary import without_padding
 
 
@@ -55,22 +57,25 @@ class TorchDistCheckpoint(Checkpoint):
     ) -> None:
         self.path, self.notes = path, []
         folder = weights_folder(path)
+        # The folder itself may be a link.
+        metadata = (folder / METADATA).relative_to(path).as_posix()
+        file_inside(path, metadata, follow_links=follow_links)
         check_backend(folder, follow_links)
         storage = Storage(folder, follow_links)
-        weights = storage.read([name for name in storage.tensors if not is_left_alone(name)])
+        self._weights = storage.read([n for n in storage.tensors if not is_left_alone(n)])
         self.auxiliary = auxiliary_files(folder, follow_links)
         common = self._read_common(folder, storage, follow_links, hf_config)
         config = read_config(hf_config, self.auxiliary, arguments(common))
-        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(weights))
-        self.stored = {name: tensor.lazy() for name, tensor in weights.items()}
+        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(self._weights))
+        self.stored = {name: tensor.lazy() for name, tensor in self._weights.items()}
         self.left_alone = self._left_alone(storage)
-        numbered = numbered_tensors(weights, self.config)
-        self._numbered, padding = without_padding(numbered, self.config.vocab_size)
+        absorbed = has_absorbed_blocks(self._weights, self.config)
+        self.format = "absorbed" if absorbed else "megatron"
+        self._layout = MegatronLayout.recognise(example_names(self._weights))
+        self.layout = describe(self._layout, are_stacked(self._weights), iteration(common))
+        _, padding = without_padding(self.stored, self.config.vocab_size)
         if padding:
             self.notes.append(f"{padding} rows of padding after the vocabulary are dropped")
-        self._layout = MegatronLayout.recognise(self._numbered)
-        self.format = "absorbed" if has_absorbed_blocks(weights, self.config) else "megatron"
-        self.layout = describe(self._layout, are_stacked(weights), iteration(common))
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -79,8 +84,9 @@ class TorchDistCheckpoint(Checkpoint):
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
-        canonical = canonical_tensors(self._numbered, self._layout, self.config)
-        return to_hugging_face(canonical, self.config)
+        numbered = numbered_tensors(self._weights, self.config)
+        tensors, _ = without_padding(numbered, self.config.vocab_size)
+        return to_hugging_face(canonical_tensors(tensors, self._layout, self.config), self.config)
 
     def _read_common(
         self, folder: Path, storage: Storage, follow_links: bool, hf_config: Path | None

@@ -51,6 +51,11 @@ def are_stacked(names: Iterable[str]) -> bool:
     return any(map(_STACKED_LAYERS.fullmatch, names))
 
 
+def example_names(names: Iterable[str]) -> list[str]:
+    """The mapping's names, of the first layer and expert where a tensor holds them all."""
+    return [_pattern(name).replace(_LAYER, "0").replace(_EXPERT, "0") for name in names]
+
+
 def numbered_tensors(
     stored: Mapping[str, ChunkedTensor], config: ModelConfig
 ) -> dict[str, LazyTensor]:

@@ -10,7 +10,7 @@ import math
 import os
 import struct
 import sys
-from datetime import timedelta
+import time
 from pathlib import Path
 
 import pytest
@@ -55,21 +55,29 @@ SAME_SIZE = [
 ]
 fuzzed = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "150")),
-    deadline=timedelta(seconds=30),
+    # Of the clock; a busy disk can take any time. check() watches the processor's.
+    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
+class Files(dict[str, bytes]):
+    """Contents by name; a failing test need not show all of them."""
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(self)}>"
+
+
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> dict[str, bytes]:
+def good(tmp_path_factory) -> Files:
     """The files of a good checkpoint with FP8 weights and an MTP layer."""
     config = tiny_config(num_nextn_predict_layers=1)
     base = tmp_path_factory.mktemp("good")
     write_hugging_face(base / "a", config, random_tensors(config), shards=1)
     source = HuggingFaceCheckpoint(base / "a")
     rewritten(source, base / "b", TargetOptions(fp8="float"), part_bytes=70_000)
-    files = {file.name: file.read_bytes() for file in (base / "b").iterdir()}
+    files = Files((file.name, file.read_bytes()) for file in sorted((base / "b").iterdir()))
     assert set(files) == {"config.json", INDEX, FIRST, SECOND}
     return files
 
@@ -113,6 +121,7 @@ def check(sandbox: Path, files: dict[str, bytes], opened: list[Path]) -> bool:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     opened.clear()
+    started = time.process_time()
     try:
         checkpoint = HuggingFaceCheckpoint(folder)
         tensors = checkpoint.hugging_face_tensors()
@@ -128,6 +137,7 @@ def check(sandbox: Path, files: dict[str, bytes], opened: list[Path]) -> bool:
         # It can be printed.
         str(error).encode()
         readable = False
+    assert time.process_time() - started < 10
     for path in opened:
         resolved = path.resolve()
         inside = resolved.is_relative_to(folder)
@@ -189,8 +199,9 @@ def changed(draw: st.DrawFn, document: dict) -> dict:
 
 def retold(draw: st.DrawFn, header: dict) -> dict:
     """Other dtypes, shapes or names for the same bytes; safetensors has nothing against it."""
+    header.pop("__metadata__")
     for _ in range(draw(st.integers(1, 3))):
-        name = draw(st.sampled_from([name for name in header if name != "__metadata__"]))
+        name = draw(st.sampled_from(list(header)))
         tensor = header[name]
         kind = draw(st.sampled_from(["dtype", "shape", "name"]))
         if kind == "dtype":

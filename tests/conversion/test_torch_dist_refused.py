@@ -7,7 +7,9 @@ import io
 import json
 import os
 import pickle
+import shutil
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,12 +31,19 @@ KV_UP = "decoder.layers.self_attention.linear_kv_up_proj.weight"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A small checkpoint of stacked layers, halves of gated weights and row blocks."""
+    folder = tmp_path_factory.mktemp("made")
     config = tiny_config(first_k_dense_replace=3)
-    write_torch_dist(tmp_path / "made", config, random_tensors(config), "absorbed")
-    return tmp_path / "made/release"
+    write_torch_dist(folder, config, random_tensors(config), "absorbed")
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """A copy to change."""
+    return Path(shutil.copytree(made, tmp_path / "made")) / "release"
 
 
 def change(folder, function):
@@ -47,7 +56,7 @@ def change(folder, function):
 
 def refused(folder, *words):
     with pytest.raises(CheckpointError) as caught:
-        TorchDistCheckpoint(folder)
+        TorchDistCheckpoint(folder).hugging_face_tensors()
     for word in words:
         assert word in str(caught.value), word
     return caught.value
@@ -162,9 +171,9 @@ class TestChunks:
         change(folder, with_chunk(function))
         refused(folder, f"{KV_UP} has no shape, dtype or chunks")
 
-    @pytest.mark.parametrize("starts", [(0, 8), (8, 16), (0, 0)])
-    def test_as_many_values_as_there_should_be(self, folder, starts):
-        """But some twice, and some not at all."""
+    @pytest.mark.parametrize("starts", [(0, 8), (8, 16), (0, 0), (0,), (0, 16, 32)])
+    def test_chunks_of_one_size(self, folder, starts):
+        """They hold some values twice, or not at all, or more than there are."""
 
         def edit(entries, places):
             index, info = place(places, NORM)
@@ -175,7 +184,7 @@ class TestChunks:
             places.update({MetadataIndex(NORM, (start,)): info for start in starts})
 
         change(folder, edit)
-        refused(folder, f"{NORM} of shape (32,) is not tiled by its 2 chunks")
+        refused(folder, f"{NORM} of shape (32,) is not tiled by its {len(starts)} chunks")
 
     def test_one_is_missing(self, folder):
         change(folder, lambda entries, places: entries[KV_UP].chunks.pop())
@@ -338,6 +347,13 @@ class TestFolder:
         (folder / ".metadata").unlink()
         assert not TorchDistCheckpoint.recognises(folder)
         refused(folder, ".metadata")
+
+    def test_the_iteration_is_a_link(self, folder):
+        folder.rename(folder.parent.parent / "outside")
+        folder.symlink_to(folder.parent.parent / "outside")
+        refused(folder.parent, "is a link out of the folder")
+        checkpoint = TorchDistCheckpoint(folder.parent, follow_links=True)
+        checkpoint.hugging_face_tensors()
 
     def test_metadata_outside(self, folder):
         (folder / ".metadata").rename(folder.parent.parent / "outside")

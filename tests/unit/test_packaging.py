@@ -183,8 +183,8 @@ class TestDependencies:
         extra = {
             re.split(r"\W", name)[0] for name in PROJECT["optional-dependencies"]["conversion"]
         }
-        # numpy comes with torch's tensors.
-        known = extra | {"torch", "numpy", "megatron"} | PACKAGES
+        # numpy comes with torch's tensors, tokenizers with transformers.
+        known = extra | {"torch", "numpy", "tokenizers", "megatron"} | PACKAGES
         assert {"torch", "safetensors", "xxhash", "rich"} <= imported <= known
 
     def test_import_costs_little_beside_megatron(self, tmp_path):
