@@ -23,7 +23,7 @@ class KnownNames:
     """Names of which a wrong one may be a misspelling; the numbers in a name do not count.
 
     Args:
-        names: All that would be right, most likely ones first.
+        names: All that would be right.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

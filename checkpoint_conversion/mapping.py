@@ -148,10 +148,10 @@ def check_complete(
     """
     missing = [name for name in expected if name not in tensors]
     problems = [f"{name} is missing; expected shape {expected[name]}" for name in missing]
-    known = KnownNames([*missing, *expected])
+    absent, known = KnownNames(missing), KnownNames(expected)
     for name, tensor in tensors.items():
         if name not in expected:
-            near = known.nearest(name)
+            near = absent.nearest(name) or known.nearest(name)
             hint = f"; the nearest known name is {near}" if near else ""
             problems.append(f"{name} of shape {tensor.shape} is unknown{hint}")
         elif tensor.shape != expected[name]:
