@@ -102,6 +102,8 @@ def test_what_ranks_saved_is_read(name, kind, folder):
     model = megatron_model(config, kind)
     args = to_megatron_args(config, tensor_parallel=size, dtype=torch.float32)
     save_torch_dist(folder / "saved", model, args, stacked=name == "dense")
+    # Rank 0 writes the metadata after all ranks' tensors.
+    dist.barrier()
     checkpoint = TorchDistCheckpoint(folder / "saved")
     assert checkpoint.format == {"standard": "megatron", "absorbed": "absorbed"}[kind]
     check(model, read_torch_dist(folder / "saved"), config)
