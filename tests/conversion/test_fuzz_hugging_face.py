@@ -33,17 +33,17 @@ TOKENS = [
     *(b"-1", b"0", b"1e999", b"9" * 30, b"18446744073709551615", b"9223372036854775808"),
     *(b"null", b"true", b"[]", b"{}", b"[[[[", b'{"a":{"a":', b",", b'"', b"\\ud800", b"\\u0000"),
     *(b'"F8_E4M3"', b'"F8_E8M0"', b'"F4"', b'"C64"', b'"I64"', b"\0", b"\xff\xfe", b"\n", b"NaN"),
-    *(b"\x7f" * 8, b"\xff" * 8, b"\x7f\x80" * 4),
 ]
+STRINGS = st.sampled_from(
+    ["../secret.safetensors", "", "a\0b", "\ud800", FIRST, SECOND, INDEX, "F8_E4M3", "BF16"]
+)
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**65), 2**65),
     st.sampled_from([0, 1, -1, 2**31, 2**62, 2**63, 2**64 - 1]),
     st.text(max_size=4),
-    st.sampled_from(
-        ["../secret.safetensors", "", "a\0b", "\ud800", FIRST, SECOND, INDEX, "F8_E4M3", "BF16"]
-    ),
+    STRINGS,
     st.lists(st.integers(0, 600), max_size=4),
     st.lists(st.sampled_from([0, 2**32, 2**63]), max_size=3),
     st.floats(),
@@ -153,7 +153,7 @@ def damage(draw, data: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         near = min(len(result), draw(st.sampled_from([9, 200, 15_000, 1 << 30])))
         position = draw(st.integers(0, max(0, near - 1)))
-        kind = draw(st.sampled_from(["flip", "cut", "drop", "splice", "token", "size"]))
+        kind = draw(st.sampled_from(["flip", "cut", "drop", "splice", "fill", "token", "size"]))
         length = draw(st.integers(1, 40))
         if kind == "flip" and position < len(result):
             result[position] ^= 1 << draw(st.integers(0, 7))
@@ -165,6 +165,11 @@ def damage(draw, data: bytes) -> bytes:
             start = draw(st.integers(0, max(0, len(result) - 1)))
             piece = result[start : start + length]
             result[position : position + draw(st.sampled_from([0, length]))] = piece
+        elif kind == "fill":
+            # 0x7f and 0xff are FP8's numbers that are none.
+            result[position : position + length] = bytes(
+                [draw(st.sampled_from([0x00, 0x7F, 0x80, 0xFF]))] * length
+            )
         elif kind == "token":
             result[position : position + draw(st.integers(0, 12))] = draw(st.sampled_from(TOKENS))
         else:
@@ -188,7 +193,8 @@ def changed(draw: st.DrawFn, document: dict) -> dict:
                 continue
             kind = draw(st.sampled_from(["value", "remove", "rename"]))
             if kind == "value" or isinstance(place, list):
-                place[key] = draw(VALUES)
+                likely = isinstance(inner, str) and draw(st.booleans())
+                place[key] = draw(STRINGS if likely else VALUES)
             elif kind == "remove":
                 del place[key]
             else:
