@@ -47,20 +47,3 @@ def expand_latent(latent: Tensor, weight: Tensor) -> Tensor:
         [S, B, N, nope or v].
     """
     return torch.einsum("sbc,ndc->sbnd", latent, weight)
-
-
-def absorbed_is_cheaper(
-    q_tokens: int, kv_tokens: int, *, kv_lora_rank: int, nope: int, rope: int, v: int
-) -> bool:
-    """Whether the absorbed form needs fewer floating-point operations than the expanded one.
-
-    Per head, expanding costs ``C (nope + v)`` multiply-adds for each key and attention
-    ``nope + rope + v`` for each pair; absorbing costs ``C (nope + v)`` for each query and attention
-    ``2 C + rope`` for each pair. Self-attention over its own tokens is therefore always cheaper
-    expanded; a few queries over many keys, as in decoding, are cheaper absorbed.
-    """
-    per_token = kv_lora_rank * (nope + v)
-    pairs = q_tokens * kv_tokens
-    absorbed = per_token * q_tokens + (2 * kv_lora_rank + rope) * pairs
-    expanded = per_token * kv_tokens + (nope + rope + v) * pairs
-    return absorbed < expanded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.utils import get_pg_size
 from torch import Tensor
 
-from absorbed_mla.core_attention import ScoreRules
+from absorbed_mla.context_parallel import ContextParallel
+from absorbed_mla.core_attention import AttentionPlan, Query
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -30,7 +31,8 @@ from absorbed_mla.unsupported import refuse_unsupported_arguments, refuse_unsupp
 class AbsorbedMLASelfAttention(Attention):
     """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    hidden_states -> projections -> rope -> core attention (absorbs or expands) -> linear_proj.
+    hidden_states -> projections -> absorb -> rope -> [context parallel] -> core attention
+    -> V up-projection -> linear_proj. The form decides where the K and V up-projections multiply.
 
     The signature is the host's; ``options`` says how to execute.
 
@@ -39,7 +41,8 @@ class AbsorbedMLASelfAttention(Attention):
         submodules: From ``specs.absorbed_mla_layer_specs``.
         layer_number: 1-based number of the layer.
         attn_mask_type: Which keys a token may see.
-        cp_comm_type: Unused without context parallelism.
+        cp_comm_type: How context-parallel ranks exchange latents: ``"all_gather"`` (None) or
+            ``"p2p"``.
         pg_collection: Process groups; None takes Megatron's global ones.
         pp_layer_offset: Passed on to the host.
         name: Name of the module instance, passed on to its linear layers.
@@ -66,7 +69,7 @@ class AbsorbedMLASelfAttention(Attention):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         options = AbsorbedMLAOptions.coerce(options)
-        refuse_unsupported_config(config, get_pg_size(pg_collection.cp))
+        refuse_unsupported_config(config)
         dims = MLADims.from_config(config, pg_collection.tp.size())
         super().__init__(
             config=config,
@@ -82,6 +85,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.dims = dims
         self.options = options
+        self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
         self.sequence_parallel = config.sequence_parallel and pg_collection.tp.size() > 1
         self.recompute_up_proj = (
             config.recompute_granularity == "selective"
@@ -121,10 +125,12 @@ class AbsorbedMLASelfAttention(Attention):
 
         Args:
             hidden_states: [S, B, hidden_size], packed sequences [S, 1, hidden_size]; S / tp tokens
-                under sequence parallelism. dtype of the parameters.
-            attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S], or None. Hidden besides
-                what ``attn_mask_type`` hides.
-            packed_seq_params: Megatron's boundaries of packed sequences (``thd``).
+                under sequence parallelism. dtype of the parameters. Under context parallelism, S
+                counts this rank's chunks (``context_parallel.ContextParallelLayout``).
+            attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S * cp], or None. Hidden
+                besides what ``attn_mask_type`` hides.
+            packed_seq_params: Megatron's boundaries of packed sequences (``thd``), of the whole
+                pack, and the context-parallel group of this call where it differs.
 
         Returns:
             Output in the layout of ``hidden_states``, and the output bias or None.
@@ -133,7 +139,6 @@ class AbsorbedMLASelfAttention(Attention):
             ValueError: For arguments that are unsupported or do not fit each other.
         """
         refuse_unsupported_arguments(
-            packed_seq_params,
             key_value_states=key_value_states,
             inference_context=inference_context,
             inference_params=inference_params,
@@ -145,19 +150,16 @@ class AbsorbedMLASelfAttention(Attention):
             position_ids=position_ids,
             sequence_len_offset=sequence_len_offset,
         )
-        layout = self._layout(hidden_states, packed_seq_params)
-        rules = self.core_attention.rules(
-            layout, hidden_states.shape[1], attention_mask, hidden_states.device
-        )
+        plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         q_down, kv_down = self._down_project(hidden_states)
         # Fetched here by a call, and handed on: Megatron's parameter gather waits in the call's
         # hooks, and a checkpoint returns gradients for what it is given.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
-        cos, sin = self._rotary_rows(layout, hidden_states.device)
+        cos, sin = self._rotary_rows(plan, hidden_states.device)
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
         run = up_project.checkpoint if up_project else _call
-        operands = run(self._up_project, q_down, kv_down, w_uk, w_uv, cos, sin)
-        attended = self._attend(rules, w_uv, *operands)
+        operands = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+        attended = self._attend(plan, w_uk, w_uv, *operands)
         if up_project:
             up_project.discard_output_and_register_recompute(attended)
         return self.linear_proj(attended)
@@ -166,8 +168,31 @@ class AbsorbedMLASelfAttention(Attention):
     def _recomputes_up_proj(self) -> bool:
         return self.recompute_up_proj and self.training
 
-    def _layout(self, hidden_states: Tensor, packed_seq_params: Any) -> SequenceLayout:
-        """Check the input and find its sequences."""
+    def _plan(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any
+    ) -> AttentionPlan:
+        """Check the input, find its sequences, and settle how to attend to them."""
+        self._check_hidden_states(hidden_states)
+        group = self.context_parallel.group_of(packed_seq_params)
+        cp_size = 1 if group is None else group.size()
+        tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
+        tokens, batch = hidden_states.shape[0] * tp_size * cp_size, hidden_states.shape[1]
+        layout = SequenceLayout.from_host(packed_seq_params, tokens)
+        if layout.packed and batch != 1:
+            raise ValueError(f"packed sequences need hidden_states of batch 1, got {batch}")
+        keys = self.context_parallel.keys(
+            group,
+            layout,
+            batch,
+            hidden_states.dtype,
+            causal=self.core_attention.causal,
+            begun_again=self._recomputes_up_proj,
+        )
+        return self.core_attention.plan(
+            keys, layout, cp_size, batch, attention_mask, hidden_states.device
+        )
+
+    def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.dims.hidden_size:
             raise ValueError(
                 f"hidden_states must be [tokens, batch, hidden_size={self.dims.hidden_size}], "
@@ -183,21 +208,12 @@ class AbsorbedMLASelfAttention(Attention):
             raise ValueError(
                 f"hidden_states must have the parameters' dtype {dtype}, got {hidden_states.dtype}"
             )
-        tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
-        layout = SequenceLayout.from_host(packed_seq_params, hidden_states.shape[0] * tp_size)
-        if layout.packed and hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"packed sequences need hidden_states of batch 1, got {hidden_states.shape[1]}"
-            )
-        return layout
 
-    def _rotary_rows(self, layout: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotary_rows(self, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, rope / 2] of every token's position."""
-        cos, sin = self.rotary.cos_sin(layout.max_position, device)
-        if not layout.packed:
-            return cos, sin
-        positions = layout.positions(device)
-        return cos[positions], sin[positions]
+        cos, sin = self.rotary.cos_sin(plan.max_position, device)
+        positions = plan.keys.positions(device)
+        return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
@@ -218,20 +234,24 @@ class AbsorbedMLASelfAttention(Attention):
         return q_down, kv_down
 
     def _up_project(
-        self, q_down: Tensor, kv_down: Tensor, w_uk: Tensor, w_uv: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, ...]:
+        self,
+        plan: AttentionPlan,
+        q_down: Tensor,
+        kv_down: Tensor,
+        w_uk: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Everything between the down-projections and the attention; what mla_up_proj recomputes.
 
         Returns:
-            q_rope [S, B, N, rope], latent [S, B, C], k_rope [S, B, rope], then the per-head tensors
-            of the form. None shares memory with an argument, so that all can be dropped.
+            The form's query [S, B, N, C or nope], q_rope [S, B, N, rope] and kv [S, B, C + rope].
+            None shares memory with an argument, so that all can be dropped.
         """
+        # Latents first: context-parallel ranks exchange them while the query is made.
+        kv = plan.keys.start(self._latent(kv_down, cos, sin))
         q_nope, q_rope = self._query(q_down)
-        latent, k_rope = self._latent(kv_down)
-        if self.dims.qk_rope_head_dim:
-            q_rope = apply_rope(q_rope, cos, sin)
-            k_rope = apply_rope(k_rope.unsqueeze(2), cos, sin).squeeze(2)
-        return q_rope, latent, k_rope, *self.core_attention.up_project(q_nope, latent, w_uk, w_uv)
+        return plan.form.query(q_nope, w_uk), _rotate(q_rope, cos, sin), kv
 
     def _query(self, q_down: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [S, B, N, nope] and unrotated q_rope [S, B, N, rope] of this rank's heads."""
@@ -242,24 +262,25 @@ class AbsorbedMLASelfAttention(Attention):
         query = query.unflatten(-1, (self.dims.num_heads_per_rank, self.dims.qk_head_dim))
         return query.split([self.dims.qk_nope_head_dim, self.dims.qk_rope_head_dim], dim=-1)
 
-    def _latent(self, kv_down: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised latent [S, B, C] and unrotated k_rope [S, B, rope] of all tokens."""
+    def _latent(self, kv_down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and rotated."""
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
         both = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
         both = enter_head_parallel(both, self.tp_group, self.sequence_parallel)
-        return both.split(widths, dim=-1)
+        latent, k_rope = both.split(widths, dim=-1)
+        return torch.cat((latent, _rotate(k_rope.unsqueeze(2), cos, sin).squeeze(2)), dim=-1)
 
-    def _attend(self, rules: ScoreRules, w_uv: Tensor, *operands: Tensor) -> Tensor:
+    def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
 
-        def attend(w_uv, q_rope, latent, k_rope, *per_head):
-            out, _ = self.core_attention.attend(per_head, q_rope, latent, k_rope, w_uv, rules)
+        def attend(w_uk, w_uv, q_content, q_rope, kv):
+            out, _ = self.core_attention(plan, Query(q_content, q_rope), kv, w_uk, w_uv)
             return out.flatten(2)
 
         if self.checkpoint_core_attention and self.training:
-            return checkpoint(attend, False, w_uv, *operands)
-        return attend(w_uv, *operands)
+            return checkpoint(attend, False, w_uk, w_uv, *operands)
+        return attend(w_uk, w_uv, *operands)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Distributed-checkpoint entries, under the names and shapes of Megatron's standard MLA."""
@@ -284,6 +305,11 @@ class AbsorbedMLASelfAttention(Attention):
 
 def _call(function, *args):
     return function(*args)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to [S, B, N, rope]; rope may be 0."""
+    return apply_rope(x, cos, sin) if x.shape[-1] else x
 
 
 def _requiring_grad(x: Tensor) -> Tensor:

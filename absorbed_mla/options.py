@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
 CORE_ATTENTION_BACKENDS = ("auto", "reference")
+_CHUNK_SIZES = ("query_chunk_size", "expansion_head_chunk_size", "expansion_token_chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class AbsorbedMLAOptions:
         core_attention_backend: ``"reference"`` is the PyTorch implementation; ``"auto"`` takes the
             fastest that can run.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
+        expansion_head_chunk_size: Heads whose keys and values the expanded form holds at a time.
+        expansion_token_chunk_size: Key tokens that it holds expanded at a time.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -35,6 +38,8 @@ class AbsorbedMLAOptions:
     latent_norm_eps: float | None = None
     core_attention_backend: str = "auto"
     query_chunk_size: int = 256
+    expansion_head_chunk_size: int = 16
+    expansion_token_chunk_size: int = 32768
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
@@ -45,9 +50,10 @@ class AbsorbedMLAOptions:
         eps = self.latent_norm_eps
         if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):
             raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")
-        chunk = self.query_chunk_size
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"query_chunk_size must be an integer of at least 1, got {chunk!r}")
+        for name in _CHUNK_SIZES:
+            chunk = getattr(self, name)
+            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {chunk!r}")
 
     @classmethod
     def coerce(cls, options: AbsorbedMLAOptions | None) -> AbsorbedMLAOptions:

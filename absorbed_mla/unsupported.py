@@ -27,6 +27,10 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
     "transformer_impl": (("local", "transformer_engine"), "inference is not supported yet"),
     "cuda_graph_impl": (("none",), "the attention is not captured in CUDA graphs yet"),
+    "hierarchical_context_parallel_sizes": (
+        (None,),
+        "latents are exchanged within one flat context-parallel group",
+    ),
     "no_rope_freq": ((None,), "every layer has the same positions"),
     "mrope_section": ((None,), "positions are one-dimensional"),
     "add_qkv_bias": ((False,), "MLA's projections have no bias"),
@@ -36,7 +40,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
 _OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> None:
+def refuse_unsupported_config(config: MLATransformerConfig) -> None:
     """Refuse config fields that would otherwise be ignored.
 
     Raises:
@@ -49,12 +53,6 @@ def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> Non
                 f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
                 f"set it to {accepted[0]!r}"
             )
-    cp_size = max(cp_size, config.context_parallel_size)
-    if cp_size > 1:
-        raise ValueError(
-            f"AbsorbedMLASelfAttention does not support context_parallel_size={cp_size} yet; "
-            "set it to 1"
-        )
     if config.num_query_groups not in (None, config.num_attention_heads):
         raise ValueError(
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "
@@ -69,7 +67,7 @@ def refuse_unsupported_config(config: MLATransformerConfig, cp_size: int) -> Non
             )
 
 
-def refuse_unsupported_arguments(packed_seq_params, **arguments: object) -> None:
+def refuse_unsupported_arguments(**arguments: object) -> None:
     """Refuse arguments of the host's ``forward`` that have no meaning for this attention.
 
     Raises:
@@ -81,12 +79,6 @@ def refuse_unsupported_arguments(packed_seq_params, **arguments: object) -> None
                 f"AbsorbedMLASelfAttention.forward does not support {name} "
                 f"({_REASONS[name]}); pass None, got {type(value).__name__}"
             )
-    local_cp_size = getattr(packed_seq_params, "local_cp_size", None)
-    if local_cp_size not in (None, 1):
-        raise ValueError(
-            "context parallelism is not supported yet: packed_seq_params.local_cp_size must be "
-            f"None or 1, got {local_cp_size}"
-        )
 
 
 _REASONS = {

@@ -1,14 +1,21 @@
 """Attention over the latent: the module, its forms, and the backends that compute it."""
 
 from absorbed_mla.core_attention.backend import AttentionBackend, select_backend
-from absorbed_mla.core_attention.latent_attention import LatentCoreAttention
-from absorbed_mla.core_attention.reference import reference_attention
+from absorbed_mla.core_attention.forms import Query
+from absorbed_mla.core_attention.keys import KeyBlock, KeySource, LocalKeys
+from absorbed_mla.core_attention.latent_attention import AttentionPlan, LatentCoreAttention
 from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.spans import Span
 
 __all__ = [
     "AttentionBackend",
+    "AttentionPlan",
+    "KeyBlock",
+    "KeySource",
     "LatentCoreAttention",
+    "LocalKeys",
+    "Query",
     "ScoreRules",
-    "reference_attention",
+    "Span",
     "select_backend",
 ]

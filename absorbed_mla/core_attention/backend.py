@@ -6,16 +6,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-from absorbed_mla.core_attention.reference import reference_attention
+from absorbed_mla.core_attention.reference import reference_backward, reference_forward
 from absorbed_mla.core_attention.scores import ScoreRules
 
 
 class AttentionBackend(Protocol):
-    """Computes attention; the contract is :func:`reference_attention`'s."""
+    """Computes attention, without autograd.
+
+    The contract of its two functions is that of :func:`reference_forward` and
+    :func:`reference_backward`. Results may be in a lower precision than the reference's.
+    """
 
     name: str
 
-    def attention(
+    def forward(
         self,
         q_content: Tensor,
         q_rope: Tensor,
@@ -24,7 +28,23 @@ class AttentionBackend(Protocol):
         value: Tensor | None,
         rules: ScoreRules,
     ) -> tuple[Tensor, Tensor]:
-        """Output [S, B, N, V] and LSE [S, B, N]."""
+        """Output [S_q, B, N, V] and LSE [S_q, B, N]."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q_content: Tensor,
+        q_rope: Tensor,
+        k_content: Tensor,
+        k_rope: Tensor,
+        value: Tensor | None,
+        rules: ScoreRules,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q_content, q_rope, k_content, k_rope and value."""
         ...
 
 
@@ -32,7 +52,8 @@ class ReferenceBackend:
     """Plain PyTorch, any device, dtype, mask and layout."""
 
     name = "reference"
-    attention = staticmethod(reference_attention)
+    forward = staticmethod(reference_forward)
+    backward = staticmethod(reference_backward)
 
 
 _BACKENDS: dict[str, AttentionBackend] = {"reference": ReferenceBackend()}

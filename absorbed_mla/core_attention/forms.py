@@ -1,104 +1,220 @@
 """The two executions of one equation: attend over the latent, or over keys and values.
 
-A form has two steps. ``up_project`` makes the large per-head tensors (what ``mla_up_proj``
-recomputation drops and makes again); ``attend`` runs the attention over them. A form that expands
-inside the attention, in chunks, returns little from the first step and works in the second.
+A form turns a query and a block of latents into attention, forward and backward, without autograd:
+keys may come in several blocks, which whoever calls a form visits one after the other.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from absorbed_mla.absorb import absorb_query, absorbed_is_cheaper, expand_latent, up_project_value
+from absorbed_mla.absorb import absorb_query, expand_latent, up_project_value
 from absorbed_mla.core_attention.backend import AttentionBackend
+from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.scores import ScoreRules
-from absorbed_mla.dims import MLADims
 
-logger = logging.getLogger(__name__)
+Weights = tuple[Tensor, ...]
+
+
+class Query(NamedTuple):
+    """The query of a form: [S, B, N, C or nope] and, rotated, [S, B, N, rope]."""
+
+    content: Tensor
+    rope: Tensor
+
+
+class Attended(NamedTuple):
+    """What attention gave, and what its backward starts from; [S, B, N, C or v] and [S, B, N]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class BlockGradients(NamedTuple):
+    """Gradients from one block of keys, in the dtype of the LSE."""
+
+    kv: Tensor
+    weights: Weights
 
 
 class Form(Protocol):
     """One execution of latent attention. Shapes: see ``absorbed_mla.dims``."""
 
-    def up_project(
-        self, q_nope: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Per-head tensors that ``attend`` needs, new ones or views of ``q_nope``."""
+    def query(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
+        """What the form multiplies with keys, from q_nope [S, B, N, nope]."""
         ...
 
-    def attend(
+    def weights(self, w_uk: Tensor, w_uv: Tensor) -> Weights:
+        """The up-projections that the attention itself applies."""
+        ...
+
+    def output(self, attended: Tensor, w_uv: Tensor) -> Tensor:
+        """[S, B, N, v] from what was attended."""
+        ...
+
+    def forward(
+        self, query: Query, kv: Tensor, weights: Weights, backend: AttentionBackend, rules
+    ) -> Attended:
+        """Attend over a block [latent | k_rope], [S_k, B, C + rope]."""
+        ...
+
+    def backward(
         self,
-        per_head: tuple[Tensor, ...],
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        w_uv: Tensor,
+        grad: Attended,
+        attended: Attended,
+        query: Query,
+        kv: Tensor,
+        weights: Weights,
         backend: AttentionBackend,
         rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor]:
-        """Output [S, B, N, v] and LSE [S, B, N]."""
+        query_grad: Query,
+    ) -> BlockGradients:
+        """Gradients from a block; the query's are added to ``query_grad``.
+
+        ``attended`` may be over more keys than the block's.
+        """
         ...
 
 
 class AbsorbedForm:
     """Multi-query attention over the one latent head [latent | k_rope]."""
 
-    def up_project(self, q_nope, latent, w_uk, w_uv):
+    def query(self, q_nope, w_uk):
         """The absorbed query [S, B, N, C]."""
-        return (absorb_query(q_nope, w_uk),)
+        return absorb_query(q_nope, w_uk)
 
-    def attend(self, per_head, q_rope, latent, k_rope, w_uv, backend, rules):
-        """Attend over the latent, then up-project the value once per query."""
-        (q_latent,) = per_head
-        o_latent, lse = backend.attention(
-            q_latent, q_rope, latent.unsqueeze(2), k_rope, None, rules
+    def weights(self, w_uk, w_uv):
+        """None: both stand outside of the attention."""
+        return ()
+
+    def output(self, attended, w_uv):
+        """Up-project the attended latent, once per query."""
+        return up_project_value(attended, w_uv)
+
+    def forward(self, query, kv, weights, backend, rules):
+        """Attend over the latent; [S, B, N, C]."""
+        latent, k_rope = _split(kv, query.content.shape[-1])
+        return Attended(*backend.forward(*query, latent.unsqueeze(2), k_rope, None, rules))
+
+    def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
+        """See :class:`Form`."""
+        latent, k_rope = _split(kv, query.content.shape[-1])
+        dq_content, dq_rope, d_latent, dk_rope, _ = backend.backward(
+            grad.out, grad.lse, *attended, *query, latent.unsqueeze(2), k_rope, None, rules
         )
-        return up_project_value(o_latent, w_uv), lse
+        query_grad.content.add_(dq_content)
+        query_grad.rope.add_(dq_rope)
+        return BlockGradients(torch.cat((d_latent.squeeze(2), dk_rope), dim=-1), ())
 
 
 class ExpandedForm:
-    """Multi-head attention over keys and values expanded from the latent."""
+    """Multi-head attention over keys and values expanded from the latent.
 
-    def up_project(self, q_nope, latent, w_uk, w_uv):
-        """q_nope, k_nope [S, B, N, nope] and the value [S, B, N, v]."""
-        return q_nope, expand_latent(latent, w_uk), expand_latent(latent, w_uv)
+    They exist for some heads and some tokens at a time, in forward and again in backward, whatever
+    the length of the sequence.
 
-    def attend(self, per_head, q_rope, latent, k_rope, w_uv, backend, rules):
-        """Attend over the expanded heads; k_rope stays one head."""
-        q_nope, k_nope, value = per_head
-        return backend.attention(q_nope, q_rope, k_nope, k_rope, value, rules)
+    Args:
+        head_chunk: Heads expanded at a time.
+        token_chunk: Key tokens expanded at a time.
+    """
+
+    def __init__(self, head_chunk: int, token_chunk: int) -> None:
+        self.head_chunk = head_chunk
+        self.token_chunk = token_chunk
+
+    def query(self, q_nope, w_uk):
+        """q_nope as it is."""
+        return q_nope
+
+    def weights(self, w_uk, w_uv):
+        """Both up-projections expand the latent."""
+        return w_uk, w_uv
+
+    def output(self, attended, w_uv):
+        """What was attended is the value already."""
+        return attended
+
+    def forward(self, query, kv, weights, backend, rules):
+        """Attend over the expanded heads; [S, B, N, v]."""
+        w_uk, w_uv = weights
+        lse_dtype = torch.promote_types(kv.dtype, torch.float32)
+        out = kv.new_zeros(*query.content.shape[:3], w_uv.shape[1], dtype=lse_dtype)
+        lse = kv.new_full(query.content.shape[:3], -torch.inf, dtype=lse_dtype)
+        for heads in self._head_chunks(w_uk):
+            part_query = Query(*(x[:, :, heads] for x in query))
+            merged = None
+            for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
+                operands = _expand(kv[keys], w_uk[heads], w_uv[heads])
+                part = backend.forward(*part_query, *operands, windowed)
+                merged = part if merged is None else merge(*merged, *part)
+            if merged is not None:
+                out[:, :, heads], lse[:, :, heads] = merged
+        return Attended(out, lse)
+
+    def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
+        """See :class:`Form`."""
+        w_uk, w_uv = weights
+        dkv, *weight_grads = (
+            torch.zeros_like(x, dtype=attended.lse.dtype) for x in (kv, w_uk, w_uv)
+        )
+        for heads in self._head_chunks(w_uk):
+            parts = (x[:, :, heads] for x in (*grad, *attended, *query))
+            grad_out, grad_lse, out, lse, q_content, q_rope = parts
+            for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
+                operands = _expand(kv[keys], w_uk[heads], w_uv[heads])
+                found = backend.backward(
+                    grad_out, grad_lse, out, lse, q_content, q_rope, *operands, windowed
+                )
+                dq_content, dq_rope, dk_nope, dk_rope, dv = found
+                query_grad.content[:, :, heads] += dq_content
+                query_grad.rope[:, :, heads] += dq_rope
+                latent = kv[keys][..., : w_uk.shape[-1]]
+                d_latent, d_weights = _expand_backward(
+                    latent, (w_uk[heads], w_uv[heads]), (dk_nope, dv)
+                )
+                dkv[keys] += torch.cat((d_latent, dk_rope), dim=-1)
+                for total, part in zip(weight_grads, d_weights):
+                    total[heads] += part
+        return BlockGradients(dkv, tuple(weight_grads))
+
+    def _head_chunks(self, weight: Tensor) -> Iterator[slice]:
+        for first in range(0, len(weight), self.head_chunk):
+            yield slice(first, min(first + self.head_chunk, len(weight)))
+
+    def _windows(self, rules: ScoreRules, tokens: int) -> Iterator[tuple[slice, ScoreRules]]:
+        """Runs of keys that some query sees, and the rules on each."""
+        for first in range(0, tokens, self.token_chunk):
+            last = min(first + self.token_chunk, tokens)
+            windowed = rules.window(first, last)
+            if windowed.spans:
+                yield slice(first, last), windowed
 
 
-_FORMS: dict[str, Form] = {"absorbed": AbsorbedForm(), "expanded": ExpandedForm()}
-_logged: set[str] = set()
+def _split(kv: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
+    """Latent and k_rope, views of ``kv``."""
+    return kv[..., :kv_lora_rank], kv[..., kv_lora_rank:]
 
 
-def select_form(name: str, dims: MLADims, q_tokens: int, kv_tokens: int) -> Form:
-    """The form called ``name``; for ``"auto"`` the cheaper one, logged the first time."""
-    if name == "auto":
-        name = resolve_auto(dims, q_tokens, kv_tokens)
-        if name not in _logged:
-            _logged.add(name)
-            logger.info(
-                "form='auto' runs %s: fewer operations for %d query and %d key tokens",
-                name,
-                q_tokens,
-                kv_tokens,
-            )
-    return _FORMS[name]
+def _expand(kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k_nope [S, B, N, nope], k_rope [S, B, rope] and the value [S, B, N, v]."""
+    latent, k_rope = _split(kv, w_uk.shape[-1])
+    return expand_latent(latent, w_uk), k_rope, expand_latent(latent, w_uv)
 
 
-def resolve_auto(dims: MLADims, q_tokens: int, kv_tokens: int) -> str:
-    """Name of the form with fewer floating-point operations."""
-    cheaper = absorbed_is_cheaper(
-        q_tokens,
-        kv_tokens,
-        kv_lora_rank=dims.kv_lora_rank,
-        nope=dims.qk_nope_head_dim,
-        rope=dims.qk_rope_head_dim,
-        v=dims.v_head_dim,
-    )
-    return "absorbed" if cheaper else "expanded"
+def _expand_backward(
+    latent: Tensor, weights: Weights, grads: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Weights]:
+    """Gradients of the latent [S, B, C] and of both weights, in the dtype of ``grads``.
+
+    Products are of the operands' precision, as those of a linear layer; sums are not.
+    """
+    d_latent, d_weights = torch.zeros_like(latent, dtype=grads[0].dtype), []
+    for weight, wide in zip(weights, grads):
+        grad = wide.to(latent.dtype)
+        d_latent += torch.einsum("sbnd,ndc->sbc", grad, weight)
+        d_weights.append(torch.einsum("sbnd,sbc->ndc", grad, latent).to(wide.dtype))
+    return d_latent, tuple(d_weights)

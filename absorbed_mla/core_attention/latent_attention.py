@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
-from absorbed_mla.core_attention.backend import select_backend
-from absorbed_mla.core_attention.forms import select_form
+from absorbed_mla.core_attention.attend import attend
+from absorbed_mla.core_attention.backend import AttentionBackend, select_backend
+from absorbed_mla.core_attention.cost import choose_form
+from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm, Form, Query
+from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
+
+logger = logging.getLogger(__name__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -22,15 +30,14 @@ class LatentCoreAttention(nn.Module):
     """Attention that sees the query, the latent and the up-projection weights.
 
     It therefore decides itself whether to absorb W_UK into the query or to expand keys and values,
-    and when. :meth:`up_project` and :meth:`attend` are its two halves, because Megatron's
-    ``mla_up_proj`` and ``core_attn`` recomputation cut between them.
+    and when.
 
     Args:
         config: Read for ``attention_dropout``.
         dims: Dimensions of the layer on this rank.
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
-        options: Form, backend and chunk size.
+        options: Form, backend and chunk sizes.
     """
 
     def __init__(
@@ -44,89 +51,104 @@ class LatentCoreAttention(nn.Module):
         super().__init__()
         self.dims = dims
         self.attn_mask_type = attn_mask_type
+        self.causal = attn_mask_type in _CAUSAL
         self.softmax_scale = softmax_scale
         self.attention_dropout = config.attention_dropout
         self.options = options
         self.backend = select_backend(options.core_attention_backend)
+        self._forms: dict[str, Form] = {
+            "absorbed": AbsorbedForm(),
+            "expanded": ExpandedForm(
+                options.expansion_head_chunk_size, options.expansion_token_chunk_size
+            ),
+        }
 
-    def forward(
+    def plan(
         self,
-        q_nope: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        w_uk: Tensor,
-        w_uv: Tensor,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend in one go.
-
-        Args:
-            q_nope: [S, B, N, nope].
-            q_rope: [S, B, N, rope], rotated.
-            latent: [S, B, C], normalised.
-            k_rope: [S, B, rope], rotated.
-            w_uk: [N, nope, C].
-            w_uv: [N, v, C].
-            rules: From :meth:`rules`.
-
-        Returns:
-            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
-        """
-        per_head = self.up_project(q_nope, latent, w_uk, w_uv)
-        return self.attend(per_head, q_rope, latent, k_rope, w_uv, rules)
-
-    def up_project(
-        self, q_nope: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Large per-head tensors of the chosen form, for :meth:`attend`."""
-        form = self._form(q_nope.shape[0], latent.shape[0])
-        return form.up_project(q_nope, latent, w_uk, w_uv)
-
-    def attend(
-        self,
-        per_head: tuple[Tensor, ...],
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        w_uv: Tensor,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor]:
-        """Output [S, B, N, v] and LSE [S, B, N] from the tensors of :meth:`up_project`."""
-        form = self._form(q_rope.shape[0], latent.shape[0])
-        return form.attend(per_head, q_rope, latent, k_rope, w_uv, self.backend, rules)
-
-    def _form(self, q_tokens: int, kv_tokens: int):
-        return select_form(self.options.form, self.dims, q_tokens, kv_tokens)
-
-    def rules(
-        self,
+        keys: KeySource,
         layout: SequenceLayout,
+        cp_size: int,
         batch: int,
         attention_mask: Tensor | None,
         device: torch.device,
-    ) -> ScoreRules:
-        """The score rules of one call, checked.
+    ) -> AttentionPlan:
+        """Check and settle everything about one call that needs no tensor of the model.
 
-        The dropout seed is drawn here, once, so that recomputation repeats the pattern.
+        Args:
+            keys: Where keys come from.
+            layout: The whole sequences.
+            cp_size: Ranks they are cut over.
+            batch: Sequences side by side.
+            attention_mask: As in the layer's ``forward``.
+            device: Where to attend.
 
         Raises:
             ValueError: If the mask does not fit ``attn_mask_type``, the layout or the batch.
         """
-        self._check_mask(layout, batch, attention_mask, device)
+        self._check_mask(layout, cp_size, batch, attention_mask, device)
         dropout = self.attention_dropout if self.training else 0.0
-        return ScoreRules(
+        rules = ScoreRules(
             scale=self.softmax_scale,
-            layout=layout,
-            causal=self.attn_mask_type in _CAUSAL,
+            spans=(),
             attention_mask=attention_mask,
             dropout=dropout,
             dropout_seed=_draw_dropout_seed(device) if dropout else 0,
+            query_tokens=keys.query_tokens(device) if dropout else None,
             query_chunk_size=self.options.query_chunk_size,
         )
+        form = self.options.form
+        if form == "auto":
+            form = self._choose_form(layout.max_position, cp_size)
+        return AttentionPlan(self._forms[form], self.backend, keys, rules, layout.max_position)
+
+    def forward(
+        self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            plan: From :meth:`plan`.
+            query: ``plan.form.query(...)`` of q_nope, and q_rope [S, B, N, rope], rotated.
+            kv: What ``plan.keys.start`` returned for [latent | k_rope].
+            w_uk: [N, nope, C].
+            w_uv: [N, v, C].
+
+        Returns:
+            Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
+        """
+        weights = plan.form.weights(w_uk, w_uv)
+        out, lse = attend(plan.form, plan.backend, plan.keys, plan.rules_on, query, kv, weights)
+        return plan.form.output(out, w_uv), lse
+
+    def _choose_form(self, seq_len: int, cp_size: int) -> str:
+        # Not whether gradients are on: recomputation runs the first forward without them, and must
+        # repeat it.
+        form = choose_form(
+            self.dims,
+            seq_len=seq_len,
+            cp_size=cp_size,
+            causal=self.causal,
+            training=self.training,
+        )
+        if form not in _logged:
+            _logged.add(form)
+            logger.info(
+                "form='auto' runs %s: fewer operations for sequences of %d tokens, "
+                "context_parallel_size=%d, %s",
+                form,
+                seq_len,
+                cp_size,
+                "training" if self.training else "evaluation",
+            )
+        return form
 
     def _check_mask(
-        self, layout: SequenceLayout, batch: int, mask: Tensor | None, device: torch.device
+        self,
+        layout: SequenceLayout,
+        cp_size: int,
+        batch: int,
+        mask: Tensor | None,
+        device: torch.device,
     ) -> None:
         if mask is None:
             if self.attn_mask_type is AttnMaskType.arbitrary:
@@ -142,17 +164,44 @@ class LatentCoreAttention(nn.Module):
                 "attention_mask must be None for attn_mask_type=no_mask; "
                 f"got a tensor of shape {tuple(mask.shape)}"
             )
-        s = layout.num_tokens
-        accepted = [(b, 1, rows, s) for b in {1, batch} for rows in {1, s}]
+        keys = layout.num_tokens
+        queries = keys // cp_size
+        accepted = [(b, 1, rows, keys) for b in {1, batch} for rows in {1, queries}]
         if mask.dtype != torch.bool or tuple(mask.shape) not in accepted:
             raise ValueError(
                 f"attention_mask must be bool (True hides a key) of shape [{batch} or 1, 1, "
-                f"{s} or 1, {s}], got {mask.dtype} {tuple(mask.shape)}"
+                f"{queries} or 1, {keys}], got {mask.dtype} {tuple(mask.shape)}"
             )
         if mask.device != device:
             raise ValueError(
                 f"attention_mask must be on {device} like hidden_states, got {mask.device}"
             )
+
+
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """One call of the core attention, settled.
+
+    Attributes:
+        form: Absorbed or expanded.
+        backend: Computes the attention.
+        keys: Where keys come from.
+        rules: The score rules, less what depends on the block of keys.
+        max_position: One more than the largest position of any token.
+    """
+
+    form: Form
+    backend: AttentionBackend
+    keys: KeySource
+    rules: ScoreRules
+    max_position: int
+
+    def rules_on(self, block: KeyBlock) -> ScoreRules:
+        """The score rules on one block of keys."""
+        return self.rules.on_keys(block.spans, block.tokens)
 
 
 def _draw_dropout_seed(device: torch.device) -> int:

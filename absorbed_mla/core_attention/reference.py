@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.scores import ScoreRules
 
 
-def reference_attention(
+def reference_forward(
     q_content: Tensor,
     q_rope: Tensor,
     k_content: Tensor,
@@ -21,89 +21,91 @@ def reference_attention(
     value: Tensor | None,
     rules: ScoreRules,
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose scores are ``q_content . k_content + q_rope . k_rope``.
+    """Attention whose scores are ``q_content . k_content + q_rope . k_rope``, without autograd.
 
     Args:
-        q_content: [S, B, N, D]; the absorbed query (D = C) or q_nope.
-        q_rope: [S, B, N, rope]; rope may be 0.
-        k_content: [S, B, K, D] with K = 1 (one latent head for all queries) or K = N.
-        k_rope: [S, B, rope], shared by all heads.
-        value: [S, B, K, V], or None where the value is ``k_content`` itself.
+        q_content: [S_q, B, N, D]; the absorbed query (D = C) or q_nope.
+        q_rope: [S_q, B, N, rope]; rope may be 0.
+        k_content: [S_k, B, K, D] with K = 1 (one latent head for all queries) or K = N.
+        k_rope: [S_k, B, rope], shared by all heads.
+        value: [S_k, B, K, V], or None where the value is ``k_content`` itself.
         rules: Scale, mask, sequences and dropout.
 
     Returns:
-        Output [S, B, N, V] in the dtype of ``q_content`` and LSE [S, B, N] in fp32 (fp64). A token
-        that may attend to nothing, such as padding between sequences, gets output 0 and LSE -inf.
+        Output [S_q, B, N, V] and LSE [S_q, B, N], fp32 (fp64). A token that may attend to nothing,
+        such as padding between sequences, gets output 0 and LSE -inf.
     """
-    return _Attention.apply(q_content, q_rope, k_content, k_rope, value, rules)
-
-
-class _Attention(torch.autograd.Function):
-    """Chunked attention with a hand-written backward, so that no chunk's scores are kept."""
-
-    @staticmethod
-    def forward(ctx, q_content, q_rope, k_content, k_rope, value, rules: ScoreRules):
-        v = k_content if value is None else value
-        compute = torch.promote_types(q_content.dtype, torch.float32)
-        out = q_content.new_zeros(*q_content.shape[:3], v.shape[-1])
-        lse = q_content.new_full(q_content.shape[:3], -torch.inf, dtype=compute)
-        for chunk in rules.chunks():
-            q, k = chunk.queries, chunk.keys
-            scores = _scores(
-                q_content[q].to(compute),
-                q_rope[q].to(compute),
-                k_content[k],
-                k_rope[k],
-                rules.scale,
-            )
-            chunk_lse, probs = _softmax(rules.mask(scores, chunk))
-            keep = rules.keep_mask(probs, chunk)
-            if keep is not None:
-                probs = probs * keep
-            out[q] = _weighted_sum(probs, v[k].to(compute)).to(out.dtype)
-            lse[q] = chunk_lse.permute(2, 0, 1)
-        ctx.rules = rules
-        ctx.save_for_backward(q_content, q_rope, k_content, k_rope, value, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        q_content, q_rope, k_content, k_rope, value, out, lse = ctx.saved_tensors
-        rules: ScoreRules = ctx.rules
-        compute = lse.dtype
-        v = k_content if value is None else value
-        dq_content, dq_rope = torch.zeros_like(q_content), torch.zeros_like(q_rope)
-        dk_content = torch.zeros_like(k_content, dtype=compute)
-        dk_rope = torch.zeros_like(k_rope, dtype=compute)
-        dv = dk_content if value is None else torch.zeros_like(value, dtype=compute)
-        for chunk in rules.chunks():
-            q, k = chunk.queries, chunk.keys
-            qc, qr = q_content[q].to(compute), q_rope[q].to(compute)
-            kc, kr, do = k_content[k].to(compute), k_rope[k].to(compute), grad_out[q].to(compute)
-            scores = rules.mask(_scores(qc, qr, kc, kr, rules.scale), chunk)
-            probs = _probabilities(scores, lse[q].permute(1, 2, 0))
-            keep = rules.keep_mask(probs, chunk)
-            dropped = probs if keep is None else probs * keep
-            dv[k] += _key_sum(dropped, do, v.shape[2])
-            dprobs = _pair_products(do, v[k].to(compute))
-            if keep is not None:
-                dprobs = dprobs * keep
-            # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
-            delta = (out[q].to(compute) * do).sum(-1) - grad_lse[q]
-            dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
-            dq_content[q] = _weighted_sum(dscores, kc).to(dq_content.dtype)
-            dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
-            dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr).to(dq_rope.dtype)
-            dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
-        grad_value = None if value is None else dv.to(value.dtype)
-        return (
-            dq_content,
-            dq_rope,
-            dk_content.to(k_content.dtype),
-            dk_rope.to(k_rope.dtype),
-            grad_value,
-            None,
+    v = k_content if value is None else value
+    compute = torch.promote_types(q_content.dtype, torch.float32)
+    out = q_content.new_zeros(*q_content.shape[:3], v.shape[-1], dtype=compute)
+    lse = q_content.new_full(q_content.shape[:3], -torch.inf, dtype=compute)
+    for chunk in rules.chunks():
+        q, k = chunk.queries, chunk.keys
+        scores = _scores(
+            q_content[q].to(compute), q_rope[q].to(compute), k_content[k], k_rope[k], rules.scale
         )
+        chunk_lse, probs = _softmax(rules.mask(scores, chunk))
+        keep = rules.keep_mask(probs, chunk)
+        if keep is not None:
+            probs = probs * keep
+        out[q] = _weighted_sum(probs, v[k].to(compute))
+        lse[q] = chunk_lse.permute(2, 0, 1)
+    return out, lse
+
+
+def reference_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    k_content: Tensor,
+    k_rope: Tensor,
+    value: Tensor | None,
+    rules: ScoreRules,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of the operands of :func:`reference_forward`.
+
+    The keys may be a part of those that ``out`` and ``lse`` are the attention over: gradients of
+    the queries are then this part's share, gradients of the keys are whole.
+
+    Args:
+        grad_out: [S_q, B, N, V].
+        grad_lse: [S_q, B, N].
+        out: [S_q, B, N, V], over all keys.
+        lse: [S_q, B, N], over all keys.
+
+    Returns:
+        Gradients of q_content, q_rope, k_content, k_rope and value (None where the value is
+        ``k_content``), fp32 (fp64).
+    """
+    compute = lse.dtype
+    v = k_content if value is None else value
+    operands = (q_content, q_rope, k_content, k_rope)
+    grads = [torch.zeros_like(x, dtype=compute) for x in operands]
+    dq_content, dq_rope, dk_content, dk_rope = grads
+    dv = dk_content if value is None else torch.zeros_like(value, dtype=compute)
+    for chunk in rules.chunks():
+        q, k = chunk.queries, chunk.keys
+        qc, qr = q_content[q].to(compute), q_rope[q].to(compute)
+        kc, kr, do = k_content[k].to(compute), k_rope[k].to(compute), grad_out[q].to(compute)
+        scores = rules.mask(_scores(qc, qr, kc, kr, rules.scale), chunk)
+        probs = _probabilities(scores, lse[q].permute(1, 2, 0))
+        keep = rules.keep_mask(probs, chunk)
+        dropped = probs if keep is None else probs * keep
+        dv[k] += _key_sum(dropped, do, v.shape[2])
+        dprobs = _pair_products(do, v[k].to(compute))
+        if keep is not None:
+            dprobs = dprobs * keep
+        # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
+        delta = (out[q].to(compute) * do).sum(-1) - grad_lse[q]
+        dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
+        dq_content[q] = _weighted_sum(dscores, kc)
+        dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
+        dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr)
+        dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
+    return dq_content, dq_rope, dk_content, dk_rope, None if value is None else dv
 
 
 def _scores(q_content: Tensor, q_rope: Tensor, k_content: Tensor, k_rope: Tensor, scale: float):

@@ -29,7 +29,8 @@ class ErrorTable:
             return
         name, error = deviation.worst()
         row = {
-            "tensor_parallel": world.size(),
+            "tensor_parallel": world.tp_size(),
+            "context_parallel": world.cp_size(),
             "device": world.device().type,
             **combination,
             "worst_relative_error": error,

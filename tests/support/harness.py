@@ -16,7 +16,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult, Table
 from tests.support import world
 from tests.support.cases import config_for
-from tests.support.layouts import Layout
+from tests.support.layouts import Layout, cut_tokens
 from tests.support.numerics import Deviation
 
 # Oracle name -> names of the parameter (TransformerEngine may fuse a norm into what follows it),
@@ -44,8 +44,11 @@ class Setup:
     recompute: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
     backend: str = "local"
+    cp_comm_type: str | None = None
     # Shorter than the tests' sequences, so that attention takes several chunks.
     query_chunk_size: int = 4
+    expansion_head_chunk_size: int = 3
+    expansion_token_chunk_size: int = 5
     mask_type: AttnMaskType = AttnMaskType.causal
 
     def describe(self) -> dict[str, object]:
@@ -57,13 +60,15 @@ class Setup:
             "recompute": "+".join(self.recompute) or "none",
             "dtype": str(self.dtype).removeprefix("torch."),
             "backend": self.backend,
+            "cp_comm_type": self.cp_comm_type,
         }
 
 
 def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module:
     """The attention straight from the layer spec, on this process's device, in training mode."""
     changes = {
-        "tensor_model_parallel_size": world.size(),
+        "tensor_model_parallel_size": world.tp_size(),
+        "context_parallel_size": world.cp_size(),
         "sequence_parallel": setup.sequence_parallel,
         "transformer_impl": setup.backend,
         **config_changes,
@@ -77,11 +82,14 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         down_projection=setup.down_projection,
         latent_norm_eps=mla.norm_eps,
         query_chunk_size=setup.query_chunk_size,
+        expansion_head_chunk_size=setup.expansion_head_chunk_size,
+        expansion_token_chunk_size=setup.expansion_token_chunk_size,
     )
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention
     spec = dataclasses.replace(spec, params={**spec.params, "attn_mask_type": setup.mask_type})
-    return build_module(spec, config=config, layer_number=1).to(world.device())
+    attention = build_module(spec, config=config, layer_number=1, cp_comm_type=setup.cp_comm_type)
+    return attention.to(world.device())
 
 
 def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str, nn.Parameter]:
@@ -133,9 +141,7 @@ def run(
     Returns:
         Whole output and gradients, as this rank sees them, rows [tokens * batch, hidden].
     """
-    x, output_grad = (t.to(world.device(), setup.dtype) for t in (x, output_grad))
-    if setup.sequence_parallel:
-        x, output_grad = world.own_part(x, 0), world.own_part(output_grad, 0)
+    x, output_grad = (own_tokens(t, layout, setup) for t in (x, output_grad))
     x = x.detach().clone().requires_grad_()
     packed = layout.packed_seq_params(world.device())
     if attention_mask is not None:
@@ -144,9 +150,7 @@ def run(
     if bias is not None or output.dtype != setup.dtype or output.shape != x.shape:
         raise AssertionError(f"bias {bias}, output {output.dtype} {tuple(output.shape)}")
     output.backward(output_grad)
-    output, input_grad = output.detach(), x.grad
-    if setup.sequence_parallel:
-        output, input_grad = world.gather(output, 0), world.gather(input_grad, 0)
+    output, input_grad = (all_tokens(t, layout, setup) for t in (output.detach(), x.grad))
     gradients = {}
     for name, parameter in parameters_by_oracle_name(attention, mla).items():
         gradients[name] = whole_gradient(parameter, shard_dim(name, setup), setup).cpu()
@@ -155,17 +159,34 @@ def run(
     )
 
 
+def own_tokens(x: Tensor, layout: Layout, setup: Setup) -> Tensor:
+    """This process's part of whole ``x`` [tokens, batch, ...], on its device."""
+    cut = cut_tokens(layout, world.cp_size(), world.cp_group().rank())
+    x = x[cut].to(world.device(), setup.dtype)
+    return world.own_part(x, 0) if setup.sequence_parallel else x
+
+
+def all_tokens(x: Tensor, layout: Layout, setup: Setup) -> Tensor:
+    """The inverse of :func:`own_tokens`, on every process."""
+    if setup.sequence_parallel:
+        x = world.gather(x, 0)
+    x, cp_size = world.gather(x, 0, world.cp_group()), world.cp_size()
+    order = [t for rank in range(cp_size) for t in cut_tokens(layout, cp_size, rank)]
+    return x[torch.tensor(order, device=x.device).argsort()]
+
+
 def whole_gradient(parameter: nn.Parameter, dim: int | None, setup: Setup) -> Tensor:
     """What the optimizer would see after Megatron's finalize_model_grads, over all shards.
 
     That sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel
-    group, and no others.
+    group, and no others; before it, data parallelism has summed over context-parallel ranks.
     """
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.full_like(parameter, torch.nan)
+    gradient = world.all_reduce(gradient, group=world.cp_group())
     if setup.sequence_parallel and getattr(parameter, "sequence_parallel", False):
-        gradient = world.all_reduce(gradient)
+        gradient = world.all_reduce(gradient, group=world.tp_group())
     return gradient if dim is None else world.gather(gradient, dim)
 
 

@@ -83,5 +83,32 @@ def grid_layout(name: str, divisible: bool) -> Layout:
     return packed((5, 1, 0, 4), (6, 3, 2, 5 if divisible else 6))
 
 
+def cut_layout(name: str, cp_size: int) -> Layout:
+    """Like :func:`grid_layout`, of sequences that context parallelism can cut."""
+    chunks = 2 * cp_size
+    if name == "sbhd":
+        return dense(2 * chunks, 2)
+    # An empty sequence, a chunk of one token, longer chunks.
+    if name == "thd":
+        return packed((chunks, 0, 3 * chunks, 2 * chunks))
+    # Padding in the last chunk, in all but the first, in all; from within a chunk and at its edge.
+    slots = (2 * chunks, chunks, chunks, 3 * chunks, chunks)
+    return packed((2 * chunks - 1, 1, 0, chunks + 1, chunks), slots)
+
+
+def cut_tokens(layout: Layout, cp_size: int, rank: int) -> list[int]:
+    """The tokens of one context-parallel rank, counted out one by one."""
+    if cp_size == 1:
+        return [*range(layout.tokens)]
+    kept, start = [], 0
+    for slot in layout.slots or layout.lengths or (layout.tokens,):
+        tokens = [*range(start, start + slot)]
+        size = slot // (2 * cp_size)
+        chunks = [tokens[i * size : (i + 1) * size] for i in range(2 * cp_size)]
+        kept += chunks[rank] + chunks[2 * cp_size - 1 - rank]
+        start += slot
+    return kept
+
+
 def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -1,8 +1,13 @@
-"""The processes a test runs in: one under plain pytest, N under torchrun."""
+"""The processes a test runs in: one under plain pytest, N under torchrun.
+
+They are tensor-parallel over all of them, but for what runs within :func:`parallel`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -24,8 +29,26 @@ def start() -> None:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    _initialize(dist.get_world_size(), 1)
+
+
+def _initialize(tp: int, cp: int, **more) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, context_parallel_size=cp, **more
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+@contextlib.contextmanager
+def parallel(*, tp: int = 1, cp: int = 1, **more) -> Iterator[None]:
+    """Other sizes for a while; what is left of the processes is data-parallel."""
+    parallel_state.destroy_model_parallel()
+    _initialize(tp, cp, **more)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        _initialize(dist.get_world_size(), 1)
 
 
 def stop() -> None:
@@ -35,7 +58,7 @@ def stop() -> None:
 
 
 def size() -> int:
-    """Number of processes, which is the tensor-parallel size; known before they have joined."""
+    """Number of processes; known before they have joined."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
@@ -51,22 +74,45 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def all_reduce(x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
-    """Reduced over all processes, out of place."""
+def tp_size() -> int:
+    """Tensor-parallel size."""
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def cp_size() -> int:
+    """Context-parallel size."""
+    return parallel_state.get_context_parallel_world_size()
+
+
+def tp_group() -> dist.ProcessGroup:
+    """This process's tensor-parallel group."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def cp_group() -> dist.ProcessGroup:
+    """This process's context-parallel group."""
+    return parallel_state.get_context_parallel_group()
+
+
+def all_reduce(
+    x: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Reduced over all processes, or a group of them, out of place."""
     result = x.detach().clone().to(device())
-    dist.all_reduce(result, op=op)
+    dist.all_reduce(result, op=op, group=group)
     return result
 
 
-def gather(x: Tensor, dim: int) -> Tensor:
-    """Every process's ``x``, one after the other along ``dim``."""
-    parts = [torch.empty_like(x) for _ in range(size())]
-    dist.all_gather(parts, x.detach().contiguous())
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Every tensor-parallel (or group's) process's ``x``, one after the other along ``dim``."""
+    group = group or tp_group()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
     return torch.cat(parts, dim=dim)
 
 
 def own_part(x: Tensor, dim: int) -> Tensor:
-    """This process's share of ``x`` when it is cut evenly along ``dim``."""
-    if x.shape[dim] % size():
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {size()}")
-    return x.chunk(size(), dim=dim)[rank()]
+    """This process's tensor-parallel share of ``x`` when it is cut evenly along ``dim``."""
+    if x.shape[dim] % tp_size():
+        raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {tp_size()}")
+    return x.chunk(tp_size(), dim=dim)[parallel_state.get_tensor_model_parallel_rank()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,19 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.flop_counter import FlopCounterMode
 
 from absorbed_mla import AbsorbedMLAOptions, MLADims
-from absorbed_mla.absorb import absorb_query, absorbed_is_cheaper, expand_latent, up_project_value
-from absorbed_mla.core_attention import LatentCoreAttention, forms
+from absorbed_mla.core_attention import (
+    LatentCoreAttention,
+    LocalKeys,
+    Query,
+    forms,
+    latent_attention,
+)
+from absorbed_mla.core_attention.cost import choose_form, operations
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
+from tests.support.numerics import relative_error
 
 DIMS = MLADims.from_config(config_for(TINY), 1)
 TOKENS, BATCH = 7, 2
@@ -29,7 +37,7 @@ def core(form: str) -> LatentCoreAttention:
 def operands() -> list[torch.Tensor]:
     n, nope, rope, v, c = TINY.heads, TINY.nope, TINY.rope, TINY.v, TINY.kv_lora_rank
     tokens = (TOKENS, BATCH)
-    shapes = [(*tokens, n, nope), (*tokens, n, rope), (*tokens, c), (*tokens, rope)]
+    shapes = [(*tokens, n, nope), (*tokens, n, rope), (*tokens, c + rope)]
     shapes += [(n, nope, c), (n, v, c)]
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     return [x.to(world.device()).requires_grad_() for x in leaves]
@@ -37,9 +45,12 @@ def operands() -> list[torch.Tensor]:
 
 def attend(form: str, leaves) -> list[torch.Tensor]:
     """Output, LSE and all gradients."""
-    module = core(form)
-    rules = module.rules(SequenceLayout.dense(TOKENS), BATCH, None, world.device())
-    out, lse = module(*leaves, rules)
+    module, layout = core(form), SequenceLayout.dense(TOKENS)
+    keys = LocalKeys(layout, causal=True)
+    plan = module.plan(keys, layout, 1, BATCH, None, world.device())
+    q_nope, q_rope, kv, w_uk, w_uv = leaves
+    query = Query(plan.form.query(q_nope, w_uk), q_rope)
+    out, lse = module(plan, query, keys.start(kv), w_uk, w_uv)
     assert out.shape == (TOKENS, BATCH, TINY.heads, TINY.v)
     loss = (out * torch.arange(out.numel(), device=out.device).view_as(out)).sum() + lse.sum()
     return [out, lse, *torch.autograd.grad(loss, leaves)]
@@ -49,7 +60,7 @@ def test_forms_agree():
     """Also in the LSE, which merging over context-parallel ranks will rely on."""
     leaves = operands()
     for absorbed, expanded in zip(attend("absorbed", leaves), attend("expanded", leaves)):
-        torch.testing.assert_close(absorbed, expanded, rtol=1e-11, atol=1e-11)
+        assert relative_error(absorbed, expanded) < 1e-13
 
 
 def test_forms_are_really_two(monkeypatch):
@@ -62,71 +73,85 @@ def test_forms_are_really_two(monkeypatch):
     attend("expanded", leaves)
 
 
+V3 = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)
+V3 = replace(V3, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+
+
 class TestAuto:
-    def test_is_expanded_when_training(self, caplog, monkeypatch):
-        """A layer attends to its own tokens; the choice is logged once, not per call."""
-        monkeypatch.setattr(forms, "_logged", set())
-        x = torch.randn(9, 2, TINY.hidden, dtype=torch.float64, device=world.device())
+    def test_is_logged_once(self, caplog, monkeypatch):
+        """And taken: the bits are those of the form that it names."""
+        monkeypatch.setattr(latent_attention, "_logged", set())
+        x = torch.randn(90, 2, TINY.hidden, dtype=torch.float64, device=world.device())
         outputs = []
-        with caplog.at_level(logging.INFO, logger=forms.logger.name):
+        with caplog.at_level(logging.INFO, logger=latent_attention.logger.name):
             for form in ("auto", "auto", "expanded"):
                 torch.manual_seed(0)
                 outputs.append(build_attention(TINY, Setup(form=form))(x, None)[0])
         assert torch.equal(outputs[0], outputs[2])
         assert [r.getMessage() for r in caplog.records] == [
-            "form='auto' runs expanded: fewer operations for 9 query and 9 key tokens"
+            "form='auto' runs expanded: fewer operations for sequences of 90 tokens, "
+            "context_parallel_size=1, training"
         ]
 
-    @pytest.mark.parametrize("c, nope, rope, v", [(24, 12, 8, 20), (8, 16, 0, 16), (64, 16, 8, 16)])
-    @pytest.mark.parametrize("keys", [1, 8, 40])
-    @pytest.mark.parametrize("queries", [1, 3, 8, 40])
-    def test_is_the_one_with_fewer_operations(self, queries, keys, c, nope, rope, v):
-        """Counted by PyTorch while the two forms run, for one head."""
-        absorbed = count(
-            lambda q, latent, q_rope, k_rope, w_uk, w_uv: up_project_value(
-                mix(absorb_query(q, w_uk), q_rope, latent[:, :, None], k_rope, latent[:, :, None]),
-                w_uv,
-            ),
-            *(queries, keys, c, nope, rope, v),
+    @pytest.mark.parametrize("training", [True, False])
+    @pytest.mark.parametrize("form", ["absorbed", "expanded"])
+    def test_operations_are_those_that_run(self, form, training):
+        """Counted by PyTorch while the module runs, every query seeing every key."""
+        options = AbsorbedMLAOptions(form=form, expansion_head_chunk_size=3)
+        module = LatentCoreAttention(config_for(TINY), DIMS, AttnMaskType.no_mask, 0.2, options)
+        module.train(training)
+        layout, leaves = SequenceLayout.dense(TOKENS), operands()
+        keys = LocalKeys(layout, causal=False)
+        plan = module.plan(keys, layout, 1, BATCH, None, world.device())
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            query = Query(plan.form.query(leaves[0], leaves[3]), leaves[1])
+            out, _ = module(plan, query, *leaves[2:])
+            if training:
+                out.sum().backward()
+        expected = operations(
+            form,
+            DIMS,
+            query_tokens=TOKENS * BATCH,
+            key_tokens=TOKENS * BATCH,
+            pairs=TOKENS * TOKENS * BATCH,
+            training=training,
         )
-        expanded = count(
-            lambda q, latent, q_rope, k_rope, w_uk, w_uv: mix(
-                q, q_rope, expand_latent(latent, w_uk), k_rope, expand_latent(latent, w_uv)
-            ),
-            *(queries, keys, c, nope, rope, v),
-        )
-        cheaper = absorbed_is_cheaper(queries, keys, kv_lora_rank=c, nope=nope, rope=rope, v=v)
-        assert cheaper == (absorbed < expanded)
-        dims = MLADims(
-            hidden_size=8,
-            num_heads=1,
-            num_heads_per_rank=1,
-            q_lora_rank=None,
-            kv_lora_rank=c,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            v_head_dim=v,
-        )
-        expected = "absorbed" if cheaper else "expanded"
-        assert forms.resolve_auto(dims, queries, keys) == expected
+        assert counter.get_total_flops() == 2 * expected
 
-    def test_decoding_is_absorbed(self):
-        """DeepSeek-V3: one query against a long context."""
-        v3 = {"kv_lora_rank": 512, "nope": 128, "rope": 64, "v": 128}
-        assert absorbed_is_cheaper(1, 4096, **v3)
-        assert not absorbed_is_cheaper(4096, 4096, **v3)
+    @pytest.mark.parametrize("seq_len", [1, 7, 256, 4096, 131072, 1 << 20])
+    @pytest.mark.parametrize("cp_size", [1, 2, 8, 64])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("training", [True, False])
+    def test_is_the_one_with_fewer_operations(self, seq_len, cp_size, causal, training):
+        """Pairs counted one by one, on the rank that holds the first and the last chunk."""
+        if seq_len % (2 * cp_size):
+            seq_len *= 2 * cp_size
+        queries, chunk = seq_len // cp_size, seq_len // (2 * cp_size)
+        late = seq_len - chunk
+        pairs = queries * seq_len
+        if causal:
+            pairs = chunk * (chunk + 1) // 2 + chunk * late + chunk * (chunk + 1) // 2
+        cost = {
+            form: operations(
+                form,
+                V3,
+                query_tokens=queries,
+                key_tokens=seq_len,
+                pairs=pairs,
+                training=training,
+            )
+            for form in ("absorbed", "expanded")
+        }
+        chosen = choose_form(V3, seq_len=seq_len, cp_size=cp_size, causal=causal, training=training)
+        assert cost[chosen] == min(cost.values())
 
-
-def mix(q, q_rope, k, k_rope, value):
-    """The products of attention, without what lies between them."""
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) + torch.einsum("sbnd,tbnd->bnst", q_rope, k_rope)
-    return torch.einsum("bnst,tbnd->sbnd", scores, value)
-
-
-def count(form, queries: int, keys: int, c: int, nope: int, rope: int, v: int) -> int:
-    """Floating-point operations of one head."""
-    shapes = [(queries, 1, 1, nope), (keys, 1, c), (queries, 1, 1, rope), (keys, 1, 1, rope)]
-    shapes += [(1, nope, c), (1, v, c)]
-    with FlopCounterMode(display=False) as counter:
-        form(*(torch.empty(shape, device="meta") for shape in shapes))
-    return counter.get_total_flops()
+    def test_crossover(self):
+        """DeepSeek-V3, long sequences: expanding pays from 390 tokens per rank on."""
+        for heads in (1, 16, 128):
+            dims = replace(V3, num_heads_per_rank=heads)
+            for tokens, expected in ((256, "absorbed"), (384, "absorbed"), (400, "expanded")):
+                chosen = choose_form(
+                    dims, seq_len=tokens * 1024, cp_size=1024, causal=True, training=True
+                )
+                assert chosen == expected
+        assert choose_form(V3, seq_len=8192, cp_size=1, causal=True, training=True) == "expanded"

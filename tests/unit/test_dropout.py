@@ -9,10 +9,11 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from absorbed_mla.core_attention import ScoreRules, reference_attention
-from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.core_attention import ScoreRules, Span
+from absorbed_mla.core_attention.dropout import keep_factors
 from tests.support import world
 from tests.support.cases import TINY, random_weights
+from tests.support.differentiable import attention as differentiable_attention
 from tests.support.harness import Setup, build_attention, load_weights, named_tensors, run
 from tests.support.layouts import LAYOUTS, dense, grid_layout
 from tests.support.numerics import compare, relative_error
@@ -40,8 +41,16 @@ def outcome(
 
 
 def rules(tokens: int = 12, rate: float = RATE, seed: int = 5) -> ScoreRules:
-    layout = SequenceLayout.dense(tokens)
-    return ScoreRules(0.4, layout, True, dropout=rate, dropout_seed=seed, query_chunk_size=5)
+    index = torch.arange(tokens, device=world.device())
+    return ScoreRules(
+        0.4,
+        (Span(0, tokens, 0, tokens, 0),),
+        dropout=rate,
+        dropout_seed=seed,
+        query_tokens=index,
+        key_tokens=index,
+        query_chunk_size=5,
+    )
 
 
 def operands(tokens: int = 12, batch: int = 2, heads: int = 3) -> list[torch.Tensor]:
@@ -125,10 +134,10 @@ def test_gradient_of_the_layer_by_finite_differences():
 def test_gradient_of_attention_by_finite_differences():
     """Output and LSE; the LSE does not know of dropout."""
     leaves = operands(tokens=6, batch=1, heads=2)
-    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, rules(6)), leaves)
+    assert torch.autograd.gradcheck(lambda *x: differentiable_attention(*x, rules(6)), leaves)
     dropped, plain = (
-        reference_attention(*leaves, rules(6)),
-        reference_attention(*leaves, rules(6, 0.0)),
+        differentiable_attention(*leaves, rules(6)),
+        differentiable_attention(*leaves, rules(6, 0.0)),
     )
     assert torch.equal(dropped[1], plain[1])
     assert not torch.equal(dropped[0], plain[0])
@@ -138,9 +147,11 @@ def test_expectation_is_attention_without_dropout():
     """Each element's mean over seeds lies within 5 of its known standard errors."""
     draws, leaves = 400, operands()
     q, q_rope, k, k_rope, v = (x.detach() for x in leaves)
-    mean = sum(reference_attention(q, q_rope, k, k_rope, v, rules(seed=s))[0] for s in range(draws))
+    mean = sum(
+        differentiable_attention(q, q_rope, k, k_rope, v, rules(seed=s))[0] for s in range(draws)
+    )
     plain = rules(rate=0.0)
-    expected, lse = reference_attention(q, q_rope, k, k_rope, v, plain)
+    expected, lse = differentiable_attention(q, q_rope, k, k_rope, v, plain)
     scores = torch.einsum("qbnd,kbnd->bnqk", q, k) + torch.einsum("qbnr,kbr->bnqk", q_rope, k_rope)
     probs = (scores * plain.scale - lse.permute(1, 2, 0)[..., None]).exp().tril()
     variance = torch.einsum("bnqk,kbnv->qbnv", probs**2, v**2) * RATE / (1 - RATE)
@@ -151,12 +162,34 @@ def test_expectation_is_attention_without_dropout():
 
 def test_rate_and_factor():
     """Drops the asked share of probabilities and makes up for it in the others."""
+    everything = replace(rules(tokens=400), spans=(Span(0, 400, 0, 400, None),))
     probs = torch.ones(2, 3, 5, 400, device=world.device())
-    chunks = list(rules(tokens=400).chunks())
-    masks = [rules(tokens=400).keep_mask(probs, chunk) for chunk in chunks[:20]]
+    masks = [everything.keep_mask(probs, chunk) for chunk in everything.chunks()]
     assert torch.stack(masks).unique().tolist() == pytest.approx([0.0, 1 / (1 - RATE)])
     dropped = torch.stack(masks).eq(0).double().mean().item()
-    count = 20 * probs.numel()
+    count = len(masks) * probs.numel()
     assert abs(dropped - RATE) < 5 * (RATE * (1 - RATE) / count) ** 0.5
     for a, b in itertools.combinations(masks[:4], 2):
         assert not torch.equal(a, b)  # chunks must not repeat each other's pattern
+
+
+@pytest.mark.parametrize("dim", range(4), ids=["batch", "heads", "queries", "keys"])
+def test_decisions_are_independent(dim):
+    """Neighbours along every axis are dropped together as often as chance has it."""
+    index = torch.arange(64, device=world.device())
+    kept = keep_factors(RATE, 3, batch=index[:8], heads=index[:16], queries=index, keys=index) > 0
+    one, next_one = (
+        kept.narrow(dim, 0, kept.shape[dim] - 1),
+        kept.narrow(dim, 1, kept.shape[dim] - 1),
+    )
+    both, expected = (one & next_one).double().mean().item(), (1 - RATE) ** 2
+    assert abs(both - expected) < 5 * (expected * (1 - expected) / one.numel()) ** 0.5
+
+
+def test_pattern_belongs_to_the_pair():
+    """Whatever part of the scores is asked for, in whatever order."""
+    index = torch.arange(20, device=world.device())
+    whole = keep_factors(RATE, 9, batch=index[:2], heads=index[:6], queries=index, keys=index)
+    some = torch.tensor([7, 3, 19], device=world.device())
+    part = keep_factors(RATE, 9, batch=index[1:2], heads=index[2:5], queries=some, keys=some + 0)
+    assert torch.equal(part, whole[1:2, 2:5][:, :, some][..., some])

@@ -133,6 +133,7 @@ LAYERS = [
     {"dims", "options", "norm", "linear", "sequences", "tensor_parallel", "unsupported", "absorb"},
     {"rope", "te_linear", "state_dict"},
     {"core_attention", "sharded_state", "projections", "load_hooks"},
+    {"context_parallel"},
     {"attention"},
     {"distributed_checkpoint", "testing"},
 ]

@@ -141,7 +141,7 @@ class TestDims:
 # Value to refuse -> what the message recommends.
 UNSUPPORTED_CONFIG = {
     "multi_latent_attention": (False, "True"),
-    "context_parallel_size": (2, "1"),
+    "hierarchical_context_parallel_sizes": ([2, 2], "None"),
     "fp8": ("hybrid", "None"),
     "fp4": ("e2m1", "None"),
     "qk_clip": (True, "False"),
@@ -178,10 +178,14 @@ class TestUnsupportedConfig:
         with refusal(f"{name}={value!r}", "not support", f"set it to {instead}"):
             build(config)
 
-    def test_context_parallel_group(self):
-        config = config_for(TINY)
-        with refusal("context_parallel_size=2", "set it to 1"):
-            refuse_unsupported_config(config, 2)
+    @pytest.mark.parametrize("value", ["a2a", "a2a+p2p", "ring", ["p2p"], 3])
+    def test_cp_comm_type(self, value):
+        with refusal("cp_comm_type", "all_gather, p2p", f"got {value!r}", "one head for all"):
+            build_attention(TINY, Setup(cp_comm_type=value))
+
+    @pytest.mark.parametrize("value", [None, "all_gather", "allgather", "p2p"])
+    def test_accepted_cp_comm_type(self, value):
+        build_attention(TINY, Setup(cp_comm_type=value))
 
     def test_query_groups(self):
         config = config_with(num_query_groups=2)
@@ -196,7 +200,7 @@ class TestUnsupportedConfig:
         with refusal(*parts):
             build(config)
         config.offload_modules = ["moe_act"]  # the MLP's business
-        refuse_unsupported_config(config, 1)
+        refuse_unsupported_config(config)
 
     @pytest.mark.parametrize(
         "fields, parts",

@@ -1,4 +1,4 @@
-"""reference_attention against a dense softmax: every kernel will be held to it, so it comes first.
+"""The reference backend against a dense softmax: every kernel will be held to it.
 
 The dense twin below holds the whole score matrix and leaves gradients to autograd. float64.
 """
@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import ScoreRules, reference_attention
+from absorbed_mla.core_attention import ScoreRules
+from absorbed_mla.core_attention.spans import self_attention_spans
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
+from tests.support.differentiable import attention
 from tests.support.numerics import relative_error
 
 BATCH, HEADS, WIDTH, ROPE, VALUE = 2, 3, 5, 4, 6
@@ -50,7 +52,8 @@ class Case:
             lengths = tuple(end - start for start, end in self.segments)
             layout = SequenceLayout(self.tokens, starts, lengths, slots, packed=True)
         mask = self.attention_mask()
-        return ScoreRules(SCALE, layout, self.causal, mask, query_chunk_size=chunk)
+        spans = self_attention_spans(layout, self.causal)
+        return ScoreRules(SCALE, spans, mask, query_chunk_size=chunk)
 
     def hidden(self) -> Tensor:
         """Bool [B, 1, S, S], True where a query may not see a key."""
@@ -135,7 +138,7 @@ def test_equals_dense_attention(name, kind):
     """Output, LSE, and the gradients of both, hand-written here and by autograd there."""
     case = CASES[name]
     leaves = operands(case, kind)
-    actual = reference_attention(*leaves, case.rules())
+    actual = attention(*leaves, case.rules())
     expected = dense(case, *leaves)
     assert_equal(actual[0], expected[0], "output")
     assert_equal(actual[1], expected[1], "LSE")
@@ -151,8 +154,8 @@ def test_chunk_size_changes_nothing(name, chunk):
     """A chunk that starts at the wrong key, or a last one that is too long, shows here."""
     case = CASES[name]
     leaves = operands(case, "multi_query_key_is_value")
-    expected = reference_attention(*leaves, case.rules(chunk=4))
-    actual = reference_attention(*leaves, case.rules(chunk=chunk))
+    expected = attention(*leaves, case.rules(chunk=4))
+    actual = attention(*leaves, case.rules(chunk=chunk))
     pairs = [*zip(actual, expected), *zip(gradients(*actual, leaves), gradients(*expected, leaves))]
     for i, (mine, theirs) in enumerate(pairs):
         assert_equal(mine, theirs, f"tensor {i}")
@@ -169,7 +172,7 @@ def test_gradcheck(kind):
 
     def call(*tensors):
         fresh = iter(tensors)
-        return reference_attention(
+        return attention(
             *(next(fresh) if x is not None and x.numel() else x for x in leaves), rules
         )
 
@@ -180,7 +183,7 @@ def test_rows_that_see_nothing():
     """Softmax over nothing is 0 / 0: output and gradients must be 0, the LSE -inf, never NaN."""
     case = CASES["masked_rows"]
     leaves = operands(case)
-    out, lse = reference_attention(*leaves, case.rules())
+    out, lse = attention(*leaves, case.rules())
     assert torch.equal(out[4, 0], torch.zeros_like(out[4, 0]))
     assert (lse[4, 0] == -torch.inf).all()
     assert torch.isfinite(lse[5:]).all()
@@ -194,7 +197,7 @@ def test_everything_hidden():
     case = Case(tokens=6)
     mask = torch.ones(1, 1, 1, 6, dtype=torch.bool, device=world.device())
     leaves = operands(case)
-    out, lse = reference_attention(*leaves, replace(case.rules(), attention_mask=mask))
+    out, lse = attention(*leaves, replace(case.rules(), attention_mask=mask))
     assert not out.any() and (lse == -torch.inf).all()
     assert not any(g.any() for g in gradients(out, lse, leaves))
 
@@ -208,8 +211,8 @@ def test_padding_between_sequences_is_never_read(hostile):
     with torch.no_grad():
         for x in dirty:
             x[padding] = hostile
-    expected = reference_attention(*clean, case.rules())
-    actual = reference_attention(*dirty, case.rules())
+    expected = attention(*clean, case.rules())
+    actual = attention(*dirty, case.rules())
     for i, (mine, theirs) in enumerate(zip(actual, expected)):
         assert torch.equal(mine, theirs), f"tensor {i}"
     assert not actual[0][padding].any() and (actual[1][padding] == -torch.inf).all()
@@ -223,13 +226,13 @@ def test_packed_sequences_do_not_see_each_other():
     """Each equals itself alone, and no gradient of one reaches another."""
     case = CASES["packed"]
     leaves = operands(case)
-    out, lse = reference_attention(*leaves, case.rules())
+    out, lse = attention(*leaves, case.rules())
     for start, end in case.segments:
         if start == end:
             continue
         alone = [x[start:end] for x in leaves]
         rules = Case(tokens=end - start, batch=1).rules()
-        expected_out, expected_lse = reference_attention(*alone, rules)
+        expected_out, expected_lse = attention(*alone, rules)
         assert_equal(out[start:end], expected_out, f"tokens {start} to {end}")
         assert_equal(lse[start:end], expected_lse, f"LSE of tokens {start} to {end}")
     for gradient in torch.autograd.grad(out[6:].sum(), leaves):
@@ -243,7 +246,7 @@ def test_arithmetic_is_fp32_whatever_the_inputs(dtype):
     case = Case(tokens=33)
     leaves = [x.detach().to(dtype).requires_grad_() for x in operands(case)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
-    out, lse = reference_attention(*leaves, case.rules())
+    out, lse = attention(*leaves, case.rules())
     exact_out, exact_lse = dense(case, *wide)
     assert out.dtype == dtype and lse.dtype == torch.float32
     rounding, fp32 = torch.finfo(dtype).eps, 4 * torch.finfo(torch.float32).eps

@@ -61,7 +61,14 @@ class TestForwardArguments:
 
     def test_local_context_parallelism(self, attention):
         params = PackedSeqParams(qkv_format="thd", local_cp_size=2)
-        with refusal("packed_seq_params.local_cp_size", "None or 1", "got 2"):
+        with refusal("packed_seq_params.local_cp_size is 2", "pass cp_group"):
+            attention(hidden_states(), None, packed_seq_params=params)
+
+    def test_contradicting_context_parallelism(self, attention):
+        params = PackedSeqParams(
+            qkv_format="thd", local_cp_size=4, cp_group=torch.distributed.group.WORLD
+        )
+        with refusal("local_cp_size is 4", "cp_group has 1 ranks"):
             attention(hidden_states(), None, packed_seq_params=params)
 
     @pytest.mark.parametrize(

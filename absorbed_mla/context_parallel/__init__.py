@@ -1,0 +1,6 @@
+"""Sequences cut over ranks, which exchange latents instead of every head's keys and values."""
+
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
+from absorbed_mla.context_parallel.strategy import ContextParallel
+
+__all__ = ["ContextParallel", "ContextParallelLayout"]

@@ -1,0 +1,145 @@
+"""Which tokens each context-parallel rank holds, and what they see: index arithmetic only.
+
+Megatron cuts every sequence (its padded slot, in a pack) into 2 cp chunks and gives rank r the
+chunks r and 2 cp - 1 - r, one early and one late, so that causal attention costs every rank the
+same. A rank holds its two chunks of the first sequence, then its two of the second, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.spans import Span
+from absorbed_mla.sequences import SequenceLayout
+
+
+@dataclass(frozen=True)
+class ContextParallelLayout:
+    """The part of a batch or pack that one context-parallel rank holds.
+
+    Attributes:
+        sequences: The whole batch or pack.
+        cp_size: Number of ranks.
+        cp_rank: This rank.
+
+    Raises:
+        ValueError: If a sequence does not divide into 2 cp_size chunks.
+    """
+
+    sequences: SequenceLayout
+    cp_size: int
+    cp_rank: int
+
+    def __post_init__(self) -> None:
+        chunks = 2 * self.cp_size
+        for i, slot in enumerate(self.sequences.slots):
+            if slot % chunks:
+                what = (
+                    f"sequence {i} has {slot} tokens"
+                    if self.sequences.packed
+                    else (f"the sequence has {slot} tokens")
+                )
+                hint = " by cu_seqlens_q_padded; pad it" if self.sequences.packed else ""
+                raise ValueError(
+                    f"context parallelism over {self.cp_size} ranks cuts every sequence into "
+                    f"2 x {self.cp_size} = {chunks} equal chunks, but {what}{hint}"
+                )
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens that every rank holds."""
+        return self.sequences.num_tokens // self.cp_size
+
+    def tokens(self, rank: int | None = None) -> Tensor:
+        """The token of the whole batch or pack behind each token of a rank (this one); int64."""
+        rank = self.cp_rank if rank is None else rank
+        starts = torch.tensor(self.sequences.starts)
+        sizes = torch.tensor(self.sequences.slots) // (2 * self.cp_size)
+        early, late = (starts + chunk * sizes for chunk in self._chunks_of(rank))
+        runs = torch.stack((early, late), dim=1).flatten()
+        sizes = sizes.repeat_interleave(2)
+        first_of_run = sizes.cumsum(0) - sizes
+        offsets = (runs - first_of_run).repeat_interleave(sizes)
+        return torch.arange(self.num_local_tokens) + offsets
+
+    def positions(self) -> Tensor:
+        """Position of each of this rank's tokens in its own sequence; int64."""
+        slots = torch.tensor(self.sequences.slots) // self.cp_size
+        starts = torch.tensor(self.sequences.starts)
+        return self.tokens() - starts.repeat_interleave(slots)
+
+    def rank_major(self) -> Tensor:
+        """The tokens of rank 0, of rank 1, ...: where each one is in the whole pack; int64."""
+        return torch.cat([self.tokens(rank) for rank in range(self.cp_size)])
+
+    def sequence_order(self) -> Tensor:
+        """The inverse of :meth:`rank_major`: where the ranks' tokens hold each token; int64."""
+        return self.rank_major().argsort()
+
+    def gathered_spans(self, causal: bool) -> tuple[Span, ...]:
+        """What this rank's queries see of all tokens in the order of the whole batch or pack."""
+        spans = []
+        for start, length, chunk_size in self._slots():
+            for place, chunk in enumerate(self._chunks_of(self.cp_rank)):
+                before = chunk * chunk_size
+                queries = _clamp(length - before, chunk_size)
+                query_start = start // self.cp_size + place * chunk_size
+                seen = before + queries if causal else length
+                if queries:
+                    offset = before if causal else None
+                    spans.append(
+                        Span(query_start, query_start + queries, start, start + seen, offset)
+                    )
+        return tuple(spans)
+
+    def block_spans(self, key_rank: int, causal: bool) -> tuple[Span, ...]:
+        """What this rank's queries see of the tokens of ``key_rank``, in that rank's order."""
+        spans = []
+        for start, length, size in self._slots():
+            first = start // self.cp_size
+            early_keys, late_keys = self._real_tokens(key_rank, length, size)
+            queries = self._real_tokens(self.cp_rank, length, size)
+            # Late keys exist only where the early chunk is full, so they follow it without a gap.
+            if causal:
+                seen = self._seen(key_rank, early_keys, late_keys, size)
+            else:
+                seen = [(early_keys + late_keys, None)] * 2
+            for place, (count, (keys, offset)) in enumerate(zip(queries, seen)):
+                query_start = first + place * size
+                if count and keys:
+                    spans.append(
+                        Span(query_start, query_start + count, first, first + keys, offset)
+                    )
+        return tuple(spans)
+
+    def _seen(
+        self, key_rank: int, early_keys: int, late_keys: int, size: int
+    ) -> list[tuple[int, int | None]]:
+        """(keys, causal offset) that this rank's early and late chunk see of another's keys."""
+        if key_rank == self.cp_rank:
+            return [(early_keys, 0), (early_keys + late_keys, size)]
+        if key_rank < self.cp_rank:
+            # Their early chunk lies before both of ours, their late one after both.
+            return [(early_keys, None), (early_keys, None)]
+        return [(0, None), (early_keys + late_keys, None)]
+
+    def _chunks_of(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.cp_size - 1 - rank
+
+    def _slots(self) -> list[tuple[int, int, int]]:
+        """Start, length and chunk size of every sequence."""
+        whole = self.sequences
+        slots = zip(whole.starts, whole.lengths, whole.slots)
+        return [(start, length, slot // (2 * self.cp_size)) for start, length, slot in slots]
+
+    def _real_tokens(self, rank: int, length: int, size: int) -> tuple[int, int]:
+        """Tokens that are not padding in a rank's early and late chunk."""
+        early, late = self._chunks_of(rank)
+        return _clamp(length - early * size, size), _clamp(length - late * size, size)
+
+
+def _clamp(count: int, most: int) -> int:
+    return max(0, min(count, most))

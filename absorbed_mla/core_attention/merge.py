@@ -1,0 +1,25 @@
+"""Attention over a set of keys from attention over parts of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both; the softmax of all is the LSE-weighted mean of the parts.
+
+    Args:
+        out: [S, B, N, V], normalised over its own keys, fp32 or fp64.
+        lse: [S, B, N] in the same dtype; -inf where there was no key (``out`` is 0 there).
+        part: Likewise for the other keys, in any dtype.
+        part_lse: Likewise.
+
+    Returns:
+        Output and LSE in the dtypes of ``out`` and ``lse``.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    # A query without any key has no weights to distribute: -inf - -inf would be NaN.
+    reference = total.masked_fill(total == -torch.inf, 0.0)
+    weight, part_weight = (torch.exp(x - reference)[..., None] for x in (lse, part_lse))
+    return out * weight + part.to(out.dtype) * part_weight, total

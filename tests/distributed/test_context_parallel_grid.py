@@ -1,0 +1,129 @@
+"""Context parallelism against the float64 oracle on whole sequences.
+
+Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 2, 4, 8: every way of
+making N of TP 1 or 2 and CP 2 or 4. Each rank holds two chunks of every sequence; outputs, input
+gradients and the gradients of every parameter are put together and compared as whole tensors.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.distributed.test_oracle_grid import RECOMPUTE, SAME_TABLE_BOUND, backends, form, layout
+from tests.support import world
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import (
+    Setup,
+    build_attention,
+    load_weights,
+    module_table,
+    named_tensors,
+    run,
+    worst_over_ranks,
+)
+from tests.support.layouts import cut_layout
+from tests.support.numerics import bounds_from_eager, compare
+
+# (TP, CP) for every number of processes.
+SIZES = {2: [(1, 2)], 4: [(1, 4), (2, 2)], 8: [(2, 4)]}.get(world.size(), [])
+
+pytestmark = pytest.mark.skipif(not SIZES, reason="context parallelism needs 2, 4 or 8 processes")
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=lambda s: f"tp{s[0]}-cp{s[1]}")
+def sizes(request):
+    """Tensor- and context-parallel size of the tests that use it."""
+    tp, cp = request.param
+    with world.parallel(tp=tp, cp=cp):
+        yield tp, cp
+
+
+def sequence_parallel_or_skip(on: bool) -> bool:
+    if on and world.tp_size() == 1:
+        pytest.skip("sequence parallelism needs TP > 1")
+    return on
+
+
+cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
+sequence_parallel = pytest.mark.parametrize(
+    "sequence_parallel",
+    [False, True] if world.size() >= 4 else [False],
+    ids=["no_sp", "sp"][: 1 + (world.size() >= 4)],
+)
+
+
+@sequence_parallel
+@layout
+@cp_comm_type
+@form
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_fp64(sizes, sequence_parallel, layout, cp_comm_type, form, recompute, error_table):
+    """If this fails, the named tensor is wrong in that combination: training there is wrong."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel_or_skip(sequence_parallel),
+        form=form,
+        recompute=RECOMPUTE[recompute],
+        cp_comm_type=cp_comm_type,
+    )
+    check(setup, layout, error_table)
+
+
+@sequence_parallel
+@layout
+@cp_comm_type
+@form
+def test_fp64_column_parallel(sizes, sequence_parallel, layout, cp_comm_type, form, error_table):
+    """The other down-projection."""
+    setup = Setup(
+        sequence_parallel=sequence_parallel_or_skip(sequence_parallel),
+        down_projection="column_parallel",
+        form=form,
+        cp_comm_type=cp_comm_type,
+    )
+    check(setup, layout, error_table)
+
+
+@layout
+@cp_comm_type
+@form
+@pytest.mark.parametrize("recompute", ["none", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", backends())
+def test_precision(sizes, backend, dtype, recompute, form, cp_comm_type, layout, error_table):
+    """Rounds no worse than three plain evaluations of the same equations at the same precision."""
+    setup = Setup(
+        sequence_parallel=world.tp_size() > 1,
+        form=form,
+        recompute=RECOMPUTE[recompute],
+        dtype=dtype,
+        backend=backend,
+        cp_comm_type=cp_comm_type,
+    )
+    check(setup, layout, error_table)
+
+
+def check(setup: Setup, layout_name: str, error_table) -> None:
+    """Compare one combination with the oracle, and record it."""
+    dtype, tokens = setup.dtype, cut_layout(layout_name, world.cp_size())
+    # Rounded once, so that every evaluation starts from the same numbers.
+    weights = {n: w.to(dtype).double() for n, w in random_weights(TINY).items()}
+    x, output_grad = (tokens.random_rows(TINY.hidden, i).to(dtype).double() for i in (1, 2))
+    attention = build_attention(TINY, setup)
+    load_weights(attention, TINY, setup, weights)
+    actual = named_tensors(TINY, run(attention, TINY, setup, tokens, x, output_grad))
+
+    rows = [t.flatten(0, 1) for t in (x, output_grad)]
+    table = module_table(attention, TINY, tokens)
+    exact, eager = (
+        named_tensors(TINY, oracle.evaluate(TINY, weights, *rows, tokens.sequences, table, d))
+        for d in (torch.float64, dtype)
+    )
+    bounds = SAME_TABLE_BOUND
+    if dtype != torch.float64:
+        bounds = bounds_from_eager(eager, exact, dtype)
+    deviation = worst_over_ranks(compare(actual, exact, bounds))
+    combination = {"shape": "tiny", "layout": layout_name, **setup.describe()}
+    error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
+    deviation.check(f"({dtype})")

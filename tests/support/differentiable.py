@@ -1,0 +1,39 @@
+"""An attention backend as one differentiable function, to be tested by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention import ScoreRules, select_backend
+
+
+def attention(
+    q_content: Tensor,
+    q_rope: Tensor,
+    k_content: Tensor,
+    k_rope: Tensor,
+    value: Tensor | None,
+    rules: ScoreRules,
+    backend: str = "reference",
+) -> tuple[Tensor, Tensor]:
+    """Output in the dtype of ``q_content``, and LSE. Shapes: see ``reference_forward``."""
+    operands = (q_content, q_rope, k_content, k_rope, value)
+    return _Attention.apply(select_backend(backend), rules, *operands)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, backend, rules, *operands):
+        out, lse = backend.forward(*operands, rules)
+        out = out.to(operands[0].dtype)
+        ctx.call = (backend, rules)
+        ctx.save_for_backward(out, lse, *operands)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        out, lse, *operands = ctx.saved_tensors
+        backend, rules = ctx.call
+        grads = backend.backward(grad_out, grad_lse, out, lse, *operands, rules)
+        return None, None, *(None if x is None else g.to(x.dtype) for x, g in zip(operands, grads))
