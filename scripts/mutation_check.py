@@ -60,9 +60,9 @@ MUTATIONS = {
     ),
     "k_rope_reduction_no_sp": Mutation(
         "absorbed_mla/attention.py",
-        "return both.split(widths, dim=-1)",
-        "return (both.split(widths, dim=-1)[0], k_rope if not self.sequence_parallel else "
-        "both.split(widths, dim=-1)[1])",
+        "latent, k_rope = both.split(widths, dim=-1)",
+        "latent, k_rope = (both.split(widths, dim=-1)[0], k_rope if not self.sequence_parallel "
+        "else both.split(widths, dim=-1)[1])",
     ),
     "causal_offset": Mutation(
         "absorbed_mla/core_attention/scores.py",
@@ -76,8 +76,48 @@ MUTATIONS = {
     ),
     "shared_dropout_seed": Mutation(
         "absorbed_mla/core_attention/scores.py",
-        "self.dropout_seed + chunk.index",
-        "torch.seed()",
+        "            self.dropout_seed,",
+        "            torch.seed() % 2**62,",
+    ),
+    "late_chunk_of_a_rank": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return rank, 2 * self.cp_size - 1 - rank",
+        "return rank, self.cp_size + rank",
+    ),
+    "positions_in_the_pack": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return self.tokens() - starts.repeat_interleave(slots)",
+        "return self.tokens()",
+    ),
+    "padding_is_attended": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "queries = _clamp(length - before, chunk_size)",
+        "queries = chunk_size if length > before else 0",
+    ),
+    "ring_ignores_late_keys": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return [(0, None), (early_keys + late_keys, None)]",
+        "return [(0, None), (early_keys, None)]",
+    ),
+    "gradient_scaled_twice": Mutation(
+        "absorbed_mla/context_parallel/all_gather.py",
+        "        return own\n",
+        "        return own / self.layout.cp_size\n",
+    ),
+    "gradient_stays_away": Mutation(
+        "absorbed_mla/context_parallel/ring.py",
+        "return own + transfer.received()",
+        "return transfer.received() * 0 + own",
+    ),
+    "merge_weights": Mutation(
+        "absorbed_mla/core_attention/merge.py",
+        "for x in (lse, part_lse))",
+        "for x in (lse, lse))",
+    ),
+    "window_offset": Mutation(
+        "absorbed_mla/core_attention/spans.py",
+        "query_start, offset = self.query_start + blind, offset + blind",
+        "query_start = self.query_start + blind",
     ),
 }
 SUITES = {

@@ -33,7 +33,7 @@ class ContextParallel:
 
     def __init__(self, group: dist.ProcessGroup | None, cp_comm_type: str | None) -> None:
         self.group = group
-        self._keys = _STRATEGIES[_require_supported(cp_comm_type)]
+        self.cp_comm_type = _require_supported(cp_comm_type)
 
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The ranks of one call, None if it is not cut.
@@ -82,7 +82,7 @@ class ContextParallel:
             return LocalKeys(layout, causal)
         require_agreement(group, layout, batch, dtype)
         part = ContextParallelLayout(layout, group.size(), group.rank())
-        return self._keys(part, causal, group, begun_again)
+        return _STRATEGIES[self.cp_comm_type](part, causal, group, begun_again)
 
 
 def _require_supported(cp_comm_type: str | None) -> str:

@@ -84,7 +84,12 @@ class _Attend(torch.autograd.Function):
                 total.add_(part)
             return found.kv
 
-        kv_grad = keys.gradient(kv, block_gradient)
+        kv_grad = None
+        if ctx.needs_input_grad[4]:
+            kv_grad = keys.gradient(kv, block_gradient)
+        else:
+            for block in keys.blocks(kv, keep=False):
+                block_gradient(block)
         query_grads = (x.to(q_content.dtype) for x in query_grad)
         cast_weight_grads = (g.to(w.dtype) for g, w in zip(weight_grads, weights))
         return None, None, *query_grads, kv_grad, *cast_weight_grads

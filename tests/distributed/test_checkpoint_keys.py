@@ -17,7 +17,7 @@ from absorbed_mla.distributed_checkpoint import (
     model_sharded_state_dict,
     save_model_weights,
 )
-from tests.distributed.test_distributed_checkpoint import folder, tensor_parallel_size  # noqa: F401
+from tests.distributed.test_distributed_checkpoint import folder  # noqa: F401
 from tests.distributed.test_oracle_grid import backends
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -76,7 +76,7 @@ def test_any_layers_read_any_others(kind, writer, reader, folder):  # noqa: F811
     source = build(kind, writer)
     expected = logits(source).cpu()
     save_model_weights(source, folder)
-    with tensor_parallel_size(1):
+    with world.parallel(tp=1):
         target = build("absorbed", reader, seed=1)
         load_model_weights(target, folder)
         assert relative_error(logits(target).cpu(), expected) < 1e-5

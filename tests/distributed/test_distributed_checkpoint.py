@@ -49,31 +49,6 @@ NORMS = {
 }
 
 
-# Tensor-parallel size -> Megatron's process groups. They are kept, and made once only: each holds
-# threads and sockets until the job ends.
-_GROUPS: dict[int, dict] = {}
-
-
-@contextmanager
-def tensor_parallel_size(size: int) -> Iterator[None]:
-    """Tensor parallelism of another size for the block, then over all processes again."""
-    _GROUPS.setdefault(world.size(), _current_groups())
-    if size not in _GROUPS:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-        _GROUPS[size] = _current_groups()
-    vars(parallel_state).update(_GROUPS[size])
-    try:
-        yield
-    finally:
-        vars(parallel_state).update(_GROUPS[world.size()])
-
-
-def _current_groups() -> dict:
-    """Everything that initialize_model_parallel sets."""
-    return {n: v for n, v in vars(parallel_state).items() if n.startswith("_") and n.isupper()}
-
-
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """An empty folder that all processes see."""
@@ -166,12 +141,12 @@ def other_sizes(size: int) -> list[int]:
 @pytest.mark.parametrize("kind", ["absorbed", "standard"])
 def test_every_size_and_attention_reads_it(kind, size, folder):
     """Save with one, load with both."""
-    with tensor_parallel_size(size):
+    with world.parallel(tp=size):
         source = model(kind)
         expected = Content.of(source)
         save_model_weights(source, folder)
     for loaded_at, reader in itertools.product(other_sizes(size), ("absorbed", "standard")):
-        with tensor_parallel_size(loaded_at):
+        with world.parallel(tp=loaded_at):
             target = model(reader, seed=1)
             with pytest.raises(AssertionError):
                 expected.check(target)
@@ -213,7 +188,7 @@ def test_read_by_megatron_itself(layers, folder):
 @pytest.mark.parametrize("kind", ["absorbed", "standard"])
 def test_stacked_layers(kind, size, folder):
     """Models of equal layers may be saved with the layers as an axis of each tensor."""
-    with tensor_parallel_size(size):
+    with world.parallel(tp=size):
         source = model(kind, DENSE)
         expected = Content.of(source)
         entries = model_sharded_state_dict(source, non_homogeneous_layers=False)
@@ -221,7 +196,7 @@ def test_stacked_layers(kind, size, folder):
     keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
     assert f"decoder.layers.self_attention.{KV_UP}" in keys
     for loaded_at in other_sizes(size):
-        with tensor_parallel_size(loaded_at):
+        with world.parallel(tp=loaded_at):
             target = model("absorbed", DENSE, seed=1)
             load_model_weights(target, folder)
             expected.check(target)
@@ -243,12 +218,12 @@ def test_optimizer_states(size, folder):
             found[name] = make_sharded_optimizer_tensor(entry, state, "optimizer.state.exp_avg")
         return found
 
-    with tensor_parallel_size(size):
+    with world.parallel(tp=size):
         dist_checkpointing.save(states(model()), str(folder))
     keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
     assert f"optimizer.state.exp_avg.decoder.layers.0.self_attention.{KV_UP}" in keys
     for loaded_at in other_sizes(size):
-        with tensor_parallel_size(loaded_at):
+        with world.parallel(tp=loaded_at):
             loaded = dist_checkpointing.load(states(model(seed=1)), str(folder))
             for name, parameter in model().named_parameters():
                 if ".self_attention." in name:

@@ -13,7 +13,6 @@ from tests.distributed.test_distributed_checkpoint import (
     gathered,
     model,
     shared_folder,
-    tensor_parallel_size,
 )
 from tests.support import world
 from tests.support.models import MIXED, VOCAB, call, token_batch
@@ -47,7 +46,7 @@ def test_ranks_of_a_real_model_load_their_files(name):
     config = tiny_config(intermediate_size=64, **fields)
     size, tensors = world.size(), {}
     with shared_folder() as folder:
-        with tensor_parallel_size(1):
+        with world.parallel(tp=1):
             single = model("standard", layers)
             expected = {n: p.detach().cpu() for n, p in single.named_parameters()}
             loss = call(single, labels=token_batch(seed=7)).detach().cpu()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
@@ -135,47 +137,65 @@ def run(
     x: Tensor,
     output_grad: Tensor,
     attention_mask: Tensor | None = None,
+    cp: dict[str, object] | None = None,
 ) -> OracleResult:
     """Forward and backward on whole ``x`` and ``output_grad`` [tokens, batch, hidden].
+
+    ``cp`` are fields of ``packed_seq_params`` that choose the context parallelism of the call.
 
     Returns:
         Whole output and gradients, as this rank sees them, rows [tokens * batch, hidden].
     """
-    x, output_grad = (own_tokens(t, layout, setup) for t in (x, output_grad))
+    group = cp_group_of_call(cp)
+    x, output_grad = (own_tokens(t, layout, setup, group) for t in (x, output_grad))
     x = x.detach().clone().requires_grad_()
     packed = layout.packed_seq_params(world.device())
+    if cp:
+        packed = dataclasses.replace(packed or PackedSeqParams(qkv_format="sbhd"), **cp)
     if attention_mask is not None:
         attention_mask = attention_mask.to(world.device())
     output, bias = attention(x, attention_mask, packed_seq_params=packed)
     if bias is not None or output.dtype != setup.dtype or output.shape != x.shape:
         raise AssertionError(f"bias {bias}, output {output.dtype} {tuple(output.shape)}")
     output.backward(output_grad)
-    output, input_grad = (all_tokens(t, layout, setup) for t in (output.detach(), x.grad))
+    output, input_grad = (all_tokens(t, layout, setup, group) for t in (output.detach(), x.grad))
     gradients = {}
     for name, parameter in parameters_by_oracle_name(attention, mla).items():
-        gradients[name] = whole_gradient(parameter, shard_dim(name, setup), setup).cpu()
+        gradients[name] = whole_gradient(parameter, shard_dim(name, setup), setup, group).cpu()
     return OracleResult(
         output.reshape(-1, mla.hidden).cpu(), input_grad.reshape(-1, mla.hidden).cpu(), gradients
     )
 
 
-def own_tokens(x: Tensor, layout: Layout, setup: Setup) -> Tensor:
+def cp_group_of_call(cp: dict[str, object] | None) -> dist.ProcessGroup:
+    """The context-parallel ranks of a call with these fields of ``packed_seq_params``."""
+    if not cp:
+        return world.cp_group()
+    size = cp["local_cp_size"]
+    return cp.get("cp_group") or parallel_state.get_hybrid_data_context_parallel_groups(
+        group_size=size
+    )
+
+
+def own_tokens(x: Tensor, layout: Layout, setup: Setup, group: dist.ProcessGroup) -> Tensor:
     """This process's part of whole ``x`` [tokens, batch, ...], on its device."""
-    cut = cut_tokens(layout, world.cp_size(), world.cp_group().rank())
+    cut = cut_tokens(layout, group.size(), group.rank())
     x = x[cut].to(world.device(), setup.dtype)
     return world.own_part(x, 0) if setup.sequence_parallel else x
 
 
-def all_tokens(x: Tensor, layout: Layout, setup: Setup) -> Tensor:
+def all_tokens(x: Tensor, layout: Layout, setup: Setup, group: dist.ProcessGroup) -> Tensor:
     """The inverse of :func:`own_tokens`, on every process."""
     if setup.sequence_parallel:
         x = world.gather(x, 0)
-    x, cp_size = world.gather(x, 0, world.cp_group()), world.cp_size()
-    order = [t for rank in range(cp_size) for t in cut_tokens(layout, cp_size, rank)]
+    x = world.gather(x, 0, group)
+    order = [t for rank in range(group.size()) for t in cut_tokens(layout, group.size(), rank)]
     return x[torch.tensor(order, device=x.device).argsort()]
 
 
-def whole_gradient(parameter: nn.Parameter, dim: int | None, setup: Setup) -> Tensor:
+def whole_gradient(
+    parameter: nn.Parameter, dim: int | None, setup: Setup, cp_group: dist.ProcessGroup
+) -> Tensor:
     """What the optimizer would see after Megatron's finalize_model_grads, over all shards.
 
     That sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel
@@ -184,7 +204,7 @@ def whole_gradient(parameter: nn.Parameter, dim: int | None, setup: Setup) -> Te
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.full_like(parameter, torch.nan)
-    gradient = world.all_reduce(gradient, group=world.cp_group())
+    gradient = world.all_reduce(gradient, group=cp_group)
     if setup.sequence_parallel and getattr(parameter, "sequence_parallel", False):
         gradient = world.all_reduce(gradient, group=world.tp_group())
     return gradient if dim is None else world.gather(gradient, dim)

@@ -29,26 +29,42 @@ def start() -> None:
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
-    _initialize(dist.get_world_size(), 1)
+    _enter(tp=dist.get_world_size())
 
 
-def _initialize(tp: int, cp: int, **more) -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, **more
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+# Sizes -> Megatron's process groups. They are kept, and made once only: each holds threads and
+# sockets until the job ends.
+_GROUPS: dict[tuple, dict] = {}
+_entered: list[dict] = []
 
 
 @contextlib.contextmanager
-def parallel(*, tp: int = 1, cp: int = 1, **more) -> Iterator[None]:
-    """Other sizes for a while; what is left of the processes is data-parallel."""
-    parallel_state.destroy_model_parallel()
-    _initialize(tp, cp, **more)
+def parallel(**sizes) -> Iterator[None]:
+    """Other sizes for a while, ``tp`` and ``cp`` (1 each unless given), then the former ones again.
+
+    What is left of the processes is data-parallel. More arguments go to Megatron.
+    """
+    [former] = _entered
+    _enter(**sizes)
     try:
         yield
     finally:
+        _enter(**former)
+
+
+def _enter(*, tp: int = 1, cp: int = 1, **more) -> None:
+    key = (tp, cp, *sorted(more.items()))
+    if key not in _GROUPS:
         parallel_state.destroy_model_parallel()
-        _initialize(dist.get_world_size(), 1)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp, context_parallel_size=cp, **more
+        )
+        # Everything that this sets.
+        state = vars(parallel_state)
+        _GROUPS[key] = {n: v for n, v in state.items() if n.startswith("_") and n.isupper()}
+    vars(parallel_state).update(_GROUPS[key])
+    _entered[:] = [{"tp": tp, "cp": cp, **more}]
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
 def stop() -> None:

@@ -1,0 +1,36 @@
+"""Memory that tensors take, without asking an allocator."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of all storages made inside the block and still alive: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor):
+                self._see(x.untyped_storage())
+        return result
+
+    def _see(self, storage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, storage.nbytes())
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
