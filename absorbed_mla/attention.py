@@ -188,9 +188,7 @@ class AbsorbedMLASelfAttention(Attention):
             causal=self.core_attention.causal,
             begun_again=self._recomputes_up_proj,
         )
-        return self.core_attention.plan(
-            keys, layout, cp_size, batch, attention_mask, hidden_states.device
-        )
+        return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
 
     def _check_hidden_states(self, hidden_states: Tensor) -> None:
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.dims.hidden_size:

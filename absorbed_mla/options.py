@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
-CORE_ATTENTION_BACKENDS = ("auto", "reference")
+CORE_ATTENTION_BACKENDS = ("auto", "cudnn", "reference")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_head_chunk_size", "expansion_token_chunk_size")
 
 
@@ -23,8 +23,9 @@ class AbsorbedMLAOptions:
             tensor-parallel rank, ``"column_parallel"`` shards their rows.
         latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
             ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
-        core_attention_backend: ``"reference"`` is the PyTorch implementation; ``"auto"`` takes the
-            fastest that can run.
+        core_attention_backend: ``"reference"`` is the PyTorch implementation, ``"cudnn"`` the fused
+            kernel of cuDNN (fp16 and bf16 on a GPU, expanded form, no mask or dropout); ``"auto"``
+            takes the fastest that can run.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_head_chunk_size: Heads whose keys and values the expanded form holds at a time.
         expansion_token_chunk_size: Key tokens that it holds expanded at a time.

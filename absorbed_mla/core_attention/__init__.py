@@ -1,6 +1,11 @@
 """Attention over the latent: the module, its forms, and the backends that compute it."""
 
-from absorbed_mla.core_attention.backend import AttentionBackend, select_backend
+from absorbed_mla.core_attention.backend import (
+    AttentionBackend,
+    AttentionRequest,
+    ReferenceBackend,
+    select_backend,
+)
 from absorbed_mla.core_attention.forms import Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource, LocalKeys
 from absorbed_mla.core_attention.latent_attention import AttentionPlan, LatentCoreAttention
@@ -10,11 +15,13 @@ from absorbed_mla.core_attention.spans import Span
 __all__ = [
     "AttentionBackend",
     "AttentionPlan",
+    "AttentionRequest",
     "KeyBlock",
     "KeySource",
     "LatentCoreAttention",
     "LocalKeys",
     "Query",
+    "ReferenceBackend",
     "ScoreRules",
     "Span",
     "select_backend",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.forms import Attended, Form, Query
+from absorbed_mla.core_attention.forms import Attended, AttendedGradient, Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.scores import ScoreRules
@@ -56,12 +56,16 @@ class _Attend(torch.autograd.Function):
         )
         out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts)
         attended = Attended(out.to(q_content.dtype), lse)
+        # The LSE's gradient is None unless somebody used the LSE: fused kernels take none.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*attended, q_content, q_rope, kv, *weights)
         return attended
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         out, lse, q_content, q_rope, kv, *weights = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
         form, backend, keys, rules = ctx.call
         attended, query = Attended(out, lse), Query(q_content, q_rope)
         # One block leaves nothing to sum over blocks.
@@ -71,7 +75,7 @@ class _Attend(torch.autograd.Function):
 
         def block_gradient(block: KeyBlock) -> Tensor:
             found = form.backward(
-                Attended(grad_out, grad_lse),
+                AttendedGradient(grad_out, grad_lse),
                 attended,
                 query,
                 block.kv,

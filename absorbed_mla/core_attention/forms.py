@@ -16,6 +16,7 @@ from absorbed_mla.absorb import absorb_query, expand_latent, up_project_value
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.dims import MLADims
 
 Weights = tuple[Tensor, ...]
 
@@ -28,10 +29,17 @@ class Query(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention gave, and what its backward starts from; [S, B, N, C or v] and [S, B, N]."""
+    """What attention gives, [S, B, N, C or v] and [S, B, N]."""
 
     out: Tensor
     lse: Tensor
+
+
+class AttendedGradient(NamedTuple):
+    """The gradient of :class:`Attended`; None where the LSE was not used."""
+
+    out: Tensor
+    lse: Tensor | None
 
 
 class BlockGradients(NamedTuple):
@@ -56,6 +64,10 @@ class Form(Protocol):
         """[S, B, N, v] from what was attended."""
         ...
 
+    def widths(self, dims: MLADims) -> tuple[int, int, bool]:
+        """Width of key and value, and whether they are the one latent head."""
+        ...
+
     def forward(
         self, query: Query, kv: Tensor, weights: Weights, backend: AttentionBackend, rules
     ) -> Attended:
@@ -64,7 +76,7 @@ class Form(Protocol):
 
     def backward(
         self,
-        grad: Attended,
+        grad: AttendedGradient,
         attended: Attended,
         query: Query,
         kv: Tensor,
@@ -94,6 +106,10 @@ class AbsorbedForm:
     def output(self, attended, w_uv):
         """Up-project the attended latent, once per query."""
         return up_project_value(attended, w_uv)
+
+    def widths(self, dims):
+        """See :class:`Form`."""
+        return dims.kv_down_dim, dims.kv_lora_rank, True
 
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the latent; [S, B, N, C]."""
@@ -138,6 +154,10 @@ class ExpandedForm:
         """What was attended is the value already."""
         return attended
 
+    def widths(self, dims):
+        """See :class:`Form`."""
+        return dims.qk_head_dim, dims.v_head_dim, False
+
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the expanded heads; [S, B, N, v]."""
         w_uk, w_uv = weights
@@ -162,7 +182,7 @@ class ExpandedForm:
             torch.zeros_like(x, dtype=attended.lse.dtype) for x in (kv, w_uk, w_uv)
         )
         for heads in self._head_chunks(w_uk):
-            parts = (x[:, :, heads] for x in (*grad, *attended, *query))
+            parts = (None if x is None else x[:, :, heads] for x in (*grad, *attended, *query))
             grad_out, grad_lse, out, lse, q_content, q_rope = parts
             for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
                 operands = _expand(kv[keys], w_uk[heads], w_uv[heads])

@@ -12,7 +12,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.core_attention.attend import attend
-from absorbed_mla.core_attention.backend import AttentionBackend, select_backend
+from absorbed_mla.core_attention.backend import (
+    AttentionBackend,
+    AttentionRequest,
+    select_backend,
+)
 from absorbed_mla.core_attention.cost import choose_form
 from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm, Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
@@ -55,7 +59,6 @@ class LatentCoreAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.attention_dropout = config.attention_dropout
         self.options = options
-        self.backend = select_backend(options.core_attention_backend)
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(
@@ -68,9 +71,8 @@ class LatentCoreAttention(nn.Module):
         keys: KeySource,
         layout: SequenceLayout,
         cp_size: int,
-        batch: int,
+        hidden_states: Tensor,
         attention_mask: Tensor | None,
-        device: torch.device,
     ) -> AttentionPlan:
         """Check and settle everything about one call that needs no tensor of the model.
 
@@ -78,14 +80,15 @@ class LatentCoreAttention(nn.Module):
             keys: Where keys come from.
             layout: The whole sequences.
             cp_size: Ranks they are cut over.
-            batch: Sequences side by side.
+            hidden_states: [S or S / tp, B, hidden_size], for its batch, dtype and device.
             attention_mask: As in the layer's ``forward``.
-            device: Where to attend.
 
         Raises:
-            ValueError: If the mask does not fit ``attn_mask_type``, the layout or the batch.
+            ValueError: If the mask does not fit ``attn_mask_type``, the layout or the batch, or the
+                backend cannot do what is asked.
         """
-        self._check_mask(layout, cp_size, batch, attention_mask, device)
+        device = hidden_states.device
+        self._check_mask(layout, cp_size, hidden_states.shape[1], attention_mask, device)
         dropout = self.attention_dropout if self.training else 0.0
         rules = ScoreRules(
             scale=self.softmax_scale,
@@ -96,10 +99,22 @@ class LatentCoreAttention(nn.Module):
             query_tokens=keys.query_tokens(device) if dropout else None,
             query_chunk_size=self.options.query_chunk_size,
         )
-        form = self.options.form
-        if form == "auto":
-            form = self._choose_form(layout.max_position, cp_size)
-        return AttentionPlan(self._forms[form], self.backend, keys, rules, layout.max_position)
+        name = self.options.form
+        if name == "auto":
+            name = self._choose_form(layout.max_position, cp_size)
+        form = self._forms[name]
+        key_width, value_width, latent = form.widths(self.dims)
+        request = AttentionRequest(
+            device=device,
+            dtype=hidden_states.dtype,
+            key_width=key_width,
+            value_width=value_width,
+            latent=latent,
+            masked=attention_mask is not None,
+            dropout=bool(dropout),
+        )
+        backend = select_backend(self.options.core_attention_backend, request)
+        return AttentionPlan(form, backend, keys, rules, layout.max_position)
 
     def forward(
         self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor

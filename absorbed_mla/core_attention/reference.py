@@ -55,7 +55,7 @@ def reference_forward(
 
 def reference_backward(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     q_content: Tensor,
@@ -72,7 +72,7 @@ def reference_backward(
 
     Args:
         grad_out: [S_q, B, N, V].
-        grad_lse: [S_q, B, N].
+        grad_lse: [S_q, B, N], or None for zero.
         out: [S_q, B, N, V], over all keys.
         lse: [S_q, B, N], over all keys.
 
@@ -99,7 +99,9 @@ def reference_backward(
         if keep is not None:
             dprobs = dprobs * keep
         # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
-        delta = (out[q].to(compute) * do).sum(-1) - grad_lse[q]
+        delta = (out[q].to(compute) * do).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse[q]
         dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
         dq_content[q] = _weighted_sum(dscores, kc)
         dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import ScoreRules, select_backend
+from absorbed_mla.core_attention import AttentionBackend, ReferenceBackend, ScoreRules
 
 
 def attention(
@@ -15,11 +15,11 @@ def attention(
     k_rope: Tensor,
     value: Tensor | None,
     rules: ScoreRules,
-    backend: str = "reference",
+    backend: AttentionBackend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output in the dtype of ``q_content``, and LSE. Shapes: see ``reference_forward``."""
     operands = (q_content, q_rope, k_content, k_rope, value)
-    return _Attention.apply(select_backend(backend), rules, *operands)
+    return _Attention.apply(backend or ReferenceBackend(), rules, *operands)
 
 
 class _Attention(torch.autograd.Function):

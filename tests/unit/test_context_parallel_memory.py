@@ -74,12 +74,12 @@ def peak(strategy, heads: int, cp_size: int, chunks: tuple[int, int] = (2, 16)) 
     core = LatentCoreAttention(config_for(TINY), dims, AttnMaskType.causal, 0.3, options)
     sequences = SequenceLayout.dense(SHARE * cp_size)
     keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, begun_again=False)
-    plan = core.plan(keys, sequences, cp_size, 1, None, world.device())
     shapes = [(SHARE, 1, heads, TINY.nope), (SHARE, 1, heads, TINY.rope)]
     shapes += [(SHARE, 1, TINY.kv_lora_rank + TINY.rope)]
     shapes += [(heads, TINY.nope, TINY.kv_lora_rank), (heads, TINY.v, TINY.kv_lora_rank)]
     leaves = [torch.randn(s, device=world.device(), requires_grad=True) for s in shapes]
     q_nope, q_rope, kv, w_uk, w_uv = leaves
+    plan = core.plan(keys, sequences, cp_size, kv, None)
     # Indices depend on the layout alone and are shared by all layers.
     keys.positions(world.device())
     with PeakMemory() as memory:

@@ -47,7 +47,7 @@ def attend(form: str, leaves) -> list[torch.Tensor]:
     """Output, LSE and all gradients."""
     module, layout = core(form), SequenceLayout.dense(TOKENS)
     keys = LocalKeys(layout, causal=True)
-    plan = module.plan(keys, layout, 1, BATCH, None, world.device())
+    plan = module.plan(keys, layout, 1, leaves[0], None)
     q_nope, q_rope, kv, w_uk, w_uv = leaves
     query = Query(plan.form.query(q_nope, w_uk), q_rope)
     out, lse = module(plan, query, keys.start(kv), w_uk, w_uv)
@@ -102,7 +102,7 @@ class TestAuto:
         module.train(training)
         layout, leaves = SequenceLayout.dense(TOKENS), operands()
         keys = LocalKeys(layout, causal=False)
-        plan = module.plan(keys, layout, 1, BATCH, None, world.device())
+        plan = module.plan(keys, layout, 1, leaves[0], None)
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
             query = Query(plan.form.query(leaves[0], leaves[3]), leaves[1])
             out, _ = module(plan, query, *leaves[2:])

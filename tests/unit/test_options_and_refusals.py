@@ -10,13 +10,14 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import specs.absorbed_mla_layer_specs as layer_specs
 from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
-from absorbed_mla.core_attention import select_backend
+from absorbed_mla.core_attention import AttentionRequest, backend, select_backend
 from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.projections import ProjectionBuilder
@@ -57,7 +58,7 @@ class TestOptions:
             ("form", "fused", "auto, absorbed, expanded"),
             ("form", None, "auto, absorbed, expanded"),
             ("down_projection", "row_parallel", "duplicated, column_parallel"),
-            ("core_attention_backend", "flash", "auto, reference"),
+            ("core_attention_backend", "flash", "auto, cudnn, reference"),
             ("latent_norm_eps", 0.0, "None or between 0 and 1"),
             ("latent_norm_eps", 1.0, "None or between 0 and 1"),
             ("latent_norm_eps", -1e-6, "None or between 0 and 1"),
@@ -67,6 +68,8 @@ class TestOptions:
             ("query_chunk_size", -64, "at least 1"),
             ("query_chunk_size", 64.0, "at least 1"),
             ("query_chunk_size", True, "at least 1"),
+            ("expansion_head_chunk_size", 0, "at least 1"),
+            ("expansion_token_chunk_size", 1.5, "at least 1"),
         ],
     )
     def test_bad_value(self, name, value, accepts):
@@ -109,8 +112,63 @@ class TestOptions:
 
     def test_backend_of_another_version(self):
         """The name may come from elsewhere than checked options."""
-        with refusal("core_attention_backend", "auto, reference", "'flash'"):
-            select_backend("flash")
+        with refusal("core_attention_backend", "auto, cudnn, reference", "'flash'"):
+            select_backend("flash", REQUEST)
+
+
+REQUEST = AttentionRequest(
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    key_width=192,
+    value_width=128,
+    latent=False,
+    masked=False,
+    dropout=False,
+)
+# What cuDNN cannot do -> the reason it gives.
+BEYOND_CUDNN = {
+    "device": (torch.device("cpu"), "needs a GPU"),
+    "dtype": (torch.float32, "fp16 and bf16"),
+    "key_width": (260, "(260, 128) are not multiples of 8 up to 256"),
+    "value_width": (512, "(192, 512)"),
+    "latent": (True, "form='expanded'"),
+    "masked": (True, "attention_mask"),
+    "dropout": (True, "attention_dropout=0"),
+}
+
+
+class TestBackend:
+    """The choice looks at the request alone; no GPU is needed to make it."""
+
+    @pytest.fixture(autouse=True)
+    def _hopper(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def test_the_fastest_that_can_run(self):
+        assert select_backend("auto", REQUEST).name == "cudnn"
+        assert select_backend("reference", REQUEST).name == "reference"
+
+    @pytest.mark.parametrize("field", BEYOND_CUDNN)
+    def test_auto_falls_back_and_says_why(self, field, caplog, monkeypatch):
+        value, reason = BEYOND_CUDNN[field]
+        request = dataclasses.replace(REQUEST, **{field: value})
+        monkeypatch.setattr(backend, "_logged", set())
+        with caplog.at_level("INFO", logger=backend.logger.name):
+            assert select_backend("auto", request).name == "reference"
+            select_backend("auto", request)
+        [record] = caplog.records
+        assert "runs reference" in record.getMessage() and reason in record.getMessage()
+
+    @pytest.mark.parametrize("field", BEYOND_CUDNN)
+    def test_an_explicit_choice_raises(self, field):
+        value, reason = BEYOND_CUDNN[field]
+        with refusal("core_attention_backend='cudnn'", "cannot run here", reason):
+            select_backend("cudnn", dataclasses.replace(REQUEST, **{field: value}))
+
+    def test_an_older_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        with refusal("core_attention_backend='cudnn'", "compute capability 9.0"):
+            select_backend("cudnn", REQUEST)
 
 
 class TestDims:
