@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     table = config.stash[_TABLE]
     if table.rows:
-        terminalreporter.section(f"worst errors against the oracle, TP={world.size()}")
+        terminalreporter.section(f"worst errors against the oracle, {world.size()} processes")
         for line in table.summary():
             terminalreporter.write_line(line)
         terminalreporter.write_line(f"every combination: {table.path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
+from training.context_parallel_options import CP_COMM_TYPES
 from training.presets import PRESETS
 from training.schedule import DECAY_STYLES
 
@@ -162,6 +163,21 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that each sequence is cut over, in an early and a late chunk for each",
+    )
+    group.add_argument(
+        "--cp-comm-type",
+        nargs="+",
+        default=["all_gather"],
+        metavar="TYPE",
+        help=f"how they exchange latents: {' or '.join(CP_COMM_TYPES)}, one for all layers or one "
+        "for each layer",
+    )
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
     group.add_argument("--recompute-granularity", choices=("selective", "full"))

@@ -10,19 +10,25 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from absorbed_mla.sequences import SequenceLayout
+from training.context_parallel import ContextParallelPart
 from training.data import Windows, window_indices
+from training.packing import pack_documents, packed_seq_params, real_tokens
+
+_WHOLE = ContextParallelPart()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch.
+    """One context-parallel rank's part of a microbatch.
 
     Attributes:
         tokens: int64 [b, s].
         labels: int64 [b, s], the next token.
-        position_ids: int64 [b, s].
-        loss_mask: float32 [b, s], 0 where the label is another document's.
-        packed_seq_params: Document boundaries, or None.
+        position_ids: int64 [b, s], within the sequence.
+        loss_mask: float32 [b, s], 0 where the label is another document's, and for padding.
+        packed_seq_params: Document boundaries of the whole pack, or None.
+        padding_mask: Bool [b, s], True for padding; None where there cannot be any.
     """
 
     tokens: Tensor
@@ -30,9 +36,15 @@ class Batch:
     position_ids: Tensor
     loss_mask: Tensor
     packed_seq_params: PackedSeqParams | None
+    padding_mask: Tensor | None = None
 
 
-def make_batch(rows: np.ndarray, device: torch.device, packed_eod: int | None = None) -> Batch:
+def make_batch(
+    rows: np.ndarray,
+    device: torch.device,
+    packed_eod: int | None = None,
+    part: ContextParallelPart = _WHOLE,
+) -> Batch:
     """Build a batch from windows.
 
     Args:
@@ -40,38 +52,37 @@ def make_batch(rows: np.ndarray, device: torch.device, packed_eod: int | None = 
         device: Where the tensors go.
         packed_eod: The token that ends documents, to make every document of a window a sequence
             of its own (``thd``, b = 1); None attends over the whole window.
+        part: Which tokens to keep. Documents are padded with ``packed_eod`` where it cuts them.
+
+    Raises:
+        ValueError: If windows are not packed and ``part`` cannot cut them.
     """
-    rows = torch.from_numpy(rows.astype(np.int64)).to(device)
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    position_ids = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=device)
-    packed = None
+    windows = torch.from_numpy(rows.astype(np.int64))
+    tokens, labels = windows[:, :-1], windows[:, 1:]
+    loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
+    sequences, padding_mask = SequenceLayout.dense(tokens.shape[1]), None
     if packed_eod is not None:
         loss_mask[tokens == packed_eod] = 0
-        starts = document_starts(tokens[0].tolist(), packed_eod)
-        packed = _packed_seq_params(starts, tokens.shape[1], device)
-        cu_seqlens = packed.cu_seqlens_q.long()
-        lengths = cu_seqlens.diff()
-        position_ids = position_ids - cu_seqlens[:-1].repeat_interleave(lengths)
-    return Batch(tokens, labels, position_ids, loss_mask, packed)
+        sequences = pack_documents(tokens[0].tolist(), packed_eod, part)
+        real = real_tokens(sequences)
+        tokens, labels = (_spread(x, real, packed_eod) for x in (tokens, labels))
+        loss_mask = _spread(loss_mask, real, 0)
+        if part.size > 1:
+            padding_mask = part.of(~real[None], sequences).to(device)
+    positions = sequences.positions(torch.device("cpu")).expand_as(tokens)
+    own = [
+        part.of(values, sequences).contiguous().to(device)
+        for values in (tokens, labels, positions, loss_mask)
+    ]
+    packed = packed_seq_params(sequences, device) if sequences.packed else None
+    return Batch(*own, packed, padding_mask)
 
 
-def document_starts(tokens: list[int], eod: int) -> list[int]:
-    """Where documents begin: at 0 and after every end token but a last one."""
-    return [0] + [i + 1 for i, token in enumerate(tokens[:-1]) if token == eod]
-
-
-def _packed_seq_params(starts: list[int], total: int, device: torch.device) -> PackedSeqParams:
-    bounds = [*starts, total]
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in zip(bounds, bounds[1:]))
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def _spread(values: Tensor, real: Tensor, padding: int) -> Tensor:
+    """Values [1, s] of a window in the real places of a pack [1, S], and padding in the others."""
+    spread = values.new_full((1, len(real)), padding)
+    spread[:, real] = values
+    return spread
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,11 @@ class BatchSource:
         windows: The data.
         micro_batch_size: Windows per microbatch.
         global_batch_size: Windows per iteration, over all ranks.
-        dp_rank: This data-parallel rank.
+        dp_rank: This data-parallel rank, context-parallel ranks not counted.
         dp_size: Number of them.
         device: Where batches go.
         packed_eod: As in :func:`make_batch`.
+        part: As in :func:`make_batch`. Its other ranks have the same windows.
     """
 
     windows: Windows
@@ -95,6 +107,7 @@ class BatchSource:
     dp_size: int
     device: torch.device
     packed_eod: int | None
+    part: ContextParallelPart = _WHOLE
 
     @property
     def num_microbatches(self) -> int:
@@ -113,4 +126,4 @@ class BatchSource:
                 global_batch_size=self.global_batch_size,
             )
             rows = np.stack([self.windows[i] for i in indices])
-            yield make_batch(rows, self.device, self.packed_eod)
+            yield make_batch(rows, self.device, self.packed_eod, self.part)

@@ -31,6 +31,7 @@ _REQUIRED = (
 _PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
 )
 

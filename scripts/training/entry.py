@@ -16,6 +16,7 @@ from training import distributed
 from training.arguments import parse_arguments
 from training.batch import BatchSource
 from training.checkpoint import Checkpointer, find_checkpoint
+from training.context_parallel import own_part
 from training.data import Windows, read_corpus, split_corpus
 from training.loop import Trainer
 from training.metrics import read_metrics
@@ -108,6 +109,7 @@ def _source(
         dp_size=parallel_state.get_data_parallel_world_size(),
         device=device,
         packed_eod=eod,
+        part=own_part(args),
     )
 
 

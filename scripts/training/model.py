@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -18,7 +17,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from training.context_parallel_options import (
+    cp_comm_type,
+    is_padded,
+    lengths_vary,
+    token_dispatcher,
+    transformer_impl,
+)
 from training.gradients import sum_over_model_parallel
+from training.pack_router import use_pack_router
 from training.presets import ModelPreset
 
 # Fields of a preset that are no fields of Megatron's config.
@@ -40,6 +47,9 @@ def build_config(
     options = {name: getattr(model, name) for name in sorted(fields)}
     if model.num_moe_experts:
         options |= _moe_options(args, model, device)
+    elif lengths_vary(args):
+        # Megatron's default does not go with varying lengths, experts or not.
+        options["moe_token_dispatcher_type"] = "alltoall"
     try:
         return MLATransformerConfig(
             **options,
@@ -55,6 +65,9 @@ def build_config(
             tensor_model_parallel_size=args.tensor_model_parallel_size,
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            cp_comm_type=cp_comm_type(args),
+            variable_seq_lengths=lengths_vary(args),
             sequence_parallel=args.sequence_parallel,
             recompute_granularity=args.recompute_granularity,
             recompute_modules=args.recompute_modules,
@@ -64,7 +77,7 @@ def build_config(
             pipeline_dtype=dtype,
             bf16=args.bf16,
             fp16=args.fp16,
-            transformer_impl=_transformer_impl(args, device),
+            transformer_impl=transformer_impl(args, device.type),
             use_cpu_initialization=device.type == "cpu",
             calculate_per_token_loss=True,
         )
@@ -72,22 +85,13 @@ def build_config(
         raise ValueError(f"Megatron refuses these options: {error}") from error
 
 
-def _transformer_impl(args: argparse.Namespace, device: torch.device) -> str:
-    if args.transformer_impl is not None:
-        return args.transformer_impl
-    return "transformer_engine" if HAVE_TE and device.type == "cuda" else "local"
-
-
 def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.device) -> dict:
-    dispatcher = args.moe_token_dispatcher_type
-    if dispatcher is None:
-        dispatcher = "alltoall" if device.type == "cuda" else "allgather"
     return {
         "moe_layer_freq": list(model.moe_layer_freq),
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": dispatcher,
+        "moe_token_dispatcher_type": token_dispatcher(args, device.type),
         "moe_grouped_gemm": args.moe_grouped_gemm,
     }
 
@@ -111,9 +115,12 @@ def build_model(
     device: torch.device,
 ) -> DistributedDataParallel:
     """This rank's part of the model, ready to be trained."""
+    block = _block_spec(args, config, model)
+    if is_padded(args):
+        use_pack_router(block)
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(args, config, model),
+        transformer_layer_spec=block,
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -15,6 +15,7 @@ _ROWS = 12
 def run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, start: int) -> str:
     """The model, the processes and the data in a few lines."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
     scaled = f" / {args.scale_down}" if args.scale_down > 1 else ""
     moe = sum(preset.moe_layer_freq)
     model = f"of {args.load}" if args.use_checkpoint_args else f"{args.preset}{scaled}"
@@ -26,7 +27,7 @@ def run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, st
         f"vocabulary {preset.vocab_size}",
         f"processes  {distributed.world_size()}: TP {tp}"
         + (" with sequence parallelism" if args.sequence_parallel else "")
-        + f", PP {pp}, DP {distributed.world_size() // (tp * pp)}, "
+        + f", PP {pp}, CP {cp}, DP {distributed.world_size() // (tp * pp * cp)}, "
         + f"EP {args.expert_model_parallel_size}",
         f"data       {args.data or 'Python standard library'}: {corpus.num_documents:,} documents, "
         f"{len(corpus.tokens):,} tokens; {args.global_batch_size} x {args.seq_length} tokens per "

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from training.batch import Batch, BatchSource
@@ -53,8 +54,20 @@ def _forward_step(batches: Iterator[Batch], model: nn.Module):
         None,  # the attention's mask type says causal
         labels=batch.labels,
         packed_seq_params=batch.packed_seq_params,
+        padding_mask=_stage_padding(batch.padding_mask, model.config),
     )
     return output, functools.partial(_summed_loss, batch.loss_mask)
+
+
+def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """Bool [b, s] as this pipeline stage takes it: the first cuts it for sequence parallelism."""
+    if padding_mask is None or not config.sequence_parallel:
+        return padding_mask
+    if parallel_state.is_pipeline_first_stage():
+        return padding_mask
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return padding_mask.chunk(tp, dim=1)[rank].contiguous()
 
 
 def _summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:

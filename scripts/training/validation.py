@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
+from training.context_parallel_options import check_context_parallelism
+
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
+    "context_parallel_size",
     "seq_length",
     "micro_batch_size",
     "global_batch_size",
@@ -92,16 +95,17 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 
 def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    tp, pp, ep = (
+    tp, pp, cp = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
-        args.expert_model_parallel_size,
+        args.context_parallel_size,
     )
     model = args.model
-    if world_size % (tp * pp):
+    if world_size % (tp * pp * cp):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} must divide "
-            f"the number of processes (torchrun --nproc-per-node), got {world_size}"
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"--context-parallel-size {cp} = {tp * pp * cp} must divide the number of processes "
+            f"(torchrun --nproc-per-node), got {world_size}"
         )
     divisible = [
         ("--num-attention-heads", model.num_attention_heads),
@@ -111,7 +115,7 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             args.make_vocab_size_divisible_by,
         ),
     ]
-    if args.sequence_parallel:
+    if args.sequence_parallel and cp == 1:
         divisible.append(("--seq-length with --sequence-parallel", args.seq_length))
     if model.num_moe_experts:
         divisible.append(("--moe-ffn-hidden-size", model.moe_ffn_hidden_size))
@@ -135,12 +139,12 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             "--sequence-parallel: Megatron trains MoE layers under tensor parallelism only so "
             "(--num-experts 0 makes the model dense)"
         )
-    _check_expert_parallelism(args, world_size, tp * pp, ep)
+    check_context_parallelism(args)
+    _check_expert_parallelism(args, world_size)
 
 
-def _check_expert_parallelism(
-    args: argparse.Namespace, world_size: int, model_parallel: int, ep: int
-) -> None:
+def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    ep = args.expert_model_parallel_size
     if ep == 1:
         return
     experts = args.model.num_moe_experts
@@ -149,10 +153,12 @@ def _check_expert_parallelism(
             f"--num-experts must be divisible by --expert-model-parallel-size {ep}, "
             f"got {experts or 0}"
         )
-    if world_size % (model_parallel * ep):
+    # Experts are not cut over context-parallel ranks, so these are as good as data-parallel ones.
+    ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    if ranks % ep:
         raise ValueError(
-            f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks, "
-            f"got {world_size // model_parallel}"
+            f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks x "
+            f"--context-parallel-size {args.context_parallel_size}, got {ranks}"
         )
 
 
@@ -161,7 +167,11 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
         args.micro_batch_size = 1 if args.packed else 8
     if args.packed and args.micro_batch_size != 1:
         raise ValueError(f"--packed needs --micro-batch-size 1, got {args.micro_batch_size}")
-    dp = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    dp = world_size // (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
     step = args.micro_batch_size * dp
     if args.global_batch_size is None:
         args.global_batch_size = step * args.pipeline_model_parallel_size

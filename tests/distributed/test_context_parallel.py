@@ -19,6 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from absorbed_mla.context_parallel import agreement
 from absorbed_mla.testing.traffic import count_traffic
 from tests import oracle
 from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout
@@ -253,6 +254,10 @@ class TestTraffic:
 
 class TestDisagreement:
     """Ranks with different input get one error each, not a hang, and can go on afterwards."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_known(self):
+        agreement._compare_once.cache_clear()
 
     def attempt(self, tokens: int, params=None, batch: int = 1) -> None:
         attention = build_attention(TINY, Setup())

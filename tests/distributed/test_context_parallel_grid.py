@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.distributed.test_oracle_grid import RECOMPUTE, SAME_TABLE_BOUND, backends, form, layout
+from tests.distributed.test_oracle_grid import (
+    RECOMPUTE,
+    SAME_TABLE_BOUND,
+    backends,
+    form,
+    layout,
+    precision_shapes,
+)
 from tests.support import world
-from tests.support.cases import TINY, random_weights
+from tests.support.cases import random_weights
 from tests.support.harness import (
     Setup,
     build_attention,
@@ -50,7 +57,7 @@ cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 sequence_parallel = pytest.mark.parametrize(
     "sequence_parallel",
     [False, True] if world.size() >= 4 else [False],
-    ids=["no_sp", "sp"][: 1 + (world.size() >= 4)],
+    ids=lambda on: "sp" if on else "no_sp",
 )
 
 
@@ -91,7 +98,10 @@ def test_fp64_column_parallel(sizes, sequence_parallel, layout, cp_comm_type, fo
 @pytest.mark.parametrize("recompute", ["none", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", backends())
-def test_precision(sizes, backend, dtype, recompute, form, cp_comm_type, layout, error_table):
+@pytest.mark.parametrize("shape", precision_shapes())
+def test_precision(
+    sizes, shape, backend, dtype, recompute, form, cp_comm_type, layout, error_table
+):
     """Rounds no worse than three plain evaluations of the same equations at the same precision."""
     setup = Setup(
         sequence_parallel=world.tp_size() > 1,
@@ -101,29 +111,33 @@ def test_precision(sizes, backend, dtype, recompute, form, cp_comm_type, layout,
         backend=backend,
         cp_comm_type=cp_comm_type,
     )
-    check(setup, layout, error_table)
+    check(setup, layout, error_table, shape)
 
 
-def check(setup: Setup, layout_name: str, error_table) -> None:
+def check(setup: Setup, layout_name: str, error_table, shape: str = "tiny") -> None:
     """Compare one combination with the oracle, and record it."""
-    dtype, tokens = setup.dtype, cut_layout(layout_name, world.cp_size())
+    mla, dtype, tokens = (
+        precision_shapes()[shape],
+        setup.dtype,
+        cut_layout(layout_name, world.cp_size()),
+    )
     # Rounded once, so that every evaluation starts from the same numbers.
-    weights = {n: w.to(dtype).double() for n, w in random_weights(TINY).items()}
-    x, output_grad = (tokens.random_rows(TINY.hidden, i).to(dtype).double() for i in (1, 2))
-    attention = build_attention(TINY, setup)
-    load_weights(attention, TINY, setup, weights)
-    actual = named_tensors(TINY, run(attention, TINY, setup, tokens, x, output_grad))
+    weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
+    x, output_grad = (tokens.random_rows(mla.hidden, i).to(dtype).double() for i in (1, 2))
+    attention = build_attention(mla, setup)
+    load_weights(attention, mla, setup, weights)
+    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
 
     rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, TINY, tokens)
+    table = module_table(attention, mla, tokens)
     exact, eager = (
-        named_tensors(TINY, oracle.evaluate(TINY, weights, *rows, tokens.sequences, table, d))
+        named_tensors(mla, oracle.evaluate(mla, weights, *rows, tokens.sequences, table, d))
         for d in (torch.float64, dtype)
     )
     bounds = SAME_TABLE_BOUND
     if dtype != torch.float64:
         bounds = bounds_from_eager(eager, exact, dtype)
     deviation = worst_over_ranks(compare(actual, exact, bounds))
-    combination = {"shape": "tiny", "layout": layout_name, **setup.describe()}
+    combination = {"shape": shape, "layout": layout_name, **setup.describe()}
     error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
     deviation.check(f"({dtype})")

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from tests import oracle
+from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import TINY, random_weights, shapes
+from tests.support.cases import FUSED, TINY, random_weights, shapes
 from tests.support.harness import (
     Setup,
     build_attention,
@@ -108,6 +109,11 @@ def backends() -> list[str]:
     return ["local", "transformer_engine"] if HAVE_TE else ["local"]
 
 
+def precision_shapes() -> dict[str, OracleMLA]:
+    """One more where there are fused kernels."""
+    return {"tiny": TINY, "fused": FUSED} if torch.cuda.is_available() else {"tiny": TINY}
+
+
 def precision_cases() -> list:
     """float16 differs from bfloat16 by its range only: one layout is enough."""
     cases = [
@@ -124,8 +130,9 @@ def precision_cases() -> list:
 @form
 @pytest.mark.parametrize(("dtype", "layout", "recompute"), precision_cases())
 @pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("shape", precision_shapes())
 def test_precision(
-    backend, dtype, recompute, form, layout, down_projection, sequence_parallel, error_table
+    shape, backend, dtype, recompute, form, layout, down_projection, sequence_parallel, error_table
 ):
     """Rounds no worse than three plain evaluations of the same equations at the same precision."""
     setup = Setup(
@@ -136,27 +143,27 @@ def test_precision(
         dtype=dtype,
         backend=backend,
     )
-    tokens = grid_layout(layout, divisible=sequence_parallel)
+    mla, tokens = precision_shapes()[shape], grid_layout(layout, divisible=sequence_parallel)
     # Rounded once, so that every evaluation starts from the same numbers.
-    weights = {n: w.to(dtype).double() for n, w in random_weights(TINY).items()}
-    x, output_grad = (tokens.random_rows(TINY.hidden, i).to(dtype).double() for i in (1, 2))
-    attention = build_attention(TINY, setup)
-    load_weights(attention, TINY, setup, weights)
-    actual = named_tensors(TINY, run(attention, TINY, setup, tokens, x, output_grad))
+    weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
+    x, output_grad = (tokens.random_rows(mla.hidden, i).to(dtype).double() for i in (1, 2))
+    attention = build_attention(mla, setup)
+    load_weights(attention, mla, setup, weights)
+    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
 
     rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, TINY, tokens)
+    table = module_table(attention, mla, tokens)
     # TransformerEngine multiplies float32 matrices in TF32, which has float16's significand,
     # unless this switch of the CUDA libraries forbids it.
     tf32 = backend == "transformer_engine" and dtype == torch.float32
     tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     precision = torch.float16 if tf32 else dtype
     exact, eager = (
-        named_tensors(TINY, oracle.evaluate(TINY, weights, *rows, tokens.sequences, table, d))
+        named_tensors(mla, oracle.evaluate(mla, weights, *rows, tokens.sequences, table, d))
         for d in (torch.float64, precision)
     )
     deviation = compare(actual, exact, bounds_from_eager(eager, exact, precision))
     deviation = worst_over_ranks(deviation)
-    combination = {"shape": "tiny", "layout": layout, **setup.describe()}
+    combination = {"shape": shape, "layout": layout, **setup.describe()}
     error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
     deviation.check(f"({dtype})")

@@ -31,6 +31,9 @@ TINY = OracleMLA(
     mscale_all_dim=0.707,
 )
 
+# Widths that fused kernels take; with any others "auto" falls back.
+FUSED = replace(TINY, nope=16, rope=8, v=24)
+
 _SHAPES = {
     "q_lora_none": replace(TINY, q_lora_rank=None),
     "no_rope": replace(TINY, rope=0, rope_type="rope", kv_lora_rank=20),

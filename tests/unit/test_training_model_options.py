@@ -75,6 +75,28 @@ def test_sizes_override_the_preset():
     assert model.moe_layer_freq == (0, 0, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("argv", "cp_comm_type", "varies"),
+    [
+        ("--context-parallel-size 2", "all_gather", False),
+        ("--context-parallel-size 2 --cp-comm-type p2p --packed", "p2p", False),
+        (
+            "--context-parallel-size 2 --num-layers 2 --cp-comm-type p2p all_gather "
+            "--pipeline-model-parallel-size 2 --packed --num-experts 0",
+            ["p2p", "all_gather"],
+            True,
+        ),
+        ("--pipeline-model-parallel-size 3 --packed", "all_gather", False),
+    ],
+)
+def test_megatron_is_told_of_context_parallelism(argv, cp_comm_type, varies):
+    args = parse_arguments(argv.split())
+    config = build_config(args, resolve_model(args), torch.device("cpu"))
+    assert config.context_parallel_size == args.context_parallel_size
+    assert config.cp_comm_type == cp_comm_type
+    assert config.variable_seq_lengths == varies
+
+
 def test_no_experts_make_a_dense_model():
     model = _resolve("--num-experts", "0")
     assert model.num_moe_experts is None

@@ -36,7 +36,7 @@ _TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
         (["--sequence-parallel"], 1, "needs --tensor-model-parallel-size above 1, got 1"),
         (["--pipeline-model-parallel-size", "2"], 2, "--num-layers must be divisible"),
         (["--expert-model-parallel-size", "3"], 3, "--num-experts must be divisible"),
-        (["--expert-model-parallel-size", "2"], 1, "number of data-parallel ranks, got 1"),
+        (["--expert-model-parallel-size", "2"], 1, "ranks x --context-parallel-size 1, got 1"),
         (["--global-batch-size", "12"], 2, "--global-batch-size must be divisible"),
         (["--packed", "--micro-batch-size", "2"], 1, "--packed needs --micro-batch-size 1, got 2"),
         (["--seq-length", "0"], 1, "--seq-length must be at least 1, got 0"),
@@ -56,6 +56,66 @@ def test_bad_options_name_the_option(argv, world_size, message):
     with pytest.raises(ValueError) as error:
         _validate(*argv, world_size=world_size)
     assert message in str(error.value)
+
+
+_CP2 = ["--context-parallel-size", "2"]
+_CP2_PP2 = [*_CP2, "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+_TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        (["--context-parallel-size", "0"], 1, "--context-parallel-size must be at least 1, got 0"),
+        (_CP2, 3, "x --context-parallel-size 2 = 2 must divide the number of processes"),
+        ([*_CP2, *_TP2], 6, "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x"),
+        ([*_CP2, "--seq-length", "126"], 2, "by 2 x --context-parallel-size 2 = 4 "),
+        ([*_CP2, "--seq-length", "126"], 2, "(each rank takes an early and a late chunk), got 126"),
+        (
+            [*_TP4, *_CP2, "--seq-length", "132"],
+            8,
+            "--context-parallel-size 2 x --tensor-model-parallel-size 4 = 8, got 132",
+        ),
+        ([*_CP2, "--cp-comm-type", "a2a"], 2, "must be one of all_gather, p2p, got 'a2a': a2a and"),
+        (["--cp-comm-type", "a2a+p2p"], 1, "the latent is one head for all"),
+        ([*_CP2, "--cp-comm-type", "p2p", "p2p"], 2, "for each of --num-layers 3, got 2"),
+        ([*_CP2, "--expert-model-parallel-size", "4"], 2, "--context-parallel-size 2, got 2"),
+        ([*_CP2, "--global-batch-size", "12"], 4, "--micro-batch-size 8 x 2 data-parallel ranks"),
+    ],
+)
+def test_bad_context_parallelism_names_the_option(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, world_size=world_size)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        ([*_CP2_PP2, "--packed"], 4, "experts needs --pipeline-model-parallel-size 1, got 2"),
+        ([*_CP2, "--packed", "--expert-model-parallel-size", "4"], 4, "that divides it, got 4"),
+    ],
+)
+def test_packs_of_varying_length_need_a_dispatcher_that_supports_them(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, "--moe-token-dispatcher-type", "allgather", world_size=world_size)
+    assert message in str(error.value)
+
+
+def test_standard_attention_on_local_layers_is_not_cut():
+    options = ["--attention", "standard", "--transformer-impl", "local"]
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine, got local"):
+        _validate(*options, *_CP2, world_size=2)
+    assert _validate(*options).attention == "standard"
+
+
+def test_context_parallel_ranks_are_no_data_parallel_ranks():
+    args = _validate(*_CP2, "--micro-batch-size", "3", world_size=4)
+    assert args.global_batch_size == 6
+    # Experts have every rank that tensor and pipeline parallelism leave.
+    _validate(*_CP2, "--expert-model-parallel-size", "4", world_size=4)
+    # Packs are padded, so that any length can be cut.
+    _validate(*_CP2, "--packed", "--seq-length", "127", world_size=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these work with a GPU")

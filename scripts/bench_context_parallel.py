@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Measure one attention layer under context parallelism, ours beside Megatron's own.
+
+    $ torchrun --nproc-per-node 2 scripts/bench_context_parallel.py docs/context-parallel --profile
+    $ torchrun --nproc-per-node 2 scripts/bench_context_parallel.py /tmp/quick \
+          --sizes 64,128 --heads 4 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32
+    $ python scripts/bench_context_parallel.py docs/context-parallel --render two.json four.json
+
+All processes are one context-parallel group. For every sequence length, number of heads and layout
+it measures step time, memory and the bytes that a rank really sends. The dimensions are
+DeepSeek-V3's; GPUs compute in bfloat16, CPUs in float32. A case that fails (memory, or something
+unsupported) has its error in its row, and the others go on; only if one rank fails alone in the
+middle of a step, the run ends after --timeout. What was measured is written after every case. The
+last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+# Megatron warns about every optional package it does not find.
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+
+from context_parallel_benchmark.arguments import cases, parse_arguments  # noqa: E402
+from context_parallel_benchmark.plot import plot  # noqa: E402
+from context_parallel_benchmark.report import (  # noqa: E402
+    NAME,
+    Report,
+    errors,
+    markdown,
+    summary,
+    table,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
+    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    try:
+        if args.render:
+            render(args.folder, [Report.read(file) for file in args.render])
+            return 0
+        wanted = cases(args, int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    measure_all(wanted, args)
+    return 0
+
+
+def measure_all(wanted, args) -> None:
+    """Measure every case on all processes; rank 0 writes."""
+    # Only here, so that rendering needs no machine to measure on.
+    from context_parallel_benchmark.machine import describe
+    from context_parallel_benchmark.measure import measure
+    from context_parallel_benchmark.processes import Processes
+
+    processes = Processes(args.seed, args.timeout)
+    if args.profile and not processes.on_gpu and processes.rank == 0:
+        print("--profile has no effect: there is no GPU.")
+    report = Report(describe(args, processes), [])
+    for case in wanted:
+        row = measure(case, args, processes)
+        report.rows.append(row)
+        if processes.rank == 0:
+            report.write(args.folder / f"{NAME}.json")
+            line = [Report(report.environment, [row])]
+            print(errors(line).splitlines()[-1] if row.error else table(line).splitlines()[-1])
+            sys.stdout.flush()
+    if processes.rank == 0:
+        render(args.folder, [report])
+    processes.leave()
+
+
+def render(folder: Path, reports: Sequence[Report]) -> None:
+    """Write the table and the plot, and print the table and a last line of JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.md").write_text(markdown(reports))
+    if not plot(reports, folder / f"{NAME}.png"):
+        print("No plot: matplotlib is missing, or nothing was measured.")
+    print(f"\n{table(reports)}\n\n{errors(reports)}\n\nWritten to {folder}")
+    print(summary(reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

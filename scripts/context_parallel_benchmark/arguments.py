@@ -1,0 +1,185 @@
+"""The command line, and the cases that it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from absorbed_mla.options import FORMS
+
+LAYOUTS = ("sbhd", "thd")
+IMPLEMENTATIONS = ("ours", "megatron")
+COMM_TYPES = ("all_gather", "p2p")
+# What TransformerEngine 2.12 accepts for multi-head latent attention.
+MEGATRON_COMM_TYPE = "p2p"
+_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+# DeepSeek-V3's.
+DIMS = {
+    "hidden-size": 7168,
+    "q-lora-rank": 1536,
+    "kv-lora-rank": 512,
+    "qk-head-dim": 128,
+    "qk-pos-emb-head-dim": 64,
+    "v-head-dim": 128,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and one input that is measured.
+
+    Attributes:
+        implementation: ``"ours"`` or ``"megatron"``.
+        cp_comm_type: As in Megatron's config.
+        form: Of ours; ``"expanded"`` for Megatron's own, which knows no other.
+        tokens: Of the whole sequence or pack.
+        heads: Of the layer.
+        layout: ``"sbhd"``, or ``"thd"``: a pack of equal documents.
+        documents: In the pack; 1 for ``sbhd``.
+    """
+
+    implementation: str
+    cp_comm_type: str
+    form: str
+    tokens: int
+    heads: int
+    layout: str
+    documents: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.implementation} {self.cp_comm_type} {self.form} {self.layout} "
+            f"S={self.tokens} n={self.heads}"
+        )
+
+
+def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
+    """Parse ``argv``; wrong input ends the process with exit code 2.
+
+    Args:
+        argv: Without the program's name.
+        description: What ``--help`` begins with.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bench_context_parallel.py",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("folder", type=Path, help="where context_parallel.json, .md and .png go")
+    add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
+    add("--sizes", type=parse_sizes, default="16k,32k,64k,128k", help="tokens (%(default)s)")
+    add("--heads", type=_list_of(_count), default="16,128", help="(%(default)s)")
+    add("--layouts", type=_list_of(_one_of(LAYOUTS)), default="sbhd", help="(%(default)s)")
+    add("--documents", type=_count, default=4, help="equal ones in a thd pack (%(default)s)")
+    add("--implementations", type=_list_of(_one_of(IMPLEMENTATIONS)), default="ours,megatron")
+    add("--cp-comm-types", type=_list_of(_one_of(COMM_TYPES)), default="all_gather,p2p")
+    add("--form", choices=FORMS, default="expanded", help="of ours (%(default)s)")
+    add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
+    add("--warmup", type=_count, default=1, help="steps that are not timed (%(default)s)")
+    add("--seconds-per-row", type=_seconds, default=5.0, help="for timed steps (%(default)s)")
+    add("--timeout", type=_seconds, default=120.0, help="of a collective, in s (%(default)s)")
+    add("--profile", action="store_true", help="measure the overlap of communication (ours, GPU)")
+    add("--seed", type=int, default=1234, help="(%(default)s)")
+    for name, size in DIMS.items():
+        add(f"--{name}", type=_count, default=size, help="(%(default)s)")
+    args = parser.parse_args(argv)
+    for file in args.render or ():
+        if not file.is_file():
+            parser.error(f"--render must be JSON files that this script wrote; got {file}")
+    return args
+
+
+def cases(args: argparse.Namespace, cp_size: int) -> list[Case]:
+    """All cases, smaller ones first: what is too large for the machine comes last.
+
+    Raises:
+        ValueError: If there is nothing to cut a sequence over, or one does not divide.
+    """
+    if cp_size < 2:
+        raise ValueError(
+            "context parallelism needs 2 or more processes, got 1; start this script by "
+            "torchrun --nproc-per-node 2"
+        )
+    result = []
+    for tokens in sorted(args.sizes):
+        for heads in args.heads:
+            for layout in args.layouts:
+                documents = args.documents if layout == "thd" else 1
+                _require_divisible(tokens, documents, cp_size)
+                for implementation, comm_type, form in _ways(args):
+                    result.append(
+                        Case(implementation, comm_type, form, tokens, heads, layout, documents)
+                    )
+    return result
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Tokens of ``"16k,1m,1000"``; k and m are 1024 and 1024^2."""
+    return _list_of(_tokens)(text)
+
+
+def _ways(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Implementation, cp_comm_type and form."""
+    if "ours" in args.implementations:
+        yield from (("ours", comm_type, args.form) for comm_type in args.cp_comm_types)
+    if "megatron" in args.implementations:
+        yield "megatron", MEGATRON_COMM_TYPE, "expanded"
+
+
+def _require_divisible(tokens: int, documents: int, cp_size: int) -> None:
+    pieces = documents * 2 * cp_size
+    if tokens % pieces:
+        raise ValueError(
+            f"--sizes: {tokens} tokens do not divide into {documents} document(s) of "
+            f"2 x {cp_size} chunks; give multiples of {pieces}"
+        )
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number above 0, with or without k or m, got {text!r}"
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # Not "value <= 0", which NaN passes.
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return value
+
+
+def _one_of(accepted: tuple[str, ...]):
+    def parse(text: str) -> str:
+        if text.strip() not in accepted:
+            raise argparse.ArgumentTypeError(
+                f"expected some of {', '.join(accepted)}, separated by commas; got {text!r}"
+            )
+        return text.strip()
+
+    return parse
+
+
+def _list_of(parse):
+    def parse_all(text: str) -> list:
+        # Named twice is measured once.
+        return list(dict.fromkeys(parse(part) for part in text.split(",")))
+
+    return parse_all

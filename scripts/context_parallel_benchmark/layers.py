@@ -1,0 +1,138 @@
+"""The layers that are compared, and their input."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+
+from absorbed_mla import AbsorbedMLAOptions
+from context_parallel_benchmark.arguments import Case
+from context_parallel_benchmark.processes import Processes
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer with an input of this rank.
+
+    Attributes:
+        layer: Megatron's attention interface.
+        x: [tokens / cp, 1, hidden], requires a gradient.
+        output_grad: Like ``x``.
+        packed: Boundaries of the whole pack, None for one sequence.
+    """
+
+    layer: nn.Module
+    x: Tensor
+    output_grad: Tensor
+    packed: PackedSeqParams | None
+
+    def forward(self) -> Tensor:
+        """The output, [tokens / cp, 1, hidden]."""
+        return self.layer(self.x, None, packed_seq_params=self.packed)[0]
+
+    def backward(self, output: Tensor) -> None:
+        """Gradients of the input and of all parameters."""
+        output.backward(self.output_grad)
+
+    def forget_gradients(self) -> None:
+        """As after an optimizer step."""
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+
+
+def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject:
+    """The layer in training mode, and random input, on this process's device.
+
+    Raises:
+        ValueError: If it cannot be built here.
+    """
+    config = _config(case, args, processes)
+    spec = _attention_spec(case, config)
+    layer = build_module(spec, config=config, layer_number=1, cp_comm_type=case.cp_comm_type).to(
+        processes.device
+    )
+    shape = (case.tokens // processes.size, 1, args.hidden_size)
+    packed = _pack(case, processes.device) if case.layout == "thd" else None
+    x = processes.random(*shape).requires_grad_()
+    return Subject(layer.train(), x, processes.random(*shape), packed)
+
+
+def _attention_spec(case: Case, config: MLATransformerConfig) -> ModuleSpec:
+    if case.implementation == "ours":
+        options = AbsorbedMLAOptions(form=case.form)
+        layer = get_absorbed_mla_layer_spec(
+            config, backend=config.transformer_impl, options=options
+        )
+    elif HAVE_TE:
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            multi_latent_attention=True, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        raise ValueError(
+            "Megatron's standard MLA under context parallelism needs transformer-engine, "
+            "not installed here"
+        )
+    return layer.submodules.self_attention
+
+
+def _config(case: Case, args: argparse.Namespace, processes: Processes) -> MLATransformerConfig:
+    return MLATransformerConfig(
+        num_layers=1,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.hidden_size,
+        num_attention_heads=case.heads,
+        q_lora_rank=args.q_lora_rank,
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+        qk_layernorm=True,
+        rope_type=args.rope_type,
+        rotary_base=10000,
+        rotary_scaling_factor=40,
+        original_max_position_embeddings=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=processes.dtype,
+        bf16=processes.dtype == torch.bfloat16,
+        transformer_impl="transformer_engine" if HAVE_TE and processes.on_gpu else "local",
+        use_cpu_initialization=not processes.on_gpu,
+        context_parallel_size=processes.size,
+        cp_comm_type=case.cp_comm_type,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _pack(case: Case, device: torch.device) -> PackedSeqParams:
+    length = case.tokens // case.documents
+    bounds = torch.tensor(
+        [0, *accumulate([length] * case.documents)], dtype=torch.int32, device=device
+    )
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        # The same: TransformerEngine asks for them under context parallelism.
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+    )

@@ -1,0 +1,68 @@
+"""How much of the communication kernels' time other kernels run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+Interval = tuple[float, float]
+# The profiler also shows ranges that are no kernels, named like "nccl:_all_gather_base".
+_COMMUNICATION = ("ncclDevKernel", "ncclKernel")
+
+
+def overlap_fraction(function: Callable[[], object]) -> float | None:
+    """Run ``function`` once under the profiler, on a GPU; see :func:`covered_fraction`."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return covered_fraction(*kernels(events))
+
+
+def kernels(events: Iterable[dict]) -> tuple[list[Interval], list[Interval]]:
+    """NCCL's kernels and all others of a Chrome trace, as (start, end) in us."""
+    communication: list[Interval] = []
+    compute: list[Interval] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            start = float(event["ts"])
+            kind = communication if event["name"].startswith(_COMMUNICATION) else compute
+            kind.append((start, start + float(event["dur"])))
+    return communication, compute
+
+
+def covered_fraction(these: Iterable[Interval], others: Iterable[Interval]) -> float | None:
+    """The fraction of the time covered by ``these`` that ``others`` cover too; None of no time.
+
+    Intervals of one kind may overlap each other; time counts once.
+    """
+    these, others = merged(these), merged(others)
+    total = sum(end - start for start, end in these)
+    common, first = 0.0, 0
+    for start, end in these:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for other_start, other_end in others[first:]:
+            if other_start >= end:
+                break
+            common += min(end, other_end) - max(start, other_start)
+    return common / total if total else None
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time in intervals that are sorted and apart."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result

@@ -1,0 +1,429 @@
+"""scripts/bench_context_parallel.py: what it counts is what is sent, and its reports say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_context_parallel
+from absorbed_mla.testing.traffic import Message, count_traffic
+from context_parallel_benchmark.arguments import Case, cases, parse_arguments, parse_sizes
+from context_parallel_benchmark.measure import CaseError, _together, repetitions
+from context_parallel_benchmark.overlap import covered_fraction, kernels, merged
+from context_parallel_benchmark.report import Report, errors, markdown, table
+from context_parallel_benchmark.row import Row
+
+ENVIRONMENT = {
+    "date": "2026-01-01",
+    "command": "torchrun",
+    "commit": "abc",
+    "device": "a device",
+    "processes": 2,
+    "backend": "nccl",
+    "dtype": "bfloat16",
+    "dims": {"kv-lora-rank": 512},
+    "rope_type": "rope",
+    "versions": {"torch": "2"},
+}
+OURS = Row(
+    case=Case("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1),
+    cp_size=2,
+    forward_seconds=[0.02, 0.01, 0.06],
+    step_seconds=[0.06, 0.05, 0.1],
+    kept_bytes=2**29,
+    peak_bytes=2**31,
+    forward_sent_bytes=8192 * 1152,
+    backward_sent_bytes=8192 * 2304,
+    traffic={"forward": [], "backward": []},
+    forward_overlap=0.5,
+)
+MEGATRON = dataclasses.replace(
+    OURS,
+    case=Case("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1),
+    step_seconds=[0.04],
+    forward_sent_bytes=8192 * 80000,
+    backward_sent_bytes=8192 * 265600,
+    forward_overlap=None,
+)
+FAILED = Row(case=MEGATRON.case, cp_size=2, error="rank 1: OutOfMemoryError: CUDA out\nof memory")
+
+
+def fake_group(rank: int, size: int) -> dist.ProcessGroup:
+    """A group whose collectives do nothing, at once."""
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    group._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, make(rank, size)
+    )
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    return group
+
+
+X = torch.ones(8, 3, dtype=torch.bfloat16)  # 48 bytes
+PARTS = [*X.chunk(4)]
+FOUR = [torch.empty_like(X) for _ in range(4)]
+# Name, call of a group of 4 and a rank, bytes that rank 0 and rank 1 send.
+CALLS = {
+    "all_gather_into_tensor": (
+        "all-gather",
+        lambda g, r: dist.all_gather_into_tensor(X.new_empty(32, 3), X, group=g),
+        (144, 144),
+    ),
+    "all_gather": ("all-gather", lambda g, r: dist.all_gather(FOUR, X, group=g), (144, 144)),
+    "reduce_scatter_tensor": (
+        "reduce-scatter",
+        lambda g, r: dist.reduce_scatter_tensor(X.new_empty(2, 3), X, group=g),
+        (36, 36),
+    ),
+    "reduce_scatter": (
+        "reduce-scatter",
+        lambda g, r: dist.reduce_scatter(X.new_empty(2, 3), PARTS, group=g),
+        (36, 36),
+    ),
+    "all_reduce": ("all-reduce", lambda g, r: dist.all_reduce(X, group=g), (72, 72)),
+    "all_to_all_single": (
+        "all-to-all",
+        lambda g, r: dist.all_to_all_single(X.new_empty(8, 3), X, group=g),
+        (36, 36),
+    ),
+    "uneven all_to_all_single": (
+        "all-to-all",
+        lambda g, r: dist.all_to_all_single(
+            X.new_empty(8, 3), X, [2, 2, 2, 2], [5, 1, 1, 1], group=g
+        ),
+        (18, 42),
+    ),
+    "all_to_all": (
+        "all-to-all",
+        lambda g, r: dist.all_to_all([X.new_empty(2, 3)] * 4, PARTS, group=g),
+        (36, 36),
+    ),
+    "broadcast": ("broadcast", lambda g, r: dist.broadcast(X, group_src=0, group=g), (144, 0)),
+    "reduce": ("reduce", lambda g, r: dist.reduce(X, group_dst=0, group=g), (0, 48)),
+    "gather": (
+        "gather",
+        lambda g, r: dist.gather(X, None if r else FOUR, group_dst=0, group=g),
+        (0, 48),
+    ),
+    "scatter": (
+        "scatter",
+        lambda g, r: dist.scatter(X.new_empty(2, 3), None if r else PARTS, group_src=0, group=g),
+        (36, 0),
+    ),
+    "send": ("send", lambda g, r: dist.send(X, group_dst=3, group=g), (48, 48)),
+    "isend": ("send", lambda g, r: dist.isend(X, group_dst=3, group=g), (48, 48)),
+}
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_of_every_operation(name, rank):
+    operation, call, num_bytes = CALLS[name]
+    with count_traffic() as traffic:
+        call(fake_group(rank, 4), rank)
+    assert traffic.messages == [Message(operation, 4, num_bytes[rank], "bfloat16")]
+    assert traffic.by_operation() == {operation: num_bytes[rank]}
+
+
+def test_receiving_sends_nothing():
+    with count_traffic() as traffic:
+        fake_group(1, 4).recv([X], 0, 0)
+    assert traffic.num_bytes == 0
+
+
+def test_keyword_arguments_count_too():
+    group = fake_group(0, 2)
+    with count_traffic() as traffic:
+        group.allreduce(tensors=[X])
+        group.send(tensors=[X], dstRank=1, tag=0)
+    assert [message.num_bytes for message in traffic.messages] == [48, 48]
+
+
+def test_groups_of_one_send_nothing():
+    with count_traffic() as traffic:
+        dist.all_reduce(X.float())
+        dist.all_reduce(X.float(), group=fake_group(0, 1))
+    assert not traffic.messages
+
+
+def test_counting_is_over_at_the_end_also_after_an_error():
+    before = dist.ProcessGroup.allreduce
+    with pytest.raises(KeyError), count_traffic() as traffic:
+        raise KeyError
+    dist.all_reduce(X, group=fake_group(0, 2))
+    assert dist.ProcessGroup.allreduce is before and not traffic.messages
+
+
+def test_counting_nested_and_in_other_threads():
+    """Autograd computes gradients on a GPU in a thread of its own."""
+
+    def send():
+        dist.all_reduce(X, group=fake_group(0, 2))
+
+    with count_traffic() as whole:
+        send()
+        with count_traffic() as part:
+            thread = threading.Thread(target=send)
+            thread.start()
+            thread.join()
+    assert (whole.num_bytes, part.num_bytes) == (96, 48)
+
+
+def test_breakdown():
+    with count_traffic() as traffic:
+        for size, x in ((2, X), (4, X), (2, X), (2, X.float())):
+            dist.all_reduce(x, group=fake_group(0, size))
+    rows = [tuple(row.values()) for row in traffic.breakdown()]
+    assert rows == [
+        ("all-reduce", 2, "bfloat16", 2, 96),
+        ("all-reduce", 4, "bfloat16", 1, 72),
+        ("all-reduce", 2, "float32", 1, 96),
+    ]
+
+
+@pytest.mark.parametrize(
+    "these, others, fraction",
+    (
+        ([], [(0, 1)], None),
+        ([(0, 10)], [], 0),
+        ([(0, 10)], [(10, 20)], 0),
+        ([(0, 10)], [(-5, 20)], 1),
+        ([(0, 10)], [(2, 4), (3, 5), (9, 30)], 0.4),
+        ([(0, 4), (2, 10), (20, 30)], [(8, 25)], 0.35),
+        ([(20, 30), (0, 10)], [(26, 27), (1, 2), (3, 21), (24, 25)], 0.55),
+    ),
+)
+def test_covered_fraction(these, others, fraction):
+    assert covered_fraction(these, others) == (
+        None if fraction is None else pytest.approx(fraction)
+    )
+
+
+def test_merged():
+    assert merged([(5, 6), (1, 3), (2, 4), (4, 5)]) == [(1, 6)]
+    assert merged([(0, 9), (1, 2), (10, 11)]) == [(0, 9), (10, 11)]
+
+
+def test_kernels_of_a_trace():
+    """Copies and the ranges that the profiler draws around collectives are no kernels."""
+    events = [
+        {"cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL(a)", "ts": 5, "dur": 2},
+        {"cat": "kernel", "name": "sm90_gemm", "ts": 1.5, "dur": 3},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 5, "dur": 2},
+        {"cat": "gpu_user_annotation", "name": "nccl:_all_gather_base", "ts": 5, "dur": 2},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert kernels(events) == ([(5, 7)], [(1.5, 4.5)])
+
+
+def test_repetitions():
+    assert repetitions(11, 10) == 1
+    assert repetitions(9, 10) == 3
+    assert repetitions(1, 10) == 10
+    assert repetitions(1e-9, 10) == 100
+
+
+def test_an_error_of_another_rank_is_everyones():
+    class Processes:
+        def meet(self):
+            pass
+
+        synchronize = meet
+
+        def first_error(self, error):
+            return error and f"rank 0: {error}"
+
+    processes = Processes()
+    assert _together(processes, lambda: 3) == 3
+    with pytest.raises(CaseError, match="rank 0: ValueError: why"):
+        _together(processes, lambda: (_ for _ in ()).throw(ValueError("why")))
+    processes.first_error = lambda error: "rank 1: memory"
+    with pytest.raises(CaseError, match="rank 1: memory"):
+        _together(processes, lambda: 3)
+
+
+def test_cases():
+    argv = ["out", "--sizes", "1k,16", "--heads", "2", "--layouts", "sbhd,thd", "--documents", "2"]
+    found = cases(parse_arguments(argv, ""), 2)
+    assert [case.tokens for case in found] == [16] * 6 + [1024] * 6
+    assert [(c.implementation, c.cp_comm_type) for c in found[:3]] == [
+        ("ours", "all_gather"),
+        ("ours", "p2p"),
+        ("megatron", "p2p"),
+    ]
+    assert [(c.layout, c.documents) for c in found[:6]] == [("sbhd", 1)] * 3 + [("thd", 2)] * 3
+
+
+def test_sizes():
+    assert parse_sizes("16k, 2M,100,16384") == [16384, 2 * 1024**2, 100]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        ([], "context parallelism needs 2 or more processes, got 1"),
+        (["--sizes", "16q"], "argument --sizes: expected a whole number above 0"),
+        (["--heads", "0"], "argument --heads: expected a whole number above 0, got '0'"),
+        (["--layouts", "bshd"], "expected some of sbhd, thd"),
+        (["--implementations", "theirs"], "expected some of ours, megatron"),
+        (["--cp-comm-types", "a2a"], "expected some of all_gather, p2p"),
+        (["--form", "other"], "argument --form: invalid choice"),
+        (["--seconds-per-row", "nan"], "expected a number of seconds above 0, got 'nan'"),
+        (["--render", "/nowhere.json"], "--render must be JSON files that this script wrote"),
+    ),
+)
+def test_wrong_input(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    try:
+        code = bench_context_parallel.main([str(tmp_path / "out"), *options])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_do_not_divide(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    options = ["--layouts", "sbhd,thd", "--documents", "3", "--sizes", "16,48"]
+    assert bench_context_parallel.main(["out", *options]) == 2
+    expected = "--sizes: 16 tokens do not divide into 3 document(s) of 2 x 4 chunks"
+    assert f"{expected}; give multiples of 24" in capsys.readouterr().err
+
+
+def test_table():
+    report = Report(ENVIRONMENT, [OURS, MEGATRON])
+    assert table([report]).splitlines()[2] == (
+        "| 2 | sbhd | 16k | 128 | ours | all_gather | expanded | 20.0 (10.0 - 60.0) ms | "
+        "60.0 (50.0 - 100.0) ms | 0.50 GiB | 2.00 GiB | 1,152 + 2,304 | 0.010 | 1.50 | 50 %, - |"
+    )
+    text = markdown([report])
+    assert "2 ranks, measured on 2026-01-01 by `torchrun` at abc: a device" in text
+
+
+def test_bytes_per_token_are_for_each_other_rank():
+    four = dataclasses.replace(OURS, cp_size=4, forward_sent_bytes=4096 * 3 * 1152)
+    assert four.forward_bytes_per_token == OURS.forward_bytes_per_token == 1152
+    peers = Report(ENVIRONMENT, [OURS, MEGATRON])
+    assert peers.peer(OURS) is MEGATRON
+    assert peers.peer(four) is None
+
+
+def test_failed_cases_are_named_and_in_no_table():
+    failed = [FAILED, dataclasses.replace(FAILED, cp_size=4)]
+    report = Report(ENVIRONMENT, [OURS, *failed])
+    assert len(table([report]).splitlines()) == 3
+    case = "megatron p2p expanded sbhd S=16384 n=128"
+    assert errors([report]).splitlines()[-1] == (
+        f"- rank 1: OutOfMemoryError: CUDA out of memory: {case} on 2 ranks; {case} on 4 ranks"
+    )
+    assert table([report]).splitlines()[2].endswith("| - | - | 50 %, - |")
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = []
+    for cp_size, rows in ((2, [OURS, MEGATRON]), (4, [OURS, FAILED])):
+        paths.append(tmp_path / f"{cp_size}.json")
+        Report(
+            ENVIRONMENT | {"processes": cp_size},
+            [dataclasses.replace(row, cp_size=cp_size) for row in rows],
+        ).write(paths[-1])
+    return [str(path) for path in paths]
+
+
+def test_render_several_files(files, tmp_path, capsys):
+    assert bench_context_parallel.main([str(tmp_path / "new"), "--render", *files]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [report["environment"]["processes"] for report in last] == [2, 4]
+    assert last[0]["rows"][0]["step_ms"] == 60
+    assert "CUDA out of memory" in last[1]["rows"][1]["error"]
+    text = (tmp_path / "new" / "context_parallel.md").read_text()
+    assert "2 ranks, measured" in text and "4 ranks, measured" in text and "Not measured" in text
+    assert (tmp_path / "new" / "context_parallel.png").stat().st_size > 10_000
+
+
+def test_json_keeps_everything(tmp_path):
+    report = Report(ENVIRONMENT, [OURS, FAILED])
+    report.write(tmp_path / "new" / "a.json")
+    read = Report.read(tmp_path / "new" / "a.json")
+    assert [json.dumps(row.as_json()) for row in read.rows] == [
+        json.dumps(row.as_json()) for row in report.rows
+    ]
+    assert read.environment == ENVIRONMENT
+
+
+def test_render_without_matplotlib(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench_context_parallel.main([str(tmp_path / "new"), "--render", *files]) == 0
+    assert "No plot: matplotlib is missing" in capsys.readouterr().out
+    assert not (tmp_path / "new" / "context_parallel.png").exists()
+
+
+@pytest.mark.parametrize("content", ("{", "[]", '{"environment": {}, "rows": [{}]}'))
+def test_render_another_file(content, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert bench_context_parallel.main([str(tmp_path / "new"), "--render", str(path)]) == 2
+    assert f"--render must be JSON files that this script wrote; {path}" in capsys.readouterr().err
+
+
+def run(command: list[str], **environment: str) -> str:
+    """A command's output; torchrun is asked to end, because only then it ends its workers."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, problems = process.communicate(timeout=300)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    assert process.returncode == 0, problems
+    return output
+
+
+def test_two_processes(tmp_path):
+    """Bytes are of [latent | k_rope] of 48 + 8 numbers in float32, of 32 tokens."""
+    script = Path(bench_context_parallel.__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(script), str(tmp_path), "--seconds-per-row", "0.01"]
+    command += ["--sizes", "64", "--heads", "4", "--layouts", "sbhd,thd", "--documents", "2"]
+    command += ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "48"]
+    command += ["--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
+    output = run(command, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    json.loads(output.splitlines()[-1])
+    report = Report.read(tmp_path / "context_parallel.json")
+    assert len(report.rows) == 6
+    for row in report.rows:
+        if row.case.implementation == "megatron":
+            assert "transformer" in row.error.lower()
+            continue
+        assert not row.error
+        assert row.cp_size == 2 and len(row.step_seconds) >= 1
+        assert all(0 < f < s for f, s in zip(row.forward_seconds, row.step_seconds))
+        floats = {
+            what: sum(r["bytes"] for r in row.traffic[what] if r["dtype"] == "float32")
+            for what in ("forward", "backward")
+        }
+        exchanges = 2 if row.case.cp_comm_type == "p2p" else 1
+        assert floats == {"forward": 32 * 56 * 4, "backward": exchanges * 32 * 56 * 4}
+        assert row.backward_sent_bytes == floats["backward"]
+        operations = {r["operation"] for r in row.traffic["backward"]}
+        assert operations == ({"send"} if exchanges == 2 else {"reduce-scatter"})
