@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.reference import reference_backward, reference_forward
+from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.spans import Span
+
 
 class CudnnKernel:
     """Dense multi-head attention in fp16 or bf16 on a GPU; a ``DenseKernel``."""
@@ -13,6 +17,8 @@ class CudnnKernel:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See ``DenseKernel``."""
+        if len(q) == len(k) == 1:
+            return reference_forward(*_one_pair(q, k, v, scale))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
         )
@@ -30,6 +36,9 @@ class CudnnKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DenseKernel``."""
+        if len(q) == len(k) == 1:
+            found = reference_backward(grad_out, None, out, lse, *_one_pair(q, k, v, scale))
+            return found[0], found[2], found[4]
         # Without dropout the generator's state is not looked at.
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -53,3 +62,8 @@ class CudnnKernel:
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """[S, B, N, D] to [B, N, S, D], as views."""
     return tuple(x.permute(1, 2, 0, 3) for x in tensors)
+
+
+def _one_pair(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
+    """What the reference takes for one query and one key, which cuDNN's backward refuses."""
+    return q, q[..., :0], k, k[:, :, 0, :0], v, ScoreRules(scale, (Span(0, 1, 0, 1, None),))

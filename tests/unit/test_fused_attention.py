@@ -75,6 +75,7 @@ SPANS = {
     "all_keys": (Span(0, 24, 0, 24, None),),
     "zigzag": (Span(0, 8, 0, 8, 0), Span(8, 16, 0, 32, 24), Span(16, 24, 3, 9, None)),
     "window": (Span(2, 14, 4, 12, 3),),
+    "one_token": (Span(0, 1, 0, 1, 0), Span(1, 3, 1, 3, 0), Span(4, 5, 4, 7, None)),
     "padding": (Span(0, 5, 0, 5, 0), Span(8, 17, 8, 17, 0)),
 }
 WIDTHS = {"nope": 16, "rope": 8, "v": 16}
