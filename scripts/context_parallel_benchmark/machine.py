@@ -47,7 +47,9 @@ def _versions(on_gpu: bool) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout; unknown in a copy that is none."""
+    """Of the checkout, or as the environment names it for a copy that is none."""
+    if os.environ.get("GIT_COMMIT"):
+        return os.environ["GIT_COMMIT"]
     if not shutil.which("git"):
         return "unknown"
     command = ["git", "describe", "--always", "--dirty"]

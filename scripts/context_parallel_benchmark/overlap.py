@@ -12,12 +12,17 @@ import torch
 Interval = tuple[float, float]
 # The profiler also shows ranges that are no kernels, named like "nccl:_all_gather_base".
 _COMMUNICATION = ("ncclDevKernel", "ncclKernel")
+# As in training, the GPU is busy with what came before while the host queues the step; on an idle
+# one every kernel would run alone, as soon as it is queued.
+_BUSY_CYCLES = 400_000_000
+_BUSY_KERNEL = "spin_kernel"
 
 
 def overlap_fraction(function: Callable[[], object]) -> float | None:
     """Run ``function`` once under the profiler, on a GPU; see :func:`covered_fraction`."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
+        torch.cuda._sleep(_BUSY_CYCLES)
         function()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +37,7 @@ def kernels(events: Iterable[dict]) -> tuple[list[Interval], list[Interval]]:
     communication: list[Interval] = []
     compute: list[Interval] = []
     for event in events:
-        if event.get("cat") == "kernel":
+        if event.get("cat") == "kernel" and _BUSY_KERNEL not in event["name"]:
             start = float(event["ts"])
             kind = communication if event["name"].startswith(_COMMUNICATION) else compute
             kind.append((start, start + float(event["dur"])))

@@ -101,11 +101,8 @@ def whole_attention_weights(made: nn.Module) -> dict[str, Tensor]:
 
 
 def gathered(x: Tensor, dim: int) -> Tensor:
-    """Every tensor-parallel rank's ``x``, one after the other along ``dim``."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.cat(parts, dim=dim)
+    """Every tensor-parallel rank's ``x``, one after the other along ``dim``, where ``x`` is."""
+    return world.gather(x.to(world.device()), dim).to(x.device)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from context_parallel_benchmark.measure import CaseError, _together, repetitions
 from context_parallel_benchmark.overlap import covered_fraction, kernels, merged
 from context_parallel_benchmark.report import Report, errors, markdown, table
 from context_parallel_benchmark.row import Row
+from tests.support import world
 
 ENVIRONMENT = {
     "date": "2026-01-01",
@@ -153,7 +154,7 @@ def test_keyword_arguments_count_too():
 
 def test_groups_of_one_send_nothing():
     with count_traffic() as traffic:
-        dist.all_reduce(X.float())
+        dist.all_reduce(X.float().to(world.device()))
         dist.all_reduce(X.float(), group=fake_group(0, 1))
     assert not traffic.messages
 
@@ -223,6 +224,7 @@ def test_kernels_of_a_trace():
         {"cat": "kernel", "name": "sm90_gemm", "ts": 1.5, "dur": 3},
         {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 5, "dur": 2},
         {"cat": "gpu_user_annotation", "name": "nccl:_all_gather_base", "ts": 5, "dur": 2},
+        {"cat": "kernel", "name": "at::cuda::spin_kernel(long)", "ts": 0, "dur": 1},
         {"ph": "M", "name": "process_name"},
     ]
     assert kernels(events) == ([(5, 7)], [(1.5, 4.5)])
