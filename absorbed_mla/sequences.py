@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,25 @@ def _boundaries(name: str, cu_seqlens: Tensor | None) -> list[int]:
         )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"packed_seq_params.{name} must be int32 or int64, got {cu_seqlens.dtype}")
-    bounds = cu_seqlens.tolist()
+    bounds = _read(cu_seqlens)
     if bounds[0] != 0 or any(b < a for a, b in zip(bounds, bounds[1:])):
         raise ValueError(f"packed_seq_params.{name} must start at 0 and not decrease, got {bounds}")
     return bounds
+
+
+# Tensor of boundaries -> (its version, its entries).
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _read(cu_seqlens: Tensor) -> list[int]:
+    """The entries; read once for all layers, because reading waits for everything on the GPU."""
+    if cu_seqlens.is_inference():  # has no version
+        return cu_seqlens.tolist()
+    version, entries = _known.get(cu_seqlens, (None, None))
+    if version != cu_seqlens._version:
+        entries = cu_seqlens.tolist()
+        _known[cu_seqlens] = (cu_seqlens._version, entries)
+    return entries
 
 
 def _require_same(name: str, value: Tensor | None, other: str, bounds: list[int]) -> None:

@@ -13,11 +13,12 @@ must reach the bound.
 Layers:
   lint           ruff check and ruff format --check
   unit           tests/unit, one process
-  conversion     tests/conversion, one process
+  conversion     tests/conversion, as many processes as there are cores
   distributed-1  tests/distributed under torchrun with 1 process
   distributed-2  ... with 2 processes
   distributed-4  ... with 4 processes
-  distributed    the three of them
+  distributed-8  the grid of context parallelism with 8 processes
+  distributed    the four of them
   training       tests/training
 
 Options:
@@ -33,7 +34,7 @@ TEXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 training)
+ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -49,7 +50,7 @@ parse_arguments() {
         [[ -n ${2:-} ]] || fail "-k takes a pytest expression"
         PYTEST_ARGS+=(-k "$2") && shift
         ;;
-      distributed) LAYERS+=(distributed-1 distributed-2 distributed-4) ;;
+      distributed) LAYERS+=(distributed-1 distributed-2 distributed-4 distributed-8) ;;
       -*) fail "unknown option $1; see --help" ;;
       *)
         [[ " ${ALL_LAYERS[*]} " == *" $1 "* ]] ||
@@ -69,7 +70,8 @@ parse_arguments() {
 run_layer() {
   case $1 in
     lint) run_lint ;;
-    unit | conversion) run_pytest "$1" "tests/$1" ;;
+    unit) run_pytest unit tests/unit ;;
+    conversion) run_conversion ;;
     # These tests start torchrun themselves.
     training) run_pytest "$1" tests/training ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" ;;
@@ -89,6 +91,16 @@ run_lint() {
   ((status == 0)) || red lint
 }
 
+# Its coverage is not measured, so its processes need not be traced.
+run_conversion() {
+  has_tests conversion tests/conversion || return 0
+  banner conversion
+  local workers=()
+  if has_modules "$PYTHON" xdist; then workers=(-n auto --maxprocesses 8); fi
+  OMP_NUM_THREADS=1 record conversion "$PYTHON" -m pytest tests/conversion "${workers[@]}" \
+    "${PYTEST_FLAGS[@]}"
+}
+
 run_pytest() {
   local layer=$1 folder=$2
   has_tests "$layer" "$folder" || return 0
@@ -97,7 +109,9 @@ run_pytest() {
 }
 
 run_distributed() {
-  local layer=$1 processes=$2
+  local layer=$1 processes=$2 tests=tests/distributed
+  # More processes than any other parallelism is tested with.
+  if ((processes == 8)); then tests+=/test_context_parallel_grid.py; fi
   has_tests "$layer" tests/distributed || return 0
   if [[ -n $GPUS ]] && ((processes > GPUS)); then
     skip "$layer" "$GPUS GPUs"
@@ -106,7 +120,7 @@ run_distributed() {
   banner "$layer"
   # --standalone takes a free port, so that two runs on one machine do not meet.
   OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m torch.distributed.run --standalone \
-    --nproc-per-node "$processes" "${TORCHRUN_TRACE[@]}" -m pytest tests/distributed \
+    --nproc-per-node "$processes" "${TORCHRUN_TRACE[@]}" -m pytest "$tests" \
     "${PYTEST_FLAGS[@]}"
 }
 

@@ -37,8 +37,10 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DenseKernel``."""
         if len(q) == len(k) == 1:
-            found = reference_backward(grad_out, None, out, lse, *_one_pair(q, k, v, scale))
-            return found[0], found[2], found[4]
+            pair = _one_pair(q, k, v, scale)
+            dq, _, dk, _, dv = reference_backward(grad_out, None, out, lse, *pair)
+            assert dv is not None  # the value is not the key
+            return dq, dk, dv
         # Without dropout the generator's state is not looked at.
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -79,11 +79,16 @@ def _draw(time, traffic, rows: list[Row], name: str, style: dict) -> None:
 
 
 def _decorate(axes, rows: list[Row], title: str, label: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     sizes = sorted({row.case.tokens for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [tokens_text(size) for size in sizes])
     axes.set_xticks([], minor=True)
+    for plain in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        plain("{x:,.0f}")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("tokens of the whole sequence")
     axes.set_ylabel(label)

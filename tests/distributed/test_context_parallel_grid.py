@@ -103,6 +103,8 @@ def test_precision(
     sizes, shape, backend, dtype, recompute, form, cp_comm_type, layout, error_table
 ):
     """Rounds no worse than three plain evaluations of the same equations at the same precision."""
+    if sizes not in ((1, 2), (2, 2)) and not torch.cuda.is_available():
+        pytest.skip("on a CPU these sizes are checked in float64, which sees more")
     setup = Setup(
         sequence_parallel=world.tp_size() > 1,
         form=form,

@@ -103,6 +103,35 @@ class TestPositions:
         assert layout.max_position == max(positions) + 1
 
 
+class TestReadingBoundaries:
+    """Every layer asks; reading from a GPU waits for all that it has to do."""
+
+    def params(self, cu_seqlens: torch.Tensor) -> PackedSeqParams:
+        return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+
+    def test_once(self, monkeypatch):
+        reads = []
+        plain = torch.Tensor.tolist
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or plain(x))
+        params = self.params(torch.tensor([0, 2, 5]))
+        layouts = [SequenceLayout.from_host(params, 5) for _ in range(3)]
+        assert len(reads) == 1 and layouts[0] == layouts[2]
+
+    def test_again_after_a_change(self):
+        params = self.params(torch.tensor([0, 2, 5]))
+        assert SequenceLayout.from_host(params, 5).segments() == [(0, 2), (2, 5)]
+        params.cu_seqlens_q[1] = 3
+        assert SequenceLayout.from_host(params, 5).segments() == [(0, 3), (3, 5)]
+
+    def test_in_inference_mode(self):
+        """Such tensors do not count their changes."""
+        with torch.inference_mode():
+            params = self.params(torch.tensor([0, 2, 5]))
+            SequenceLayout.from_host(params, 5)
+            params.cu_seqlens_q[1] = 4
+            assert SequenceLayout.from_host(params, 5).segments() == [(0, 4), (4, 5)]
+
+
 @pytest.mark.parametrize("q_lora_rank", [TINY.q_lora_rank, None])
 def test_delayed_weight_gradients(q_lora_rank):
     """Megatron asks for them after backward; every layer that is applied must be asked once."""
