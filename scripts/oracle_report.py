@@ -16,7 +16,18 @@ from collections import defaultdict
 from pathlib import Path
 
 # Columns of a combination, in the order of the table.
-COLUMNS = ("tensor_parallel", "sequence_parallel", "down_projection", "form", "recompute", "layout")
+COLUMNS = (
+    "tensor_parallel",
+    "context_parallel",
+    "cp_comm_type",
+    "sequence_parallel",
+    "down_projection",
+    "form",
+    "recompute",
+    "layout",
+)
+# Of tables that were written before there was context parallelism.
+DEFAULTS = {"context_parallel": 1, "cp_comm_type": None}
 PRECISION = ("device", "backend", "dtype", "rotary_table")
 
 
@@ -29,7 +40,7 @@ def main() -> int:
     missing = [str(path) for path in arguments.tables if not path.is_file()]
     if missing:
         parser.error(f"no such file: {', '.join(missing)}")
-    rows = [json.loads(line) for path in arguments.tables for line in path.open()]
+    rows = [DEFAULTS | json.loads(line) for path in arguments.tables for line in path.open()]
     if not rows:
         parser.error("the tables hold no rows")
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -88,14 +99,15 @@ def combination_table(rows: list[dict]) -> str:
     layouts = sorted({row["layout"] for row in rows})
     cells: dict[tuple, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        key = tuple(row[c] for c in COLUMNS[:-1])
+        key = tuple("-" if row[c] is None else row[c] for c in COLUMNS[:-1])
         worst = max(cells[key].get(row["layout"], 0.0), row["worst_relative_error"])
         cells[key][row["layout"]] = worst
     lines = [
         [*key, *(f"{by_layout[n]:.1e}" if n in by_layout else "" for n in layouts)]
         for key, by_layout in sorted(cells.items(), key=str)
     ]
-    return _table(["TP", "SP", "down-projection", "form", "recompute", *layouts], lines)
+    head = ["TP", "CP", "exchange", "SP", "down-projection", "form", "recompute", *layouts]
+    return _table(head, lines)
 
 
 def _table(head: list[str], lines: list[list]) -> str:
