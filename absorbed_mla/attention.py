@@ -25,7 +25,11 @@ from absorbed_mla.rope import RotaryTable, apply_rope
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
-from absorbed_mla.unsupported import refuse_unsupported_arguments, refuse_unsupported_config
+from absorbed_mla.unsupported import (
+    refuse_unsupported_arguments,
+    refuse_unsupported_config,
+    refuse_unsupported_input,
+)
 
 
 class AbsorbedMLASelfAttention(Attention):
@@ -172,7 +176,7 @@ class AbsorbedMLASelfAttention(Attention):
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any
     ) -> AttentionPlan:
         """Check the input, find its sequences, and settle how to attend to them."""
-        self._check_hidden_states(hidden_states)
+        refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
         group = self.context_parallel.group_of(packed_seq_params)
         cp_size = 1 if group is None else group.size()
         tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
@@ -189,23 +193,6 @@ class AbsorbedMLASelfAttention(Attention):
             begun_again=self._recomputes_up_proj,
         )
         return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
-
-    def _check_hidden_states(self, hidden_states: Tensor) -> None:
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.dims.hidden_size:
-            raise ValueError(
-                f"hidden_states must be [tokens, batch, hidden_size={self.dims.hidden_size}], "
-                f"got {tuple(hidden_states.shape)}"
-            )
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            raise ValueError(
-                "torch.autocast is not supported: choose the precision as Megatron does, with "
-                "bf16=True or fp16=True in the config"
-            )
-        dtype = self.linear_k_up_proj.weight.dtype
-        if hidden_states.dtype != dtype:
-            raise ValueError(
-                f"hidden_states must have the parameters' dtype {dtype}, got {hidden_states.dtype}"
-            )
 
     def _rotary_rows(self, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, rope / 2] of every token's position."""
@@ -249,7 +236,7 @@ class AbsorbedMLASelfAttention(Attention):
         # Latents first: context-parallel ranks exchange them while the query is made.
         kv = plan.keys.start(self._latent(kv_down, cos, sin))
         q_nope, q_rope = self._query(q_down)
-        return plan.form.query(q_nope, w_uk), _rotate(q_rope, cos, sin), kv
+        return plan.form.query(q_nope, w_uk), apply_rope(q_rope, cos, sin), kv
 
     def _query(self, q_down: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [S, B, N, nope] and unrotated q_rope [S, B, N, rope] of this rank's heads."""
@@ -267,7 +254,7 @@ class AbsorbedMLASelfAttention(Attention):
         both = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
         both = enter_head_parallel(both, self.tp_group, self.sequence_parallel)
         latent, k_rope = both.split(widths, dim=-1)
-        return torch.cat((latent, _rotate(k_rope.unsqueeze(2), cos, sin).squeeze(2)), dim=-1)
+        return torch.cat((latent, apply_rope(k_rope.unsqueeze(2), cos, sin).squeeze(2)), dim=-1)
 
     def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
@@ -303,11 +290,6 @@ class AbsorbedMLASelfAttention(Attention):
 
 def _call(function, *args):
     return function(*args)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to [S, B, N, rope]; rope may be 0."""
-    return apply_rope(x, cos, sin) if x.shape[-1] else x
 
 
 def _requiring_grad(x: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the channel pairs of ``x`` by their position's angle.
 
     Args:
-        x: [S, B, N, rope], pairs interleaved.
+        x: [S, B, N, rope], pairs interleaved; rope may be 0.
         cos: fp32 [S, rope / 2], row i for the position of token i.
         sin: Likewise.
 

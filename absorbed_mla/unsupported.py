@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from absorbed_mla.dims import MLADims
 
 # Config field -> (values that are fine, what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
@@ -65,6 +69,31 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
                 f"offload_modules={asked} are not supported by AbsorbedMLASelfAttention; leave out "
                 f"{', '.join(_OFFLOAD_MODULES)}, or recompute with recompute_modules"
             )
+
+
+def refuse_unsupported_input(
+    hidden_states: Tensor, dims: MLADims, parameter_dtype: torch.dtype
+) -> None:
+    """Refuse hidden states that the layer was not built for.
+
+    Raises:
+        ValueError: Naming what was given and what is expected.
+    """
+    if hidden_states.ndim != 3 or hidden_states.shape[-1] != dims.hidden_size:
+        raise ValueError(
+            f"hidden_states must be [tokens, batch, hidden_size={dims.hidden_size}], "
+            f"got {tuple(hidden_states.shape)}"
+        )
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        raise ValueError(
+            "torch.autocast is not supported: choose the precision as Megatron does, with "
+            "bf16=True or fp16=True in the config"
+        )
+    if hidden_states.dtype != parameter_dtype:
+        raise ValueError(
+            f"hidden_states must have the parameters' dtype {parameter_dtype}, "
+            f"got {hidden_states.dtype}"
+        )
 
 
 def refuse_unsupported_arguments(**arguments: object) -> None:

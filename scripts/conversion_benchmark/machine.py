@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import provenance
 
 PACKAGES = ("torch", "safetensors", "xxhash")
 
@@ -17,15 +16,15 @@ PACKAGES = ("torch", "safetensors", "xxhash")
 def describe(folder: Path) -> dict:
     """Machine, versions, date and command line; ``folder`` is on the disk that is measured."""
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": provenance.today(),
         "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(),
-        "processor": _processor(),
+        "commit": provenance.commit(),
+        "processor": provenance.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "filesystem": filesystem(folder),
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in PACKAGES},
+        "versions": provenance.versions(PACKAGES),
     }
 
 
@@ -36,25 +35,3 @@ def filesystem(folder: Path) -> str:
     around = [(point, kind) for point, kind in mounts if path.is_relative_to(point)]
     # Of mounts at one place, the last is the one to be seen.
     return max(reversed(around), key=lambda mount: len(mount[0]))[1]
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -25,11 +25,11 @@ from tests import oracle
 from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout
 from tests.support import world
 from tests.support.cases import TINY, random_weights
+from tests.support.certify import execute
 from tests.support.harness import (
     Setup,
     build_attention,
     load_weights,
-    module_table,
     named_tensors,
     own_tokens,
     run,
@@ -62,16 +62,9 @@ def whole_world_dp():
 
 def agrees_with_oracle(setup: Setup, tokens: Layout, attention_mask=None, **call) -> None:
     """Output and every gradient of one call, float64."""
-    weights = random_weights(TINY)
-    x, output_grad = tokens.random_rows(TINY.hidden, 1), tokens.random_rows(TINY.hidden, 2)
-    attention = build_attention(TINY, setup)
-    load_weights(attention, TINY, setup, weights)
-    actual = run(attention, TINY, setup, tokens, x, output_grad, attention_mask, **call)
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, TINY, tokens)
-    truth = oracle.evaluate(TINY, weights, *rows, tokens.sequences, table)
-    named = (named_tensors(TINY, result) for result in (actual, truth))
-    worst_over_ranks(compare(*named, SAME_TABLE_BOUND)).check()
+    execution = execute(TINY, setup, tokens, attention_mask=attention_mask, **call)
+    truth = execution.oracle(execution.table())
+    worst_over_ranks(compare(execution.tensors, truth, SAME_TABLE_BOUND)).check()
 
 
 MASK_TYPES = [

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import oracle
 from tests.distributed.test_oracle_grid import (
     RECOMPUTE,
     SAME_TABLE_BOUND,
@@ -20,16 +19,8 @@ from tests.distributed.test_oracle_grid import (
     precision_shapes,
 )
 from tests.support import world
-from tests.support.cases import random_weights
-from tests.support.harness import (
-    Setup,
-    build_attention,
-    load_weights,
-    module_table,
-    named_tensors,
-    run,
-    worst_over_ranks,
-)
+from tests.support.certify import execute
+from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import cut_layout
 from tests.support.numerics import bounds_from_eager, compare
 
@@ -123,23 +114,13 @@ def check(setup: Setup, layout_name: str, error_table, shape: str = "tiny") -> N
         setup.dtype,
         cut_layout(layout_name, world.cp_size()),
     )
-    # Rounded once, so that every evaluation starts from the same numbers.
-    weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
-    x, output_grad = (tokens.random_rows(mla.hidden, i).to(dtype).double() for i in (1, 2))
-    attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
-    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
-
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, mla, tokens)
-    exact, eager = (
-        named_tensors(mla, oracle.evaluate(mla, weights, *rows, tokens.sequences, table, d))
-        for d in (torch.float64, dtype)
-    )
+    execution = execute(mla, setup, tokens)
+    exact = execution.oracle(execution.table())
     bounds = SAME_TABLE_BOUND
     if dtype != torch.float64:
+        eager = execution.oracle(execution.table(), dtype)
         bounds = bounds_from_eager(eager, exact, dtype)
-    deviation = worst_over_ranks(compare(actual, exact, bounds))
+    deviation = worst_over_ranks(compare(execution.tensors, exact, bounds))
     combination = {"shape": shape, "layout": layout_name, **setup.describe()}
     error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
     deviation.check(f"({dtype})")

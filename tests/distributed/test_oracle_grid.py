@@ -16,19 +16,11 @@ import os
 import pytest
 import torch
 
-from tests import oracle
 from tests.oracle import OracleMLA
 from tests.support import world
-from tests.support.cases import FUSED, TINY, random_weights, shapes
-from tests.support.harness import (
-    Setup,
-    build_attention,
-    load_weights,
-    module_table,
-    named_tensors,
-    run,
-    worst_over_ranks,
-)
+from tests.support.cases import FUSED, TINY, shapes
+from tests.support.certify import execute
+from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import bounds_from_eager, compare
 
@@ -55,18 +47,11 @@ layout = pytest.mark.parametrize("layout", LAYOUTS)
 def check_fp64(mla, setup, layout_name, error_table, shape_name):
     """Compare one combination with the oracle under both rotary tables, and record it."""
     tokens = grid_layout(layout_name, divisible=setup.sequence_parallel)
-    weights = random_weights(mla)
-    x, output_grad = tokens.random_rows(mla.hidden, 1), tokens.random_rows(mla.hidden, 2)
-    attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
-    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
-
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    tables = {"module's float32": module_table(attention, mla, tokens), "oracle's float64": None}
+    execution = execute(mla, setup, tokens)
+    tables = {"module's float32": execution.table(), "oracle's float64": None}
     bounds = {"module's float32": SAME_TABLE_BOUND, "oracle's float64": OWN_TABLE_BOUND}
     for kind, table in tables.items():
-        truth = oracle.evaluate(mla, weights, *rows, tokens.sequences, table)
-        deviation = compare(actual, named_tensors(mla, truth), bounds[kind])
+        deviation = compare(execution.tensors, execution.oracle(table), bounds[kind])
         deviation = worst_over_ranks(deviation)
         combination = {"shape": shape_name, "layout": layout_name, **setup.describe()}
         error_table.add({**combination, "rotary_table": kind}, deviation)
@@ -144,26 +129,16 @@ def test_precision(
         backend=backend,
     )
     mla, tokens = precision_shapes()[shape], grid_layout(layout, divisible=sequence_parallel)
-    # Rounded once, so that every evaluation starts from the same numbers.
-    weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
-    x, output_grad = (tokens.random_rows(mla.hidden, i).to(dtype).double() for i in (1, 2))
-    attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
-    actual = named_tensors(mla, run(attention, mla, setup, tokens, x, output_grad))
-
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, mla, tokens)
+    execution = execute(mla, setup, tokens)
     # TransformerEngine multiplies float32 matrices in TF32, which has float16's significand,
     # unless this switch of the CUDA libraries forbids it.
     tf32 = backend == "transformer_engine" and dtype == torch.float32
     tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     precision = torch.float16 if tf32 else dtype
-    exact, eager = (
-        named_tensors(mla, oracle.evaluate(mla, weights, *rows, tokens.sequences, table, d))
-        for d in (torch.float64, precision)
-    )
-    deviation = compare(actual, exact, bounds_from_eager(eager, exact, precision))
-    deviation = worst_over_ranks(deviation)
+    table = execution.table()
+    exact, eager = (execution.oracle(table, d) for d in (torch.float64, precision))
+    bounds = bounds_from_eager(eager, exact, precision)
+    deviation = worst_over_ranks(compare(execution.tensors, exact, bounds))
     combination = {"shape": shape, "layout": layout, **setup.describe()}
     error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
     deviation.check(f"({dtype})")
