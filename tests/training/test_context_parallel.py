@@ -103,3 +103,12 @@ def test_packed_with_tensor_and_sequence_parallelism(folder):
     options = f"{KINDS['packed']} {parallel} --cp-comm-type all_gather p2p"
     train(folder, f"{options} --train-iters {FEW} --metrics tp2.jsonl", processes=4)
     assert_same_run(folder, "tp2", "packed", range(1, FEW + 1))
+
+
+def test_packed_with_pipeline_stages(folder):
+    """Padded packs have different lengths, which stages tell each other. Weights depend on stages,
+    so the run to compare with has as many."""
+    options = f"{KINDS['packed']} --num-experts 0 --pipeline-model-parallel-size 2 --train-iters 3"
+    train(folder, f"{options} --metrics pp2.jsonl", processes=2)
+    train(folder, f"{options} --context-parallel-size 2 --metrics pp2-cp2.jsonl", processes=4)
+    assert_same_run(folder, "pp2-cp2", "pp2", range(1, 4))
