@@ -15,7 +15,7 @@ UNFINISHED=.absorbed-mla-unfinished
 # torch's version is exact because triton's must fit it, ruff's because formatting changes with it.
 REQUIREMENTS=(
   torch==2.13.0 numpy packaging psutil einops matplotlib tqdm ruff==0.17.5
-  'pytest>=8' 'hypothesis>=6' 'coverage>=7.6' pytest-timeout pytest-xdist
+  'pytest>=8' 'hypothesis>=6' 'coverage>=7.6' pytest-timeout pytest-xdist pytest-cov
   'setuptools>=77'
   'safetensors>=0.5' 'transformers>=5' xxhash rich
 )

@@ -91,14 +91,16 @@ run_lint() {
   ((status == 0)) || red lint
 }
 
-# Its coverage is not measured, so its processes need not be traced.
 run_conversion() {
+  if ! has_modules "$PYTHON" xdist pytest_cov; then
+    run_pytest conversion tests/conversion
+    return
+  fi
   has_tests conversion tests/conversion || return 0
   banner conversion
-  local workers=()
-  if has_modules "$PYTHON" xdist; then workers=(-n auto --maxprocesses 8); fi
-  OMP_NUM_THREADS=1 record conversion "$PYTHON" -m pytest tests/conversion "${workers[@]}" \
-    "${PYTEST_FLAGS[@]}"
+  # pytest-cov measures the processes that xdist starts; report_coverage finds the file by its name.
+  OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.conversion record conversion "$PYTHON" -m pytest \
+    tests/conversion -n auto --maxprocesses 8 --cov --cov-report= "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {
