@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -307,8 +308,8 @@ class TestFailures:
         assert "\x1b" not in err and "\\x1b[2Jclear" in err
 
     def test_reader_of_the_output_goes_away(self, source, tmp_path):
-        command = f"{sys.executable} -m checkpoint_conversion convert {source} {tmp_path / 'out'}"
-        command += " --to hf --dry-run | true"
+        words = [sys.executable, "-m", "checkpoint_conversion", "convert", source, tmp_path / "out"]
+        command = shlex.join(map(str, words)) + " --to hf --dry-run | true"
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 

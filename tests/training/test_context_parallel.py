@@ -36,12 +36,13 @@ KINDS = {"sbhd": "--micro-batch-size 2", "packed": "--packed"}
 
 def train(folder: Path, options: str, processes: int = 1) -> str:
     """Run scripts/train.py, with torchrun if there are several processes; its output."""
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} "
-    command = f"{launcher if processes > 1 else ''}{SCRIPT} {RUN} {options}"
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+    if processes == 1:
+        launcher = []
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
-        [sys.executable, *command.split()],
+        [sys.executable, *launcher, SCRIPT, *RUN.split(), *options.split()],
         cwd=folder,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
