@@ -12,8 +12,8 @@ must reach the bound.
 
 Layers:
   lint           ruff check and ruff format --check
-  unit           tests/unit, one process
-  conversion     tests/conversion, as many processes as there are cores
+  unit           tests/unit, spread over the cores
+  conversion     tests/conversion, likewise
   distributed-1  tests/distributed under torchrun with 1 process
   distributed-2  ... with 2 processes
   distributed-4  ... with 4 processes
@@ -70,8 +70,7 @@ parse_arguments() {
 run_layer() {
   case $1 in
     lint) run_lint ;;
-    unit) run_pytest unit tests/unit ;;
-    conversion) run_conversion ;;
+    unit | conversion) run_in_parallel "$1" "tests/$1" ;;
     # These tests start torchrun themselves.
     training) run_pytest "$1" tests/training ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" ;;
@@ -91,16 +90,18 @@ run_lint() {
   ((status == 0)) || red lint
 }
 
-run_conversion() {
+# Independent tests, spread over the cores where pytest-xdist is installed.
+run_in_parallel() {
+  local layer=$1 folder=$2
   if ! has_modules "$PYTHON" xdist pytest_cov; then
-    run_pytest conversion tests/conversion
+    run_pytest "$layer" "$folder"
     return
   fi
-  has_tests conversion tests/conversion || return 0
-  banner conversion
+  has_tests "$layer" "$folder" || return 0
+  banner "$layer"
   # pytest-cov measures the processes that xdist starts; report_coverage finds the file by its name.
-  OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.conversion record conversion "$PYTHON" -m pytest \
-    tests/conversion -n auto --maxprocesses 8 --cov --cov-report= "${PYTEST_FLAGS[@]}"
+  OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.$layer record "$layer" "$PYTHON" -m pytest \
+    "$folder" -n auto --maxprocesses 8 --cov --cov-report= "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {

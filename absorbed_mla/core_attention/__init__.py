@@ -9,10 +9,13 @@ from absorbed_mla.core_attention.backend import (
 from absorbed_mla.core_attention.forms import Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource, LocalKeys
 from absorbed_mla.core_attention.latent_attention import AttentionPlan, LatentCoreAttention
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.core_attention.spans import Span
 
 __all__ = [
+    "Attended",
+    "AttendedGradient",
     "AttentionBackend",
     "AttentionPlan",
     "AttentionRequest",
@@ -20,6 +23,7 @@ __all__ = [
     "KeySource",
     "LatentCoreAttention",
     "LocalKeys",
+    "Operands",
     "Query",
     "ReferenceBackend",
     "ScoreRules",

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.forms import Attended, AttendedGradient, Form, Query
+from absorbed_mla.core_attention.forms import Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient
 from absorbed_mla.core_attention.scores import ScoreRules
 
 

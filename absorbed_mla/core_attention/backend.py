@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from absorbed_mla.core_attention.cudnn import CudnnKernel
 from absorbed_mla.core_attention.fused import FusedBackend
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.reference import reference_backward, reference_forward
 from absorbed_mla.core_attention.scores import ScoreRules
 
@@ -26,32 +26,14 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def forward(
-        self,
-        q_content: Tensor,
-        q_rope: Tensor,
-        k_content: Tensor,
-        k_rope: Tensor,
-        value: Tensor | None,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor]:
-        """Output [S_q, B, N, V] and LSE [S_q, B, N]."""
+    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+        """Output and LSE."""
         ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        q_content: Tensor,
-        q_rope: Tensor,
-        k_content: Tensor,
-        k_rope: Tensor,
-        value: Tensor | None,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of q_content, q_rope, k_content, k_rope and value."""
+        self, grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
+    ) -> Operands:
+        """Gradients of the operands."""
         ...
 
 

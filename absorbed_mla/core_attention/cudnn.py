@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.reference import reference_backward, reference_forward
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.core_attention.spans import Span
@@ -37,10 +38,10 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``DenseKernel``."""
         if len(q) == len(k) == 1:
-            pair = _one_pair(q, k, v, scale)
-            dq, _, dk, _, dv = reference_backward(grad_out, None, out, lse, *pair)
-            assert dv is not None  # the value is not the key
-            return dq, dk, dv
+            grad, attended = AttendedGradient(grad_out, None), Attended(out, lse)
+            found = reference_backward(grad, attended, *_one_pair(q, k, v, scale))
+            assert found.value is not None  # as the value is not the key
+            return found.q_content, found.k_content, found.value
         # Without dropout the generator's state is not looked at.
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -66,6 +67,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.permute(1, 2, 0, 3) for x in tensors)
 
 
-def _one_pair(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple:
+def _one_pair(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Operands, ScoreRules]:
     """What the reference takes for one query and one key, which cuDNN's backward refuses."""
-    return q, q[..., :0], k, k[:, :, 0, :0], v, ScoreRules(scale, (Span(0, 1, 0, 1, None),))
+    operands = Operands(q, q[..., :0], k, k[:, :, 0, :0], v)
+    return operands, ScoreRules(scale, (Span(0, 1, 0, 1, None),))

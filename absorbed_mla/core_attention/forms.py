@@ -15,6 +15,7 @@ from torch import Tensor
 from absorbed_mla.absorb import absorb_query, expand_latent, up_project_value
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
 
@@ -26,20 +27,6 @@ class Query(NamedTuple):
 
     content: Tensor
     rope: Tensor
-
-
-class Attended(NamedTuple):
-    """What attention gives, [S, B, N, C or v] and [S, B, N]."""
-
-    out: Tensor
-    lse: Tensor
-
-
-class AttendedGradient(NamedTuple):
-    """The gradient of :class:`Attended`; None where the LSE was not used."""
-
-    out: Tensor
-    lse: Tensor | None
 
 
 class BlockGradients(NamedTuple):
@@ -114,17 +101,18 @@ class AbsorbedForm:
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the latent; [S, B, N, C]."""
         latent, k_rope = _split(kv, query.content.shape[-1])
-        return Attended(*backend.forward(*query, latent.unsqueeze(2), k_rope, None, rules))
+        return backend.forward(
+            Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None), rules
+        )
 
     def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
         """See :class:`Form`."""
         latent, k_rope = _split(kv, query.content.shape[-1])
-        dq_content, dq_rope, d_latent, dk_rope, _ = backend.backward(
-            grad.out, grad.lse, *attended, *query, latent.unsqueeze(2), k_rope, None, rules
-        )
-        query_grad.content.add_(dq_content)
-        query_grad.rope.add_(dq_rope)
-        return BlockGradients(torch.cat((d_latent.squeeze(2), dk_rope), dim=-1), ())
+        operands = Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None)
+        found = backend.backward(grad, attended, operands, rules)
+        query_grad.content.add_(found.q_content)
+        query_grad.rope.add_(found.q_rope)
+        return BlockGradients(torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1), ())
 
 
 class ExpandedForm:
@@ -168,8 +156,8 @@ class ExpandedForm:
             part_query = Query(*(x[:, :, heads] for x in query))
             merged = None
             for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
-                operands = _expand(kv[keys], w_uk[heads], w_uv[heads])
-                part = backend.forward(*part_query, *operands, windowed)
+                operands = _expand(part_query, kv[keys], w_uk[heads], w_uv[heads])
+                part = backend.forward(operands, windowed)
                 merged = part if merged is None else merge(*merged, *part)
             if merged is not None:
                 out[:, :, heads], lse[:, :, heads] = merged
@@ -182,21 +170,20 @@ class ExpandedForm:
             torch.zeros_like(x, dtype=attended.lse.dtype) for x in (kv, w_uk, w_uv)
         )
         for heads in self._head_chunks(w_uk):
-            parts = (None if x is None else x[:, :, heads] for x in (*grad, *attended, *query))
-            grad_out, grad_lse, out, lse, q_content, q_rope = parts
+            part_grad, part_attended, part_query = (
+                type(group)(*(None if x is None else x[:, :, heads] for x in group))
+                for group in (grad, attended, query)
+            )
             for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
-                operands = _expand(kv[keys], w_uk[heads], w_uv[heads])
-                found = backend.backward(
-                    grad_out, grad_lse, out, lse, q_content, q_rope, *operands, windowed
-                )
-                dq_content, dq_rope, dk_nope, dk_rope, dv = found
-                query_grad.content[:, :, heads] += dq_content
-                query_grad.rope[:, :, heads] += dq_rope
+                operands = _expand(part_query, kv[keys], w_uk[heads], w_uv[heads])
+                found = backend.backward(part_grad, part_attended, operands, windowed)
+                query_grad.content[:, :, heads] += found.q_content
+                query_grad.rope[:, :, heads] += found.q_rope
                 latent = kv[keys][..., : w_uk.shape[-1]]
                 d_latent, d_weights = _expand_backward(
-                    latent, (w_uk[heads], w_uv[heads]), (dk_nope, dv)
+                    latent, (w_uk[heads], w_uv[heads]), (found.k_content, found.value)
                 )
-                dkv[keys] += torch.cat((d_latent, dk_rope), dim=-1)
+                dkv[keys] += torch.cat((d_latent, found.k_rope), dim=-1)
                 for total, part in zip(weight_grads, d_weights):
                     total[heads] += part
         return BlockGradients(dkv, tuple(weight_grads))
@@ -219,10 +206,11 @@ def _split(kv: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
     return kv[..., :kv_lora_rank], kv[..., kv_lora_rank:]
 
 
-def _expand(kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k_nope [S, B, N, nope], k_rope [S, B, rope] and the value [S, B, N, v]."""
+def _expand(query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> Operands:
+    """The query, k_nope [S, B, N, nope], k_rope [S, B, rope] and the value [S, B, N, v]."""
     latent, k_rope = _split(kv, w_uk.shape[-1])
-    return expand_latent(latent, w_uk), k_rope, expand_latent(latent, w_uv)
+    k_nope, value = expand_latent(latent, w_uk), expand_latent(latent, w_uv)
+    return Operands(query.content, query.rope, k_nope, k_rope, value)
 
 
 def _expand_backward(

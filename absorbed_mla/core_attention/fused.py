@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.pieces import pieces
 from absorbed_mla.core_attention.reference import reference_backward
 from absorbed_mla.core_attention.scores import ScoreRules
@@ -52,54 +53,35 @@ class FusedBackend:
         self.name = name
         self.kernel = kernel
 
-    def forward(
-        self,
-        q_content: Tensor,
-        q_rope: Tensor,
-        k_content: Tensor,
-        k_rope: Tensor,
-        value: Tensor,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``reference_forward``; ``value`` is needed."""
-        q, k = _concatenate(q_content, q_rope, k_content, k_rope)
-        out = q.new_zeros(*q.shape[:3], value.shape[-1], dtype=torch.float32)
+    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+        """See ``reference_forward``; the value is needed."""
+        q, k, v = _concatenate(operands)
+        out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         for piece in pieces(rules.spans):
             queries, keys = piece.queries, piece.keys
-            part = self.kernel.forward(q[queries], k[keys], value[keys], piece.causal, rules.scale)
+            part = self.kernel.forward(q[queries], k[keys], v[keys], piece.causal, rules.scale)
             if not piece.first:
                 part = merge(out[queries], lse[queries], *part)
             out[queries], lse[queries] = part
-        return out, lse
+        return Attended(out, lse)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        q_content: Tensor,
-        q_rope: Tensor,
-        k_content: Tensor,
-        k_rope: Tensor,
-        value: Tensor,
-        rules: ScoreRules,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        self, grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
+    ) -> Operands:
         """See ``reference_backward``, which does it where the LSE has a gradient."""
-        operands = (q_content, q_rope, k_content, k_rope, value)
-        if grad_lse is not None:
-            return reference_backward(grad_out, grad_lse, out, lse, *operands, rules)
-        q, k = _concatenate(q_content, q_rope, k_content, k_rope)
-        grad_out, out = grad_out.contiguous(), out.contiguous()
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, value))
+        if grad.lse is not None:
+            return reference_backward(grad, attended, operands, rules)
+        q, k, v = _concatenate(operands)
+        grad_out, out, lse = grad.out.contiguous(), attended.out.contiguous(), attended.lse
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         for piece in pieces(rules.spans):
             queries, keys = piece.queries, piece.keys
             parts = self.kernel.backward(
                 grad_out[queries],
                 q[queries],
                 k[keys],
-                value[keys],
+                v[keys],
                 out[queries],
                 lse[queries],
                 piece.causal,
@@ -107,14 +89,15 @@ class FusedBackend:
             )
             for total, rows, part in zip((dq, dk, dv), (queries, keys, keys), parts):
                 total[rows] += part
-        dq_content, dq_rope = dq.split([q_content.shape[-1], q_rope.shape[-1]], dim=-1)
-        dk_content, dk_rope = dk.split([k_content.shape[-1], k_rope.shape[-1]], dim=-1)
-        return dq_content, dq_rope, dk_content, dk_rope.sum(2), dv
+        content = operands.k_content.shape[-1]
+        return Operands(
+            dq[..., :content], dq[..., content:], dk[..., :content], dk[..., content:].sum(2), dv
+        )
 
 
-def _concatenate(
-    q_content: Tensor, q_rope: Tensor, k_content: Tensor, k_rope: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Query and key of one width each; k_rope is repeated for every head of ``k_content``."""
+def _concatenate(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value; query and key of one width each, k_rope repeated for every head."""
+    q_content, q_rope, k_content, k_rope, value = operands
+    assert value is not None, "the backend table refuses the latent form"
     repeated = k_rope.unsqueeze(2).expand(-1, -1, k_content.shape[2], -1)
-    return torch.cat((q_content, q_rope), dim=-1), torch.cat((k_content, repeated), dim=-1)
+    return torch.cat((q_content, q_rope), dim=-1), torch.cat((k_content, repeated), dim=-1), value

@@ -10,31 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 
 
-def reference_forward(
-    q_content: Tensor,
-    q_rope: Tensor,
-    k_content: Tensor,
-    k_rope: Tensor,
-    value: Tensor | None,
-    rules: ScoreRules,
-) -> tuple[Tensor, Tensor]:
-    """Attention whose scores are ``q_content . k_content + q_rope . k_rope``, without autograd.
-
-    Args:
-        q_content: [S_q, B, N, D]; the absorbed query (D = C) or q_nope.
-        q_rope: [S_q, B, N, rope]; rope may be 0.
-        k_content: [S_k, B, K, D] with K = 1 (one latent head for all queries) or K = N.
-        k_rope: [S_k, B, rope], shared by all heads.
-        value: [S_k, B, K, V], or None where the value is ``k_content`` itself.
-        rules: Scale, mask, sequences and dropout.
+def reference_forward(operands: Operands, rules: ScoreRules) -> Attended:
+    """Attention, without autograd.
 
     Returns:
-        Output [S_q, B, N, V] and LSE [S_q, B, N], fp32 (fp64). A token that may attend to nothing,
-        such as padding between sequences, gets output 0 and LSE -inf.
+        Output and LSE in fp32 (fp64). A token that may attend to nothing, such as padding between
+        sequences, gets output 0 and LSE -inf.
     """
+    q_content, q_rope, k_content, k_rope, value = operands
     v = k_content if value is None else value
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = q_content.new_zeros(*q_content.shape[:3], v.shape[-1], dtype=compute)
@@ -50,46 +37,32 @@ def reference_forward(
             probs = probs * keep
         out[q] = _weighted_sum(probs, v[k].to(compute))
         lse[q] = chunk_lse.permute(2, 0, 1)
-    return out, lse
+    return Attended(out, lse)
 
 
 def reference_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q_content: Tensor,
-    q_rope: Tensor,
-    k_content: Tensor,
-    k_rope: Tensor,
-    value: Tensor | None,
-    rules: ScoreRules,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
+) -> Operands:
     """Gradients of the operands of :func:`reference_forward`.
 
-    The keys may be a part of those that ``out`` and ``lse`` are the attention over: gradients of
-    the queries are then this part's share, gradients of the keys are whole.
-
-    Args:
-        grad_out: [S_q, B, N, V].
-        grad_lse: [S_q, B, N], or None for zero.
-        out: [S_q, B, N, V], over all keys.
-        lse: [S_q, B, N], over all keys.
+    The keys may be a part of those that ``attended`` is over: gradients of the queries are then
+    this part's share, gradients of the keys are whole.
 
     Returns:
-        Gradients of q_content, q_rope, k_content, k_rope and value (None where the value is
-        ``k_content``), fp32 (fp64).
+        In fp32 (fp64); None for the value where it is ``k_content``.
     """
+    q_content, q_rope, k_content, k_rope, value = operands
+    out, lse = attended
     compute = lse.dtype
     v = k_content if value is None else value
-    operands = (q_content, q_rope, k_content, k_rope)
-    grads = [torch.zeros_like(x, dtype=compute) for x in operands]
-    dq_content, dq_rope, dk_content, dk_rope = grads
+    dq_content, dq_rope, dk_content, dk_rope = (
+        torch.zeros_like(x, dtype=compute) for x in operands[:4]
+    )
     dv = dk_content if value is None else torch.zeros_like(value, dtype=compute)
     for chunk in rules.chunks():
         q, k = chunk.queries, chunk.keys
         qc, qr = q_content[q].to(compute), q_rope[q].to(compute)
-        kc, kr, do = k_content[k].to(compute), k_rope[k].to(compute), grad_out[q].to(compute)
+        kc, kr, do = k_content[k].to(compute), k_rope[k].to(compute), grad.out[q].to(compute)
         scores = rules.mask(_scores(qc, qr, kc, kr, rules.scale), chunk)
         probs = _probabilities(scores, lse[q].permute(1, 2, 0))
         keep = rules.keep_mask(probs, chunk)
@@ -100,14 +73,14 @@ def reference_backward(
             dprobs = dprobs * keep
         # delta is the row sum of probs * dprobs; an LSE gradient enters the same row term.
         delta = (out[q].to(compute) * do).sum(-1)
-        if grad_lse is not None:
-            delta = delta - grad_lse[q]
+        if grad.lse is not None:
+            delta = delta - grad.lse[q]
         dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
         dq_content[q] = _weighted_sum(dscores, kc)
         dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
         dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr)
         dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
-    return dq_content, dq_rope, dk_content, dk_rope, None if value is None else dv
+    return Operands(dq_content, dq_rope, dk_content, dk_rope, None if value is None else dv)
 
 
 def _scores(q_content: Tensor, q_rope: Tensor, k_content: Tensor, k_rope: Tensor, scale: float):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import AttentionBackend, ReferenceBackend, ScoreRules
+from absorbed_mla.core_attention import (
+    Attended,
+    AttendedGradient,
+    AttentionBackend,
+    Operands,
+    ReferenceBackend,
+    ScoreRules,
+)
 
 
 def attention(
@@ -17,7 +24,7 @@ def attention(
     rules: ScoreRules,
     backend: AttentionBackend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of ``q_content``, and LSE. Shapes: see ``reference_forward``."""
+    """Output in the dtype of ``q_content``, and LSE. Shapes: see ``Operands``."""
     operands = (q_content, q_rope, k_content, k_rope, value)
     return _Attention.apply(backend or ReferenceBackend(), rules, *operands)
 
@@ -25,7 +32,7 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, rules, *operands):
-        out, lse = backend.forward(*operands, rules)
+        out, lse = backend.forward(Operands(*operands), rules)
         out = out.to(operands[0].dtype)
         ctx.call = (backend, rules)
         ctx.save_for_backward(out, lse, *operands)
@@ -35,5 +42,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad_out, grad_lse):
         out, lse, *operands = ctx.saved_tensors
         backend, rules = ctx.call
-        grads = backend.backward(grad_out, grad_lse, out, lse, *operands, rules)
+        grads = backend.backward(
+            AttendedGradient(grad_out, grad_lse), Attended(out, lse), Operands(*operands), rules
+        )
         return None, None, *(None if x is None else g.to(x.dtype) for x, g in zip(operands, grads))
