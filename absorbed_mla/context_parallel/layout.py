@@ -37,15 +37,13 @@ class ContextParallelLayout:
         chunks = 2 * self.cp_size
         for i, slot in enumerate(self.sequences.slots):
             if slot % chunks:
-                what = (
-                    f"sequence {i} has {slot} tokens"
-                    if self.sequences.packed
-                    else (f"the sequence has {slot} tokens")
-                )
-                hint = " by cu_seqlens_q_padded; pad it" if self.sequences.packed else ""
+                which, hint = "the sequence", ""
+                if self.sequences.packed:
+                    which, hint = f"sequence {i}", " by cu_seqlens_q_padded; pad it"
                 raise ValueError(
                     f"context parallelism over {self.cp_size} ranks cuts every sequence into "
-                    f"2 x {self.cp_size} = {chunks} equal chunks, but {what}{hint}"
+                    f"2 x {self.cp_size} = {chunks} equal chunks, but {which} has "
+                    f"{slot} tokens{hint}"
                 )
 
     @property

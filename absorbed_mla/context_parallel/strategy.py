@@ -16,6 +16,7 @@ from absorbed_mla.core_attention import KeySource, LocalKeys
 from absorbed_mla.sequences import SequenceLayout
 
 _STRATEGIES: dict[str, type[ExchangedKeys]] = {"all_gather": AllGatheredKeys, "p2p": RingKeys}
+CP_COMM_TYPES = tuple(_STRATEGIES)
 # Megatron's sparse attention spells it so.
 _ALIASES = {"allgather": "all_gather"}
 
@@ -92,7 +93,7 @@ def _require_supported(cp_comm_type: str | None) -> str:
         if name in _STRATEGIES:
             return name
     raise ValueError(
-        f"cp_comm_type must be one of {', '.join(_STRATEGIES)} for this layer (a list in the "
+        f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)} for this layer (a list in the "
         f"config names one for each layer), got {cp_comm_type!r}: a2a and a2a+p2p cut keys by "
         "heads, and the latent is one head for all"
     )
@@ -100,8 +101,10 @@ def _require_supported(cp_comm_type: str | None) -> str:
 
 def _group_of_size(size: int, own: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group that Megatron made for dynamic context parallelism over ``size`` ranks."""
-    if size == 1 or (own is not None and own.size() == size):
-        return own if size > 1 else None
+    if size == 1:
+        return None
+    if own is not None and own.size() == size:
+        return own
     try:
         group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
     except (AssertionError, KeyError, TypeError):

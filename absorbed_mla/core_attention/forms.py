@@ -100,16 +100,11 @@ class AbsorbedForm:
 
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the latent; [S, B, N, C]."""
-        latent, k_rope = _split(kv, query.content.shape[-1])
-        return backend.forward(
-            Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None), rules
-        )
+        return backend.forward(_share(query, kv), rules)
 
     def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
         """See :class:`Form`."""
-        latent, k_rope = _split(kv, query.content.shape[-1])
-        operands = Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None)
-        found = backend.backward(grad, attended, operands, rules)
+        found = backend.backward(grad, attended, _share(query, kv), rules)
         query_grad.content.add_(found.q_content)
         query_grad.rope.add_(found.q_rope)
         return BlockGradients(torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1), ())
@@ -204,6 +199,12 @@ class ExpandedForm:
 def _split(kv: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
     """Latent and k_rope, views of ``kv``."""
     return kv[..., :kv_lora_rank], kv[..., kv_lora_rank:]
+
+
+def _share(query: Query, kv: Tensor) -> Operands:
+    """The absorbed query and the latent, which is key and value of all heads."""
+    latent, k_rope = _split(kv, query.content.shape[-1])
+    return Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None)
 
 
 def _expand(query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> Operands:

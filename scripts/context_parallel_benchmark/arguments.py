@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from absorbed_mla.context_parallel import CP_COMM_TYPES
 from absorbed_mla.options import FORMS
 
 LAYOUTS = ("sbhd", "thd")
 IMPLEMENTATIONS = ("ours", "megatron")
-COMM_TYPES = ("all_gather", "p2p")
 # What TransformerEngine 2.12 accepts for multi-head latent attention.
 MEGATRON_COMM_TYPE = "p2p"
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--layouts", type=_list_of(_one_of(LAYOUTS)), default="sbhd", help="(%(default)s)")
     add("--documents", type=_count, default=4, help="equal ones in a thd pack (%(default)s)")
     add("--implementations", type=_list_of(_one_of(IMPLEMENTATIONS)), default="ours,megatron")
-    add("--cp-comm-types", type=_list_of(_one_of(COMM_TYPES)), default="all_gather,p2p")
+    add("--cp-comm-types", type=_list_of(_one_of(CP_COMM_TYPES)), default="all_gather,p2p")
     add("--form", choices=FORMS, default="expanded", help="of ours (%(default)s)")
     add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
     add("--warmup", type=_count, default=1, help="steps that are not timed (%(default)s)")

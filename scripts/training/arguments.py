@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from absorbed_mla.context_parallel import CP_COMM_TYPES
 from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
-from training.context_parallel_options import CP_COMM_TYPES
 from training.presets import PRESETS
 from training.schedule import DECAY_STYLES
 

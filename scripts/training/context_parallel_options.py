@@ -7,7 +7,7 @@ import argparse
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-CP_COMM_TYPES = ("all_gather", "p2p")
+from absorbed_mla.context_parallel import CP_COMM_TYPES
 
 
 def cp_comm_type(args: argparse.Namespace) -> str | list[str]:
