@@ -34,16 +34,3 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
         [S, B, N, v].
     """
     return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
-
-
-def expand_latent(latent: Tensor, weight: Tensor) -> Tensor:
-    """Expand keys or values of every head from the latent: ``latent . W^T``.
-
-    Args:
-        latent: [S, B, C].
-        weight: [N, nope or v, C].
-
-    Returns:
-        [S, B, N, nope or v].
-    """
-    return torch.einsum("sbc,ndc->sbnd", latent, weight)

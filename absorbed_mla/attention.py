@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from absorbed_mla.context_parallel import ContextParallel
-from absorbed_mla.core_attention import AttentionPlan, Query
+from absorbed_mla.core_attention import AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -226,26 +226,24 @@ class AbsorbedMLASelfAttention(Attention):
         w_uk: Tensor,
         cos: Tensor,
         sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Everything between the down-projections and the attention; what mla_up_proj recomputes.
 
         Returns:
-            The form's query [S, B, N, C or nope], q_rope [S, B, N, rope] and kv [S, B, C + rope].
-            None shares memory with an argument, so that all can be dropped.
+            kv [S, B, C + rope], and the form's query, rotated. None shares memory with an argument,
+            so that all can be dropped.
         """
         # Latents first: context-parallel ranks exchange them while the query is made.
         kv = plan.keys.start(self._latent(kv_down, cos, sin))
-        q_nope, q_rope = self._query(q_down)
-        return plan.form.query(q_nope, w_uk), apply_rope(q_rope, cos, sin), kv
+        return kv, *plan.form.query(self._query(q_down), w_uk, cos, sin)
 
-    def _query(self, q_down: Tensor) -> tuple[Tensor, Tensor]:
-        """q_nope [S, B, N, nope] and unrotated q_rope [S, B, N, rope] of this rank's heads."""
+    def _query(self, q_down: Tensor) -> Tensor:
+        """[q_nope | q_rope] of this rank's heads, [S, B, N * (nope + rope)], not rotated."""
         if self.dims.q_lora_rank is None:
             query, _ = self.linear_q_proj(q_down)
         else:
             query, _ = self.linear_q_up_proj(self.q_layernorm(q_down))
-        query = query.unflatten(-1, (self.dims.num_heads_per_rank, self.dims.qk_head_dim))
-        return query.split([self.dims.qk_nope_head_dim, self.dims.qk_rope_head_dim], dim=-1)
+        return query
 
     def _latent(self, kv_down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and rotated."""
@@ -259,8 +257,8 @@ class AbsorbedMLASelfAttention(Attention):
     def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
 
-        def attend(w_uk, w_uv, q_content, q_rope, kv):
-            out, _ = self.core_attention(plan, Query(q_content, q_rope), kv, w_uk, w_uv)
+        def attend(w_uk, w_uv, kv, *query):
+            out, _ = self.core_attention(plan, query, kv, w_uk, w_uv)
             return out.flatten(2)
 
         if self.checkpoint_core_attention and self.training:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
-CORE_ATTENTION_BACKENDS = ("auto", "cudnn", "reference")
-_CHUNK_SIZES = ("query_chunk_size", "expansion_head_chunk_size", "expansion_token_chunk_size")
+CORE_ATTENTION_BACKENDS = ("auto", "flash_attention_4", "cudnn", "reference")
+_CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class AbsorbedMLAOptions:
             kernel of cuDNN (fp16 and bf16 on a GPU, expanded form, no mask or dropout); ``"auto"``
             takes the fastest that can run.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
-        expansion_head_chunk_size: Heads whose keys and values the expanded form holds at a time.
-        expansion_token_chunk_size: Key tokens that it holds expanded at a time.
+        expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
+            at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -39,8 +39,7 @@ class AbsorbedMLAOptions:
     latent_norm_eps: float | None = None
     core_attention_backend: str = "auto"
     query_chunk_size: int = 256
-    expansion_head_chunk_size: int = 16
-    expansion_token_chunk_size: int = 32768
+    expansion_chunk_size: int = 2**20
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)

@@ -138,3 +138,59 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, None].to(compute), sin[:, None, None].to(compute)
     even, odd = x[..., 0::2].to(compute), x[..., 1::2].to(compute)
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
+
+
+def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    """Rotate the last channels of every head in place, as :func:`apply_rope` does.
+
+    A query keeps its layout, and no copy of it is made, in forward or backward.
+
+    Args:
+        x: [S, B, num_heads * width], used up: neither it nor the gradient of what is returned may
+            be needed by anybody else.
+        cos: fp32 [S, rope / 2], row i for the position of token i; rope <= width.
+        sin: Likewise.
+        num_heads: Heads that lie one after the other in the last dim.
+
+    Returns:
+        ``x``.
+    """
+    return _RotateTail.apply(x, cos, sin, num_heads)
+
+
+class _RotateTail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.table, ctx.num_heads = (cos, sin), num_heads
+        _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.contiguous()
+        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), *ctx.table, back=True)
+        return grad, None, None, None
+
+
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    """Rotate, or rotate back, the last channels of ``x`` [S, B, N, width] in place."""
+    rope = 2 * cos.shape[-1]
+    # The kernel computes in fp32, for widths that are a power of two.
+    if x.is_cuda and x.dtype != torch.float64 and rope and not rope & (rope - 1):
+        # Loaded where it runs: elsewhere the package does without Triton.
+        from absorbed_mla.kernels.rotation import rotate
+
+        rotate(x, cos, sin, back)
+    elif rope:
+        tail = x[..., x.shape[-1] - rope :]
+        tail.copy_(_unrotate(tail, cos, sin) if back else apply_rope(tail, cos, sin))
+
+
+def _unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of :func:`apply_rope`, but for YaRN's factor; its gradient."""
+    compute = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None, None].to(compute), sin[:, None, None].to(compute)
+    even, odd = x.to(compute).chunk(2, dim=-1)
+    pairs = torch.stack((even * cos + odd * sin, odd * cos - even * sin), dim=-1)
+    return pairs.flatten(-2).to(x.dtype)

@@ -7,6 +7,7 @@ same. A rank holds its two chunks of the first sequence, then its two of the sec
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,7 @@ class ContextParallelLayout:
         """The inverse of :meth:`rank_major`: where the ranks' tokens hold each token; int64."""
         return self.rank_major().argsort()
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (small, and all layers ask)
     def gathered_spans(self, causal: bool) -> tuple[Span, ...]:
         """What this rank's queries see of all tokens in the order of the whole batch or pack."""
         spans = []
@@ -93,6 +95,7 @@ class ContextParallelLayout:
                     )
         return tuple(spans)
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019
     def block_spans(self, key_rank: int, causal: bool) -> tuple[Span, ...]:
         """What this rank's queries see of the tokens of ``key_rank``, in that rank's order."""
         spans = []

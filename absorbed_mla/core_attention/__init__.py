@@ -6,7 +6,6 @@ from absorbed_mla.core_attention.backend import (
     ReferenceBackend,
     select_backend,
 )
-from absorbed_mla.core_attention.forms import Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource, LocalKeys
 from absorbed_mla.core_attention.latent_attention import AttentionPlan, LatentCoreAttention
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
@@ -24,7 +23,6 @@ __all__ = [
     "LatentCoreAttention",
     "LocalKeys",
     "Operands",
-    "Query",
     "ReferenceBackend",
     "ScoreRules",
     "Span",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.forms import Form, Query
+from absorbed_mla.core_attention.forms import BlockGradients, Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient
@@ -43,58 +43,67 @@ def attend(
     """
     call = (form, backend, keys, rules)
     # Inside of the function autograd is always off.
-    return Attended(*_Attend.apply(call, torch.is_grad_enabled(), *query, kv, *weights))
+    keep = torch.is_grad_enabled()
+    return Attended(*_Attend.apply(call, keep, len(query), *query, kv, *weights))
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, keep: bool, q_content, q_rope, kv, *weights):
-        form, backend, keys, rules = ctx.call = call
-        query = Query(q_content, q_rope)
-        parts = (
+    def forward(ctx, call, keep: bool, num_query: int, *tensors: Tensor):
+        ctx.call, ctx.num_query = call, num_query
+        form, backend, keys, rules = call
+        query, kv, weights = _sort(num_query, tensors)
+        parts: Iterator[Attended] = (
             form.forward(query, block.kv, weights, backend, rules(block))
             for block in keys.blocks(kv, keep)
         )
+        if keys.num_blocks > 1:
+            parts = (_in_full_precision(part) for part in parts)
         out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts)
-        attended = Attended(out.to(q_content.dtype), lse)
-        # The LSE's gradient is None unless somebody used the LSE: fused kernels take none.
+        attended = Attended(out.to(query[0].dtype), lse)
+        # The LSE's gradient is None unless somebody used the LSE: some fused kernels take none.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*attended, q_content, q_rope, kv, *weights)
+        ctx.save_for_backward(*attended, *tensors)
         return attended
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        out, lse, q_content, q_rope, kv, *weights = ctx.saved_tensors
+        out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         form, backend, keys, rules = ctx.call
-        attended, query = Attended(out, lse), Query(q_content, q_rope)
-        # One block leaves nothing to sum over blocks.
-        sum_dtype = q_content.dtype if keys.num_blocks == 1 else lse.dtype
-        query_grad = Query(*(torch.zeros_like(x, dtype=sum_dtype) for x in query))
-        weight_grads = [torch.zeros_like(w, dtype=lse.dtype) for w in weights]
+        query, kv, weights = _sort(ctx.num_query, tensors)
+        attended, grad = Attended(out, lse), AttendedGradient(grad_out, grad_lse)
+        found: BlockGradients | None = None
 
         def block_gradient(block: KeyBlock) -> Tensor:
-            found = form.backward(
-                AttendedGradient(grad_out, grad_lse),
-                attended,
-                query,
-                block.kv,
-                tuple(weights),
-                backend,
-                rules(block),
-                query_grad,
-            )
-            for total, part in zip(weight_grads, found.weights):
-                total.add_(part)
-            return found.kv
+            nonlocal found
+            part = form.backward(grad, attended, query, block.kv, weights, backend, rules(block))
+            found = part if found is None else _add(found, part, lse.dtype)
+            return part.kv
 
-        kv_grad = None
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[3 + ctx.num_query]:
             kv_grad = keys.gradient(kv, block_gradient)
         else:
+            kv_grad = None
             for block in keys.blocks(kv, keep=False):
                 block_gradient(block)
-        query_grads = (x.to(q_content.dtype) for x in query_grad)
-        cast_weight_grads = (g.to(w.dtype) for g, w in zip(weight_grads, weights))
-        return None, None, *query_grads, kv_grad, *cast_weight_grads
+        assert found is not None, "there is a block of keys"
+        query_grads = (g.to(x.dtype) for g, x in zip(found.query, query))
+        weight_grads = (g.to(w.dtype) for g, w in zip(found.weights, weights))
+        return None, None, None, *query_grads, kv_grad, *weight_grads
+
+
+def _sort(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:
+    """Query, kv and weights."""
+    return tuple(tensors[:num_query]), tensors[num_query], tuple(tensors[num_query + 1 :])
+
+
+def _in_full_precision(part: Attended) -> Attended:
+    return Attended(part.out.to(part.lse.dtype), part.lse)
+
+
+def _add(total: BlockGradients, part: BlockGradients, dtype: torch.dtype) -> BlockGradients:
+    """The sum over blocks in ``dtype``, but for kv, which is the block's own."""
+    query = tuple(a.to(dtype) + b for a, b in zip(total.query, part.query))
+    return BlockGradients(query, part.kv, tuple(a + b for a, b in zip(total.weights, part.weights)))

@@ -8,7 +8,9 @@ from typing import Protocol
 
 import torch
 
+from absorbed_mla.core_attention import flash_attention
 from absorbed_mla.core_attention.cudnn import CudnnKernel
+from absorbed_mla.core_attention.flash_attention import FlashAttention4
 from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.reference import reference_backward, reference_forward
@@ -68,8 +70,8 @@ class ReferenceBackend:
     backward = staticmethod(reference_backward)
 
 
-def _cudnn_refuses(request: AttentionRequest) -> str | None:
-    """Why cuDNN cannot do this, or None."""
+def _fused_refuses(request: AttentionRequest) -> str | None:
+    """Why no fused kernel for keys and values of every head can do this, or None."""
     widths = (request.key_width, request.value_width)
     checks = {
         "it needs a GPU": request.device.type != "cuda",
@@ -87,9 +89,18 @@ def _cudnn_refuses(request: AttentionRequest) -> str | None:
     return reasons[0] if reasons else None
 
 
+def _flash_attention_refuses(request: AttentionRequest) -> str | None:
+    """Why FlashAttention-4 cannot do this, or None."""
+    reason = _fused_refuses(request) or flash_attention.installed()
+    if reason is None and torch.cuda.get_device_capability(request.device)[0] != 9:
+        reason = "its kernels were tried on compute capability 9.0 only"
+    return reason
+
+
 # Fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple] = {
-    "cudnn": (FusedBackend("cudnn", CudnnKernel()), _cudnn_refuses),
+    "flash_attention_4": (FlashAttention4(), _flash_attention_refuses),
+    "cudnn": (FusedBackend("cudnn", CudnnKernel()), _fused_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
 }
 _logged: set[str] = set()

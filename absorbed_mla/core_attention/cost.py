@@ -17,9 +17,10 @@ def operations(
     """Multiply-adds of the attention and of what a form adds to it, on one rank.
 
     Absorbing costs ``C (nope + v)`` for each query and head, and twice that in backward. Expanding
-    costs as much for each key, in forward, again in backward because keys and values are not kept,
-    and twice for the gradients. A pair of query and key costs the widths of key and value in
-    forward; backward has five products where forward has two.
+    costs that for each key, with k_rope handed through the product (``expansion.py``), in forward,
+    again in backward because keys and values are not kept, and twice for the gradients. A pair of
+    query and key costs the widths of key and value in forward; backward has five products where
+    forward has two.
 
     Args:
         form: ``"absorbed"`` or ``"expanded"``.
@@ -36,6 +37,7 @@ def operations(
         projected = query_tokens * projection * (3 if training else 1)
     else:
         key, value = dims.qk_head_dim, dims.v_head_dim
+        projection += rope * (c + dims.qk_head_dim)
         projected = key_tokens * projection * (4 if training else 1)
     pair = 4 * key + 3 * value if training else key + value
     return dims.num_heads_per_rank * (projected + pairs * pair)

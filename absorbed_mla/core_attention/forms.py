@@ -12,26 +12,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.absorb import absorb_query, expand_latent, up_project_value
+from absorbed_mla.absorb import absorb_query, up_project_value
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.core_attention.expansion import expand, expand_backward, extend_by_rope
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
+from absorbed_mla.rope import apply_rope, rotate_tail
 
+Query = tuple[Tensor, ...]
 Weights = tuple[Tensor, ...]
 
 
-class Query(NamedTuple):
-    """The query of a form: [S, B, N, C or nope] and, rotated, [S, B, N, rope]."""
-
-    content: Tensor
-    rope: Tensor
-
-
 class BlockGradients(NamedTuple):
-    """Gradients from one block of keys, in the dtype of the LSE."""
+    """Gradients from one block of keys: the query's in any dtype, the others' in the LSE's."""
 
+    query: Query
     kv: Tensor
     weights: Weights
 
@@ -39,8 +35,11 @@ class BlockGradients(NamedTuple):
 class Form(Protocol):
     """One execution of latent attention. Shapes: see ``absorbed_mla.dims``."""
 
-    def query(self, q_nope: Tensor, w_uk: Tensor) -> Tensor:
-        """What the form multiplies with keys, from q_nope [S, B, N, nope]."""
+    def query(self, q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> Query:
+        """What the form multiplies with keys, from [q_nope | q_rope] [S, B, N * (nope + rope)].
+
+        ``q`` is used up. ``cos`` and ``sin`` [S, rope / 2] are those of the tokens' positions.
+        """
         ...
 
     def weights(self, w_uk: Tensor, w_uv: Tensor) -> Weights:
@@ -56,7 +55,12 @@ class Form(Protocol):
         ...
 
     def forward(
-        self, query: Query, kv: Tensor, weights: Weights, backend: AttentionBackend, rules
+        self,
+        query: Query,
+        kv: Tensor,
+        weights: Weights,
+        backend: AttentionBackend,
+        rules: ScoreRules,
     ) -> Attended:
         """Attend over a block [latent | k_rope], [S_k, B, C + rope]."""
         ...
@@ -70,21 +74,22 @@ class Form(Protocol):
         weights: Weights,
         backend: AttentionBackend,
         rules: ScoreRules,
-        query_grad: Query,
     ) -> BlockGradients:
-        """Gradients from a block; the query's are added to ``query_grad``.
-
-        ``attended`` may be over more keys than the block's.
-        """
+        """Gradients from a block; ``attended`` may be over more keys than the block's."""
         ...
 
 
 class AbsorbedForm:
-    """Multi-query attention over the one latent head [latent | k_rope]."""
+    """Multi-query attention over the one latent head [latent | k_rope].
 
-    def query(self, q_nope, w_uk):
-        """The absorbed query [S, B, N, C]."""
-        return absorb_query(q_nope, w_uk)
+    Its query is the absorbed one [S, B, N, C], and q_rope [S, B, N, rope], rotated.
+    """
+
+    def query(self, q, w_uk, cos, sin):
+        """See :class:`Form`."""
+        heads, nope, _ = w_uk.shape
+        q = q.unflatten(-1, (heads, -1))
+        return absorb_query(q[..., :nope], w_uk), apply_rope(q[..., nope:], cos, sin)
 
     def weights(self, w_uk, w_uv):
         """None: both stand outside of the attention."""
@@ -102,32 +107,29 @@ class AbsorbedForm:
         """Attend over the latent; [S, B, N, C]."""
         return backend.forward(_share(query, kv), rules)
 
-    def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
+    def backward(self, grad, attended, query, kv, weights, backend, rules):
         """See :class:`Form`."""
         found = backend.backward(grad, attended, _share(query, kv), rules)
-        query_grad.content.add_(found.q_content)
-        query_grad.rope.add_(found.q_rope)
-        return BlockGradients(torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1), ())
+        dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1)
+        return BlockGradients((found.q_content, found.q_rope), dkv, ())
 
 
 class ExpandedForm:
     """Multi-head attention over keys and values expanded from the latent.
 
-    They exist for some heads and some tokens at a time, in forward and again in backward, whatever
-    the length of the sequence.
+    They exist for some heads at a time, in forward and again in backward, so that the memory they
+    take does not grow with heads or tokens. Its query is [q_nope | q_rope] [S, B, N, nope + rope].
 
     Args:
-        head_chunk: Heads expanded at a time.
-        token_chunk: Key tokens expanded at a time.
+        chunk_size: Heads times key tokens expanded at a time, but at least one head.
     """
 
-    def __init__(self, head_chunk: int, token_chunk: int) -> None:
-        self.head_chunk = head_chunk
-        self.token_chunk = token_chunk
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
 
-    def query(self, q_nope, w_uk):
-        """q_nope as it is."""
-        return q_nope
+    def query(self, q, w_uk, cos, sin):
+        """The query with its rope part rotated in place."""
+        return (rotate_tail(q, cos, sin, len(w_uk)).unflatten(-1, (len(w_uk), -1)),)
 
     def weights(self, w_uk, w_uv):
         """Both up-projections expand the latent."""
@@ -143,87 +145,59 @@ class ExpandedForm:
 
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the expanded heads; [S, B, N, v]."""
-        w_uk, w_uv = weights
-        lse_dtype = torch.promote_types(kv.dtype, torch.float32)
-        out = kv.new_zeros(*query.content.shape[:3], w_uv.shape[1], dtype=lse_dtype)
-        lse = kv.new_full(query.content.shape[:3], -torch.inf, dtype=lse_dtype)
-        for heads in self._head_chunks(w_uk):
-            part_query = Query(*(x[:, :, heads] for x in query))
-            merged = None
-            for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
-                operands = _expand(part_query, kv[keys], w_uk[heads], w_uv[heads])
-                part = backend.forward(operands, windowed)
-                merged = part if merged is None else merge(*merged, *part)
-            if merged is not None:
-                out[:, :, heads], lse[:, :, heads] = merged
-        return Attended(out, lse)
+        (q,), (w_uk, w_uv) = query, weights
+        w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
+        parts = []
+        for heads in self._head_chunks(w_uk, kv):
+            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
+            parts.append(backend.forward(operands, rules.for_heads(heads.start)))
+        return parts[0] if len(parts) == 1 else Attended(*_join_heads(parts))
 
-    def backward(self, grad, attended, query, kv, weights, backend, rules, query_grad):
+    def backward(self, grad, attended, query, kv, weights, backend, rules):
         """See :class:`Form`."""
-        w_uk, w_uv = weights
-        dkv, *weight_grads = (
-            torch.zeros_like(x, dtype=attended.lse.dtype) for x in (kv, w_uk, w_uv)
-        )
-        for heads in self._head_chunks(w_uk):
-            part_grad, part_attended, part_query = (
+        (q,), (w_uk, w_uv) = query, weights
+        w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
+        dkv: Tensor | None = None
+        dq, dw_uk, dw_uv = [], [], []
+        for heads in self._head_chunks(w_uk, kv):
+            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
+            part_grad, part_attended = (
                 type(group)(*(None if x is None else x[:, :, heads] for x in group))
-                for group in (grad, attended, query)
+                for group in (grad, attended)
             )
-            for keys, windowed in self._windows(rules.for_heads(heads.start), len(kv)):
-                operands = _expand(part_query, kv[keys], w_uk[heads], w_uv[heads])
-                found = backend.backward(part_grad, part_attended, operands, windowed)
-                query_grad.content[:, :, heads] += found.q_content
-                query_grad.rope[:, :, heads] += found.q_rope
-                latent = kv[keys][..., : w_uk.shape[-1]]
-                d_latent, d_weights = _expand_backward(
-                    latent, (w_uk[heads], w_uv[heads]), (found.k_content, found.value)
-                )
-                dkv[keys] += torch.cat((d_latent, found.k_rope), dim=-1)
-                for total, part in zip(weight_grads, d_weights):
-                    total[heads] += part
-        return BlockGradients(dkv, tuple(weight_grads))
+            found = backend.backward(
+                part_grad, part_attended, operands, rules.for_heads(heads.start)
+            )
+            # The operands go before the products that need memory come.
+            del operands
+            part, *d_weights = expand_backward(
+                kv, w_k[heads], w_uv[heads], found.k_content, found.value
+            )
+            dkv = part if dkv is None else dkv.add_(part)
+            for total, share in zip((dq, dw_uk, dw_uv), (found.q_content, *d_weights)):
+                total.append(share)
+        assert dkv is not None, "there is a head"
+        return BlockGradients((_join(dq, 2),), dkv, (_join(dw_uk, 0), _join(dw_uv, 0)))
 
-    def _head_chunks(self, weight: Tensor) -> Iterator[slice]:
-        for first in range(0, len(weight), self.head_chunk):
-            yield slice(first, min(first + self.head_chunk, len(weight)))
-
-    def _windows(self, rules: ScoreRules, tokens: int) -> Iterator[tuple[slice, ScoreRules]]:
-        """Runs of keys that some query sees, and the rules on each."""
-        for first in range(0, tokens, self.token_chunk):
-            last = min(first + self.token_chunk, tokens)
-            windowed = rules.window(first, last)
-            if windowed.spans:
-                yield slice(first, last), windowed
+    def _head_chunks(self, weight: Tensor, kv: Tensor) -> Iterator[slice]:
+        heads, at_a_time = len(weight), max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
+        # As many chunks as that makes, of about equal size.
+        chunks = -(-heads // at_a_time)
+        at_a_time = -(-heads // chunks)
+        for first in range(0, heads, at_a_time):
+            yield slice(first, min(first + at_a_time, heads))
 
 
-def _split(kv: Tensor, kv_lora_rank: int) -> tuple[Tensor, Tensor]:
-    """Latent and k_rope, views of ``kv``."""
-    return kv[..., :kv_lora_rank], kv[..., kv_lora_rank:]
+def _join_heads(parts: list[Attended]) -> Iterator[Tensor]:
+    return (torch.cat(tensors, dim=2) for tensors in zip(*parts))
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _share(query: Query, kv: Tensor) -> Operands:
     """The absorbed query and the latent, which is key and value of all heads."""
-    latent, k_rope = _split(kv, query.content.shape[-1])
-    return Operands(query.content, query.rope, latent.unsqueeze(2), k_rope, None)
-
-
-def _expand(query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> Operands:
-    """The query, k_nope [S, B, N, nope], k_rope [S, B, rope] and the value [S, B, N, v]."""
-    latent, k_rope = _split(kv, w_uk.shape[-1])
-    k_nope, value = expand_latent(latent, w_uk), expand_latent(latent, w_uv)
-    return Operands(query.content, query.rope, k_nope, k_rope, value)
-
-
-def _expand_backward(
-    latent: Tensor, weights: Weights, grads: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Weights]:
-    """Gradients of the latent [S, B, C] and of both weights, in the dtype of ``grads``.
-
-    Products are of the operands' precision, as those of a linear layer; sums are not.
-    """
-    d_latent, d_weights = torch.zeros_like(latent, dtype=grads[0].dtype), []
-    for weight, wide in zip(weights, grads):
-        grad = wide.to(latent.dtype)
-        d_latent += torch.einsum("sbnd,ndc->sbc", grad, weight)
-        d_weights.append(torch.einsum("sbnd,sbc->ndc", grad, latent).to(wide.dtype))
-    return d_latent, tuple(d_weights)
+    q_content, q_rope = query
+    c = q_content.shape[-1]
+    return Operands(q_content, q_rope, kv[..., None, :c], kv[..., c:], None)

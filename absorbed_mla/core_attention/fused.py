@@ -9,7 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
-from absorbed_mla.core_attention.pieces import pieces
+from absorbed_mla.core_attention.pieces import Piece, cut_into_pieces
 from absorbed_mla.core_attention.reference import reference_backward
 from absorbed_mla.core_attention.scores import ScoreRules
 
@@ -54,11 +54,15 @@ class FusedBackend:
         self.kernel = kernel
 
     def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
-        """See ``reference_forward``; the value is needed."""
-        q, k, v = _concatenate(operands)
+        """See ``reference_forward``; several pieces are summed in fp32."""
+        q, k, v = operands.as_multi_head()
+        cut = cut_into_pieces(rules.spans)
+        if len(cut) == 1 and cut[0].queries == slice(0, len(q)):
+            keys, causal = cut[0].keys, cut[0].causal
+            return Attended(*self.kernel.forward(q, k[keys], v[keys], causal, rules.scale))
         out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        for piece in pieces(rules.spans):
+        for piece in cut:
             queries, keys = piece.queries, piece.keys
             part = self.kernel.forward(q[queries], k[keys], v[keys], piece.causal, rules.scale)
             if not piece.first:
@@ -72,32 +76,29 @@ class FusedBackend:
         """See ``reference_backward``, which does it where the LSE has a gradient."""
         if grad.lse is not None:
             return reference_backward(grad, attended, operands, rules)
-        q, k, v = _concatenate(operands)
-        grad_out, out, lse = grad.out.contiguous(), attended.out.contiguous(), attended.lse
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-        for piece in pieces(rules.spans):
-            queries, keys = piece.queries, piece.keys
-            parts = self.kernel.backward(
-                grad_out[queries],
-                q[queries],
-                k[keys],
-                v[keys],
-                out[queries],
-                lse[queries],
-                piece.causal,
-                rules.scale,
-            )
-            for total, rows, part in zip((dq, dk, dv), (queries, keys, keys), parts):
+        q, k, v = operands.as_multi_head()
+        cut = cut_into_pieces(rules.spans)
+        whole = (slice(0, len(q)), slice(0, len(k)))
+        if len(cut) == 1 and (cut[0].queries, cut[0].keys) == whole:
+            found = self._piece_gradient(cut[0], grad.out, attended, (q, k, v), rules.scale)
+            return operands.multi_head_gradient(*found)
+        sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        for piece in cut:
+            found = self._piece_gradient(piece, grad.out, attended, (q, k, v), rules.scale)
+            for total, rows, part in zip(sums, (piece.queries, piece.keys, piece.keys), found):
                 total[rows] += part
-        content = operands.k_content.shape[-1]
-        return Operands(
-            dq[..., :content], dq[..., content:], dk[..., :content], dk[..., content:].sum(2), dv
-        )
+        return operands.multi_head_gradient(*sums)
 
-
-def _concatenate(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value; query and key of one width each, k_rope repeated for every head."""
-    q_content, q_rope, k_content, k_rope, value = operands
-    assert value is not None, "the backend table refuses the latent form"
-    repeated = k_rope.unsqueeze(2).expand(-1, -1, k_content.shape[2], -1)
-    return torch.cat((q_content, q_rope), dim=-1), torch.cat((k_content, repeated), dim=-1), value
+    def _piece_gradient(
+        self,
+        piece: Piece,
+        grad_out: Tensor,
+        attended: Attended,
+        operands: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = operands
+        queries, keys = piece.queries, piece.keys
+        rows = (grad_out[queries].contiguous(), q[queries], k[keys], v[keys])
+        out = attended.out[queries].contiguous()
+        return self.kernel.backward(*rows, out, attended.lse[queries], piece.causal, scale)

@@ -61,9 +61,7 @@ class LatentCoreAttention(nn.Module):
         self.options = options
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
-            "expanded": ExpandedForm(
-                options.expansion_head_chunk_size, options.expansion_token_chunk_size
-            ),
+            "expanded": ExpandedForm(options.expansion_chunk_size),
         }
 
     def plan(
@@ -123,7 +121,7 @@ class LatentCoreAttention(nn.Module):
 
         Args:
             plan: From :meth:`plan`.
-            query: ``plan.form.query(...)`` of q_nope, and q_rope [S, B, N, rope], rotated.
+            query: From ``plan.form.query``.
             kv: What ``plan.keys.start`` returned for [latent | k_rope].
             w_uk: [N, nope, C].
             w_uv: [N, v, C].

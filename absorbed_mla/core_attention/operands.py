@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +26,27 @@ class Operands(NamedTuple):
     k_content: Tensor
     k_rope: Tensor
     value: Tensor | None
+
+    @classmethod
+    def multi_head(cls, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        """Ordinary attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
+        return cls(q, q[..., :0], k, k[:, :, 0, :0], v)
+
+    def as_multi_head(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of ordinary attention, copied only where a rope part is apart."""
+        assert self.value is not None, "the latent form has one key for all heads"
+        if not self.q_rope.shape[-1]:
+            return self.q_content, self.k_content, self.value
+        repeated = self.k_rope.unsqueeze(2).expand(-1, -1, self.k_content.shape[2], -1)
+        q = torch.cat((self.q_content, self.q_rope), dim=-1)
+        return q, torch.cat((self.k_content, repeated), dim=-1), self.value
+
+    def multi_head_gradient(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Operands:
+        """The gradient of these operands from that of :meth:`as_multi_head`."""
+        content = self.k_content.shape[-1]
+        dk_rope = dk[..., content:]
+        dk_rope = dk_rope.sum(2) if dk_rope.shape[-1] else dk_rope[:, :, 0]
+        return Operands(dq[..., :content], dq[..., content:], dk[..., :content], dk_rope, dv)
 
 
 class Attended(NamedTuple):

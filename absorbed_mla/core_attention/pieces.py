@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from absorbed_mla.core_attention.by_identity import cached_by_identity
 from absorbed_mla.core_attention.spans import Span
 
 
@@ -42,3 +43,9 @@ def pieces(spans: Iterable[Span]) -> Iterator[Piece]:
         yield Piece(slice(span.query_start, below), keys, causal=True, first=first)
         if below < span.query_end:
             yield Piece(slice(below, span.query_end), keys, causal=False, first=first)
+
+
+@cached_by_identity
+def cut_into_pieces(spans: tuple[Span, ...]) -> tuple[Piece, ...]:
+    """:func:`pieces`, once for all layers."""
+    return tuple(pieces(spans))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.dropout import keep_factors
-from absorbed_mla.core_attention.spans import Span, key_window
+from absorbed_mla.core_attention.spans import Span
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,6 @@ class ScoreRules:
         if mask is not None and len(key_tokens) != mask.shape[3]:
             mask = mask.index_select(3, key_tokens)
         return replace(self, spans=spans, attention_mask=mask, key_tokens=key_tokens)
-
-    def window(self, start: int, end: int) -> ScoreRules:
-        """The rules where only keys ``start`` to ``end`` are there."""
-        mask, tokens = self.attention_mask, self.key_tokens
-        return replace(
-            self,
-            spans=key_window(self.spans, start, end),
-            attention_mask=None if mask is None else mask[..., start:end],
-            key_tokens=None if tokens is None else tokens[start:end],
-        )
 
     def for_heads(self, first: int) -> ScoreRules:
         """The rules where the first head is ``first`` of these heads."""

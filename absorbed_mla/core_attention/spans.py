@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
 from dataclasses import dataclass, replace
 
 from absorbed_mla.sequences import SequenceLayout
@@ -47,37 +47,9 @@ class Span:
         key_end = min(self.key_end, self.key_start + offset + end - start)
         return Span(start, end, self.key_start, key_end, offset)
 
-    def within_keys(self, start: int, end: int) -> Span | None:
-        """The part on keys ``start`` to ``end`` of the axis, or None if no query sees any of them.
 
-        Queries that see none of the keys are left out; the key axis stays as it was.
-        """
-        first, last = max(self.key_start, start), min(self.key_end, end)
-        if first >= last or self.query_start >= self.query_end:
-            return None
-        if self.causal_offset is None:
-            return replace(self, key_start=first, key_end=last)
-        offset = self.causal_offset - (first - self.key_start)
-        blind = max(-offset, 0)
-        query_start, offset = self.query_start + blind, offset + blind
-        if query_start >= self.query_end:
-            return None
-        # The first query sees everything already.
-        causal_offset = None if offset >= last - first - 1 else offset
-        return Span(query_start, self.query_end, first, last, causal_offset)
-
-    def shift_keys(self, by: int) -> Span:
-        """The same span on a key axis that begins ``by`` tokens earlier."""
-        return replace(self, key_start=self.key_start + by, key_end=self.key_end + by)
-
-
+@functools.lru_cache(maxsize=64)
 def self_attention_spans(layout: SequenceLayout, causal: bool) -> tuple[Span, ...]:
     """Every sequence over itself, where queries and keys share one axis."""
     offset = 0 if causal else None
     return tuple(Span(start, end, start, end, offset) for start, end in layout.segments())
-
-
-def key_window(spans: Iterable[Span], start: int, end: int) -> tuple[Span, ...]:
-    """The spans on a key axis that holds only tokens ``start`` to ``end`` of the old one."""
-    cut = (span.within_keys(start, end) for span in spans)
-    return tuple(span.shift_keys(-start) for span in cut if span is not None)

@@ -49,8 +49,7 @@ class Setup:
     cp_comm_type: str | None = None
     # Shorter than the tests' sequences, so that attention takes several chunks.
     query_chunk_size: int = 4
-    expansion_head_chunk_size: int = 3
-    expansion_token_chunk_size: int = 5
+    expansion_chunk_size: int = 60
     mask_type: AttnMaskType = AttnMaskType.causal
 
     def describe(self) -> dict[str, object]:
@@ -84,8 +83,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         down_projection=setup.down_projection,
         latent_norm_eps=mla.norm_eps,
         query_chunk_size=setup.query_chunk_size,
-        expansion_head_chunk_size=setup.expansion_head_chunk_size,
-        expansion_token_chunk_size=setup.expansion_token_chunk_size,
+        expansion_chunk_size=setup.expansion_chunk_size,
     )
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention

@@ -15,7 +15,8 @@ from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.context_parallel import ContextParallelLayout, all_gather, ring
 from absorbed_mla.context_parallel.all_gather import AllGatheredKeys
 from absorbed_mla.context_parallel.ring import RingKeys
-from absorbed_mla.core_attention import LatentCoreAttention, Query
+from absorbed_mla.core_attention import LatentCoreAttention
+from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -62,28 +63,28 @@ def _alone(monkeypatch):
     monkeypatch.setattr(ring, "Transfer", Echo)
 
 
-def peak(strategy, heads: int, cp_size: int, chunks: tuple[int, int] = (2, 16)) -> int:
+def peak(strategy, heads: int, cp_size: int, chunk_size: int = 1) -> int:
     """Most bytes alive during forward and backward, beyond the operands."""
     dims = MLADims.from_config(config_for(replace(TINY, heads=heads)), 1)
     options = AbsorbedMLAOptions(
         form="expanded",
         query_chunk_size=16,
-        expansion_head_chunk_size=chunks[0],
-        expansion_token_chunk_size=chunks[1],
+        expansion_chunk_size=chunk_size,
     )
     core = LatentCoreAttention(config_for(TINY), dims, AttnMaskType.causal, 0.3, options)
     sequences = SequenceLayout.dense(SHARE * cp_size)
     keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, begun_again=False)
-    shapes = [(SHARE, 1, heads, TINY.nope), (SHARE, 1, heads, TINY.rope)]
+    shapes = [(SHARE, 1, heads * (TINY.nope + TINY.rope))]
     shapes += [(SHARE, 1, TINY.kv_lora_rank + TINY.rope)]
     shapes += [(heads, TINY.nope, TINY.kv_lora_rank), (heads, TINY.v, TINY.kv_lora_rank)]
     leaves = [torch.randn(s, device=world.device(), requires_grad=True) for s in shapes]
-    q_nope, q_rope, kv, w_uk, w_uv = leaves
+    q, kv, w_uk, w_uv = leaves
     plan = core.plan(keys, sequences, cp_size, kv, None)
     # Indices depend on the layout alone and are shared by all layers.
-    keys.positions(world.device())
+    positions = keys.positions(world.device())
+    table = RotaryTable(config_for(TINY)).cos_sin(len(positions) * cp_size, world.device())
     with PeakMemory() as memory:
-        query = Query(plan.form.query(q_nope, w_uk), q_rope)
+        query = plan.form.query(q.clone(), w_uk, *(x[positions] for x in table))
         out, _ = core(plan, query, keys.start(kv), w_uk, w_uv)
         out.sum().backward()
     assert all(leaf.grad.isfinite().all() for leaf in leaves)
@@ -105,14 +106,19 @@ def test_ring_stays_flat(heads):
 
 @pytest.mark.parametrize("heads", [4, 16])
 def test_all_gather_grows_by_latents_alone(heads):
-    """By the gathered latents, their gradient and the order of both, whatever the heads."""
+    """And by one head's keys and values, whatever the heads.
+
+    Of the latents: gathered, their gradient, and the order of both. Of a head: keys and values,
+    their gradients, and what the reference computes with.
+    """
     peaks = [peak(AllGatheredKeys, heads, cp_size) for cp_size in SIZES]
-    assert 0 < max(growth_per_token(peaks)) <= 4 * LATENT_BYTES
+    one_head = (TINY.nope + TINY.rope + TINY.v) * FLOAT
+    assert 0 < max(growth_per_token(peaks)) <= 4 * LATENT_BYTES + 5 * one_head
 
 
 def test_the_measure_sees_keys_and_values():
     """In one chunk, the same test would fail: they grow with the tokens and the heads."""
     heads = 16
-    chunks = (heads, SHARE * max(SIZES))
-    peaks = [peak(AllGatheredKeys, heads, cp_size, chunks) for cp_size in SIZES]
+    whole = heads * SHARE * max(SIZES)
+    peaks = [peak(AllGatheredKeys, heads, cp_size, whole) for cp_size in SIZES]
     assert min(growth_per_token(peaks)) > heads * (TINY.nope + TINY.v) * FLOAT

@@ -14,11 +14,11 @@ from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.core_attention import (
     LatentCoreAttention,
     LocalKeys,
-    Query,
     forms,
     latent_attention,
 )
 from absorbed_mla.core_attention.cost import choose_form, operations
+from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -37,10 +37,15 @@ def core(form: str) -> LatentCoreAttention:
 def operands() -> list[torch.Tensor]:
     n, nope, rope, v, c = TINY.heads, TINY.nope, TINY.rope, TINY.v, TINY.kv_lora_rank
     tokens = (TOKENS, BATCH)
-    shapes = [(*tokens, n, nope), (*tokens, n, rope), (*tokens, c + rope)]
+    shapes = [(*tokens, n * (nope + rope)), (*tokens, c + rope)]
     shapes += [(n, nope, c), (n, v, c)]
     leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     return [x.to(world.device()).requires_grad_() for x in leaves]
+
+
+def table() -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the tokens."""
+    return RotaryTable(config_for(TINY)).cos_sin(TOKENS, world.device())
 
 
 def attend(form: str, leaves) -> list[torch.Tensor]:
@@ -48,8 +53,8 @@ def attend(form: str, leaves) -> list[torch.Tensor]:
     module, layout = core(form), SequenceLayout.dense(TOKENS)
     keys = LocalKeys(layout, causal=True)
     plan = module.plan(keys, layout, 1, leaves[0], None)
-    q_nope, q_rope, kv, w_uk, w_uv = leaves
-    query = Query(plan.form.query(q_nope, w_uk), q_rope)
+    q, kv, w_uk, w_uv = leaves
+    query = plan.form.query(q.clone(), w_uk, *table())
     out, lse = module(plan, query, keys.start(kv), w_uk, w_uv)
     assert out.shape == (TOKENS, BATCH, TINY.heads, TINY.v)
     loss = (out * torch.arange(out.numel(), device=out.device).view_as(out)).sum() + lse.sum()
@@ -66,7 +71,7 @@ def test_forms_agree():
 def test_forms_are_really_two(monkeypatch):
     """Each does its own arithmetic: an option that is ignored would agree even better."""
     leaves = operands()
-    monkeypatch.setattr(forms, "expand_latent", None)
+    monkeypatch.setattr(forms, "expand", None)
     attend("absorbed", leaves)
     monkeypatch.undo()
     monkeypatch.setattr(forms, "absorb_query", None)
@@ -97,15 +102,15 @@ class TestAuto:
     @pytest.mark.parametrize("form", ["absorbed", "expanded"])
     def test_operations_are_those_that_run(self, form, training):
         """Counted by PyTorch while the module runs, every query seeing every key."""
-        options = AbsorbedMLAOptions(form=form, expansion_head_chunk_size=3)
+        options = AbsorbedMLAOptions(form=form, expansion_chunk_size=3 * TOKENS * BATCH)
         module = LatentCoreAttention(config_for(TINY), DIMS, AttnMaskType.no_mask, 0.2, options)
         module.train(training)
         layout, leaves = SequenceLayout.dense(TOKENS), operands()
         keys = LocalKeys(layout, causal=False)
         plan = module.plan(keys, layout, 1, leaves[0], None)
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-            query = Query(plan.form.query(leaves[0], leaves[3]), leaves[1])
-            out, _ = module(plan, query, *leaves[2:])
+            query = plan.form.query(leaves[0].clone(), leaves[2], *table())
+            out, _ = module(plan, query, *leaves[1:])
             if training:
                 out.sum().backward()
         expected = operations(
@@ -146,10 +151,10 @@ class TestAuto:
         assert cost[chosen] == min(cost.values())
 
     def test_crossover(self):
-        """DeepSeek-V3, long sequences: expanding pays from 390 tokens per rank on."""
+        """DeepSeek-V3, long sequences: expanding pays from 524 tokens per rank on."""
         for heads in (1, 16, 128):
             dims = replace(V3, num_heads_per_rank=heads)
-            for tokens, expected in ((256, "absorbed"), (384, "absorbed"), (400, "expanded")):
+            for tokens, expected in ((384, "absorbed"), (520, "absorbed"), (530, "expanded")):
                 chosen = choose_form(
                     dims, seq_len=tokens * 1024, cp_size=1024, causal=True, training=True
                 )

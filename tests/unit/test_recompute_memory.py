@@ -83,8 +83,8 @@ def expected_per_token(mla: OracleMLA, form: str, recompute: tuple[str, ...], th
             1 + c
         )  # norms: scale, normalised; up-projection's input
         kept += c + mla.rope  # [latent | rotated k_rope]
-        kept += n * (mla.nope + mla.rope) + n * mla.rope  # query, rotated part
-        kept += n * c if form == "absorbed" else 0  # absorbed query; keys and values never
+        kept += n * (mla.nope + mla.rope)  # query; keys and values never
+        kept += n * (c + mla.rope) if form == "absorbed" else 0  # absorbed query, rotated part
     if "core_attn" not in recompute:
         kept += n  # LSE
         kept += (
@@ -116,7 +116,7 @@ def test_recomputation_is_worth_it():
     }
     nothing = kept["expanded", ()]
     assert nothing < 0.66 * (nothing + 128 * (128 + 128))  # had it kept keys and values
-    assert kept["expanded", ("mla_up_proj",)] < 0.42 * nothing
+    assert kept["expanded", ("mla_up_proj",)] < 0.48 * nothing
     assert kept["absorbed", ("mla_up_proj", "core_attn")] < 0.15 * kept["absorbed", ()]
     for mix in RECOMPUTE:
         assert kept["expanded", mix] <= kept["absorbed", mix]

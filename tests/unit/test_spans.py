@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from absorbed_mla.core_attention import Span
 from absorbed_mla.core_attention.merge import merge
-from absorbed_mla.core_attention.spans import key_window
 from tests.unit.test_context_parallel_layout import pairs_in
 
 
@@ -24,18 +23,6 @@ def spans(draw) -> Span:
         # A causal span ends where its last query does.
         keys = min(keys, offset + queries)
     return Span(query_start, query_start + queries, key_start, key_start + keys, offset)
-
-
-@given(spans(), st.integers(1, 6))
-@settings(max_examples=400, deadline=None)
-def test_windows_of_keys(span, size):
-    """All windows together see what the span saw, each on an axis of its own."""
-    seen = []
-    for first in range(0, 14, size):
-        for query, key in pairs_in(key_window([span], first, first + size)):
-            assert 0 <= key < size
-            seen.append((query, key + first))
-    assert sorted(seen) == sorted(pairs_in((span,)))
 
 
 @given(spans(), st.integers(1, 6))

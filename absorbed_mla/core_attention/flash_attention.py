@@ -1,0 +1,156 @@
+"""FlashAttention-4's kernels (the flash-attn-4 package), for every layout of sequences."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
+from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.waves import Wave, boundaries, covers, waves
+
+
+class FlashAttention4:
+    """Multi-head attention in fp16 or bf16: one call for all sequences, whatever their lengths."""
+
+    name = "flash_attention_4"
+
+    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+        """See ``reference_forward``; the output is in the dtype of the operands."""
+        q, k, v = operands.as_multi_head()
+        tokens, batch, heads, _ = q.shape
+        make = torch.empty if covers(rules.spans, tokens) else torch.zeros
+        out = make(tokens, batch, heads, v.shape[-1], dtype=q.dtype, device=q.device)
+        # As the kernel writes it: heads before tokens.
+        lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+        if make is torch.zeros:
+            lse.fill_(-torch.inf)
+        for wave in waves(rules.spans):
+            _forward(wave, q, k, v, rules.scale, out, lse)
+        return Attended(out, lse.permute(2, 0, 1))
+
+    def backward(
+        self, grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
+    ) -> Operands:
+        """See ``reference_backward``; gradients are in the dtype of the operands."""
+        q, k, v = operands.as_multi_head()
+        make = torch.empty_like if covers(rules.spans, len(q)) else torch.zeros_like
+        dq = make(q, memory_format=torch.contiguous_format)
+        dk = dv = None
+        for wave in waves(rules.spans):
+            part_k, part_v = _key_gradients(wave, k, v)
+            _backward(wave, grad, attended, (q, k, v), rules.scale, (dq, part_k, part_v))
+            dk = part_k if dk is None else dk.add_(part_k)
+            dv = part_v if dv is None else dv.add_(part_v)
+        if dk is None or dv is None:
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        return operands.multi_head_gradient(dq, dk, dv)
+
+
+def _forward(
+    wave: Wave, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """Attend for the queries of ``wave`` and write their rows of ``out`` and ``lse``."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    lengths, (q, out), (k, v) = _call(wave, (q, out), (k, v))
+    part_lse = lse[:, :, wave.queries]
+    # It writes heads before tokens, in memory of its own where the wave is a part of the queries.
+    written = part_lse if part_lse.is_contiguous() else torch.empty_like(part_lse).copy_(part_lse)
+    _flash_attn_fwd(
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        causal=wave.causal,
+        out=out,
+        lse=written[0] if lengths else written,
+        **lengths,
+    )
+    if written is not part_lse:
+        part_lse.copy_(written)
+
+
+def _backward(
+    wave: Wave,
+    grad: AttendedGradient,
+    attended: Attended,
+    operands: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write the gradients of the queries and keys of ``wave``."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q, k, v = operands
+    dq, dk, dv = gradients
+    lengths, (q, out, grad_out, dq), (k, v, dk, dv) = _call(
+        wave, (q, attended.out, grad.out, dq), (k, v, dk, dv)
+    )
+    rows = (None if x is None else _heads_first(x[wave.queries]) for x in (attended.lse, grad.lse))
+    lse, grad_lse = (x[0] if lengths and x is not None else x for x in rows)
+    _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        grad_out,
+        lse,
+        softmax_scale=scale,
+        causal=wave.causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dlse=grad_lse,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        **lengths,
+    )
+
+
+def _call(wave: Wave, on_queries: tuple[Tensor, ...], on_keys: tuple[Tensor, ...]):
+    """The kernel's names for lengths, and views of the tensors [S, B, N, D] as it takes them.
+
+    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
+    """
+    on_queries = tuple(x[wave.queries] for x in on_queries)
+    on_keys = tuple(x[wave.keys] for x in on_keys)
+    if len(wave.spans) == 1:
+        swapped = ([x.transpose(0, 1) for x in tensors] for tensors in (on_queries, on_keys))
+        return {}, *swapped
+    cu_seqlens_q, cu_seqlens_k, used_q, used_k = boundaries(wave, on_queries[0].device)
+    longest_q, longest_k = wave.longest
+    lengths = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": used_q,
+        "seqused_k": used_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
+    return lengths, [x[:, 0] for x in on_queries], [x[:, 0] for x in on_keys]
+
+
+def _key_gradients(wave: Wave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the gradients; zero where the wave has keys that it does not write."""
+    written = sum(span.key_end - span.key_start for span in wave.spans)
+    make = torch.empty_like if written == len(k) else torch.zeros_like
+    return make(k), make(v)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[S, B, N] as contiguous [B, N, S]."""
+    return x.permute(1, 2, 0).contiguous()
+
+
+def installed() -> str | None:
+    """Why flash-attn-4 cannot be used, or None."""
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed"
+    if importlib.util.find_spec("flash_attn.cute") is None:
+        return f"flash-attn-4 {version} has no flash_attn.cute"
+    return None
