@@ -91,9 +91,11 @@ def _fused_refuses(request: AttentionRequest) -> str | None:
 
 def _flash_attention_refuses(request: AttentionRequest) -> str | None:
     """Why FlashAttention-4 cannot do this, or None."""
-    reason = _fused_refuses(request) or flash_attention.installed()
+    reason = _fused_refuses(request) or flash_attention.refusal(
+        request.key_width, request.value_width
+    )
     if reason is None and torch.cuda.get_device_capability(request.device)[0] != 9:
-        reason = "its kernels were tried on compute capability 9.0 only"
+        reason = "it was tried on compute capability 9.0 only"
     return reason
 
 

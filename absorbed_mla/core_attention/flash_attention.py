@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 
@@ -145,12 +146,19 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0).contiguous()
 
 
-def installed() -> str | None:
-    """Why flash-attn-4 cannot be used, or None."""
+# (key, value) whose kernels, forward and backward, were tested on a GPU; others may not compile.
+_WIDTHS = ((192, 128), (128, 128), (64, 64))
+
+
+@functools.cache
+def refusal(key_width: int, value_width: int) -> str | None:
+    """Why flash-attn-4 cannot attend with these head widths, or None."""
     try:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return "flash-attn-4 is not installed"
     if importlib.util.find_spec("flash_attn.cute") is None:
         return f"flash-attn-4 {version} has no flash_attn.cute"
+    if (key_width, value_width) not in _WIDTHS:
+        return f"head widths {(key_width, value_width)} are not among {_WIDTHS}"
     return None

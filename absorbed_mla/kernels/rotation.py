@@ -68,19 +68,19 @@ def _rotate_kernel(
     # [HEADS, 1]
     base += head[:, None].to(tl.int64) * stride_n
     present = head[:, None] < heads
-    even_at, odd_at = base + 2 * pair[None, :], base + 2 * pair[None, :] + 1
-    first_at, second_at = base + pair[None, :], base + HALF + pair[None, :]
+    channel = tl.arange(0, 2 * HALF)[None, :]
+    # Pairs lie side by side in one order and HALF channels apart in the other; both are read and
+    # written in whole rows. Another thread may still have to read what this one is about to write.
     if BACK:
         # [HEADS, HALF]
-        first = tl.load(first_at, mask=present, other=0.0).to(tl.float32)
-        second = tl.load(second_at, mask=present, other=0.0).to(tl.float32)
-        # Another thread may still have to read what this one is about to write.
+        first = tl.load(base + pair[None, :], mask=present, other=0.0).to(tl.float32)
+        second = tl.load(base + HALF + pair[None, :], mask=present, other=0.0).to(tl.float32)
+        pairs = tl.join(first * cos + second * sin, second * cos - first * sin)
         tl.debug_barrier()
-        tl.store(even_at, first * cos + second * sin, mask=present)
-        tl.store(odd_at, second * cos - first * sin, mask=present)
+        tl.store(base + channel, tl.reshape(pairs, (HEADS, 2 * HALF)), mask=present)
     else:
-        even = tl.load(even_at, mask=present, other=0.0).to(tl.float32)
-        odd = tl.load(odd_at, mask=present, other=0.0).to(tl.float32)
+        x = tl.load(base + channel, mask=present, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
         tl.debug_barrier()
-        tl.store(first_at, even * cos - odd * sin, mask=present)
-        tl.store(second_at, odd * cos + even * sin, mask=present)
+        tl.store(base + pair[None, :], even * cos - odd * sin, mask=present)
+        tl.store(base + HALF + pair[None, :], odd * cos + even * sin, mask=present)

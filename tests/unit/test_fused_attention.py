@@ -81,13 +81,13 @@ SPANS = {
 WIDTHS = {"nope": 16, "rope": 8, "v": 16}
 
 
-def operands(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def operands(dtype: torch.dtype, seed: int = 0, widths: dict = WIDTHS) -> list[Tensor]:
     """q_content, q_rope, k_content, k_rope, value of 24 queries and 32 keys."""
     generator = torch.Generator().manual_seed(seed)
     heads, batch = 3, 2
-    shapes = [(24, batch, heads, WIDTHS["nope"]), (24, batch, heads, WIDTHS["rope"])]
-    shapes += [(32, batch, heads, WIDTHS["nope"]), (32, batch, WIDTHS["rope"])]
-    shapes += [(32, batch, heads, WIDTHS["v"])]
+    shapes = [(24, batch, heads, widths["nope"]), (24, batch, heads, widths["rope"])]
+    shapes += [(32, batch, heads, widths["nope"]), (32, batch, widths["rope"])]
+    shapes += [(32, batch, heads, widths["v"])]
     leaves = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
     return [x.to(world.device()).requires_grad_() for x in leaves]
 
