@@ -21,7 +21,7 @@ from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
-from absorbed_mla.rope import RotaryTable, apply_rope
+from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
@@ -249,10 +249,9 @@ class AbsorbedMLASelfAttention(Attention):
         """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and rotated."""
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
-        both = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
-        both = enter_head_parallel(both, self.tp_group, self.sequence_parallel)
-        latent, k_rope = both.split(widths, dim=-1)
-        return torch.cat((latent, apply_rope(k_rope.unsqueeze(2), cos, sin).squeeze(2)), dim=-1)
+        kv = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
+        kv = enter_head_parallel(kv, self.tp_group, self.sequence_parallel)
+        return rotate_tail(kv, cos, sin, num_heads=1)
 
     def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -45,6 +46,10 @@ class RMSNorm(nn.Module):
         The result has the weight's dtype, which differs from that of ``x`` where Megatron keeps the
         residual stream in fp32 (``fp32_residual_connection``).
         """
+        plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
+        if plain and x.is_cuda:
+            # One kernel, which computes in fp32 as well.
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         compute = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(compute)
         if self.zero_centered:

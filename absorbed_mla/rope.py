@@ -153,23 +153,24 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
         num_heads: Heads that lie one after the other in the last dim.
 
     Returns:
-        ``x``.
+        ``x``, or a rotated copy of it where it is a view, of which autograd allows no other.
     """
-    return _RotateTail.apply(x, cos, sin, num_heads)
+    return _RotateTail.apply(x.clone() if x._is_view() else x, cos, sin, num_heads)
 
 
 class _RotateTail(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
         ctx.mark_dirty(x)
-        ctx.table, ctx.num_heads = (cos, sin), num_heads
+        ctx.save_for_backward(cos, sin)
+        ctx.num_heads = num_heads
         _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
         return x
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad = grad.contiguous()
-        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), *ctx.table, back=True)
+        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), *ctx.saved_tensors, back=True)
         return grad, None, None, None
 
 

@@ -49,6 +49,8 @@ def enter_head_parallel(
     Returns:
         [S, B, D].
     """
+    if tp_group.size() == 1:
+        return x
     if sequence_parallel:
         return gather_from_sequence_parallel_region(
             x, tensor_parallel_output_grad=True, group=tp_group

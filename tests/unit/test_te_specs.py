@@ -16,6 +16,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 import specs.absorbed_mla_layer_specs as layer_specs
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.norm import RMSNorm
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED
 
@@ -83,4 +84,4 @@ def test_norms(installed):
     assert [mixture.pre_mlp_layernorm for mixture in mixtures] == [norm, norm]
     assert dense.input_layernorm is block.layer_norm is norm
     parts = dense.self_attention.submodules
-    assert parts.q_layernorm is parts.kv_layernorm is norm
+    assert parts.q_layernorm is parts.kv_layernorm is RMSNorm
