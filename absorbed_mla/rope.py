@@ -170,7 +170,8 @@ class _RotateTail(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         grad = grad.contiguous()
-        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), *ctx.saved_tensors, back=True)
+        cos, sin = ctx.saved_tensors
+        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), cos, sin, back=True)
         return grad, None, None, None
 
 

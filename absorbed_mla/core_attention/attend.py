@@ -59,7 +59,7 @@ class _Attend(torch.autograd.Function):
         )
         if keys.num_blocks > 1:
             parts = (_in_full_precision(part) for part in parts)
-        out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts)
+        out, lse = functools.reduce(_merge, parts)
         attended = Attended(out.to(query[0].dtype), lse)
         # The LSE's gradient is None unless somebody used the LSE: some fused kernels take none.
         ctx.set_materialize_grads(False)
@@ -97,6 +97,10 @@ class _Attend(torch.autograd.Function):
 def _sort(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:
     """Query, kv and weights."""
     return tuple(tensors[:num_query]), tensors[num_query], tuple(tensors[num_query + 1 :])
+
+
+def _merge(total: Attended, part: Attended) -> Attended:
+    return Attended(*merge(*total, *part))
 
 
 def _in_full_precision(part: Attended) -> Attended:

@@ -158,7 +158,9 @@ class ExpandedForm:
         (q,), (w_uk, w_uv) = query, weights
         w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
         dkv: Tensor | None = None
-        dq, dw_uk, dw_uv = [], [], []
+        dq: list[Tensor] = []
+        dw_uk: list[Tensor] = []
+        dw_uv: list[Tensor] = []
         for heads in self._head_chunks(w_uk, kv):
             operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
             part_grad, part_attended = (

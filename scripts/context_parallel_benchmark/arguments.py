@@ -13,6 +13,7 @@ from absorbed_mla.options import FORMS
 
 LAYOUTS = ("sbhd", "thd")
 IMPLEMENTATIONS = ("ours", "megatron")
+RECOMPUTE = ("none", "mla_up_proj")
 # What TransformerEngine 2.12 accepts for multi-head latent attention.
 MEGATRON_COMM_TYPE = "p2p"
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
@@ -73,20 +74,21 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("folder", type=Path, help="where context_parallel.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
     add("--sizes", type=parse_sizes, default="16k,32k,64k,128k", help="tokens (%(default)s)")
-    add("--heads", type=_list_of(_count), default="16,128", help="(%(default)s)")
-    add("--layouts", type=_list_of(_one_of(LAYOUTS)), default="sbhd", help="(%(default)s)")
-    add("--documents", type=_count, default=4, help="equal ones in a thd pack (%(default)s)")
-    add("--implementations", type=_list_of(_one_of(IMPLEMENTATIONS)), default="ours,megatron")
-    add("--cp-comm-types", type=_list_of(_one_of(CP_COMM_TYPES)), default="all_gather,p2p")
+    add("--heads", type=list_of(count), default="16,128", help="(%(default)s)")
+    add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd", help="(%(default)s)")
+    add("--documents", type=count, default=4, help="equal ones in a thd pack (%(default)s)")
+    add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), default="ours,megatron")
+    add("--cp-comm-types", type=list_of(one_of(CP_COMM_TYPES)), default="all_gather,p2p")
     add("--form", choices=FORMS, default="expanded", help="of ours (%(default)s)")
+    add("--recompute", choices=RECOMPUTE, default="none", help="in ours (%(default)s)")
     add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
-    add("--warmup", type=_count, default=1, help="steps that are not timed (%(default)s)")
-    add("--seconds-per-row", type=_seconds, default=5.0, help="for timed steps (%(default)s)")
-    add("--timeout", type=_seconds, default=120.0, help="of a collective, in s (%(default)s)")
+    add("--warmup", type=count, default=1, help="steps that are not timed (%(default)s)")
+    add("--seconds-per-row", type=seconds, default=5.0, help="for timed steps (%(default)s)")
+    add("--timeout", type=seconds, default=120.0, help="of a collective, in s (%(default)s)")
     add("--profile", action="store_true", help="measure the overlap of communication (ours, GPU)")
     add("--seed", type=int, default=1234, help="(%(default)s)")
     for name, size in DIMS.items():
-        add(f"--{name}", type=_count, default=size, help="(%(default)s)")
+        add(f"--{name}", type=count, default=size, help="(%(default)s)")
     args = parser.parse_args(argv)
     for file in args.render or ():
         if not file.is_file():
@@ -120,7 +122,7 @@ def cases(args: argparse.Namespace, cp_size: int) -> list[Case]:
 
 def parse_sizes(text: str) -> list[int]:
     """Tokens of ``"16k,1m,1000"``; k and m are 1024 and 1024^2."""
-    return _list_of(_tokens)(text)
+    return list_of(_tokens)(text)
 
 
 def _ways(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
@@ -149,13 +151,13 @@ def _tokens(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -166,7 +168,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _one_of(accepted: tuple[str, ...]):
+def one_of(accepted: tuple[str, ...]):
     def parse(text: str) -> str:
         if text.strip() not in accepted:
             raise argparse.ArgumentTypeError(
@@ -177,7 +179,7 @@ def _one_of(accepted: tuple[str, ...]):
     return parse
 
 
-def _list_of(parse):
+def list_of(parse):
     def parse_all(text: str) -> list:
         # Named twice is measured once.
         return list(dict.fromkeys(parse(part) for part in text.split(",")))

@@ -56,7 +56,7 @@ def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject
     Raises:
         ValueError: If it cannot be built here.
     """
-    config = _config(case, args, processes)
+    config = layer_config(case, args, processes)
     spec = _attention_spec(case, config)
     layer = build_module(spec, config=config, layer_number=1, cp_comm_type=case.cp_comm_type).to(
         processes.device
@@ -85,8 +85,15 @@ def _attention_spec(case: Case, config: MLATransformerConfig) -> ModuleSpec:
     return layer.submodules.self_attention
 
 
-def _config(case: Case, args: argparse.Namespace, processes: Processes) -> MLATransformerConfig:
+def layer_config(
+    case: Case, args: argparse.Namespace, processes: Processes
+) -> MLATransformerConfig:
+    """Megatron's config of the layer."""
+    recompute = getattr(args, "recompute", "none")
+    selective = case.implementation == "ours" and recompute != "none"
     return MLATransformerConfig(
+        recompute_granularity="selective" if selective else None,
+        recompute_modules=[recompute] if selective else None,
         num_layers=1,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.hidden_size,
