@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
-CORE_ATTENTION_BACKENDS = ("auto", "flash_attention_4", "cudnn", "reference")
+CORE_ATTENTION_BACKENDS = (
+    "auto",
+    "flash_attention_4",
+    "cudnn",
+    "hopper",
+    "triton",
+    "reference",
+)
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size")
 
 
@@ -18,14 +25,16 @@ class AbsorbedMLAOptions:
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
             attention); ``"expanded"`` expands keys and values from the latent (multi-head
-            attention); ``"auto"`` takes the one with fewer floating-point operations.
+            attention); ``"auto"`` takes the one with the least estimated time (``cost.py``).
         down_projection: ``"duplicated"`` keeps the whole Q and KV down-projections on every
             tensor-parallel rank, ``"column_parallel"`` shards their rows.
         latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
             ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
-        core_attention_backend: ``"reference"`` is the PyTorch implementation, ``"cudnn"`` the fused
-            kernel of cuDNN (fp16 and bf16 on a GPU, expanded form, no mask or dropout); ``"auto"``
-            takes the fastest that can run.
+        core_attention_backend: For the expanded form, in fp16 and bf16 on a GPU and without mask
+            or dropout: ``"flash_attention_4"`` (the flash-attn-4 package, Hopper) or ``"cudnn"``.
+            For the absorbed form, likewise: ``"hopper"`` or ``"triton"``, this package's kernels
+            (the latter deterministic, for any GPU). For either and everything else:
+            ``"reference"``, plain PyTorch. ``"auto"`` takes the least estimated time.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
             at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.

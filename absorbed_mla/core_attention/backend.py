@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,11 +11,14 @@ from absorbed_mla.core_attention import flash_attention
 from absorbed_mla.core_attention.cudnn import CudnnKernel
 from absorbed_mla.core_attention.flash_attention import FlashAttention4
 from absorbed_mla.core_attention.fused import FusedBackend
+from absorbed_mla.core_attention.latent_kernels import (
+    LatentKernelBackend,
+    hopper_refuses,
+    triton_refuses,
+)
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.reference import reference_backward, reference_forward
 from absorbed_mla.core_attention.scores import ScoreRules
-
-logger = logging.getLogger(__name__)
 
 
 class AttentionBackend(Protocol):
@@ -99,49 +101,48 @@ def _flash_attention_refuses(request: AttentionRequest) -> str | None:
     return reason
 
 
-# Fastest first; each with the reason why it cannot run, or None.
+# Of each form the fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple] = {
     "flash_attention_4": (FlashAttention4(), _flash_attention_refuses),
     "cudnn": (FusedBackend("cudnn", CudnnKernel()), _fused_refuses),
+    "hopper": (LatentKernelBackend("hopper"), hopper_refuses),
+    "triton": (LatentKernelBackend("triton"), triton_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
 }
-_logged: set[str] = set()
+
+
+def examine(name: str, request: AttentionRequest) -> tuple[list[AttentionBackend], dict[str, str]]:
+    """The backends that can do this, and why the others cannot, by name.
+
+    Args:
+        name: The only one to examine, or ``"auto"`` for all.
+        request: What must be done.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+    """
+    if name != "auto" and name not in _BACKENDS:
+        raise ValueError(
+            f"core_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
+        )
+    runnable, refused = [], {}
+    for each in _BACKENDS if name == "auto" else (name,):
+        backend, refuses = _BACKENDS[each]
+        reason = refuses(request)
+        if reason is None:
+            runnable.append(backend)
+        else:
+            refused[each] = reason
+    return runnable, refused
 
 
 def select_backend(name: str, request: AttentionRequest) -> AttentionBackend:
-    """The backend called ``name``; ``"auto"`` takes the fastest that can run, logged once.
+    """The backend called ``name``; ``"auto"`` takes the first of the table that can run.
 
     Raises:
         ValueError: If there is no backend of that name, or it cannot run.
     """
-    if name == "auto":
-        return _fastest(request)
-    if name not in _BACKENDS:
-        raise ValueError(
-            f"core_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
-        )
-    backend, refuses = _BACKENDS[name]
-    reason = refuses(request)
-    if reason is not None:
-        raise ValueError(f"core_attention_backend={name!r} cannot run here: {reason}")
-    return backend
-
-
-def _fastest(request: AttentionRequest) -> AttentionBackend:
-    refused: list[str] = []
-    for name, (backend, refuses) in _BACKENDS.items():
-        reason = refuses(request)
-        if reason is None:
-            _log_once(name, refused)
-            return backend
-        refused.append(f"{name}: {reason}")
-    raise AssertionError("the reference refuses nothing")
-
-
-def _log_once(name: str, refused: list[str]) -> None:
-    message = f"core_attention_backend='auto' runs {name}"
-    if refused:
-        message += f" ({'; '.join(refused)})"
-    if message not in _logged:
-        _logged.add(message)
-        logger.info(message)
+    runnable, refused = examine(name, request)
+    if not runnable:
+        raise ValueError(f"core_attention_backend={name!r} cannot run here: {refused[name]}")
+    return runnable[0]

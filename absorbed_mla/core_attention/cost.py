@@ -1,19 +1,69 @@
-"""What the two forms cost, and which one ``form="auto"`` takes."""
+"""What an attention call costs in either form, by operations and by measured rates."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
 from absorbed_mla.dims import MLADims
+from absorbed_mla.sequences import SequenceLayout
 
 
-def operations(
-    form: str,
-    dims: MLADims,
-    *,
-    query_tokens: int,
-    key_tokens: int,
-    pairs: int,
-    training: bool,
-) -> int:
+@dataclass(frozen=True)
+class Work:
+    """What one rank has to attend to.
+
+    Attributes:
+        query_tokens: Queries of this rank.
+        key_tokens: Keys that this rank's queries see.
+        pairs: Pairs of a query and a key that it sees.
+        training: Whether a backward follows.
+    """
+
+    query_tokens: int
+    key_tokens: int
+    pairs: int
+    training: bool
+
+    @classmethod
+    def of(
+        cls, layout: SequenceLayout, batch: int, cp_size: int, causal: bool, training: bool
+    ) -> Work:
+        """Self-attention over whole sequences, cut evenly over ``cp_size`` ranks.
+
+        Keys are counted on the rank that does most: the first one, which holds a sequence's last
+        tokens too and so sees all of it.
+        """
+        queries = keys = pairs = 0
+        for length in layout.lengths:
+            share = -(-length // cp_size)
+            queries, keys = queries + share, keys + length
+            pairs += share * (length + 1) // 2 if causal else share * length
+        return cls(batch * queries, batch * keys, batch * pairs, training)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Multiply-adds on one rank.
+
+    Attributes:
+        products: Of matrix products outside of the attention that the form adds.
+        forward: Of attention, forward.
+        backward: Of attention, backward.
+    """
+
+    products: int
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.products + self.forward + self.backward
+
+
+def operations(form: str, dims: MLADims, work: Work) -> Operations:
     """Multiply-adds of the attention and of what a form adds to it, on one rank.
 
     Absorbing costs ``C (nope + v)`` for each query and head, and twice that in backward. Expanding
@@ -21,52 +71,57 @@ def operations(
     again in backward because keys and values are not kept, and twice for the gradients. A pair of
     query and key costs the widths of key and value in forward; backward has five products where
     forward has two.
-
-    Args:
-        form: ``"absorbed"`` or ``"expanded"``.
-        dims: Of the layer; heads of this rank count.
-        query_tokens: Queries of this rank.
-        key_tokens: Keys that this rank's queries see.
-        pairs: Pairs of a query and a key that it sees.
-        training: Whether a backward follows.
     """
-    c, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    c, rope, heads = dims.kv_lora_rank, dims.qk_rope_head_dim, dims.num_heads_per_rank
     projection = c * (dims.qk_nope_head_dim + dims.v_head_dim)
     if form == "absorbed":
         key, value = c + rope, c
-        projected = query_tokens * projection * (3 if training else 1)
+        products = work.query_tokens * projection * (3 if work.training else 1)
     else:
         key, value = dims.qk_head_dim, dims.v_head_dim
         projection += rope * (c + dims.qk_head_dim)
-        projected = key_tokens * projection * (4 if training else 1)
-    pair = 4 * key + 3 * value if training else key + value
-    return dims.num_heads_per_rank * (projected + pairs * pair)
+        products = work.key_tokens * projection * (4 if work.training else 1)
+    pairs = heads * work.pairs
+    backward = pairs * (3 * key + 2 * value) if work.training else 0
+    return Operations(heads * products, pairs * (key + value), backward)
 
 
-def choose_form(dims: MLADims, *, seq_len: int, cp_size: int, causal: bool, training: bool) -> str:
-    """Name of the form with fewer operations for self-attention over one sequence.
+# TFLOP/s in bf16: products; then forward and backward of attention by backend, at 8k to 32k tokens
+# (docs/attention.md; "reference" is PyTorch's unfused attention).
+_MEASURED: dict[str, dict[str, tuple[float, float]]] = {
+    "NVIDIA H200": {
+        "products": (650.0, 650.0),
+        "flash_attention_4": (620.0, 470.0),
+        "cudnn": (570.0, 450.0),
+        "hopper": (600.0, 415.0),
+        "triton": (300.0, 175.0),
+        "reference": (15.0, 15.0),
+    }
+}
+# Elsewhere only operations count, but that plain PyTorch is slow on a GPU and kernels are no use in
+# an interpreter.
+_GPU = {"reference": (0.05, 0.05)}
+_CPU = {"triton": (1e-6, 1e-6)}
 
-    Counted on the context-parallel rank that does most: the first one, which holds a sequence's
-    last tokens too and so expands all of it.
+
+def seconds(form: str, backend: str, dims: MLADims, work: Work, machine: str) -> float:
+    """Estimated time of one call and its backward; only ratios mean anything on unknown machines.
 
     Args:
-        dims: Of the layer.
-        seq_len: Tokens of the whole sequence; of a pack, its longest.
-        cp_size: Ranks the sequence is cut over.
-        causal: Whether a token sees only itself and earlier tokens.
-        training: Whether a backward follows.
+        form: ``"absorbed"`` or ``"expanded"``.
+        backend: Name of the backend.
+        dims: Of the layer; heads of this rank count.
+        work: What there is to do.
+        machine: From :func:`machine_name`.
     """
-    queries = -(-seq_len // cp_size)
-    pairs = queries * (seq_len + 1) // 2 if causal else queries * seq_len
-    cost = {
-        form: operations(
-            form,
-            dims,
-            query_tokens=queries,
-            key_tokens=seq_len,
-            pairs=pairs,
-            training=training,
-        )
-        for form in ("expanded", "absorbed")
-    }
-    return min(cost, key=cost.__getitem__)
+    rates = _MEASURED.get(machine, _CPU if machine == "cpu" else _GPU)
+    products, _ = rates.get("products", (1.0, 1.0))
+    forward, backward = rates.get(backend, (1.0, 1.0))
+    count = operations(form, dims, work)
+    time = count.products / products + count.forward / forward + count.backward / backward
+    return 2e-12 * time
+
+
+def machine_name(device: torch.device) -> str:
+    """What :func:`seconds` knows rates of, by name."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

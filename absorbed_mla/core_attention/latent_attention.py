@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +12,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.core_attention.attend import attend
-from absorbed_mla.core_attention.backend import (
-    AttentionBackend,
-    AttentionRequest,
-    select_backend,
-)
-from absorbed_mla.core_attention.cost import choose_form
+from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
+from absorbed_mla.core_attention.choice import choose
+from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm, Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
-from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.options import FORMS, AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
-
-logger = logging.getLogger(__name__)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -97,22 +92,29 @@ class LatentCoreAttention(nn.Module):
             query_tokens=keys.query_tokens(device) if dropout else None,
             query_chunk_size=self.options.query_chunk_size,
         )
-        name = self.options.form
-        if name == "auto":
-            name = self._choose_form(layout.max_position, cp_size)
-        form = self._forms[name]
+        # Not whether gradients are on: recomputation runs the first forward without them, and must
+        # repeat it.
+        work = _work(layout, hidden_states.shape[1], cp_size, self.causal, self.training)
+        requests = {
+            name: self._request(self._forms[name], hidden_states, attention_mask, bool(dropout))
+            for name in (FORMS[1:] if self.options.form == "auto" else (self.options.form,))
+        }
+        form, backend = choose(requests, self.options.core_attention_backend, self.dims, work)
+        return AttentionPlan(self._forms[form], backend, keys, rules, layout.max_position)
+
+    def _request(
+        self, form: Form, hidden_states: Tensor, attention_mask: Tensor | None, dropout: bool
+    ) -> AttentionRequest:
         key_width, value_width, latent = form.widths(self.dims)
-        request = AttentionRequest(
-            device=device,
+        return AttentionRequest(
+            device=hidden_states.device,
             dtype=hidden_states.dtype,
             key_width=key_width,
             value_width=value_width,
             latent=latent,
             masked=attention_mask is not None,
-            dropout=bool(dropout),
+            dropout=dropout,
         )
-        backend = select_backend(self.options.core_attention_backend, request)
-        return AttentionPlan(form, backend, keys, rules, layout.max_position)
 
     def forward(
         self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
@@ -132,28 +134,6 @@ class LatentCoreAttention(nn.Module):
         weights = plan.form.weights(w_uk, w_uv)
         out, lse = attend(plan.form, plan.backend, plan.keys, plan.rules_on, query, kv, weights)
         return plan.form.output(out, w_uv), lse
-
-    def _choose_form(self, seq_len: int, cp_size: int) -> str:
-        # Not whether gradients are on: recomputation runs the first forward without them, and must
-        # repeat it.
-        form = choose_form(
-            self.dims,
-            seq_len=seq_len,
-            cp_size=cp_size,
-            causal=self.causal,
-            training=self.training,
-        )
-        if form not in _logged:
-            _logged.add(form)
-            logger.info(
-                "form='auto' runs %s: fewer operations for sequences of %d tokens, "
-                "context_parallel_size=%d, %s",
-                form,
-                seq_len,
-                cp_size,
-                "training" if self.training else "evaluation",
-            )
-        return form
 
     def _check_mask(
         self,
@@ -191,7 +171,7 @@ class LatentCoreAttention(nn.Module):
             )
 
 
-_logged: set[str] = set()
+_work = functools.lru_cache(maxsize=64)(Work.of)
 
 
 @dataclass(frozen=True)

@@ -152,12 +152,14 @@ def _tokens(text: str) -> int:
 
 
 def count(text: str) -> int:
+    """A whole number above 0."""
     if not text.strip().isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def seconds(text: str) -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -169,6 +171,8 @@ def seconds(text: str) -> float:
 
 
 def one_of(accepted: tuple[str, ...]):
+    """A parser of one of these words."""
+
     def parse(text: str) -> str:
         if text.strip() not in accepted:
             raise argparse.ArgumentTypeError(
@@ -180,6 +184,8 @@ def one_of(accepted: tuple[str, ...]):
 
 
 def list_of(parse):
+    """A parser of what ``parse`` takes, separated by commas, none twice."""
+
     def parse_all(text: str) -> list:
         # Named twice is measured once.
         return list(dict.fromkeys(parse(part) for part in text.split(",")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 
@@ -12,18 +13,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.core_attention import (
+    AttentionRequest,
     LatentCoreAttention,
     LocalKeys,
+    choice,
     forms,
-    latent_attention,
+    latent_kernels,
 )
-from absorbed_mla.core_attention.cost import choose_form, operations
+from absorbed_mla.core_attention.choice import choose
+from absorbed_mla.core_attention.cost import Work, operations, seconds
+from absorbed_mla.options import FORMS
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
 from tests.support.numerics import relative_error
+from tests.support.refusal import refusal
 
 DIMS = MLADims.from_config(config_for(TINY), 1)
 TOKENS, BATCH = 7, 2
@@ -85,18 +91,20 @@ V3 = replace(V3, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 class TestAuto:
     def test_is_logged_once(self, caplog, monkeypatch):
         """And taken: the bits are those of the form that it names."""
-        monkeypatch.setattr(latent_attention, "_logged", set())
+        monkeypatch.setattr(choice, "_logged", set())
+        monkeypatch.setattr(choice, "_cached_cheapest", choice._cheapest)
         x = torch.randn(90, 2, TINY.hidden, dtype=torch.float64, device=world.device())
         outputs = []
-        with caplog.at_level(logging.INFO, logger=latent_attention.logger.name):
+        with caplog.at_level(logging.INFO, logger=choice.logger.name):
             for form in ("auto", "auto", "expanded"):
                 torch.manual_seed(0)
                 outputs.append(build_attention(TINY, Setup(form=form))(x, None)[0])
         assert torch.equal(outputs[0], outputs[2])
-        assert [r.getMessage() for r in caplog.records] == [
-            "form='auto' runs expanded: fewer operations for sequences of 90 tokens, "
-            "context_parallel_size=1, training"
-        ]
+        [record] = caplog.records
+        said = record.getMessage()
+        assert said.startswith("'auto' runs form=expanded with core_attention_backend=reference:")
+        assert "180 queries, 180 keys, training" in said
+        assert "cudnn (expanded): it" in said
 
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize("form", ["absorbed", "expanded"])
@@ -113,50 +121,76 @@ class TestAuto:
             out, _ = module(plan, query, *leaves[1:])
             if training:
                 out.sum().backward()
-        expected = operations(
-            form,
-            DIMS,
-            query_tokens=TOKENS * BATCH,
-            key_tokens=TOKENS * BATCH,
-            pairs=TOKENS * TOKENS * BATCH,
-            training=training,
-        )
-        assert counter.get_total_flops() == 2 * expected
+        work = Work.of(layout, BATCH, 1, causal=False, training=training)
+        assert counter.get_total_flops() == 2 * operations(form, DIMS, work).total
 
-    @pytest.mark.parametrize("seq_len", [1, 7, 256, 4096, 131072, 1 << 20])
+    @pytest.mark.parametrize("lengths", [(1,), (7,), (256, 1000, 3), (131072,), (1 << 20,)])
     @pytest.mark.parametrize("cp_size", [1, 2, 8, 64])
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("training", [True, False])
-    def test_is_the_one_with_fewer_operations(self, seq_len, cp_size, causal, training):
+    def test_work(self, lengths, cp_size, causal):
         """Pairs counted one by one, on the rank that holds the first and the last chunk."""
-        if seq_len % (2 * cp_size):
-            seq_len *= 2 * cp_size
-        queries, chunk = seq_len // cp_size, seq_len // (2 * cp_size)
-        late = seq_len - chunk
-        pairs = queries * seq_len
-        if causal:
-            pairs = chunk * (chunk + 1) // 2 + chunk * late + chunk * (chunk + 1) // 2
-        cost = {
-            form: operations(
-                form,
-                V3,
-                query_tokens=queries,
-                key_tokens=seq_len,
-                pairs=pairs,
-                training=training,
-            )
-            for form in ("absorbed", "expanded")
-        }
-        chosen = choose_form(V3, seq_len=seq_len, cp_size=cp_size, causal=causal, training=training)
-        assert cost[chosen] == min(cost.values())
+        lengths = [
+            length if length % (2 * cp_size) == 0 else length * 2 * cp_size for length in lengths
+        ]
+        starts = [0, *itertools.accumulate(lengths)]
+        layout = SequenceLayout(
+            starts[-1], tuple(starts[:-1]), tuple(lengths), tuple(lengths), True
+        )
+        pairs = 0
+        for length in lengths:
+            queries, chunk = length // cp_size, length // (2 * cp_size)
+            late = length - chunk
+            if cp_size == 1:
+                pairs += length * (length + 1) // 2 if causal else length * length
+            elif causal:
+                pairs += chunk * (chunk + 1) // 2 + chunk * late + chunk * (chunk + 1) // 2
+            else:
+                pairs += queries * length
+        work = Work.of(layout, 1, cp_size, causal, training=True)
+        assert work.query_tokens == sum(lengths) // cp_size
+        assert work.key_tokens == sum(lengths)
+        # The other ranks see as many; what is rounded is less than a pair for every query.
+        assert abs(work.pairs - pairs) <= sum(lengths)
 
-    def test_crossover(self):
+    def test_crossover_of_operations(self):
         """DeepSeek-V3, long sequences: expanding pays from 524 tokens per rank on."""
         for heads in (1, 16, 128):
             dims = replace(V3, num_heads_per_rank=heads)
             for tokens, expected in ((384, "absorbed"), (520, "absorbed"), (530, "expanded")):
-                chosen = choose_form(
-                    dims, seq_len=tokens * 1024, cp_size=1024, causal=True, training=True
-                )
-                assert chosen == expected
-        assert choose_form(V3, seq_len=8192, cp_size=1, causal=True, training=True) == "expanded"
+                work = Work.of(SequenceLayout.dense(tokens * 1024), 1, 1024, True, True)
+                cost = {form: operations(form, dims, work).total for form in FORMS[1:]}
+                assert min(cost, key=cost.__getitem__) == expected
+
+    @pytest.mark.parametrize("keys", [4096, 131072])
+    @pytest.mark.parametrize("heads", [16, 128])
+    def test_crossover_of_time(self, keys, heads):
+        """Queries over keys that are latents already: absorbing pays for 150, not for 300."""
+        dims = replace(V3, num_heads_per_rank=heads)
+
+        def fastest(queries: int) -> str:
+            work = Work(queries, keys, queries * keys, training=False)
+            ways = {"absorbed": "hopper", "expanded": "flash_attention_4"}
+            return min(ways, key=lambda form: seconds(form, ways[form], dims, work, "NVIDIA H200"))
+
+        assert fastest(1) == fastest(150) == "absorbed"
+        assert fastest(300) == fastest(keys) == "expanded"
+
+    def test_training_expands_on_a_known_gpu(self, monkeypatch):
+        """Also where only cuDNN is installed; an explicit backend decides the form."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        # It asks for the shared memory of a real device.
+        monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
+        monkeypatch.setattr(choice, "_cached_cheapest", choice._cheapest)
+        device = torch.device("cuda", 0)
+        requests = {
+            "absorbed": AttentionRequest(device, torch.bfloat16, 576, 512, True, False, False),
+            "expanded": AttentionRequest(device, torch.bfloat16, 192, 128, False, False, False),
+        }
+        work = Work.of(SequenceLayout.dense(8192), 1, 1, True, True)
+        form, backend = choose(requests, "auto", V3, work)
+        assert form == "expanded" and backend.name in ("flash_attention_4", "cudnn")
+        assert choose(requests, "cudnn", V3, work)[0] == "expanded"
+        assert choose(requests, "triton", V3, work)[0] == "absorbed"
+        with refusal("core_attention_backend='cudnn'", "cannot run here", "form='expanded'"):
+            choose({"absorbed": requests["absorbed"]}, "cudnn", V3, work)

@@ -1,0 +1,67 @@
+"""Which form runs on which backend."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
+from absorbed_mla.core_attention.cost import Work, machine_name, seconds
+from absorbed_mla.dims import MLADims
+
+logger = logging.getLogger(__name__)
+_logged: set[tuple[str, str]] = set()
+
+
+def choose(
+    requests: Mapping[str, AttentionRequest], backend: str, dims: MLADims, work: Work
+) -> tuple[str, AttentionBackend]:
+    """The form and the backend that take the least time by the cost model.
+
+    Args:
+        requests: What a backend must be able to do, for every form that may run.
+        backend: The only backend that may run, or ``"auto"``.
+        dims: Of the layer.
+        work: What one rank has to do.
+
+    Raises:
+        ValueError: If there is no such backend, or it can run none of the forms.
+    """
+    # On a CPU the answer may change: tests turn Triton's interpreter on and off.
+    on_cpu = next(iter(requests.values())).device.type == "cpu"
+    find = _cheapest if on_cpu else _cached_cheapest
+    return find(tuple(requests.items()), backend, dims, work)
+
+
+def _cheapest(
+    requests: tuple[tuple[str, AttentionRequest], ...], backend: str, dims: MLADims, work: Work
+) -> tuple[str, AttentionBackend]:
+    candidates, refused = [], []
+    for form, request in requests:
+        runnable, reasons = examine(backend, request)
+        candidates += [(form, found) for found in runnable]
+        refused += [f"{name} ({form}): {reason}" for name, reason in reasons.items()]
+    if not candidates:
+        raise ValueError(
+            f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
+        )
+    machine = machine_name(requests[0][1].device)
+    form, found = min(candidates, key=lambda way: seconds(way[0], way[1].name, dims, work, machine))
+    if (len(requests) > 1 or backend == "auto") and (form, found.name) not in _logged:
+        _logged.add((form, found.name))
+        logger.info(
+            "'auto' runs form=%s with core_attention_backend=%s: the least estimated time of %s "
+            "for %d queries, %d keys, %s; refused: %s",
+            form,
+            found.name,
+            ", ".join(f"{name} {each.name}" for name, each in candidates),
+            work.query_tokens,
+            work.key_tokens,
+            "training" if work.training else "evaluation",
+            "; ".join(refused) or "none",
+        )
+    return form, found
+
+
+_cached_cheapest = functools.lru_cache(maxsize=256)(_cheapest)

@@ -1,0 +1,250 @@
+"""The backward kernel: a tile of 64 rows (tokens x heads) meets its keys, 64 at a time.
+
+One program is one tile. Its query, dO and, in registers, dQ stay; blocks of keys pass by, and what
+they get, dKV, is added up over all programs in global memory. The latent is key and value at once,
+so dK and dV are one sum, [64, C + R] per block. For every block, by all eight warps together:
+
+1. S = Q K^T and dP = dO V^T, then P = exp(S - LSE) and dS = P (dP - delta), to shared memory.
+2. dQ += dS K. The keys were needed for the last time, so the copy of the next block over them
+   starts here and is hidden behind step 3.
+3. dKV = P^T dO + dS^T Q, 128 columns at a time, each reduced into global memory.
+
+Two warpgroups split the columns of every product: 144 registers of each thread are dQ, and 32 or
+64 what is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
+block of keys, nor for dKV on its way out: reductions leave from registers, 16 bytes per thread and
+512 contiguous ones per warp, because dKV lies in memory in the order of the accumulators' fragments
+(backward.py puts it in order). Programs arrive in any order, so the last bits differ between runs.
+
+What limits it on an H200 is the L2, which has to take 144 KiB of reductions per 22.5 MFLOP.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from absorbed_mla.kernels.hopper.backward_tile import (
+    KEYS,
+    ROWS,
+    accumulator_layout,
+    allocate,
+    at_step,
+    clear_outside,
+    finish_clearing,
+    load_keys,
+    load_rows,
+    read_tile,
+    row_layout,
+    synchronize,
+)
+
+# Columns of dKV at a time. 64 read shared memory too often for what they compute; 256 do not fit
+# into the registers.
+COLUMNS = gl.constexpr(128)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.constexpr_function
+def _only(layout, dim, rank):
+    """The layout of dimension ``dim`` alone."""
+    for other in reversed(range(rank)):
+        if other != dim:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def _scores(shared, i):
+    """Begin S = Q K^T, then dP = dO V^T, [rows, keys]."""
+    zero = gl.zeros([ROWS, KEYS], gl.float32, accumulator_layout(KEYS))
+    k_content = at_step(shared.latent, i, 0).permute((1, 0))
+    k_rope = at_step(shared.k_rope, i, 0).permute((1, 0))
+    value = at_step(shared.latent, i, 1).permute((1, 0))
+    s = warpgroup_mma(at_step(shared.q_rope, i, 0), k_rope, zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(at_step(shared.q_content, i, 0), k_content, s, is_async=True)
+    dp = warpgroup_mma(at_step(shared.grad_out, i, 1), value, zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def _probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
+    """Write P and dS to shared memory."""
+    dtype: gl.constexpr = shared.probs.dtype
+    layout: gl.constexpr = accumulator_layout(KEYS)
+    s, dp = _scores(shared, i)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * (scale * LOG2_E) - lse.expand_dims(1))
+    if tile.hides(first):
+        p = gl.where(tile.sees(first, layout), p, 0.0)
+    # The other warpgroup has read those of the last block.
+    synchronize()
+    shared.probs.index(0).store(p.to(dtype))
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    ds = p * (dp - delta.expand_dims(1)) * scale
+    shared.grad_scores.index(0).store(ds.to(dtype))
+    fence_async_shared()
+    synchronize()
+
+
+@gluon.jit
+def _add_query_gradient(shared, i, dq_content, dq_rope):
+    """Add dS K."""
+    ds = at_step(shared.grad_scores, i, 2)
+    dq_content = warpgroup_mma(ds, at_step(shared.latent, i, 2), dq_content, is_async=True)
+    dq_rope = warpgroup_mma(ds, at_step(shared.k_rope, i, 2), dq_rope, is_async=True)
+    return warpgroup_mma_wait(0, deps=[dq_content, dq_rope])
+
+
+@gluon.jit
+def _reduce_key_gradient(shared, i, dkv):
+    """Add P^T dO + dS^T Q of the block to its [C + R] columns of 64 keys at ``dkv``."""
+    C: gl.constexpr = shared.latent.shape[2]
+    R: gl.constexpr = shared.k_rope.shape[2]
+    p = at_step(shared.probs, i, 3).permute((1, 0))
+    ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
+    grad_out, q_content = at_step(shared.grad_out, i, 3), at_step(shared.q_content, i, 3)
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
+    for column in gl.static_range(0, C, COLUMNS):
+        do_part = grad_out.slice(column, COLUMNS, dim=1)
+        q_part = q_content.slice(column, COLUMNS, dim=1)
+        part = warpgroup_mma(p, do_part, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma(ds, q_part, part, is_async=True)
+        _reduce(warpgroup_mma_wait(0, deps=[part]), dkv + column * KEYS)
+    zero = gl.zeros([KEYS, R], gl.float32, accumulator_layout(R))
+    part = warpgroup_mma(ds, at_step(shared.q_rope, i, 3), zero, use_acc=False, is_async=True)
+    _reduce(warpgroup_mma_wait(0, deps=[part]), dkv + C * KEYS)
+
+
+@gluon.jit
+def _reduce(part, target):
+    """Add an accumulator [64, W] to W * 64 numbers in the order of its fragments.
+
+    A thread has columns 2t, 2t + 1 of rows r and r + 8: four numbers, that lie next to each other
+    here. In order, from the outermost: warpgroup, W / 16 groups of 8 columns, 4 warps (16 rows
+    each), 8 rows r, 4 pairs t, the pair of rows, the pair of columns.
+    """
+    W: gl.constexpr = part.shape[1]
+    # [warps, rows, warpgroups, groups, pairs, pair of rows, pair of columns]
+    part = part.reshape(4, 2, 8, 2, W // 16, 4, 2).permute(0, 2, 3, 4, 5, 1, 6)
+    even, odd = part.split()
+    x0, x2 = even.split()
+    x1, x3 = odd.split()
+    layout: gl.constexpr = x0.type.layout
+    thread = (
+        _offsets(layout, 2, 2, W // 16 * 2048)
+        + _offsets(layout, 0, 4, 512)
+        + _offsets(layout, 1, 8, 64)
+        + _offsets(layout, 4, 4, 16)
+    )
+    gl.inline_asm_elementwise(
+        "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [target.to(gl.uint64) + thread + _offsets(layout, 3, W // 16, 2048), x0, x1, x2, x3],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    # Else ptxas moves these reductions behind the next product, whose accumulator then needs
+    # registers of its own.
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _offsets(layout: gl.constexpr, dim: gl.constexpr, length: gl.constexpr, step: gl.constexpr):
+    """0, step, 2 step, .. along one of five dimensions."""
+    offsets = gl.arange(0, length, _only(layout, dim, 5)) * step
+    for other in gl.static_range(5):
+        if other != dim:
+            offsets = offsets.expand_dims(other)
+    return offsets.to(gl.uint64)
+
+
+@gluon.jit
+def _store_rows(acc, operand, target, tile, batches, heads):
+    """Store an accumulator as rows of [S_q, B, N, W]; ``operand`` is shared memory to use."""
+    W: gl.constexpr = acc.shape[1]
+    STEP: gl.constexpr = W if W < 64 else 64
+    layout: gl.constexpr = row_layout(STEP)
+    operand.index(0).store(acc.to(operand.dtype))
+    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, layout))
+    at = (index * W).expand_dims(1) + gl.arange(0, STEP, gl.SliceLayout(0, layout)).expand_dims(0)
+    for column in gl.static_range(0, W, STEP):
+        part = operand.index(0).slice(column, STEP, dim=1).load(layout)
+        gl.store(target + at + column, part, mask=valid.expand_dims(1))
+
+
+@gluon.jit(do_not_specialize=["key_blocks"])
+def attend_backward(
+    q_content,  # tensor map [S_q, B, N, C], blocks [64 / HEADS, 1, HEADS, C]
+    q_rope,  # [S_q, B, N, R]
+    grad_out,  # [S_q, B, N, C]
+    latent,  # [S_k, B, C], blocks [64, 1, C]
+    k_rope,  # [S_k, B, R]
+    lse,  # fp32 [S_q, B, N], contiguous like the rest
+    delta,  # fp32 [S_q, B, N]
+    tiles,  # int32 [tiles, 5]
+    dq_content,  # [S_q, B, N, C]
+    dq_rope,  # [S_q, B, N, R]
+    dkv,  # fp32 [B, key_blocks, (C + R) * 64], zero before
+    batches,
+    heads,
+    key_blocks,
+    scale,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    """One tile; blocks of keys are counted from the first key of all, not of the tile."""
+    tile = read_tile(tiles, batches, heads, HEADS)
+    shared = allocate(latent.dtype, LATENT, ROPE)
+    block = tile.key_start // KEYS
+    blocks = (tile.key_end + KEYS - 1) // KEYS - block
+    # A tile without keys still stores zeros.
+    blocks = gl.where(tile.key_end > tile.key_start, blocks, 0)
+    load_rows(q_content, q_rope, grad_out, shared, tile)
+    if blocks > 0:
+        load_keys(latent, k_rope, shared, tile, block * KEYS)
+
+    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, accumulator_layout(KEYS)))
+    row_lse = gl.load(lse + index, mask=valid, other=float("-inf"))
+    # A row that saw nothing, or is not in the tile, gets P = exp(-inf) and a finite dS, whatever
+    # the gradient of its LSE of -inf is.
+    seen = row_lse != float("-inf")
+    row_lse = gl.where(seen, row_lse * LOG2_E, float("inf"))
+    row_delta = gl.load(delta + index, mask=seen, other=0.0)
+    rows = (tile.query_end - tile.query_start) * HEADS
+    mbarrier.wait(shared.rows_full, 0)
+    if rows < ROWS:
+        clear_outside(shared.q_content, 0, rows)
+        clear_outside(shared.q_rope, 0, rows)
+        clear_outside(shared.grad_out, 0, rows)
+        finish_clearing()
+
+    target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (LATENT + ROPE))
+    acc_content = gl.zeros([ROWS, LATENT], gl.float32, accumulator_layout(LATENT))
+    acc_rope = gl.zeros([ROWS, ROPE], gl.float32, accumulator_layout(ROPE))
+    for i in range(blocks):
+        first = (block + i) * KEYS
+        mbarrier.wait(shared.keys_full, i & 1)
+        if (first < tile.key_start) | (first + KEYS > tile.key_end):
+            clear_outside(shared.latent, tile.key_start - first, tile.key_end - first)
+            clear_outside(shared.k_rope, tile.key_start - first, tile.key_end - first)
+            finish_clearing()
+        _probs_and_grad_scores(shared, tile, i, first, row_lse, row_delta, scale)
+        acc_content, acc_rope = _add_query_gradient(shared, i, acc_content, acc_rope)
+        # Both warpgroups are done with the keys.
+        synchronize()
+        if i + 1 < blocks:
+            load_keys(latent, k_rope, shared, tile, first + KEYS)
+        _reduce_key_gradient(shared, i, target)
+        target += KEYS * (LATENT + ROPE)
+
+    synchronize()
+    _store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
+    _store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)

@@ -1,0 +1,140 @@
+"""The shared memory of the forward kernel, and the barriers that say what is in it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from absorbed_mla.kernels.hopper.forward_tile import KEYS, ROWS
+
+# Blocks of keys in shared memory.
+STAGES = gl.constexpr(2)
+
+
+@aggregate
+class Shared:
+    """Buffers, and barriers that forward_kernel.py describes.
+
+    Attributes:
+        q_content: [64 / HEADS, 1, HEADS, C].
+        q_rope: [64 / HEADS, 1, HEADS, R].
+        left, right: Halves of the latents' columns, [2, 64, 1, C / 2].
+        rope: k_rope, then P: [2, 64, 64].
+        factor: What the accumulators are multiplied by before a block is added, [2, 64] fp32.
+        norm: Reciprocal of the denominators, [64] fp32.
+        CHUNK: Columns of the latents that arrive together.
+        ROPE_LAYOUT: Of k_rope, [64, 1, R].
+    """
+
+    q_content: gl.shared_memory_descriptor
+    q_rope: gl.shared_memory_descriptor
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    rope: gl.shared_memory_descriptor
+    factor: gl.shared_memory_descriptor
+    norm: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    rope_full: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    left_empty: gl.shared_memory_descriptor
+    right_empty: gl.shared_memory_descriptor
+    norm_full: gl.shared_memory_descriptor
+    LATENT: gl.constexpr
+    ROPE: gl.constexpr
+    CHUNK: gl.constexpr
+    ROPE_LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, barriers, LATENT, ROPE, CHUNK, ROPE_LAYOUT):
+        (
+            self.q_content,
+            self.q_rope,
+            self.left,
+            self.right,
+            self.rope,
+            self.factor,
+            self.norm,
+        ) = buffers
+        (
+            self.q_full,
+            self.k_full,
+            self.rope_full,
+            self.p_full,
+            self.left_empty,
+            self.right_empty,
+            self.norm_full,
+        ) = barriers
+        self.LATENT = gl.constexpr(LATENT)
+        self.ROPE = gl.constexpr(ROPE)
+        self.CHUNK = gl.constexpr(CHUNK)
+        self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
+
+    @gluon.jit
+    def probs(self, stage):
+        """P of the block in a stage, [64, 64]."""
+        return self.rope.index(stage)
+
+    @gluon.jit
+    def k_rope(self, stage):
+        """k_rope of the block in a stage, [64, 1, R]."""
+        return self.rope.index(stage)._reinterpret(
+            self.rope.dtype, [KEYS, 1, self.ROPE], self.ROPE_LAYOUT
+        )
+
+
+@gluon.jit
+def allocate(q_content, q_rope, latent, k_rope, LATENT: gl.constexpr, ROPE: gl.constexpr):
+    """All shared memory, for the boxes of these tensor maps."""
+    dtype: gl.constexpr = latent.dtype
+    CHUNKS: gl.constexpr = LATENT // latent.block_shape[2]
+    half: gl.constexpr = [STAGES, KEYS, 1, LATENT // 2]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    probs: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    buffers = (
+        gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
+        gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
+        gl.allocate_shared_memory(dtype, half, latent.layout),
+        gl.allocate_shared_memory(dtype, half, latent.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], probs),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
+        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
+    )
+    barriers = (
+        _barriers(1),
+        _barriers(STAGES * CHUNKS),
+        _barriers(STAGES),
+        _barriers(STAGES),
+        _barriers(STAGES),
+        _barriers(STAGES),
+        _barriers(1),
+    )
+    fence_async_shared()
+    return Shared(buffers, barriers, LATENT, ROPE, latent.block_shape[2], k_rope.layout)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=1)
+    return barriers
+
+
+@gluon.jit
+def chunk_full(shared, stage, column: gl.constexpr):
+    """The barrier of the chunk that begins at a column."""
+    CHUNKS: gl.constexpr = shared.LATENT // shared.CHUNK
+    return shared.k_full.index(stage * CHUNKS + column // shared.CHUNK)
+
+
+@gluon.jit
+def clear_rows(values, count):
+    """Zero all but the first ``count`` rows of [64, C / 2]: P is 0 there, but 0 * NaN is not."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, KEYS, gl.SliceLayout(1, layout))[:, None]
+    COLUMNS: gl.constexpr = values.shape[1]
+    for column in gl.static_range(0, COLUMNS, 64):
+        part = values.slice(column, 64, dim=1)
+        part.store(gl.where(row < count, part.load(layout), 0.0).to(values.dtype))
+    fence_async_shared()

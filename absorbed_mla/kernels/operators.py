@@ -1,0 +1,94 @@
+"""The kernels of latent attention as custom operators of PyTorch, without autograd.
+
+They take tensors and numbers only: ``torch.compile`` takes them as they are, and a CUDA graph
+records them. Triton is imported with the first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=())
+def latent_attention_forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    query_tiles: Tensor,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [S_q, B, N, C] and LSE [S_q, B, N] of ``kernels/<kernel>/forward.py``."""
+    module = _kernel_module(kernel, "forward")
+    # Triton launches on the current device, whichever the tensors are on.
+    with torch.cuda.device_of(q_content):
+        return module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale)
+
+
+@latent_attention_forward.register_fake
+def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel):
+    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
+    return q_content.new_empty(q_content.shape), lse
+
+
+@torch.library.custom_op("absorbed_mla::latent_attention_backward", mutates_args=())
+def latent_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor | None,
+    layers: int,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R].
+
+    They are those of ``kernels/<kernel>/backward.py``, whose tiles these are.
+    """
+    saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
+    module = _kernel_module(kernel, "backward")
+    with torch.cuda.device_of(q_content):
+        if kernel == "triton":
+            assert key_tiles is not None
+            return module.backward(*saved, query_tiles, key_tiles, layers, scale)
+        return module.backward(*saved, query_tiles, scale, deterministic=False)
+
+
+@latent_attention_backward.register_fake
+def _(
+    grad_out,
+    grad_lse,
+    out,
+    lse,
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    query_tiles,
+    key_tiles,
+    layers,
+    scale,
+    kernel,
+):
+    dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
+    return (
+        q_content.new_empty(q_content.shape),
+        q_rope.new_empty(q_rope.shape),
+        latent.new_empty(dkv_shape, dtype=torch.float32),
+    )
+
+
+def _kernel_module(kernel: str, direction: str):
+    """The kernels, and with them Triton, which importing this module does not need."""
+    package = "portable" if kernel == "triton" else kernel
+    return importlib.import_module(f"absorbed_mla.kernels.{package}.{direction}")

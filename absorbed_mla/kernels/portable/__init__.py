@@ -1,0 +1,1 @@
+"""Latent attention in plain Triton: any GPU that Triton compiles for, and its interpreter."""

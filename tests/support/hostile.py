@@ -1,0 +1,164 @@
+"""Inputs that kernels get wrong: memory full of NaN, odd strides, extreme scores, rows unseen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention import ScoreRules, Span
+from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """``torch.empty`` and the like give NaN (and the largest integer), as freed memory may."""
+
+    def poisoned(make):
+        def poison(*args, **kwargs) -> Tensor:
+            return fill_with_poison(make(*args, **kwargs))
+
+        return poison
+
+    with (
+        mock.patch.object(torch, "empty", poisoned(torch.empty)),
+        mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+        mock.patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
+    ):
+        yield
+
+
+def fill_with_poison(tensor: Tensor) -> Tensor:
+    """NaN, or the largest integer, everywhere."""
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            return tensor.fill_(torch.nan)
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def amid_nan(tensor: Tensor, last: int = 1) -> Tensor:
+    """The same values as a view, with NaN before, between and after its rows.
+
+    Args:
+        tensor: Any.
+        last: Stride of the last dimension.
+    """
+    around = [n + 3 for n in tensor.shape[:-1]] + [tensor.shape[-1] * last + 16]
+    buffer = tensor.new_full(around, torch.nan)
+    view = buffer[tuple(slice(1, 1 + n) for n in tensor.shape[:-1])]
+    view = view[..., 8 : 8 + tensor.shape[-1] * last : last]
+    return view.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention over the latent.
+
+    Attributes:
+        queries: Tokens on the query axis, S_q.
+        keys: Tokens on the key axis, S_k.
+        spans: Which queries see which keys; what is in no span holds NaN.
+        heads: N.
+        batch: B.
+        content: C.
+        rope: R.
+        dtype: Of the operands.
+        magnitude: Standard deviation of queries and keys.
+        lse_gradient: Whether the LSE was used.
+        last_stride: Stride of the operands' last dimension.
+    """
+
+    queries: int
+    keys: int
+    spans: tuple[Span, ...]
+    heads: int = 16
+    batch: int = 1
+    content: int = 32
+    rope: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    magnitude: float = 1.0
+    lse_gradient: bool = True
+    last_stride: int = 1
+
+    @property
+    def rules(self) -> ScoreRules:
+        """The rules of the call; a small chunk, so that the reference has several."""
+        scale = (self.content + self.rope) ** -0.5
+        return ScoreRules(scale, self.spans, query_chunk_size=64)
+
+    def operands(self, device: torch.device) -> Operands:
+        """Random; finite everywhere."""
+        torch.manual_seed(self.queries)
+        q = self._random(device, self.queries, self.batch, self.heads, self.content + self.rope)
+        kv = self._random(device, self.keys, self.batch, self.content + self.rope)
+        c = self.content
+        return Operands(q[..., :c], q[..., c:], kv[..., None, :c], kv[..., c:], None)
+
+    def gradient(self, device: torch.device) -> AttendedGradient:
+        """Random; finite everywhere."""
+        torch.manual_seed(self.keys)
+        shape = (self.queries, self.batch, self.heads)
+        out = torch.randn(*shape, self.content, device=device).to(self.dtype)
+        lse = torch.randn(shape, device=device) if self.lse_gradient else None
+        return AttendedGradient(out, lse)
+
+    def _random(self, device: torch.device, *shape: int) -> Tensor:
+        return (torch.randn(shape, device=device) * self.magnitude).to(self.dtype)
+
+    def visible(self) -> Tensor:
+        """Bool [S_q, S_k], pair by pair."""
+        table = torch.zeros(self.queries, self.keys, dtype=torch.bool)
+        for span in self.spans:
+            hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
+            if span.causal_offset is not None:
+                hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
+            table[span.queries, span.keys] = ~hidden
+        return table
+
+    def hide(self, operands: Operands, grad: AttendedGradient) -> tuple:
+        """The same amid NaN, and NaN in the rows of tokens that are in no span."""
+        queries, keys = torch.ones(self.queries), torch.ones(self.keys)
+        for span in self.spans:
+            queries[span.queries], keys[span.keys] = 0, 0
+        no_query, no_key = queries.bool(), keys.bool()
+
+        def hidden(x: Tensor | None, rows: Tensor) -> Tensor | None:
+            if x is None:
+                return None
+            x = x.clone()
+            x[rows.to(x.device)] = torch.nan
+            return amid_nan(x, self.last_stride)
+
+        q = [hidden(x, no_query) for x in operands[:2]]
+        k = [hidden(x, no_key) for x in operands[2:4]]
+        return Operands(*q, *k, None), AttendedGradient(*(hidden(x, no_query) for x in grad))
+
+
+def evaluate(case: Case, operands: Operands, grad: AttendedGradient, dtype: torch.dtype) -> dict:
+    """Output, LSE and gradients by PyTorch and its autograd, all of it in ``dtype``."""
+    qc, qr, kc, kr = (x.detach().to(dtype).requires_grad_() for x in operands[:4])
+    scores = torch.einsum("qbnd,kbd->qbnk", qc, kc[:, :, 0])
+    scores = (scores + torch.einsum("qbnr,kbr->qbnk", qr, kr)) * case.rules.scale
+    visible = case.visible().to(qc.device)[:, None, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    blind = ~visible.any(-1)
+    lse = scores.logsumexp(-1).masked_fill(blind, 0.0)
+    probs = torch.exp(scores - lse[..., None])
+    out = torch.einsum("qbnk,kbd->qbnd", probs, kc[:, :, 0])
+    outputs, grads = [out], [grad.out.to(dtype)]
+    if grad.lse is not None:
+        outputs, grads = [out, lse], [*grads, grad.lse.to(dtype)]
+    found = torch.autograd.grad(outputs, (qc, qr, kc, kr), grads, allow_unused=True)
+    found = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, (qc, qr, kc, kr)))
+    lse = lse.masked_fill(blind, -torch.inf)
+    return named(Attended(out, lse), Operands(*found, None))
+
+
+def named(attended: Attended, grads: Operands) -> dict[str, Tensor]:
+    """Results by name."""
+    names = ("out", "lse", "dq_content", "dq_rope", "dlatent", "dk_rope")
+    return dict(zip(names, (*(x.detach() for x in attended), *grads[:4])))
