@@ -140,6 +140,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
 
 
+# Compilers are kept out: they would have to follow a write into memory that autograd is told of.
+@torch.compiler.disable
 def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
     """Rotate the last channels of every head in place, as :func:`apply_rope` does.
 

@@ -16,6 +16,8 @@ from absorbed_mla.core_attention.operands import Attended, AttendedGradient
 from absorbed_mla.core_attention.scores import ScoreRules
 
 
+# Compilers are kept out: fused kernels and tables of integers are nothing for them.
+@torch.compiler.disable
 def attend(
     form: Form,
     backend: AttentionBackend,

@@ -50,7 +50,7 @@ class Bench:
         on_gpu = self.processes.on_gpu
         if on_gpu:
             versions["cuda"] = torch.version.cuda or "unknown"
-            versions["cudnn"] = str(torch.backends.cudnn.version())
+            versions["cudnn"] = _cudnn()
         return {
             "date": provenance.today(),
             "command": shlex.join(command_line()),
@@ -116,3 +116,11 @@ class Bench:
 
     def _dims(self) -> dict[str, int]:
         return {name: getattr(self.args, name.replace("-", "_")) for name in DIMS}
+
+
+def _cudnn() -> str:
+    """The version that runs: TransformerEngine may have loaded another than PyTorch asks for."""
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        return str(error).partition(".")[0]

@@ -79,9 +79,9 @@ def expected_per_token(mla: OracleMLA, form: str, recompute: tuple[str, ...], th
     if thd:
         kept += mla.rope  # cosines and sines gathered by position
     if "mla_up_proj" not in recompute:
-        kept += (1 + 2 * lq if lq else 0) + (
-            1 + c
-        )  # norms: scale, normalised; up-projection's input
+        # Norms: scale, and without a fused kernel what was normalised; the up-projection's input.
+        copies = 1 if world.device().type == "cpu" else 0
+        kept += (1 + (1 + copies) * lq if lq else 0) + (1 + copies * c)
         kept += c + mla.rope  # [latent | rotated k_rope]
         kept += n * (mla.nope + mla.rope)  # query; keys and values never
         kept += n * (c + mla.rope) if form == "absorbed" else 0  # absorbed query, rotated part
