@@ -29,7 +29,7 @@ class FlashAttention4:
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
         if make is torch.zeros:
             lse.fill_(-torch.inf)
-        for wave in waves(rules.spans):
+        for wave in waves(rules.spans, q.shape[1] == 1):
             _forward(wave, q, k, v, rules.scale, out, lse)
         return Attended(out, lse.permute(2, 0, 1))
 
@@ -41,7 +41,7 @@ class FlashAttention4:
         make = torch.empty_like if covers(rules.spans, len(q)) else torch.zeros_like
         dq = make(q, memory_format=torch.contiguous_format)
         dk = dv = None
-        for wave in waves(rules.spans):
+        for wave in waves(rules.spans, q.shape[1] == 1):
             part_k, part_v = _key_gradients(wave, k, v)
             _backward(wave, grad, attended, (q, k, v), rules.scale, (dq, part_k, part_v))
             dk = part_k if dk is None else dk.add_(part_k)
@@ -121,6 +121,7 @@ def _call(wave: Wave, on_queries: tuple[Tensor, ...], on_keys: tuple[Tensor, ...
     if len(wave.spans) == 1:
         swapped = ([x.transpose(0, 1) for x in tensors] for tensors in (on_queries, on_keys))
         return {}, *swapped
+    assert on_queries[0].shape[1] == 1, "sequences of a batch would need boundaries of their own"
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = boundaries(wave, on_queries[0].device)
     longest_q, longest_k = wave.longest
     lengths = {

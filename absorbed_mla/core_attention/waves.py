@@ -64,15 +64,21 @@ def boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 @cached_by_identity
-def waves(spans: tuple[Span, ...]) -> tuple[Wave, ...]:
-    """As few waves as a first-fit search finds; together they hold what the spans see."""
+def waves(spans: tuple[Span, ...], together: bool = True) -> tuple[Wave, ...]:
+    """As few waves as a first-fit search finds; together they hold what the spans see.
+
+    Args:
+        spans: Of one call of the attention.
+        together: Whether a wave may hold several: kernels take no batch of them.
+    """
     groups: list[tuple[bool, list[Span]]] = []
     for span in _aligned(spans):
         causal = span.causal_offset is not None
         for group_causal, group in groups:
             last = group[-1]
             if (
-                group_causal == causal
+                together
+                and group_causal == causal
                 and last.query_end <= span.query_start
                 and last.key_end <= span.key_start
             ):

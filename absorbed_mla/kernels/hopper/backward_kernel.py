@@ -13,10 +13,12 @@ Two warpgroups split the columns of every product: 144 registers of each thread 
 64 what is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
 block of keys, nor for dKV on its way out: reductions leave from registers, 16 bytes per thread and
 512 contiguous ones per warp, because dKV lies in memory in the order of the accumulators' fragments
-(backward.py puts it in order). Programs arrive in any order, so the last bits differ between runs.
+(backward_fragments.py). Programs arrive in any order, so the last bits differ between runs.
 
 What limits it on an H200 is the L2, which has to take 144 KiB of reductions per 22.5 MFLOP.
 """
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,40 +29,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.backward_tile import (
-    KEYS,
-    ROWS,
-    accumulator_layout,
+from absorbed_mla.kernels.hopper.backward_fragments import reduce_fragments
+from absorbed_mla.kernels.hopper.backward_shared import (
     allocate,
     at_step,
     clear_outside,
     finish_clearing,
     load_keys,
     load_rows,
-    read_tile,
-    row_layout,
     synchronize,
 )
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED, accumulator_layout, row_layout
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, read_tile
 
 # Columns of dKV at a time. 64 read shared memory too often for what they compute; 256 do not fit
 # into the registers.
 COLUMNS = gl.constexpr(128)
-LOG2_E = gl.constexpr(1.4426950408889634)
+LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.constexpr_function
-def _only(layout, dim, rank):
-    """The layout of dimension ``dim`` alone."""
-    for other in reversed(range(rank)):
-        if other != dim:
-            layout = gl.SliceLayout(other, layout)
-    return layout
+def _accumulator(columns):
+    """Layout of [64, columns] in the two warpgroups."""
+    return accumulator_layout(columns, 2)
+
+
+@gluon.jit
+def _read_statistics(lse, delta, tile, batches, heads):
+    """The rows' LSE, times log2(e), and delta, each fp32 [64].
+
+    A row that saw nothing, or is not in the tile, gets inf, hence P = exp(-inf), and 0, hence a
+    finite dS, whatever the gradient of its LSE of -inf is.
+    """
+    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, _accumulator(KEYS)))
+    row_lse = gl.load(lse + index, mask=valid, other=float("-inf"))
+    seen = row_lse != float("-inf")
+    row_delta = gl.load(delta + index, mask=seen, other=0.0)
+    return gl.where(seen, row_lse * LOG2_E, float("inf")), row_delta
 
 
 @gluon.jit
 def _scores(shared, i):
-    """Begin S = Q K^T, then dP = dO V^T, [rows, keys]."""
-    zero = gl.zeros([ROWS, KEYS], gl.float32, accumulator_layout(KEYS))
+    """Begin S = Q K^T, then dP = dO V^T, each [rows, keys] fp32."""
+    zero = gl.zeros([ROWS, KEYS], gl.float32, _accumulator(KEYS))
     k_content = at_step(shared.latent, i, 0).permute((1, 0))
     k_rope = at_step(shared.k_rope, i, 0).permute((1, 0))
     value = at_step(shared.latent, i, 1).permute((1, 0))
@@ -72,14 +83,24 @@ def _scores(shared, i):
 
 @gluon.jit
 def _probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
-    """Write P and dS to shared memory."""
+    """Write P and dS to shared memory.
+
+    Args:
+        shared: Has all operands.
+        tile: The program's.
+        i: The block's number in the tile.
+        first: The block's first key.
+        lse: Of the rows, times log2(e), [64].
+        delta: Of the rows, [64].
+        scale: Of the scores.
+    """
     dtype: gl.constexpr = shared.probs.dtype
-    layout: gl.constexpr = accumulator_layout(KEYS)
+    layout: gl.constexpr = _accumulator(KEYS)
     s, dp = _scores(shared, i)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * (scale * LOG2_E) - lse.expand_dims(1))
-    if tile.hides(first):
-        p = gl.where(tile.sees(first, layout), p, 0.0)
+    if _hides(tile, first):
+        p = gl.where(_sees(tile, first, layout), p, 0.0)
     # The other warpgroup has read those of the last block.
     synchronize()
     shared.probs.index(0).store(p.to(dtype))
@@ -91,8 +112,26 @@ def _probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
 
 
 @gluon.jit
+def _hides(tile, first):
+    """Whether any row does not see all of the block of keys at ``first``."""
+    last = first + KEYS - 1
+    past_diagonal = last - tile.key_start > tile.offset
+    return (first < tile.key_start) | (last >= tile.key_end) | past_diagonal
+
+
+@gluon.jit
+def _sees(tile, first, layout: gl.constexpr):
+    """Which row sees which key of the block at ``first``, [rows, keys]."""
+    # Not tile.keys: for the few blocks at an edge it would occupy a register all along.
+    key = first - tile.key_start + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+    token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
+    inside = (key >= 0) & (key < tile.key_end - tile.key_start)
+    return inside.expand_dims(0) & (key.expand_dims(0) <= (token + tile.offset).expand_dims(1))
+
+
+@gluon.jit
 def _add_query_gradient(shared, i, dq_content, dq_rope):
-    """Add dS K."""
+    """Add dS K to dQ, [rows, C] and [rows, R] fp32."""
     ds = at_step(shared.grad_scores, i, 2)
     dq_content = warpgroup_mma(ds, at_step(shared.latent, i, 2), dq_content, is_async=True)
     dq_rope = warpgroup_mma(ds, at_step(shared.k_rope, i, 2), dq_rope, is_async=True)
@@ -101,97 +140,51 @@ def _add_query_gradient(shared, i, dq_content, dq_rope):
 
 @gluon.jit
 def _reduce_key_gradient(shared, i, dkv):
-    """Add P^T dO + dS^T Q of the block to its [C + R] columns of 64 keys at ``dkv``."""
+    """Add P^T dO + dS^T Q of the block to its 64 * (C + R) numbers at ``dkv``."""
     C: gl.constexpr = shared.latent.shape[2]
     R: gl.constexpr = shared.k_rope.shape[2]
     p = at_step(shared.probs, i, 3).permute((1, 0))
     ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
     grad_out, q_content = at_step(shared.grad_out, i, 3), at_step(shared.q_content, i, 3)
-    zero = gl.zeros([KEYS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, _accumulator(COLUMNS))
     for column in gl.static_range(0, C, COLUMNS):
         do_part = grad_out.slice(column, COLUMNS, dim=1)
         q_part = q_content.slice(column, COLUMNS, dim=1)
         part = warpgroup_mma(p, do_part, zero, use_acc=False, is_async=True)
         part = warpgroup_mma(ds, q_part, part, is_async=True)
-        _reduce(warpgroup_mma_wait(0, deps=[part]), dkv + column * KEYS)
-    zero = gl.zeros([KEYS, R], gl.float32, accumulator_layout(R))
+        reduce_fragments(warpgroup_mma_wait(0, deps=[part]), dkv + column * KEYS)
+    zero = gl.zeros([KEYS, R], gl.float32, _accumulator(R))
     part = warpgroup_mma(ds, at_step(shared.q_rope, i, 3), zero, use_acc=False, is_async=True)
-    _reduce(warpgroup_mma_wait(0, deps=[part]), dkv + C * KEYS)
-
-
-@gluon.jit
-def _reduce(part, target):
-    """Add an accumulator [64, W] to W * 64 numbers in the order of its fragments.
-
-    A thread has columns 2t, 2t + 1 of rows r and r + 8: four numbers, that lie next to each other
-    here. In order, from the outermost: warpgroup, W / 16 groups of 8 columns, 4 warps (16 rows
-    each), 8 rows r, 4 pairs t, the pair of rows, the pair of columns.
-    """
-    W: gl.constexpr = part.shape[1]
-    # [warps, rows, warpgroups, groups, pairs, pair of rows, pair of columns]
-    part = part.reshape(4, 2, 8, 2, W // 16, 4, 2).permute(0, 2, 3, 4, 5, 1, 6)
-    even, odd = part.split()
-    x0, x2 = even.split()
-    x1, x3 = odd.split()
-    layout: gl.constexpr = x0.type.layout
-    thread = (
-        _offsets(layout, 2, 2, W // 16 * 2048)
-        + _offsets(layout, 0, 4, 512)
-        + _offsets(layout, 1, 8, 64)
-        + _offsets(layout, 4, 4, 16)
-    )
-    gl.inline_asm_elementwise(
-        "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;",
-        "=r,l,f,f,f,f",
-        [target.to(gl.uint64) + thread + _offsets(layout, 3, W // 16, 2048), x0, x1, x2, x3],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    # Else ptxas moves these reductions behind the next product, whose accumulator then needs
-    # registers of its own.
-    gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _offsets(layout: gl.constexpr, dim: gl.constexpr, length: gl.constexpr, step: gl.constexpr):
-    """0, step, 2 step, .. along one of five dimensions."""
-    offsets = gl.arange(0, length, _only(layout, dim, 5)) * step
-    for other in gl.static_range(5):
-        if other != dim:
-            offsets = offsets.expand_dims(other)
-    return offsets.to(gl.uint64)
+    reduce_fragments(warpgroup_mma_wait(0, deps=[part]), dkv + C * KEYS)
 
 
 @gluon.jit
 def _store_rows(acc, operand, target, tile, batches, heads):
     """Store an accumulator as rows of [S_q, B, N, W]; ``operand`` is shared memory to use."""
     W: gl.constexpr = acc.shape[1]
-    STEP: gl.constexpr = W if W < 64 else 64
-    layout: gl.constexpr = row_layout(STEP)
+    WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
+    layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     operand.index(0).store(acc.to(operand.dtype))
     index, valid = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    at = (index * W).expand_dims(1) + gl.arange(0, STEP, gl.SliceLayout(0, layout)).expand_dims(0)
-    for column in gl.static_range(0, W, STEP):
-        part = operand.index(0).slice(column, STEP, dim=1).load(layout)
+    at = (index * W).expand_dims(1) + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)).expand_dims(0)
+    for column in gl.static_range(0, W, WIDTH):
+        part = operand.index(0).slice(column, WIDTH, dim=1).load(layout)
         gl.store(target + at + column, part, mask=valid.expand_dims(1))
 
 
 @gluon.jit(do_not_specialize=["key_blocks"])
 def attend_backward(
-    q_content,  # tensor map [S_q, B, N, C], blocks [64 / HEADS, 1, HEADS, C]
-    q_rope,  # [S_q, B, N, R]
-    grad_out,  # [S_q, B, N, C]
-    latent,  # [S_k, B, C], blocks [64, 1, C]
-    k_rope,  # [S_k, B, R]
-    lse,  # fp32 [S_q, B, N], contiguous like the rest
-    delta,  # fp32 [S_q, B, N]
-    tiles,  # int32 [tiles, 5]
-    dq_content,  # [S_q, B, N, C]
-    dq_rope,  # [S_q, B, N, R]
-    dkv,  # fp32 [B, key_blocks, (C + R) * 64], zero before
+    q_content,
+    q_rope,
+    grad_out,
+    latent,
+    k_rope,
+    lse,
+    delta,
+    tiles,
+    dq_content,
+    dq_rope,
+    dkv,
     batches,
     heads,
     key_blocks,
@@ -200,7 +193,30 @@ def attend_backward(
     ROPE: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """One tile; blocks of keys are counted from the first key of all, not of the tile."""
+    """Gradients of every tile; one program for each tile, entry of the batch and group of heads.
+
+    Blocks of keys are counted from the first key of all, not of the tile.
+
+    Args:
+        q_content: Tensor map of [S_q, B, N, C] in boxes [64 / HEADS, 1, HEADS, C].
+        q_rope: Of [S_q, B, N, R] in boxes [64 / HEADS, 1, HEADS, R].
+        grad_out: As q_content.
+        latent: Of [S_k, B, C] in boxes [64, 1, C].
+        k_rope: Of [S_k, B, R] in boxes [64, 1, R].
+        lse: fp32 [S_q, B, N], contiguous like all that follows.
+        delta: fp32 [S_q, B, N].
+        tiles: int32 [tiles, 5], see ``query_tiles`` in tiles.py.
+        dq_content: [S_q, B, N, C], written.
+        dq_rope: [S_q, B, N, R], written.
+        dkv: fp32 [B, key_blocks, 64 * (C + R)], added to; see backward_fragments.py.
+        batches: B.
+        heads: N.
+        key_blocks: S_k / 64, rounded up.
+        scale: Of the scores.
+        LATENT: C.
+        ROPE: R.
+        HEADS: Heads in a tile.
+    """
     tile = read_tile(tiles, batches, heads, HEADS)
     shared = allocate(latent.dtype, LATENT, ROPE)
     block = tile.key_start // KEYS
@@ -211,13 +227,7 @@ def attend_backward(
     if blocks > 0:
         load_keys(latent, k_rope, shared, tile, block * KEYS)
 
-    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, accumulator_layout(KEYS)))
-    row_lse = gl.load(lse + index, mask=valid, other=float("-inf"))
-    # A row that saw nothing, or is not in the tile, gets P = exp(-inf) and a finite dS, whatever
-    # the gradient of its LSE of -inf is.
-    seen = row_lse != float("-inf")
-    row_lse = gl.where(seen, row_lse * LOG2_E, float("inf"))
-    row_delta = gl.load(delta + index, mask=seen, other=0.0)
+    row_lse, row_delta = _read_statistics(lse, delta, tile, batches, heads)
     rows = (tile.query_end - tile.query_start) * HEADS
     mbarrier.wait(shared.rows_full, 0)
     if rows < ROWS:
@@ -227,8 +237,8 @@ def attend_backward(
         finish_clearing()
 
     target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (LATENT + ROPE))
-    acc_content = gl.zeros([ROWS, LATENT], gl.float32, accumulator_layout(LATENT))
-    acc_rope = gl.zeros([ROWS, ROPE], gl.float32, accumulator_layout(ROPE))
+    acc_content = gl.zeros([ROWS, LATENT], gl.float32, _accumulator(LATENT))
+    acc_rope = gl.zeros([ROWS, ROPE], gl.float32, _accumulator(ROPE))
     for i in range(blocks):
         first = (block + i) * KEYS
         mbarrier.wait(shared.keys_full, i & 1)

@@ -1,4 +1,4 @@
-"""Attention over the latent on Hopper GPUs: tensor maps and the launch of the forward kernel."""
+"""Attention over the latent on Hopper GPUs: the launch of the forward kernel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from absorbed_mla.kernels.hopper.forward_kernel import attend_forward
-from absorbed_mla.kernels.hopper.forward_tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.tensor_map import tensor_map
+from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# The latents of a block of keys arrive in so many chunks of columns, or fewer where these would be
+# too narrow: two for each half, of which the first is enough to begin.
+_CHUNKS = 4
 
 
 def forward(
@@ -30,8 +32,8 @@ def forward(
         q_rope: [S_q, B, N, R]; R = 16, 32 or 64.
         latent: [S_k, B, C].
         k_rope: [S_k, B, R].
-        tiles: Of ``query_tiles`` with ``query_tokens`` tokens and the length of the query axis,
-            int32 [tiles, 5] on the device: they must cover every query.
+        tiles: Of ``query_tiles`` with the tokens of ``tile_shape`` and the length of the query
+            axis, int32 [tiles, 5] on the device: what is in no tile is not written.
         scale: Multiplies the scores.
 
     Returns:
@@ -49,16 +51,16 @@ def forward(
     lse = torch.empty(queries, batch, heads, dtype=torch.float32, device=q_content.device)
     if not len(latent):
         return out.zero_(), lse.fill_(-math.inf)
-    tokens = query_tokens(heads)
-    packed = ROWS.value // tokens
+    tokens, packed = tile_shape(heads)
     programs = len(tiles) * batch * (heads // packed)
     if not programs:
         return out, lse
+    chunk = max(content // _CHUNKS, SWIZZLED.value)
     attend_forward[(programs,)](
-        _tensor_map(q_content, (tokens, 1, packed, content)),
-        _tensor_map(q_rope, (tokens, 1, packed, rope)),
-        _tensor_map(latent, (KEYS.value, 1, _chunk(content))),
-        _tensor_map(k_rope, (KEYS.value, 1, rope)),
+        tensor_map(q_content, (tokens, 1, packed, content)),
+        tensor_map(q_rope, (tokens, 1, packed, rope)),
+        tensor_map(latent, (KEYS.value, 1, chunk)),
+        tensor_map(k_rope, (KEYS.value, 1, rope)),
         tiles,
         out,
         lse,
@@ -71,30 +73,3 @@ def forward(
         num_warps=4,
     )
     return out, lse
-
-
-def query_tokens(heads: int) -> int:
-    """Most queries in a tile, whose rows are tokens x heads, the latter a power of two."""
-    return ROWS.value // min(heads & -heads, ROWS.value)
-
-
-def _chunk(content: int) -> int:
-    """How many columns of the latent arrive together: half of a half, but whole swizzles."""
-    return max(content // 4, 64)
-
-
-def _tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """What the copy engine needs to load blocks of a tensor; beyond its end it loads zeros."""
-    if not _has_tensor_map(x):
-        x = x.contiguous()
-    # The stride of an axis of one element is never used, but must be valid all the same.
-    strides = [s if n > 1 else x.shape[-1] for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), layout)
-
-
-def _has_tensor_map(x: Tensor) -> bool:
-    """Whether rows lie 16 bytes apart, or a multiple, and begin at such an address."""
-    strides = [s for n, s in zip(x.shape[:-1], x.stride(), strict=False) if n > 1]
-    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
-    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0

@@ -1,66 +1,82 @@
 """The forward kernel: a tile of 64 rows (tokens x heads) attends to its keys, 64 at a time.
 
-Latents are keys and values at once, so a block of 64 keys is loaded once, [64, C] latent and
-[64, R] k_rope, and used by two products. Shared memory holds two blocks (stages) and the queries;
-the output, 64 x C in fp32, fills the registers of two warpgroups. One program is one tile, and its
-warps have three roles:
+One program is one tile. Latents are keys and values at once, so a block of 64 keys is loaded once,
+[64, C] latent and [64, R] k_rope, and used by two products. Shared memory holds two blocks (in two
+stages, by turns) and the queries; the output O, 64 x C in fp32, fills the registers of two
+warpgroups. The warps have three roles:
 
-* ``_score_role``, four warps: scores S = Q K^T, online softmax (arXiv:2205.14135), P to shared
-  memory, then the left half of the columns of O = O * factor + P V. The next block's S is queued
-  behind this product, so that the tensor cores idle only while a softmax is computed.
-* ``_value_role``, four warps: the right half of O, from the P and factors of the first role.
-* ``_load_role``, one warp: tensor-map copies (TMA) of queries and blocks.
+* ``_load_role``, one warp: copies queries and blocks to shared memory by tensor maps (TMA).
+* ``_score_role``, four warps: scores S = Q K^T, online softmax (arXiv:2205.14135) with P to shared
+  memory, and the left half of the columns of O = O * factor + P V.
+* ``_value_role``, four warps: the right half of O, from the P and the factors of the score role.
+
+What the two compute for blocks 0, 1, ..; products queued together run one after the other:
+
+    score role   S 0 | softmax 0 | PV 0 left, S 1 | softmax 1 | PV 1 left, S 2 | ..
+    value role                   | PV 0 right                 | PV 1 right     | ..
+
+so the tensor cores idle only while a softmax is computed and PV right is done.
 
 P takes the place of its block's k_rope, which only S needed: 227 KiB leave no other room for one
 P per stage.
 
-Barriers, each passed once per block of a stage except ``q_full`` and ``norm_full``:
+Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no longer needed:
 
-* ``q_full``: the queries are there.
-* ``k_full``: a chunk of the block's latent columns is there; S begins with the first.
-* ``rope_full``: its k_rope is there.
-* ``p_full``: P and the factor of the rows are there.
-* ``left_empty``, ``right_empty``: the product with this half of the columns is done; the half can
-  be loaded anew, k_rope (P) after both.
-* ``norm_full``: the reciprocal of the softmax denominators is there.
+* ``q_full`` (once): the queries are there.
+* ``k_full`` (per block and chunk): a chunk of the latents' columns is there; S begins with the
+  first.
+* ``rope_full`` (per block): k_rope is there.
+* ``p_full`` (per block): P and the factors are there, hence S is done with the latents and k_rope.
+* ``left_empty``, ``right_empty`` (per block): PV is done with this half of the latents' columns, so
+  that the half can be loaded anew; after both, so can k_rope, where P was.
+* ``norm_full`` (once): the reciprocals of the softmax's denominators are there.
+
+A wait names the parity of the phase that it waits for: block i is phase i // 2 of its stage. The
+phase before the first, which the load role names for a stage not used yet, counts as passed.
 """
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from absorbed_mla.kernels.hopper.forward_scores import (
+    count_blocks,
+    count_open_blocks,
+    finish_scores,
+    hide,
+    softmax,
+    start_scores,
+)
 from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, chunk_full, clear_rows
-from absorbed_mla.kernels.hopper.forward_tile import KEYS, ROWS, read_tile, store_half
+from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, read_tile
 
-LOG_2 = gl.constexpr(0.6931471805599453)
-# Registers of each thread of a role; the score role gets what is left of 504: 248.
+LN_2 = gl.constexpr(math.log(2))
+# Registers of each thread of a role. At launch three warpgroups (the load role's warp counts as
+# one) have 168 each; the score role gets what the others leave of these 504: 248.
 VALUE_REGISTERS = gl.constexpr(216)
 LOAD_REGISTERS = gl.constexpr(40)
 
 
-@gluon.constexpr_function
-def _accumulator_layout(columns):
-    """What a warpgroup's product with ``columns`` columns leaves in the registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
 @gluon.jit
 def _load_role(tile, shared, q_content, q_rope, latent, k_rope):
+    """Load the queries, then each block as soon as the block before last is done with its stage."""
     HALF: gl.constexpr = shared.LATENT // 2
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
     position = [tile.query_start, tile.batch, tile.head, 0]
     tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
     tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
-    for block in range(tile.blocks()):
+    for block in range(count_blocks(tile)):
         stage = block % STAGES
-        parity = (block // STAGES & 1) ^ 1
+        parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
         key = tile.key_start + block * KEYS
         mbarrier.wait(shared.left_empty.index(stage), parity)
         for column in gl.static_range(0, HALF, shared.CHUNK):
@@ -85,119 +101,58 @@ def _load_chunk(tile, shared, half, latent, stage, key, column: gl.constexpr):
 
 @gluon.jit
 def _score_role(tile, shared, out, lse, batches, heads, scale):
+    """Compute all scores, the LSE and the left half of the output."""
     HALF: gl.constexpr = shared.LATENT // 2
-    layout: gl.constexpr = _accumulator_layout(KEYS)
-    o_layout: gl.constexpr = _accumulator_layout(HALF)
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    o_layout: gl.constexpr = accumulator_layout(HALF, 1)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     o = gl.zeros([ROWS, HALF], gl.float32, o_layout)
-    last = tile.blocks() - 1
+    last = count_blocks(tile) - 1
     mbarrier.wait(shared.q_full.index(0), 0)
-    s = _start_scores(shared, 0, 0, layout)
-    s = warpgroup_mma_wait(0, deps=[_finish_scores(shared, s, 0, 0)])
+    s = start_scores(shared, 0, 0, layout)
+    s = warpgroup_mma_wait(0, deps=[finish_scores(shared, s, 0, 0)])
     for block in range(last):
         stage = block % STAGES
-        if block >= tile.open_blocks():
-            s = _mask(s, tile, block, layout)
-        top, total, factor = _softmax(shared, s, top, total, stage, scale)
+        if block >= count_open_blocks(tile):
+            s = hide(s, tile, block, layout)
+        top, total, factor = softmax(shared, s, top, total, stage, scale)
         o = o * gl.convert_layout(factor, o_rows)[:, None]
         values = shared.left.index(stage).reshape([KEYS, HALF])
         o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
         parity = (block + 1) // STAGES & 1
-        s = _start_scores(shared, stage ^ 1, parity, layout)
+        s = start_scores(shared, stage ^ 1, parity, layout)
         # One product, the first part of the scores, may be unfinished: the one before it is not.
         o = warpgroup_mma_wait(1, deps=[o])
         mbarrier.arrive(shared.left_empty.index(stage))
-        s = warpgroup_mma_wait(0, deps=[_finish_scores(shared, s, stage ^ 1, parity)])
+        s = warpgroup_mma_wait(0, deps=[finish_scores(shared, s, stage ^ 1, parity)])
     stage = last % STAGES
     values = shared.left.index(stage).reshape([KEYS, HALF])
-    # No product was queued behind the last block's scores.
+    # No product that is still running reads them: none was queued behind the last block's scores.
     clear_rows(values, tile.keys - last * KEYS)
-    s = _mask(s, tile, last, layout)
-    top, total, factor = _softmax(shared, s, top, total, stage, scale)
+    s = hide(s, tile, last, layout)
+    top, total, factor = softmax(shared, s, top, total, stage, scale)
     norm = gl.where(total > 0, 1 / total, 0.0)
     shared.norm.store(norm)
     mbarrier.arrive(shared.norm_full.index(0))
     o = o * gl.convert_layout(factor, o_rows)[:, None]
     o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
     index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    value = gl.where(total > 0, (top * scale + gl.log2(total)) * LOG_2, -float("inf"))
+    value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, value, mask=inside)
     o = warpgroup_mma_wait(0, deps=[o])
     o = o * gl.convert_layout(norm, o_rows)[:, None]
-    store_half(out, tile, o, batches, heads, 0)
-
-
-@gluon.jit
-def _start_scores(shared, stage, parity, layout: gl.constexpr):
-    """Queue the first chunk's part of S = Q K^T, [64, 64] fp32."""
-    s = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    return _add_chunk(shared, s, stage, parity, 0)
-
-
-@gluon.jit
-def _finish_scores(shared, s, stage, parity):
-    """Queue the other chunks' parts and that of the rotary part."""
-    for column in gl.static_range(shared.CHUNK, shared.LATENT, shared.CHUNK):
-        s = _add_chunk(shared, s, stage, parity, column)
-    queries = shared.q_rope.reshape([ROWS, shared.ROPE])
-    keys = shared.k_rope(stage).reshape([KEYS, shared.ROPE])
-    mbarrier.wait(shared.rope_full.index(stage), parity)
-    return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
-def _add_chunk(shared, s, stage, parity, column: gl.constexpr):
-    """Queue the part of the columns from ``column`` on."""
-    HALF: gl.constexpr = shared.LATENT // 2
-    half = shared.left if column < HALF else shared.right
-    keys = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, shared.CHUNK, dim=1)
-    queries = shared.q_content.reshape([ROWS, shared.LATENT]).slice(column, shared.CHUNK, dim=1)
-    mbarrier.wait(chunk_full(shared, stage, column), parity)
-    return warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=column > 0, is_async=True)
-
-
-@gluon.jit
-def _mask(s, tile, block, layout: gl.constexpr):
-    """Set the scores of keys that a row does not see to -inf."""
-    key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    seen = key[None, :] <= tile.last_keys(gl.SliceLayout(1, layout))[:, None]
-    return gl.where(seen, s, -float("inf"))
-
-
-@gluon.jit
-def _softmax(shared, s, top, total, stage, scale):
-    """One step of the online softmax; P and the factor go to shared memory.
-
-    Args:
-        s: Scores [64, 64].
-        top: The rows' largest scores so far, [64].
-        total: Sum of exp(score - top) so far, [64].
-        scale: Of the scores, times log2(e).
-
-    Returns:
-        The new top and total, and exp(old top - new top).
-    """
-    old_top = top
-    top = gl.maximum(top, gl.max(s, axis=1))
-    # -inf - -inf would be NaN in rows that have seen no key yet.
-    base = gl.where(top == -float("inf"), 0.0, top) * scale
-    factor = gl.exp2(old_top * scale - base)
-    p = gl.exp2(s * scale - base[:, None])
-    shared.factor.index(stage).store(factor)
-    shared.probs(stage).store(p.to(shared.rope.dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.p_full.index(stage))
-    return top, total * factor + gl.sum(p, axis=1), factor
+    _store_half(out, tile, o, batches, heads, 0)
 
 
 @gluon.jit
 def _value_role(tile, shared, out, batches, heads):
+    """Compute the right half of the output."""
     HALF: gl.constexpr = shared.LATENT // 2
-    layout: gl.constexpr = _accumulator_layout(HALF)
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
     o = gl.zeros([ROWS, HALF], gl.float32, layout)
-    last = tile.blocks() - 1
+    last = count_blocks(tile) - 1
     for block in range(last + 1):
         stage = block % STAGES
         values = shared.right.index(stage).reshape([KEYS, HALF])
@@ -211,7 +166,18 @@ def _value_role(tile, shared, out, batches, heads):
         mbarrier.arrive(shared.right_empty.index(stage))
     mbarrier.wait(shared.norm_full.index(0), 0)
     norm = shared.norm.load(gl.SliceLayout(1, layout))
-    store_half(out, tile, o * norm[:, None], batches, heads, HALF)
+    _store_half(out, tile, o * norm[:, None], batches, heads, HALF)
+
+
+@gluon.jit
+def _store_half(out, tile, o, batches, heads, first: gl.constexpr):
+    """Write columns from ``first`` on of the tile's rows, [64, C / 2] fp32, to [S_q, B, N, C]."""
+    HALF: gl.constexpr = o.shape[1]
+    layout: gl.constexpr = sector_layout(HALF)
+    index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    values = gl.convert_layout(o.to(out.dtype.element_ty), layout)
+    gl.store(out + (index * (2 * HALF))[:, None] + column[None, :], values, mask=inside[:, None])
 
 
 @gluon.jit(do_not_specialize=["batches", "heads"])
@@ -255,6 +221,6 @@ def attend_forward(
             (_value_role, (tile, shared, out, batches, heads)),
             (_load_role, (tile, shared, q_content, q_rope, latent, k_rope)),
         ],
-        [4, 1],
+        [4, 1],  # warps of the roles but the first, which has the launch's four
         [VALUE_REGISTERS, LOAD_REGISTERS],
     )

@@ -3,11 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.forward_tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
-# Blocks of keys in shared memory.
+# Blocks of keys in shared memory: the one in a stage, and in stage ^ 1 the next.
 STAGES = gl.constexpr(2)
 
 
@@ -19,9 +20,14 @@ class Shared:
         q_content: [64 / HEADS, 1, HEADS, C].
         q_rope: [64 / HEADS, 1, HEADS, R].
         left, right: Halves of the latents' columns, [2, 64, 1, C / 2].
-        rope: k_rope, then P: [2, 64, 64].
+        rope: k_rope, then P of the same block: [2, 64, 64].
         factor: What the accumulators are multiplied by before a block is added, [2, 64] fp32.
         norm: Reciprocal of the denominators, [64] fp32.
+        q_full, norm_full: One barrier.
+        rope_full, p_full, left_empty, right_empty: One for each stage.
+        k_full: One for each stage and chunk, see ``chunk_full``.
+        LATENT: C.
+        ROPE: R.
         CHUNK: Columns of the latents that arrive together.
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
     """
@@ -90,13 +96,12 @@ def allocate(q_content, q_rope, latent, k_rope, LATENT: gl.constexpr, ROPE: gl.c
     CHUNKS: gl.constexpr = LATENT // latent.block_shape[2]
     half: gl.constexpr = [STAGES, KEYS, 1, LATENT // 2]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    probs: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     buffers = (
         gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
         gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
         gl.allocate_shared_memory(dtype, half, latent.layout),
         gl.allocate_shared_memory(dtype, half, latent.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], probs),
+        gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS)),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
     )
@@ -115,6 +120,7 @@ def allocate(q_content, q_rope, latent, k_rope, LATENT: gl.constexpr, ROPE: gl.c
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr):
+    """Barriers that one arrival passes, of a thread or of the bytes that it announced."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(barriers.index(index), count=1)
@@ -131,10 +137,10 @@ def chunk_full(shared, stage, column: gl.constexpr):
 @gluon.jit
 def clear_rows(values, count):
     """Zero all but the first ``count`` rows of [64, C / 2]: P is 0 there, but 0 * NaN is not."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    layout: gl.constexpr = row_layout(SWIZZLED, gl.num_warps())
     row = gl.arange(0, KEYS, gl.SliceLayout(1, layout))[:, None]
     COLUMNS: gl.constexpr = values.shape[1]
-    for column in gl.static_range(0, COLUMNS, 64):
-        part = values.slice(column, 64, dim=1)
+    for column in gl.static_range(0, COLUMNS, SWIZZLED):
+        part = values.slice(column, SWIZZLED, dim=1)
         part.store(gl.where(row < count, part.load(layout), 0.0).to(values.dtype))
     fence_async_shared()

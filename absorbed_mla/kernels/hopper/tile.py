@@ -1,0 +1,103 @@
+"""A tile: the 64 rows that one program computes, and the keys that they see."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Gluon has no public name for it in Triton 3.6 and 3.7; its own examples import it like this.
+from triton.language.core import _aggregate as aggregate
+
+# Rows of a tile, a row being one head of one token: the M of a warpgroup's product.
+ROWS = gl.constexpr(64)
+# Keys of a block; a program goes through its keys block by block.
+KEYS = gl.constexpr(64)
+# Integers in a row of the table that ``query_tiles`` in tiles.py makes.
+_TABLE_COLUMNS = gl.constexpr(5)
+
+
+def tile_shape(heads: int) -> tuple[int, int]:
+    """Tokens and heads whose product is ``ROWS``.
+
+    Args:
+        heads: N.
+
+    Returns:
+        How many tokens a tile has at most, and how many heads of each: the largest power of two
+        that divides N, up to ``ROWS``.
+    """
+    packed = min(heads & -heads, ROWS.value)
+    return ROWS.value // packed, packed
+
+
+@aggregate
+class Tile:
+    """Which rows and keys a program works on; see ``query_tiles`` in tiles.py.
+
+    Attributes:
+        query_start, query_end: Its tokens; the last tile of a sequence has fewer than the rest.
+        key_start, key_end: Keys that any of them sees.
+        keys: How many these are.
+        offset: Token i of the tile sees its keys 0 .. i + offset.
+        batch: Entry of the batch.
+        head: First head.
+        HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
+    """
+
+    query_start: gl.tensor
+    query_end: gl.tensor
+    key_start: gl.tensor
+    key_end: gl.tensor
+    keys: gl.tensor
+    offset: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    HEADS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, query_start, query_end, key_start, key_end, keys, offset, batch, head, HEADS
+    ):
+        self.query_start = query_start
+        self.query_end = query_end
+        self.key_start = key_start
+        self.key_end = key_end
+        self.keys = keys
+        self.offset = offset
+        self.batch = batch
+        self.head = head
+        self.HEADS = gl.constexpr(HEADS)
+
+    @gluon.jit
+    def rows(self, batches, heads, layout: gl.constexpr):
+        """Where the rows are in [S_q, B, N], int64 [64], and which of them are in the tile."""
+        row = gl.arange(0, ROWS, layout)
+        query = self.query_start + row // self.HEADS
+        index = (query.to(gl.int64) * batches + self.batch) * heads + self.head + row % self.HEADS
+        return index, query < self.query_end
+
+
+@gluon.jit
+def read_tile(tiles, batches, heads, HEADS: gl.constexpr):
+    """The program's tile: heads vary fastest, so that neighbours read the same keys.
+
+    Args:
+        tiles: int32 [tiles, 5], contiguous.
+        batches: B.
+        heads: N.
+        HEADS: Heads in a tile.
+    """
+    groups = heads // HEADS
+    program = gl.program_id(0)
+    row = tiles + program // (groups * batches) * _TABLE_COLUMNS
+    query_start, query_end = gl.load(row), gl.load(row + 1)
+    key_start, key_end = gl.load(row + 2), gl.load(row + 3)
+    return Tile(
+        query_start,
+        query_end,
+        key_start,
+        key_end,
+        key_end - key_start,
+        gl.load(row + 4),
+        program // groups % batches,
+        program % groups * HEADS,
+        HEADS,
+    )
