@@ -33,8 +33,9 @@ class AbsorbedMLAOptions:
         core_attention_backend: For the expanded form, in fp16 and bf16 on a GPU and without mask
             or dropout: ``"flash_attention_4"`` (the flash-attn-4 package, Hopper) or ``"cudnn"``.
             For the absorbed form, likewise: ``"hopper"`` or ``"triton"``, this package's kernels
-            (the latter deterministic, for any GPU). For either and everything else:
-            ``"reference"``, plain PyTorch. ``"auto"`` takes the least estimated time.
+            (the latter deterministic, for compute capability 8.0 and newer). For either and
+            everything else: ``"reference"``, plain PyTorch. ``"auto"`` takes the least estimated
+            time.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
             at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.

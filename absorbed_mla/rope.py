@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from absorbed_mla.dims import yarn_mscale
 
@@ -145,7 +146,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
     """Rotate the last channels of every head in place, as :func:`apply_rope` does.
 
-    A query keeps its layout, and no copy of it is made, in forward or backward.
+    A query keeps its layout, and no copy of it is made, in forward or backward. So a hook on the
+    layer that made it sees it rotated, if it keeps what it is shown.
 
     Args:
         x: [S, B, num_heads * width], used up: neither it nor the gradient of what is returned may
@@ -170,6 +172,7 @@ class _RotateTail(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         grad = grad.contiguous()
         cos, sin = ctx.saved_tensors

@@ -134,8 +134,9 @@ def _attention_spec(
     options = AbsorbedMLAOptions.coerce(options)
     column = provider.column_parallel_linear()
     down = column if options.down_projection == "column_parallel" else _duplicated_linear(provider)
-    # Ours is launched in a tenth of the time that TransformerEngine's takes.
-    rms_norm = RMSNorm if config.normalization == "RMSNorm" else _norm(provider)
+    # Ours is one operator of PyTorch, which costs the host less than TransformerEngine's module;
+    # where there is no such operator, theirs is the fused one.
+    rms_norm = _norm(provider) if config.layernorm_zero_centered_gamma else RMSNorm
     latent_norm = rms_norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=AbsorbedMLASelfAttention,

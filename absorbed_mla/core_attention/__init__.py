@@ -4,7 +4,7 @@ from absorbed_mla.core_attention.backend import (
     AttentionBackend,
     AttentionRequest,
     ReferenceBackend,
-    select_backend,
+    examine,
 )
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource, LocalKeys
 from absorbed_mla.core_attention.latent_attention import AttentionPlan, LatentCoreAttention
@@ -26,5 +26,5 @@ __all__ = [
     "ReferenceBackend",
     "ScoreRules",
     "Span",
-    "select_backend",
+    "examine",
 ]

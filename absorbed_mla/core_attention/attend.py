@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.forms import BlockGradients, Form, Query
@@ -69,6 +70,7 @@ class _Attend(torch.autograd.Function):
         return attended
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out, grad_lse):
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:

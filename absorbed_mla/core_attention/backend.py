@@ -9,6 +9,7 @@ import torch
 
 from absorbed_mla.core_attention import flash_attention
 from absorbed_mla.core_attention.cudnn import CudnnKernel
+from absorbed_mla.core_attention.determinism import is_demanded
 from absorbed_mla.core_attention.flash_attention import FlashAttention4
 from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.latent_kernels import (
@@ -91,6 +92,13 @@ def _fused_refuses(request: AttentionRequest) -> str | None:
     return reasons[0] if reasons else None
 
 
+def _cudnn_refuses(request: AttentionRequest) -> str | None:
+    """Why cuDNN cannot do this, or None."""
+    if is_demanded():
+        return "its backward is not deterministic, which torch.use_deterministic_algorithms demands"
+    return _fused_refuses(request)
+
+
 def _flash_attention_refuses(request: AttentionRequest) -> str | None:
     """Why FlashAttention-4 cannot do this, or None."""
     reason = _fused_refuses(request) or flash_attention.refusal(
@@ -104,7 +112,7 @@ def _flash_attention_refuses(request: AttentionRequest) -> str | None:
 # Of each form the fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple] = {
     "flash_attention_4": (FlashAttention4(), _flash_attention_refuses),
-    "cudnn": (FusedBackend("cudnn", CudnnKernel()), _fused_refuses),
+    "cudnn": (FusedBackend("cudnn", CudnnKernel()), _cudnn_refuses),
     "hopper": (LatentKernelBackend("hopper"), hopper_refuses),
     "triton": (LatentKernelBackend("triton"), triton_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
@@ -134,15 +142,3 @@ def examine(name: str, request: AttentionRequest) -> tuple[list[AttentionBackend
         else:
             refused[each] = reason
     return runnable, refused
-
-
-def select_backend(name: str, request: AttentionRequest) -> AttentionBackend:
-    """The backend called ``name``; ``"auto"`` takes the first of the table that can run.
-
-    Raises:
-        ValueError: If there is no backend of that name, or it cannot run.
-    """
-    runnable, refused = examine(name, request)
-    if not runnable:
-        raise ValueError(f"core_attention_backend={name!r} cannot run here: {refused[name]}")
-    return runnable[0]

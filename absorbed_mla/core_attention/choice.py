@@ -51,8 +51,8 @@ def _cheapest(
     if (len(requests) > 1 or backend == "auto") and (form, found.name) not in _logged:
         _logged.add((form, found.name))
         logger.info(
-            "'auto' runs form=%s with core_attention_backend=%s: the least estimated time of %s "
-            "for %d queries, %d keys, %s; refused: %s",
+            "'auto' runs form=%s with core_attention_backend=%s: the least estimated time of %s, "
+            "here for %d queries, %d keys, %s; refused: %s",
             form,
             found.name,
             ", ".join(f"{name} {each.name}" for name, each in candidates),

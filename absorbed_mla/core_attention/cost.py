@@ -87,7 +87,7 @@ def operations(form: str, dims: MLADims, work: Work) -> Operations:
 
 
 # TFLOP/s in bf16: products; then forward and backward of attention by backend, at 8k to 32k tokens
-# (docs/attention.md; "reference" is PyTorch's unfused attention).
+# (docs/attention.md, docs/kernels.md; "reference" is a guess). Every backend needs a row.
 _MEASURED: dict[str, dict[str, tuple[float, float]]] = {
     "NVIDIA H200": {
         "products": (650.0, 650.0),
@@ -98,8 +98,8 @@ _MEASURED: dict[str, dict[str, tuple[float, float]]] = {
         "reference": (15.0, 15.0),
     }
 }
-# Elsewhere only operations count, but that plain PyTorch is slow on a GPU and kernels are no use in
-# an interpreter.
+# Elsewhere operations count, but for plain PyTorch, which is slow on a GPU, and for kernels in an
+# interpreter. Deterministic algorithms are not asked about: they change what "hopper" costs.
 _GPU = {"reference": (0.05, 0.05)}
 _CPU = {"triton": (1e-6, 1e-6)}
 
@@ -116,7 +116,8 @@ def seconds(form: str, backend: str, dims: MLADims, work: Work, machine: str) ->
     """
     rates = _MEASURED.get(machine, _CPU if machine == "cpu" else _GPU)
     products, _ = rates.get("products", (1.0, 1.0))
-    forward, backward = rates.get(backend, (1.0, 1.0))
+    known = rates[backend] if machine in _MEASURED else rates.get(backend, (1.0, 1.0))
+    forward, backward = known
     count = operations(form, dims, work)
     time = count.products / products + count.forward / forward + count.backward / backward
     return 2e-12 * time

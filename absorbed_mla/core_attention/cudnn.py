@@ -69,5 +69,4 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _one_pair(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Operands, ScoreRules]:
     """What the reference takes for one query and one key, which cuDNN's backward refuses."""
-    operands = Operands(q, q[..., :0], k, k[:, :, 0, :0], v)
-    return operands, ScoreRules(scale, (Span(0, 1, 0, 1, None),))
+    return Operands.multi_head(q, k, v), ScoreRules(scale, (Span(0, 1, 0, 1, None),))

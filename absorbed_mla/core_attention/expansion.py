@@ -7,8 +7,8 @@ up-projection of keys is extended by an identity, ::
 
 so one GEMM writes keys as fused attention wants them, and in backward one GEMM gives the gradient
 of the latent and the sum of k_rope's over the heads, accumulated in fp32. A factor of one and
-zeros change no bit. It costs rope (C + nope + rope) more multiply-adds per head and token, which
-is less time than writing the concatenation separately.
+zeros change no bit but the sign of a zero. It costs rope (C + nope + rope) more multiply-adds per
+head and token, which is less time than writing the concatenation separately.
 """
 
 from __future__ import annotations

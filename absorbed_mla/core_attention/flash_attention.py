@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
-import importlib.util
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+from absorbed_mla.core_attention.determinism import is_demanded
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.core_attention.waves import Wave, boundaries, covers, waves
@@ -102,7 +104,7 @@ def _backward(
         lse,
         softmax_scale=scale,
         causal=wave.causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=is_demanded(),
         dlse=grad_lse,
         dq=dq,
         dk=dk,
@@ -137,8 +139,7 @@ def _call(wave: Wave, on_queries: tuple[Tensor, ...], on_keys: tuple[Tensor, ...
 
 def _key_gradients(wave: Wave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the gradients; zero where the wave has keys that it does not write."""
-    written = sum(span.key_end - span.key_start for span in wave.spans)
-    make = torch.empty_like if written == len(k) else torch.zeros_like
+    make = torch.empty_like if wave.num_keys == len(k) else torch.zeros_like
     return make(k), make(v)
 
 
@@ -149,6 +150,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 # (key, value) whose kernels, forward and backward, were tested on a GPU; others may not compile.
 _WIDTHS = ((192, 128), (128, 128), (64, 64))
+# The first one whose functions were called as they are here; they are not public ones.
+_OLDEST = "4.0.0b36"
 
 
 @functools.cache
@@ -158,8 +161,16 @@ def refusal(key_width: int, value_width: int) -> str | None:
         version = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return "flash-attn-4 is not installed"
-    if importlib.util.find_spec("flash_attn.cute") is None:
-        return f"flash-attn-4 {version} has no flash_attn.cute"
+    if Version(version) < Version(_OLDEST):
+        return f"flash-attn-4 {_OLDEST} or newer is needed, {version} is installed"
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+    # Whatever is wrong with it, or with another package of that name, others can still attend.
+    except Exception as error:
+        return f"flash-attn-4 {version} cannot be imported ({type(error).__name__}: {error})"
+    missing = {"_flash_attn_fwd", "_flash_attn_bwd"} - set(dir(interface))
+    if missing:
+        return f"flash-attn-4 {version} has no {' and '.join(sorted(missing))}"
     if (key_width, value_width) not in _WIDTHS:
         return f"head widths {(key_width, value_width)} are not among {_WIDTHS}"
     return None

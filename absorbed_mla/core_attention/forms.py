@@ -110,7 +110,7 @@ class AbsorbedForm:
     def backward(self, grad, attended, query, kv, weights, backend, rules):
         """See :class:`Form`."""
         found = backend.backward(grad, attended, _share(query, kv), rules)
-        dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1)
+        dkv = _rejoin(found.k_content.squeeze(2), found.k_rope)
         return BlockGradients((found.q_content, found.q_rope), dkv, ())
 
 
@@ -118,7 +118,8 @@ class ExpandedForm:
     """Multi-head attention over keys and values expanded from the latent.
 
     They exist for some heads at a time, in forward and again in backward, so that the memory they
-    take does not grow with heads or tokens. Its query is [q_nope | q_rope] [S, B, N, nope + rope].
+    take grows neither with heads nor, up to ``chunk_size``, with tokens. Its query is
+    [q_nope | q_rope] [S, B, N, nope + rope].
 
     Args:
         chunk_size: Heads times key tokens expanded at a time, but at least one head.
@@ -196,6 +197,16 @@ def _join_heads(parts: list[Attended]) -> Iterator[Tensor]:
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _rejoin(latent: Tensor, k_rope: Tensor) -> Tensor:
+    """[latent | k_rope], without a copy where they are the two parts of one tensor."""
+    whole = latent._base
+    if whole is not None and whole is k_rope._base and whole.ndim == latent.ndim:
+        widths = latent.shape[-1], k_rope.shape[-1]
+        if whole.shape == (*latent.shape[:-1], sum(widths)):
+            return whole
+    return torch.cat((latent, k_rope), dim=-1)
 
 
 def _share(query: Query, kv: Tensor) -> Operands:

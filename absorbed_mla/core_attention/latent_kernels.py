@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.by_identity import cached_by_identity
+from absorbed_mla.core_attention.determinism import is_demanded
+from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.core_attention.spans import Span
@@ -31,8 +33,8 @@ _HOPPER_ROWS = 64
 _HOPPER_CONTENT = (128, 256, 512)
 _HOPPER_ROPE = (32, 64)
 _OLDEST_TRITON = (3, 6)
-# Tables that CUDA graphs read at every replay, hence for as long as the process lives.
-_recorded: set[Tensor] = set()
+# Kept on the device: a table of a million tokens with a tile for each takes 20 MiB.
+_TABLES = 16
 _logged: set[str] = set()
 
 
@@ -90,7 +92,7 @@ class LatentKernelBackend:
         return Operands(dq_content, dq_rope, dkv[..., :width].unsqueeze(2), dkv[..., width:], None)
 
     def _backward_name(self) -> str:
-        if self.name == "hopper" and torch.are_deterministic_algorithms_enabled():
+        if self.name == "hopper" and is_demanded():
             _log_once("deterministic algorithms are on: 'triton' computes the backward of 'hopper'")
             return "triton"
         return self.name
@@ -186,14 +188,14 @@ def _query_tiles(kernel: str, operands: Operands, spans: tuple[Span, ...]) -> Te
         tokens = _portable_launch(operands).query_tokens(heads)
     else:
         tokens = _HOPPER_ROWS // min(heads & -heads, _HOPPER_ROWS)
-    return _use(_query_table(spans, tokens, len(q_content), q_content.device))
+    return in_use(_query_table(spans, tokens, len(q_content), q_content.device))
 
 
 def _key_tiles(operands: Operands, spans: tuple[Span, ...]) -> tuple[Tensor, int]:
     k_content = operands.k_content
     tokens = _portable_launch(operands).key_tokens
     table, layers = _key_table(spans, tokens, len(k_content), k_content.device)
-    return _use(table), layers
+    return in_use(table), layers
 
 
 def _portable_launch(operands: Operands) -> launch.Launch:
@@ -203,32 +205,19 @@ def _portable_launch(operands: Operands) -> launch.Launch:
     )
 
 
-@cached_by_identity
+@cached_by_identity(maxsize=_TABLES)
 def _query_table(spans: tuple[Span, ...], tokens: int, length: int, device: torch.device) -> Tensor:
-    # Tables made while evaluating must serve training as well.
-    with torch.inference_mode(False):
-        return tiles.query_tiles(spans, tokens, length).to(device)
+    return to_device(lambda: tiles.query_tiles(spans, tokens, length), device)
 
 
-@cached_by_identity
+@cached_by_identity(maxsize=_TABLES)
 def _key_table(
     spans: tuple[Span, ...], tokens: int, length: int, device: torch.device
 ) -> tuple[Tensor, int]:
     """The table, and the number of its layers."""
-    with torch.inference_mode(False):
-        table = tiles.key_tiles(spans, tokens, length)
-        layers = int(table[:, 5].max()) + 1 if len(table) else 1
-        return table.to(device), layers
-
-
-def _use(table: Tensor) -> Tensor:
-    """The table, kept alive for as long as the device may read it."""
-    if table.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            _recorded.add(table)
-        else:
-            table.record_stream(torch.cuda.current_stream(table.device))
-    return table
+    table = tiles.key_tiles(spans, tokens, length)
+    layers = int(table[:, 5].max()) + 1 if len(table) else 1
+    return to_device(table.clone, device), layers
 
 
 def _log_once(message: str) -> None:

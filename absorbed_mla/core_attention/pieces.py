@@ -45,7 +45,7 @@ def pieces(spans: Iterable[Span]) -> Iterator[Piece]:
             yield Piece(slice(below, span.query_end), keys, causal=False, first=first)
 
 
-@cached_by_identity
+@cached_by_identity(maxsize=1024)
 def cut_into_pieces(spans: tuple[Span, ...]) -> tuple[Piece, ...]:
     """:func:`pieces`, once for all layers."""
     return tuple(pieces(spans))

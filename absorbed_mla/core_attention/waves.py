@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.by_identity import cached_by_identity
+from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.core_attention.spans import Span
 
 
@@ -35,20 +37,31 @@ class Wave:
         """From the first key to the last, with what lies between spans."""
         return slice(self.spans[0].key_start, self.spans[-1].key_end)
 
-    @property
+    @functools.cached_property
+    def num_keys(self) -> int:
+        """Keys of all spans."""
+        return sum(span.key_end - span.key_start for span in self.spans)
+
+    @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """The largest number of queries, and of keys, in a span."""
         queries = max(span.query_end - span.query_start for span in self.spans)
         return queries, max(span.key_end - span.key_start for span in self.spans)
 
 
-@cached_by_identity
 def boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """int32 on ``device``: [spans + 1] starts of queries and of keys, [spans] counts of both.
 
     Starts count from the first query and key of the wave. What lies between the end of a span and
     the start of the next one belongs to none.
     """
+    cu_seqlens_q, cu_seqlens_k, used_q, used_k = _boundaries(wave, device)
+    in_use(cu_seqlens_q)  # all four are views of one
+    return cu_seqlens_q, cu_seqlens_k, used_q, used_k
+
+
+@cached_by_identity(maxsize=256)
+def _boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spans, first_query, first_key = wave.spans, wave.queries.start, wave.keys.start
     rows = [
         [*(s.query_start - first_query for s in spans), wave.queries.stop - first_query],
@@ -56,15 +69,14 @@ def boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor
         [s.query_end - s.query_start for s in spans],
         [s.key_end - s.key_start for s in spans],
     ]
-    # Boundaries made while evaluating must serve training as well.
-    with torch.inference_mode(False):
-        flat = torch.tensor([x for row in rows for x in row], dtype=torch.int32).to(device)
+    entries = [x for row in rows for x in row]
+    flat = to_device(lambda: torch.tensor(entries, dtype=torch.int32), device)
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = flat.split([len(row) for row in rows])
     return cu_seqlens_q, cu_seqlens_k, used_q, used_k
 
 
-@cached_by_identity
-def waves(spans: tuple[Span, ...], together: bool = True) -> tuple[Wave, ...]:
+@cached_by_identity(maxsize=1024)
+def waves(spans: tuple[Span, ...], together: bool) -> tuple[Wave, ...]:
     """As few waves as a first-fit search finds; together they hold what the spans see.
 
     Args:
@@ -89,7 +101,7 @@ def waves(spans: tuple[Span, ...], together: bool = True) -> tuple[Wave, ...]:
     return tuple(Wave(tuple(group), causal) for causal, group in groups)
 
 
-@cached_by_identity
+@cached_by_identity(maxsize=1024)
 def covers(spans: tuple[Span, ...], num_queries: int) -> bool:
     """Whether every query is in a span."""
     return sum(span.query_end - span.query_start for span in spans) == num_queries

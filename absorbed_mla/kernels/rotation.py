@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,23 +22,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     if not x.numel():
         return
     block_heads = min(32, triton.next_power_of_2(heads))
-    _rotate_kernel[(tokens * batch, triton.cdiv(heads, block_heads))](
-        x,
-        cos,
-        sin,
-        batch,
-        heads,
-        width - 2 * half,
-        x.stride(0),
-        x.stride(1),
-        x.stride(2),
-        cos.stride(0),
-        sin.stride(0),
-        HEADS=block_heads,
-        HALF=half,
-        BACK=back,
-        num_warps=4,
-    )
+    # Triton launches on the current device, whatever the tensors' is.
+    with torch.cuda.device_of(x):
+        _rotate_kernel[(tokens * batch, triton.cdiv(heads, block_heads))](
+            x,
+            cos,
+            sin,
+            batch,
+            heads,
+            width - 2 * half,
+            x.stride(0),
+            x.stride(1),
+            x.stride(2),
+            cos.stride(0),
+            sin.stride(0),
+            HEADS=block_heads,
+            HALF=half,
+            BACK=back,
+            num_warps=4,
+        )
 
 
 @triton.jit

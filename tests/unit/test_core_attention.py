@@ -16,7 +16,9 @@ from absorbed_mla.core_attention import (
     AttentionRequest,
     LatentCoreAttention,
     LocalKeys,
+    backend,
     choice,
+    cost,
     forms,
     latent_kernels,
 )
@@ -82,6 +84,14 @@ def test_forms_are_really_two(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(forms, "absorb_query", None)
     attend("expanded", leaves)
+
+
+@pytest.fixture()
+def not_deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 V3 = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)
@@ -175,7 +185,10 @@ class TestAuto:
         assert fastest(1) == fastest(150) == "absorbed"
         assert fastest(300) == fastest(keys) == "expanded"
 
-    def test_training_expands_on_a_known_gpu(self, monkeypatch):
+    def test_every_backend_has_rates(self):
+        assert set(cost._MEASURED["NVIDIA H200"]) - {"products"} == set(backend._BACKENDS)
+
+    def test_training_expands_on_a_known_gpu(self, monkeypatch, not_deterministic):
         """Also where only cuDNN is installed; an explicit backend decides the form."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
@@ -188,8 +201,8 @@ class TestAuto:
             "expanded": AttentionRequest(device, torch.bfloat16, 192, 128, False, False, False),
         }
         work = Work.of(SequenceLayout.dense(8192), 1, 1, True, True)
-        form, backend = choose(requests, "auto", V3, work)
-        assert form == "expanded" and backend.name in ("flash_attention_4", "cudnn")
+        form, found = choose(requests, "auto", V3, work)
+        assert form == "expanded" and found.name in ("flash_attention_4", "cudnn")
         assert choose(requests, "cudnn", V3, work)[0] == "expanded"
         assert choose(requests, "triton", V3, work)[0] == "absorbed"
         with refusal("core_attention_backend='cudnn'", "cannot run here", "form='expanded'"):

@@ -209,7 +209,7 @@ class TestEveryCase:
         """Also where several parts are added up; 'hopper' has the portable backward for it."""
         case = CASES["deep_pack" if ON_GPU else "zigzag"]
         backend = backend_for(kernel, case)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
         inputs = case.operands(DEVICE), case.gradient(DEVICE)
         first = compute(backend, case, *inputs)
         for _ in range(10 if ON_GPU else 1):
@@ -222,7 +222,7 @@ def test_deterministic_backward_of_hopper(caplog):
     """Its own adds in any order."""
     case = CASES["zigzag"]
     operands, grad = case.operands(DEVICE), case.gradient(DEVICE)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     attended = LatentKernelBackend("triton").forward(operands, case.rules)
     backends._logged.clear()
     with caplog.at_level("INFO"):

@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import specs.absorbed_mla_layer_specs as layer_specs
 from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
-from absorbed_mla.core_attention import AttentionRequest, latent_kernels, select_backend
-from absorbed_mla.core_attention.backend import examine
+from absorbed_mla.core_attention import AttentionRequest, examine, latent_kernels
+from absorbed_mla.core_attention.choice import choose
+from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
@@ -27,6 +28,8 @@ from absorbed_mla.unsupported import refuse_unsupported_config
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
 from tests.support.refusal import refusal
+
+DIMS = MLADims.from_config(config_for(TINY), 1)
 
 
 def config_with(**fields) -> MLATransformerConfig:
@@ -115,7 +118,7 @@ class TestOptions:
     def test_backend_of_another_version(self):
         """The name may come from elsewhere than checked options."""
         with refusal("core_attention_backend", ", ".join(CORE_ATTENTION_BACKENDS), "'flash'"):
-            select_backend("flash", REQUEST)
+            examine("flash", REQUEST)
 
 
 REQUEST = AttentionRequest(
@@ -146,10 +149,15 @@ class TestBackend:
     def _hopper(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)
+        yield
+        torch.use_deterministic_algorithms(before)
 
-    def test_the_fastest_that_can_run(self):
-        assert select_backend("auto", REQUEST).name == "cudnn"
-        assert select_backend("reference", REQUEST).name == "reference"
+    def test_what_can_run(self):
+        runnable, _ = examine("auto", REQUEST)
+        assert [x.name for x in runnable if x.name != "flash_attention_4"] == ["cudnn", "reference"]
+        assert [x.name for x in examine("reference", REQUEST)[0]] == ["reference"]
 
     @pytest.mark.parametrize("field", BEYOND_CUDNN)
     def test_auto_falls_back_and_says_why(self, field):
@@ -161,13 +169,21 @@ class TestBackend:
     @pytest.mark.parametrize("field", BEYOND_CUDNN)
     def test_an_explicit_choice_raises(self, field):
         value, reason = BEYOND_CUDNN[field]
+        request = dataclasses.replace(REQUEST, **{field: value})
         with refusal("core_attention_backend='cudnn'", "cannot run here", reason):
-            select_backend("cudnn", dataclasses.replace(REQUEST, **{field: value}))
+            choose({"expanded": request}, "cudnn", DIMS, Work(1, 1, 1, training=True))
 
     def test_an_older_gpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        with refusal("core_attention_backend='cudnn'", "compute capability 9.0"):
-            select_backend("cudnn", REQUEST)
+        assert examine("cudnn", REQUEST) == ([], {"cudnn": "it needs compute capability 9.0"})
+
+    def test_deterministic_algorithms(self):
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        try:
+            assert "not deterministic" in examine("cudnn", REQUEST)[1]["cudnn"]
+        finally:
+            torch.use_deterministic_algorithms(before)
 
 
 class TestDims:
