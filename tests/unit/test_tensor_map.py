@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from absorbed_mla.kernels.hopper.tensor_map import tensor_map  # noqa: E402
+from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 
 BLOCK = (4, 1, 64)
 
