@@ -11,8 +11,10 @@ Megatron's MLASelfAttention of TransformerEngine's layers: time of forward and o
 kept for backward, peak. Suite "core": the attention without projections, expanded and absorbed, by
 our backends, PyTorch's, TransformerEngine's and FlashAttention's; what refuses says why. The
 dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
---device cpu with small dimensions). A case that fails has its error in its row, and the others go
-on. What was measured is written after every case. The last line of the output is JSON.
+--device cpu with small dimensions). Layers come first, of these Megatron's without and ours with
+recomputation: what --time-limit leaves out matters least. A case that fails has its error in its
+row, and the others go on. What was measured is written after every case. The last line of the
+output is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 # A checkout runs without being installed; appended, so that an installed package wins.
@@ -46,20 +49,15 @@ from attention_benchmark.report import (  # noqa: E402
     targets,
 )
 from attention_benchmark.terminal import print_tables  # noqa: E402
+from benchmark_report import exit_code, publish  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
     args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    try:
-        if args.render:
-            render(args.folder, [Report.read(file) for file in args.render])
-        else:
-            measure_all(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if args.render:
+        return exit_code(lambda: render(args.folder, [Report.read(file) for file in args.render]))
+    return exit_code(lambda: measure_all(args))
 
 
 def measure_all(args) -> None:
@@ -81,26 +79,21 @@ def measure_all(args) -> None:
 
     bench = Bench(args, device, begin)
     report = Report(bench.describe(), [])
-    for case in [*core_cases(args, IMPLEMENTATIONS), *layer_cases(args)]:
+    for case in [*layer_cases(args), *core_cases(args, IMPLEMENTATIONS)]:
         report.rows.append(bench.measure(case))
         report.write(args.folder / f"{NAME}.json")
         print(f"{bench.elapsed:5.1f} s  {brief(report.rows[-1], report)}", flush=True)
-    bench.leave()
     render(args.folder, [report])
+    # Last: a device that a kernel's fault took away may not answer.
+    bench.leave()
 
 
 def render(folder: Path, reports: Sequence[Report]) -> None:
     """Write the tables and the plot, and print the tables and a last line of JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.md").write_text(markdown(reports))
-    if not plot(reports, folder / f"{NAME}.png"):
-        print("No plot: matplotlib is missing, or nothing was measured.")
     print_tables(reports)
-    for part in (targets(reports), errors(reports)):
-        if part:
-            print(f"\n{part}")
-    print(f"\nWritten to {folder}")
-    print(summary(reports))
+    parts = (targets(reports), errors(reports))
+    draw = partial(plot, reports)
+    publish(folder, NAME, markdown(reports), draw, parts, summary(reports))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 # A checkout runs without being installed; appended, so that an installed package wins.
@@ -27,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
+from benchmark_report import exit_code, publish  # noqa: E402
 from context_parallel_benchmark.arguments import cases, parse_arguments  # noqa: E402
 from context_parallel_benchmark.plot import plot  # noqa: E402
 from context_parallel_benchmark.report import (  # noqa: E402
@@ -42,20 +44,18 @@ from context_parallel_benchmark.report import (  # noqa: E402
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
     args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    try:
-        if args.render:
-            render(args.folder, [Report.read(file) for file in args.render])
-            return 0
-        wanted = cases(args, int(os.environ.get("WORLD_SIZE", 1)))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    measure_all(wanted, args)
-    return 0
+    if args.render:
+        return exit_code(lambda: render(args.folder, [Report.read(file) for file in args.render]))
+    return exit_code(lambda: measure_all(args))
 
 
-def measure_all(wanted, args) -> None:
-    """Measure every case on all processes; rank 0 writes."""
+def measure_all(args) -> None:
+    """Measure every case on all processes; rank 0 writes.
+
+    Raises:
+        ValueError: If the cases cannot be cut over the processes.
+    """
+    wanted = cases(args, int(os.environ.get("WORLD_SIZE", 1)))
     # Only here, so that rendering needs no machine to measure on.
     from context_parallel_benchmark.machine import describe
     from context_parallel_benchmark.measure import measure
@@ -80,12 +80,9 @@ def measure_all(wanted, args) -> None:
 
 def render(folder: Path, reports: Sequence[Report]) -> None:
     """Write the table and the plot, and print the table and a last line of JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.md").write_text(markdown(reports))
-    if not plot(reports, folder / f"{NAME}.png"):
-        print("No plot: matplotlib is missing, or nothing was measured.")
-    print(f"\n{table(reports)}\n\n{errors(reports)}\n\nWritten to {folder}")
-    print(summary(reports))
+    parts = (table(reports), errors(reports))
+    draw = partial(plot, reports)
+    publish(folder, NAME, markdown(reports), draw, parts, summary(reports))
 
 
 if __name__ == "__main__":

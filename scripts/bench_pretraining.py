@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,7 +30,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 import provenance  # noqa: E402
-from pretraining_benchmark.arguments import DIMS, parse_arguments  # noqa: E402
+from benchmark_report import exit_code, publish  # noqa: E402
+from context_parallel_benchmark.arguments import dims_of  # noqa: E402
+from pretraining_benchmark.arguments import parse_arguments  # noqa: E402
 from pretraining_benchmark.report import (  # noqa: E402
     NAME,
     Report,
@@ -42,20 +45,13 @@ from pretraining_benchmark.report import (  # noqa: E402
 )
 from pretraining_benchmark.runs import train  # noqa: E402
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine-torch", "triton")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and compare, or render what was measured; returns the exit code."""
     args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    try:
-        if not args.render:
-            return compare(args)
-        render(args.folder, Report.read(args.render))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if args.render:
+        return exit_code(lambda: render(args.folder, Report.read(args.render)))
+    return exit_code(lambda: compare(args))
 
 
 def compare(args) -> int:
@@ -91,9 +87,9 @@ def describe(args, on_gpu: bool) -> dict:
     import torch
 
     sizes = {"layers": args.layers, "heads": args.heads, "ffn-hidden-size": args.ffn_hidden_size}
-    sizes |= {name: getattr(args, name.replace("-", "_")) for name in DIMS}
+    sizes |= dims_of(args)
     sizes |= {"vocabulary": args.vocab_size, "sequence": args.seq_length}
-    versions = provenance.versions(PACKAGES)
+    versions = provenance.versions(provenance.ATTENTION_PACKAGES)
     if on_gpu:
         versions["cuda"] = torch.version.cuda or "unknown"
     return {
@@ -113,15 +109,9 @@ def describe(args, on_gpu: bool) -> dict:
 
 def render(folder: Path, report: Report) -> None:
     """Write the table and the plot, and print the table and a last line of JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.md").write_text(markdown(report))
-    if not plot(report, folder / f"{NAME}.png"):
-        print("No plot: matplotlib is missing, or nothing was measured.")
-    for part in (table(report), differences_text(report), errors(report)):
-        if part:
-            print(f"\n{part}")
-    print(f"\nWritten to {folder}")
-    print(summary(report))
+    parts = (table(report), differences_text(report), errors(report))
+    draw = partial(plot, report)
+    publish(folder, NAME, markdown(report), draw, parts, summary(report))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from benchmark_report import figure
+
 # Columns of a combination, in the order of the table.
 COLUMNS = (
     "tensor_parallel",
@@ -117,34 +119,26 @@ def _table(head: list[str], lines: list[list]) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Every combination's worst error beside its bound, by precision."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     groups = defaultdict(list)
     for row in rows:
         table = "" if row["dtype"] != "float64" else f"\n{row['rotary_table'].split()[0]} table"
         groups[f"{row['device']} {row['backend']}\n{row['dtype']}{table}"].append(row)
     names = sorted(groups)
-    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(names)), 4.5))
-    for i, name in enumerate(names):
-        errors = [row["worst_relative_error"] for row in groups[name]]
-        spread = [i + 0.5 * (j / max(len(errors) - 1, 1) - 0.5) for j in range(len(errors))]
-        axes.scatter(spread, errors, s=6, color="tab:blue", label="combination" if not i else None)
-        bound = min(row["bound"] for row in groups[name])
-        axes.hlines(
-            bound, i - 0.4, i + 0.4, color="tab:red", label="smallest bound" if not i else None
-        )
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(names)), names, fontsize=7)
-    axes.set_ylabel("worst relative error of any tensor")
-    axes.set_title("Absorbed MLA against the float64 oracle")
-    axes.legend(loc="lower left", fontsize=8)
-    axes.grid(axis="y", alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with figure(path, 1, 1, (max(6, 1.6 * len(names)), 4.5)) as [[axes]]:
+        for i, name in enumerate(names):
+            errors = [row["worst_relative_error"] for row in groups[name]]
+            spread = [i + 0.5 * (j / max(len(errors) - 1, 1) - 0.5) for j in range(len(errors))]
+            label = None if i else "combination"
+            axes.scatter(spread, errors, s=6, color="tab:blue", label=label)
+            bound = min(row["bound"] for row in groups[name])
+            label = None if i else "smallest bound"
+            axes.hlines(bound, i - 0.4, i + 0.4, color="tab:red", label=label)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(names)), names, fontsize=7)
+        axes.set_ylabel("worst relative error of any tensor")
+        axes.set_title("Absorbed MLA against the float64 oracle")
+        axes.legend(loc="lower left", fontsize=8)
+        axes.grid(axis="y", alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,16 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# What the time of an attention on a GPU depends on.
+ATTENTION_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine-torch",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+)
+
 
 def today() -> str:
     """The date, UTC."""

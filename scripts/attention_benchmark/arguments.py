@@ -12,10 +12,12 @@ from absorbed_mla.options import FORMS as FORM_OPTIONS
 from attention_benchmark.cases import FORMS, LAYOUTS, CoreCase, LayerCase
 from context_parallel_benchmark.arguments import (
     DIMS,
-    count,
+    add_dims,
     list_of,
+    new_parser,
     one_of,
     parse_sizes,
+    require_files,
     seconds,
 )
 
@@ -24,6 +26,9 @@ LAYER_TOKENS = "4k,8k,16k,32k,64k"
 CORE_TOKENS = "8k,32k"
 QUICK_TOKENS = "4k,8k"
 SECONDS_PER_ROW, QUICK_SECONDS_PER_ROW = 0.5, 0.1
+# Implementation and recomputation: the layer that all are compared with, and ours as it is meant.
+_COMPARED = (("megatron", False), ("ours", True))
+_OTHERS = (("ours", False), ("megatron", True))
 _SECONDS_HELP = f"for timed repetitions ({SECONDS_PER_ROW}, quick {QUICK_SECONDS_PER_ROW})"
 
 
@@ -34,12 +39,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
         argv: Without the program's name.
         description: What ``--help`` begins with.
     """
-    parser = argparse.ArgumentParser(
-        prog="bench_attention.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("bench_attention.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where attention.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
@@ -73,16 +73,13 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add(
         "--time-limit",
         type=seconds,
-        default=200.0,
+        default=240.0,
         help="s after the start from which rows are left out (%(default)s)",
     )
     add("--seed", type=int, default=1234, help="of weights, inputs and packs (%(default)s)")
-    for name, size in DIMS.items():
-        add(f"--{name}", type=count, default=size, help="(%(default)s)")
+    add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    for file in args.render or ():
-        if not file.is_file():
-            parser.error(f"--render must be JSON files that this script wrote; got {file}")
+    require_files(parser, args.render or ())
     if args.rope_fusion and args.rope_type != "yarn":
         parser.error("--rope-fusion needs --rope-type yarn: Megatron fuses no other in MLA")
     if args.quick and args.seq_lens is None:
@@ -93,17 +90,19 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
 
 
 def layer_cases(args: argparse.Namespace) -> list[LayerCase]:
-    """Smaller ones first: what is too large for the machine comes last."""
+    """The comparison that has a target before others, each with smaller ones first.
+
+    So what is too large for the machine, or too late, is what matters least.
+    """
     if args.suite == "core":
         return []
     return [
         LayerCase(implementation, recompute, heads, tokens, layout)
+        for ways in (_COMPARED, _OTHERS)
         for tokens in sorted(args.seq_lens or parse_sizes(LAYER_TOKENS))
         for heads in sorted(args.heads)
         for layout in args.layouts
-        # The one that all are compared with first.
-        for implementation in ("megatron", "ours")
-        for recompute in (False, True)
+        for implementation, recompute in ways
     ]
 
 

@@ -18,14 +18,14 @@ from absorbed_mla.core_attention import (
     Operands,
     ScoreRules,
     Span,
-    select_backend,
 )
+from absorbed_mla.core_attention.backend import examine
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from attention_benchmark import peers
 from attention_benchmark.cases import CoreCase, pair_widths
 from attention_benchmark.row import Refused, Row, failed
 from attention_benchmark.timing import Repeated
-from context_parallel_benchmark.arguments import DIMS
+from context_parallel_benchmark.arguments import dims_of
 from context_parallel_benchmark.processes import Processes
 
 OURS = tuple(f"ours, {name}" for name in CORE_ATTENTION_BACKENDS if name != "auto")
@@ -70,7 +70,7 @@ def build(case: CoreCase, args: argparse.Namespace, processes: Processes) -> Att
     Raises:
         Refused: If the implementation cannot do this case, or is not here.
     """
-    dims = {name: getattr(args, name.replace("-", "_")) for name in DIMS}
+    dims = dims_of(args)
     scale = (dims["qk-head-dim"] + dims["qk-pos-emb-head-dim"]) ** -0.5
     operands = random_operands(case, dims, processes)
     value = operands.k_content if operands.value is None else operands.value
@@ -87,25 +87,27 @@ def build(case: CoreCase, args: argparse.Namespace, processes: Processes) -> Att
 
 
 def random_operands(case: CoreCase, dims: dict[str, int], processes: Processes) -> Operands:
-    """Normal values; the absorbed form's keys are views of one [latent | k_rope], as in a layer."""
-    tokens, heads, rope = case.tokens, case.heads, dims["qk-pos-emb-head-dim"]
+    """Normal values, as a layer has them.
+
+    Expanded, content and rope are together; absorbed, the queries' are apart, and the keys' are
+    views of one [latent | k_rope].
+    """
+    tokens, heads = case.tokens, case.heads
     key_width, value_width = pair_widths(case.form, dims)
-    content = key_width - rope
-    q_content = processes.random(tokens, 1, heads, content)
-    q_rope = processes.random(tokens, 1, heads, rope)
-    if case.form == "absorbed":
-        latent, k_rope = processes.random(tokens, 1, key_width).split([content, rope], dim=-1)
-        return Operands(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
-    k_content = processes.random(tokens, 1, heads, content)
-    value = processes.random(tokens, 1, heads, value_width)
-    return Operands(q_content, q_rope, k_content, processes.random(tokens, 1, rope), value)
+    if case.form == "expanded":
+        q, k = (processes.random(tokens, 1, heads, key_width) for _ in range(2))
+        return Operands.multi_head(q, k, processes.random(tokens, 1, heads, value_width))
+    widths = [value_width, key_width - value_width]
+    q_content, q_rope = (processes.random(tokens, 1, heads, width) for width in widths)
+    latent, k_rope = processes.random(tokens, 1, key_width).split(widths, dim=-1)
+    return Operands(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
 
 
 def _backend(case: CoreCase, dims: dict[str, int], processes: Processes) -> AttentionBackend:
-    """Ours, by the backend table.
+    """Ours, by its name.
 
     Raises:
-        Refused: With the table's reason.
+        Refused: If it cannot do this, with its reason.
     """
     name = case.implementation.removeprefix("ours, ")
     key_width, value_width = pair_widths(case.form, dims)
@@ -120,10 +122,10 @@ def _backend(case: CoreCase, dims: dict[str, int], processes: Processes) -> Atte
     )
     if name == "reference" and case.heads * case.tokens**2 > _REFERENCE_PAIRS:
         raise Refused("the reference is measured at small sizes only")
-    try:
-        return select_backend(name, request)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    runnable, reasons = examine(name, request)
+    if not runnable:
+        raise Refused(reasons[name])
+    return runnable[0]
 
 
 def _ours(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import shlex
@@ -18,8 +19,7 @@ from attention_benchmark.core import measure_core
 from attention_benchmark.layers import measure_layer
 from attention_benchmark.row import Refused, Row, failed
 from attention_benchmark.timing import ceilings
-from context_parallel_benchmark.arguments import DIMS
-from context_parallel_benchmark.machine import PACKAGES
+from context_parallel_benchmark.arguments import dims_of
 from context_parallel_benchmark.processes import Processes
 
 
@@ -46,7 +46,7 @@ class Bench:
 
     def describe(self) -> dict:
         """Device, versions, date, command line, ceilings, and what the cases have in common."""
-        versions = provenance.versions(PACKAGES)
+        versions = provenance.versions(provenance.ATTENTION_PACKAGES)
         on_gpu = self.processes.on_gpu
         if on_gpu:
             versions["cuda"] = torch.version.cuda or "unknown"
@@ -57,7 +57,7 @@ class Bench:
             "commit": provenance.commit(),
             "device": torch.cuda.get_device_name() if on_gpu else provenance.processor(),
             "dtype": str(self.processes.dtype).removeprefix("torch."),
-            "dims": self._dims(),
+            "dims": dims_of(self.args),
             "rope_type": self.args.rope_type,
             "form": self.args.form,
             "backend": self.args.backend,
@@ -76,7 +76,9 @@ class Bench:
             row = failed(case, error)
         # After the block that held the tensors of a failed case in its traceback.
         gc.collect()
-        torch.cuda.empty_cache()
+        # It fails where a kernel's fault took the device away, which the next rows will say.
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
         longest = row.step or row.forward
         if longest is not None:
             self._known[self._series(case)] = (self._cost(case), longest.median)
@@ -106,16 +108,13 @@ class Bench:
     def _cost(self, case: LayerCase | CoreCase) -> float:
         """What the time of cases of one series grows with, at most."""
         if isinstance(case, CoreCase):
-            return sum(attention_flops(case, self._dims()))
+            return sum(attention_flops(case, dims_of(self.args)))
         return case.heads * case.tokens**2
 
     def _series(self, case: LayerCase | CoreCase) -> tuple:
         if isinstance(case, CoreCase):
             return case.implementation, case.form
         return case.implementation, case.recompute, case.heads, case.layout
-
-    def _dims(self) -> dict[str, int]:
-        return {name: getattr(self.args, name.replace("-", "_")) for name in DIMS}
 
 
 def _cudnn() -> str:

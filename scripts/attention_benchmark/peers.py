@@ -27,6 +27,9 @@ _NO_KERNEL = ("No available kernel", "No viable backend")
 # In its warnings: headings, and that the other backends are switched off.
 _OF_OTHERS = ("not used because", "runtime disabled")
 
+# What TransformerEngine raises where all its attentions refuse.
+_TE_HAS_NONE = "No dot product attention backend"
+
 Attend = Callable[[], Tensor]
 Built = tuple[Attend, tuple[Tensor, ...]]
 
@@ -36,13 +39,13 @@ def _joined(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
 
     The latent's value is a view of its key.
     """
-    q_content, q_rope, k_content, k_rope, value = operands
+    if operands.value is not None:
+        q, k, v = (x.detach().requires_grad_() for x in operands.as_multi_head())
+        return q, k, v
+    q_content, q_rope, latent, k_rope, _ = operands
     q = torch.cat((q_content, q_rope), dim=-1).requires_grad_()
-    repeated = k_rope.unsqueeze(2).expand(-1, -1, k_content.shape[2], -1)
-    k = torch.cat((k_content, repeated), dim=-1).requires_grad_()
-    if value is None:
-        return q, k, k[..., : k_content.shape[-1]]
-    return q, k, value.detach().clone().requires_grad_()
+    k = torch.cat((latent, k_rope.unsqueeze(2)), dim=-1).requires_grad_()
+    return q, k, k[..., : latent.shape[-1]]
 
 
 def _value(k: Tensor, v: Tensor) -> Tensor:
@@ -100,8 +103,13 @@ def transformer_engine(operands: Operands, scale: float) -> Built:
         )
 
     def attend() -> Tensor:
-        with _only_fused():
-            return attention(q, k, _value(k, v))
+        try:
+            with _only_fused():
+                return attention(q, k, _value(k, v))
+        except ValueError as error:
+            if _TE_HAS_NONE not in str(error):
+                raise
+            raise Refused("cuDNN's attention does not take this, says TransformerEngine") from None
 
     return attend, _leaves(q, k, v)
 

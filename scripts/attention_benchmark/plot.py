@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attention_benchmark.cases import CoreCase, LayerCase
 from attention_benchmark.report import KEPT_TARGET, TIME_TARGET, Report
+from benchmark_report import can_plot, figure
 from context_parallel_benchmark.report import tokens_text
 
 # Title of the axes -> name of the line -> (tokens, value).
@@ -21,24 +22,14 @@ def plot(reports: Sequence[Report], path: Path) -> bool:
         False if there is nothing to draw, or matplotlib is missing.
     """
     panels = {**_layer_panels(reports), **_core_panels(reports)}
-    try:
-        import matplotlib
-    except ImportError:
+    if not panels or not can_plot():
         return False
-    if not panels:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = -(-len(panels) // 2)
-    figure, grid = pyplot.subplots(rows, 2, figsize=(11, 0.6 + 3.2 * rows), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for axes, (title, lines) in zip(grid.flat, panels.items()):
-        _draw(axes, title, lines)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, rows, 2, (11, 0.6 + 3.2 * rows)) as grid:
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (title, lines) in zip(grid.flat, panels.items()):
+            _draw(axes, title, lines)
     return True
 
 

@@ -6,10 +6,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from attention_benchmark.cases import CoreCase, LayerCase, attention_flops
 from attention_benchmark.row import Row
+from benchmark_report import StoredReport, markdown_table
 from context_parallel_benchmark.report import tokens_text
 from context_parallel_benchmark.row import shortened
 
@@ -30,18 +30,19 @@ EXPLANATION = f"""\
 - **Attention alone**: causal, one sequence, expanded (keys and values of every head) or absorbed
   (one latent for all). TFLOP/s count half of S^2 pairs; a pair counts 2 (key + value) operations
   in forward and 2 (3 key + 2 value) in backward, whatever a kernel computes again. Inputs and
-  gradients are those of the interface: ours takes content and rope apart, and gives gradients in
-  the precision that it sums them in.
+  gradients are those of the interface: absorbed, ours takes content and rope apart as its layer
+  has them, and gives gradients in the precision that it sums them in.
 - GiB is 2^30 bytes, k in numbers of tokens 1024."""
 
 LAYER_HEAD = ["layout", "S", "heads", "layer", "recompute", "ran", "forward", "step", "kept"]
 LAYER_HEAD += ["peak", "of megatron's: forward", "step", "kept"]
 CORE_HEAD = ["form", "S", "heads", "implementation", "forward", "backward"]
 CORE_HEAD += ["forward TFLOP/s", "backward TFLOP/s", "both"]
+_WORDS = ("layout", "layer", "recompute", "ran", "form", "implementation")
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(StoredReport):
     """One run of the script.
 
     Attributes:
@@ -49,31 +50,9 @@ class Report:
         rows: In the order they were measured.
     """
 
+    entry = Row
     environment: dict
     rows: list[Row]
-
-    def write(self, path: Path) -> None:
-        """As JSON; either the whole file is there or the former one."""
-        content = {"environment": self.environment, "rows": [row.as_json() for row in self.rows]}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """The inverse of :meth:`write`.
-
-        Raises:
-            ValueError: If the file is not one of this script's.
-        """
-        try:
-            content = json.loads(path.read_text())
-            return cls(content["environment"], [Row.from_json(row) for row in content["rows"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"--render must be JSON files that this script wrote; {path}: {error!r}"
-            ) from None
 
     def measured(self, suite: str) -> list[Row]:
         """Rows of a suite with figures."""
@@ -117,14 +96,14 @@ def markdown(reports: Sequence[Report]) -> str:
     parts = ["# Attention on one GPU", *(_measured(report) for report in reports)]
     for title, head, lines in tables(reports):
         if lines:
-            parts += [f"## {title}", _markdown_table(head, lines)]
+            parts += [f"## {title}", markdown_table(head, lines, _WORDS)]
     parts += [targets(reports), errors(reports), f"![Time and memory]({NAME}.png)", EXPLANATION]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def tables(reports: Sequence[Report]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and lines of both tables."""
-    layers = [_layer_line(r, report) for report in reports for r in report.measured("layer")]
+    """Title, head and lines of both tables; layers that are compared stand together."""
+    layers = [_layer_line(r, report) for report in reports for r in _side_by_side(report)]
     cores = [_core_line(r, report) for report in reports for r in report.measured("core")]
     return [("Layer", LAYER_HEAD, layers), ("Attention alone", CORE_HEAD, cores)]
 
@@ -218,6 +197,17 @@ def _measured(report: Report) -> str:
     )
 
 
+def _side_by_side(report: Report) -> list[Row]:
+    """Measured layers, by size and input, Megatron's without recomputation first."""
+
+    def place(row: Row) -> tuple:
+        case = row.case
+        assert isinstance(case, LayerCase)
+        return case.tokens, case.heads, case.layout, case.implementation, case.recompute
+
+    return sorted(report.measured("layer"), key=place)
+
+
 def _layer_line(row: Row, report: Report) -> list[str]:
     case = row.case
     assert isinstance(case, LayerCase)
@@ -264,9 +254,3 @@ def _milliseconds(row: Row, name: str) -> str:
 
 def _gibibytes(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
-
-
-def _markdown_table(head: list[str], lines: list[list[str]]) -> str:
-    words = {"layout", "layer", "recompute", "ran", "form", "implementation"}
-    align = ["---" if name in words else "---:" for name in head]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, align, *lines])

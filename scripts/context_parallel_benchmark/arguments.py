@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +64,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
         argv: Without the program's name.
         description: What ``--help`` begins with.
     """
-    parser = argparse.ArgumentParser(
-        prog="bench_context_parallel.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("bench_context_parallel.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where context_parallel.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
@@ -87,13 +82,38 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--timeout", type=seconds, default=120.0, help="of a collective, in s (%(default)s)")
     add("--profile", action="store_true", help="measure the overlap of communication (ours, GPU)")
     add("--seed", type=int, default=1234, help="(%(default)s)")
-    for name, size in DIMS.items():
-        add(f"--{name}", type=count, default=size, help="(%(default)s)")
+    add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    for file in args.render or ():
-        if not file.is_file():
-            parser.error(f"--render must be JSON files that this script wrote; got {file}")
+    require_files(parser, args.render or ())
     return args
+
+
+def new_parser(script: str, description: str) -> argparse.ArgumentParser:
+    """A parser that prints ``description`` as it is, and accepts whole names only."""
+    return argparse.ArgumentParser(
+        prog=script,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_dims(parser: argparse.ArgumentParser, dims: dict[str, int]) -> None:
+    """An option for every dimension of the layer."""
+    for name, size in dims.items():
+        parser.add_argument(f"--{name}", type=count, default=size, help="(%(default)s)")
+
+
+def require_files(parser: argparse.ArgumentParser, files: Iterable[Path]) -> None:
+    """End the process with exit code 2 unless all files to render are there."""
+    for file in files:
+        if not file.is_file():
+            parser.error(f"--render must be JSON that this script wrote; got {file}")
+
+
+def dims_of(args: argparse.Namespace) -> dict[str, int]:
+    """The layer's dimensions, by the names of ``DIMS``."""
+    return {name: getattr(args, name.replace("-", "_")) for name in DIMS}
 
 
 def cases(args: argparse.Namespace, cp_size: int) -> list[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,20 +57,31 @@ def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject
     Raises:
         ValueError: If it cannot be built here.
     """
-    config = layer_config(case, args, processes)
-    spec = _attention_spec(case, config)
+    ours = case.implementation == "ours"
+    recompute = args.recompute if ours and args.recompute != "none" else None
+    config = layer_config(case, args, processes, recompute)
+    spec = attention_spec(config, AbsorbedMLAOptions(form=case.form) if ours else None)
     layer = build_module(spec, config=config, layer_number=1, cp_comm_type=case.cp_comm_type).to(
         processes.device
     )
     shape = (case.tokens // processes.size, 1, args.hidden_size)
-    packed = _pack(case, processes.device) if case.layout == "thd" else None
+    packed = None
+    if case.layout == "thd":
+        lengths = [case.tokens // case.documents] * case.documents
+        packed = pack(lengths, processes.device)
+        # The same: TransformerEngine asks for them under context parallelism.
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
     x = processes.random(*shape).requires_grad_()
     return Subject(layer.train(), x, processes.random(*shape), packed)
 
 
-def _attention_spec(case: Case, config: MLATransformerConfig) -> ModuleSpec:
-    if case.implementation == "ours":
-        options = AbsorbedMLAOptions(form=case.form)
+def attention_spec(config: MLATransformerConfig, options: AbsorbedMLAOptions | None) -> ModuleSpec:
+    """Our attention with ``options``, or Megatron's standard MLA for None.
+
+    Raises:
+        ValueError: If it cannot be built here.
+    """
+    if options is not None:
         layer = get_absorbed_mla_layer_spec(
             config, backend=config.transformer_impl, options=options
         )
@@ -78,22 +90,29 @@ def _attention_spec(case: Case, config: MLATransformerConfig) -> ModuleSpec:
             multi_latent_attention=True, qk_layernorm=config.qk_layernorm
         )
     else:
-        raise ValueError(
-            "Megatron's standard MLA under context parallelism needs transformer-engine, "
-            "not installed here"
-        )
+        raise ValueError("Megatron's standard MLA needs transformer-engine, not installed here")
     return layer.submodules.self_attention
 
 
 def layer_config(
-    case: Case, args: argparse.Namespace, processes: Processes
+    case: Case,
+    args: argparse.Namespace,
+    processes: Processes,
+    recompute: str | None,
+    rope_fusion: bool = False,
 ) -> MLATransformerConfig:
-    """Megatron's config of the layer."""
-    recompute = getattr(args, "recompute", "none")
-    selective = case.implementation == "ours" and recompute != "none"
+    """Megatron's config of the layer.
+
+    Args:
+        case: For its heads, and the exchange of latents if it has one.
+        args: For the dimensions.
+        processes: For device, dtype and context-parallel size.
+        recompute: Module that is recomputed in backward, or None.
+        rope_fusion: Whether Megatron's layer rotates by a kernel.
+    """
     return MLATransformerConfig(
-        recompute_granularity="selective" if selective else None,
-        recompute_modules=[recompute] if selective else None,
+        recompute_granularity=None if recompute is None else "selective",
+        recompute_modules=None if recompute is None else [recompute],
         num_layers=1,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.hidden_size,
@@ -120,7 +139,7 @@ def layer_config(
         use_cpu_initialization=not processes.on_gpu,
         context_parallel_size=processes.size,
         cp_comm_type=case.cp_comm_type,
-        apply_rope_fusion=False,
+        apply_rope_fusion=rope_fusion,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
@@ -128,18 +147,13 @@ def layer_config(
     )
 
 
-def _pack(case: Case, device: torch.device) -> PackedSeqParams:
-    length = case.tokens // case.documents
-    bounds = torch.tensor(
-        [0, *accumulate([length] * case.documents)], dtype=torch.int32, device=device
-    )
+def pack(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Documents of these lengths, one after the other."""
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        # The same: TransformerEngine asks for them under context parallelism.
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )

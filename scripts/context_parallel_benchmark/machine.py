@@ -10,10 +10,8 @@ import sys
 import torch
 
 import provenance
-from context_parallel_benchmark.arguments import DIMS
+from context_parallel_benchmark.arguments import dims_of
 from context_parallel_benchmark.processes import Processes
-
-PACKAGES = ("torch", "megatron-core", "transformer-engine-torch", "triton")
 
 
 def describe(args: argparse.Namespace, processes: Processes) -> dict:
@@ -26,7 +24,7 @@ def describe(args: argparse.Namespace, processes: Processes) -> dict:
         "processes": processes.size,
         "backend": torch.distributed.get_backend(),
         "dtype": str(processes.dtype).removeprefix("torch."),
-        "dims": {name: getattr(args, name.replace("-", "_")) for name in DIMS},
+        "dims": dims_of(args),
         "rope_type": args.rope_type,
         "versions": _versions(processes.on_gpu),
         "variables": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "NVTE_"))},
@@ -34,7 +32,7 @@ def describe(args: argparse.Namespace, processes: Processes) -> dict:
 
 
 def _versions(on_gpu: bool) -> dict[str, str]:
-    found = provenance.versions(PACKAGES)
+    found = provenance.versions(provenance.ATTENTION_PACKAGES)
     if on_gpu:
         found["cuda"] = torch.version.cuda or "unknown"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

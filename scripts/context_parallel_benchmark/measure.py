@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from absorbed_mla.testing.traffic import Traffic, count_traffic
+from chosen_backends import ChosenBackends
 from context_parallel_benchmark.arguments import Case
 from context_parallel_benchmark.layers import Subject, build
 from context_parallel_benchmark.overlap import overlap_fraction
@@ -52,6 +53,7 @@ def measure(case: Case, args: argparse.Namespace, processes: Processes) -> Row:
 
 def _measure(case: Case, args: argparse.Namespace, processes: Processes) -> Row:
     subject = _together(processes, lambda: build(case, args, processes))
+    ran = ChosenBackends(subject.layer)
     for _ in range(args.warmup):
         _together(processes, lambda: _timed_step(subject, processes))
     observed = _together(processes, lambda: observe(subject, processes))
@@ -76,6 +78,7 @@ def _measure(case: Case, args: argparse.Namespace, processes: Processes) -> Row:
         },
         forward_overlap=overlaps[0],
         backward_overlap=overlaps[1],
+        ran=str(ran),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from benchmark_report import can_plot, figure
 from context_parallel_benchmark.report import Report, tokens_text
 from context_parallel_benchmark.row import Row
 
@@ -18,34 +19,14 @@ def plot(reports: Sequence[Report], path: Path) -> bool:
         False if there is nothing to draw, or matplotlib is missing.
     """
     panels = _panels(reports)
-    try:
-        import matplotlib
-    except ImportError:
+    if not panels or not can_plot():
         return False
-    if not panels:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    size = (11, 0.6 + 3.2 * len(panels))
-    figure, grid = pyplot.subplots(len(panels), 2, figsize=size, squeeze=False)
     names = sorted({_series(row) for rows in panels.values() for row in rows})
-    for (time, traffic), (title, rows) in zip(grid, panels.items()):
-        for number, name in enumerate(names):
-            own = sorted((r for r in rows if _series(r) == name), key=lambda r: r.case.tokens)
-            if own:
-                # What is drawn first is wider: equal lines stay visible.
-                style = {"color": f"C{number}", "linewidth": 1.2 + 1.5 * (len(names) - 1 - number)}
-                _draw(time, traffic, own, name, style)
-        _decorate(time, rows, title, "forward and backward [ms]")
-        _decorate(traffic, rows, title, "bytes sent per token and rank")
-        traffic.plot([], [], "k-", label="forward")
-        traffic.plot([], [], "k--", label="backward")
-        traffic.legend(fontsize=8)
-        time.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, len(panels), 2, (11, 0.6 + 3.2 * len(panels))) as grid:
+        for (time, traffic), (title, rows) in zip(grid, panels.items()):
+            _draw(time, traffic, rows, names)
+            _decorate(time, rows, title, "forward and backward [ms]")
+            _decorate(traffic, rows, title, "bytes sent per token and rank")
     return True
 
 
@@ -65,7 +46,21 @@ def _series(row: Row) -> str:
     return f"{row.case.implementation}, {row.case.cp_comm_type}, {row.case.form}"
 
 
-def _draw(time, traffic, rows: list[Row], name: str, style: dict) -> None:
+def _draw(time, traffic, rows: list[Row], names: list[str]) -> None:
+    """One line of axes; ``names`` are those of all lines of axes, each in a colour of its own."""
+    for number, name in enumerate(names):
+        own = sorted((r for r in rows if _series(r) == name), key=lambda r: r.case.tokens)
+        if own:
+            # What is drawn first is wider: equal lines stay visible.
+            style = {"color": f"C{number}", "linewidth": 1.2 + 1.5 * (len(names) - 1 - number)}
+            _draw_series(time, traffic, own, name, style)
+    traffic.plot([], [], "k-", label="forward")
+    traffic.plot([], [], "k--", label="backward")
+    traffic.legend(fontsize=8)
+    time.legend(fontsize=8)
+
+
+def _draw_series(time, traffic, rows: list[Row], name: str, style: dict) -> None:
     sizes = [row.case.tokens for row in rows]
     middles = [1e3 * median(row.step_seconds) for row in rows]
     least, most = ([1e3 * f(row.step_seconds) for row in rows] for f in (min, max))

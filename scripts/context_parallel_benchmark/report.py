@@ -6,9 +6,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
+from benchmark_report import StoredReport, markdown_table
 from context_parallel_benchmark.row import Row, shortened
 
 NAME = "context_parallel"
@@ -17,6 +17,7 @@ EXPLANATION = """\
 - One attention layer with its projections, batch 1, tensor-parallel size 1; **ours** is
   `AbsorbedMLASelfAttention`, **megatron** Megatron-Core's `MLASelfAttention`. Input and output
   gradient are random normal values.
+- **ran**: the form and the backend that computed the attention of our layer.
 - **forward**, **step** (forward and backward): median of the repetitions, in brackets the shortest
   and longest; of each repetition the slowest rank's time, from when all ranks begin.
 - **kept**: allocated by forward and not freed before backward. **peak**: the most allocated during
@@ -32,7 +33,7 @@ EXPLANATION = """\
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(StoredReport):
     """One run of the script.
 
     Attributes:
@@ -40,34 +41,9 @@ class Report:
         rows: In the order they were measured.
     """
 
+    entry = Row
     environment: dict
     rows: Sequence[Row]
-
-    def write(self, path: Path) -> None:
-        """As JSON; either the whole file is there or the former one."""
-        content = {
-            "environment": self.environment,
-            "rows": [row.as_json() for row in self.rows],
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=2) + "\n")
-        part.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """The inverse of :meth:`write`.
-
-        Raises:
-            ValueError: If the file is not one of this script's.
-        """
-        try:
-            content = json.loads(path.read_text())
-            return cls(content["environment"], [Row.from_json(row) for row in content["rows"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"--render must be JSON files that this script wrote; {path}: {error!r}"
-            ) from None
 
     def peer(self, row: Row) -> Row | None:
         """Megatron's layer on the same input, if it was measured."""
@@ -87,13 +63,11 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def table(reports: Sequence[Report]) -> str:
     """One line for each case that was measured."""
-    head = ["ranks", "layout", "S", "heads", "layer", "exchange", "form", "forward", "step"]
+    head = ["ranks", "layout", "S", "heads", "layer", "exchange", "form", "ran", "forward", "step"]
     head += ["kept", "peak", "bytes per token", "of megatron's: bytes", "time", "overlap"]
-    texts = {"layout", "layer", "exchange", "form"}
-    lines = [head, ["---" if name in texts else "---:" for name in head]]
-    for report in reports:
-        lines += [_line(row, report) for row in report.rows if not row.error]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    good = ((row, report) for report in reports for row in report.rows if not row.error)
+    words = ("layout", "layer", "exchange", "form", "ran")
+    return markdown_table(head, (_line(row, report) for row, report in good), words)
 
 
 def errors(reports: Sequence[Report]) -> str:
@@ -145,6 +119,7 @@ def _line(row: Row, report: Report) -> list[str]:
         case.implementation,
         case.cp_comm_type,
         case.form,
+        row.ran or "-",
         _milliseconds(row.forward_seconds),
         _milliseconds(row.step_seconds),
         _gibibytes(row.kept_bytes),

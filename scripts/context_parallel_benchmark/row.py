@@ -29,6 +29,7 @@ class Row:
         forward_overlap: Least fraction of a rank's communication kernels' time in forward that
             other kernels cover; None if not measured.
         backward_overlap: The same of backward.
+        ran: Form and backend that a layer of ours took; empty if that was not recorded.
         error: Empty, or why the figures are missing.
     """
 
@@ -43,6 +44,7 @@ class Row:
     traffic: dict[str, list[dict]] | None = None
     forward_overlap: float | None = None
     backward_overlap: float | None = None
+    ran: str = ""
     error: str = ""
 
     @property
@@ -75,6 +77,7 @@ class Row:
             return {**content, "error": shortened(self.error)}
         return {
             **content,
+            "ran": self.ran,
             "forward_ms": round(1e3 * median(self.forward_seconds), 3),
             "step_ms": round(1e3 * median(self.step_seconds), 3),
             "kept_bytes": self.kept_bytes,
@@ -88,7 +91,9 @@ class Row:
     @classmethod
     def from_json(cls, content: dict) -> Row:
         """The inverse of :meth:`as_json`."""
-        own = {field.name: content[field.name] for field in fields(cls)}
+        names = (field.name for field in fields(cls))
+        # "ran" is not in older files.
+        own = {name: content[name] for name in names if name != "ran" or name in content}
         return cls(**{**own, "case": Case(**content["case"])})
 
 

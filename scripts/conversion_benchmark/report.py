@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
+from benchmark_report import figure, markdown_table
+
 MEMORY_FACTOR, MEMORY_BASE = 2.5, 600 * 10**6
 THROUGHPUT = 0.6
 # Below, the start of Python and torch takes a good part of the time.
@@ -117,7 +119,7 @@ def table(rows: Sequence[Row]) -> str:
     """One line per conversion."""
     head = ["conversion", "source", "target", "cp", "tool", "tool's rate", "of cp"]
     head += ["peak memory", "own", "bound"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    lines = []
     for row in rows:
         seconds = mean(row.tool_seconds)
         ratio = f"{row.ratio:.2f}" + ("" if row.judged_by_throughput else " (no bound)")
@@ -135,7 +137,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.memory_bound / 1e6:.0f} MB",
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(head, lines, ["conversion"])
 
 
 def growth(rows: Sequence[Row]) -> str:
@@ -162,27 +164,20 @@ def _by_path(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Peak memory beside its bound, and throughput beside that of cp, over the size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (memory, throughput) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for name, group in _by_path(rows).items():
-        sizes = [row.source_bytes / 1e9 for row in group]
-        memory.plot(sizes, [row.peak_bytes / 1e9 for row in group], "o-", label=name)
-        throughput.plot(sizes, [row.ratio for row in group], "o-", label=name)
-    bounds = sorted((row.source_bytes / 1e9, row.memory_bound / 1e9) for row in rows)
-    memory.plot(*zip(*bounds), "k--", label="bound")
-    memory.set_ylabel("peak resident memory [GB]")
-    throughput.axhline(THROUGHPUT, color="k", linestyle="--", label="bound where dtypes are kept")
-    throughput.set_ylabel("throughput relative to cp -r")
-    for axes in (memory, throughput):
-        axes.set_xlabel("source [GB]")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with figure(path, 1, 2, (11, 4.2)) as [(memory, throughput)]:
+        for name, group in _by_path(rows).items():
+            sizes = [row.source_bytes / 1e9 for row in group]
+            memory.plot(sizes, [row.peak_bytes / 1e9 for row in group], "o-", label=name)
+            throughput.plot(sizes, [row.ratio for row in group], "o-", label=name)
+        bounds = sorted((row.source_bytes / 1e9, row.memory_bound / 1e9) for row in rows)
+        memory.plot(*zip(*bounds), "k--", label="bound")
+        memory.set_ylabel("peak resident memory [GB]")
+        label = "bound where dtypes are kept"
+        throughput.axhline(THROUGHPUT, color="k", linestyle="--", label=label)
+        throughput.set_ylabel("throughput relative to cp -r")
+        for axes in (memory, throughput):
+            axes.set_xlabel("source [GB]")
+            axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)

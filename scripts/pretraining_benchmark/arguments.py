@@ -8,9 +8,13 @@ from pathlib import Path
 
 from context_parallel_benchmark.arguments import DIMS as DEEPSEEK_DIMS
 from context_parallel_benchmark.arguments import (
+    add_dims,
     count,
+    dims_of,
     list_of,
+    new_parser,
     one_of,
+    require_files,
     seconds,
 )
 
@@ -32,12 +36,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
         argv: Without the program's name.
         description: What ``--help`` begins with.
     """
-    parser = argparse.ArgumentParser(
-        prog="bench_pretraining.py",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("bench_pretraining.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where pretraining.json, .md, .png and the logs go")
     add("--render", type=Path, metavar="FILE.json", help="train nothing, render this")
@@ -59,11 +58,9 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--timeout", type=seconds, default=600.0, help="of one run, in s (%(default)s)")
     add("--seed", type=count, default=1234, help="(%(default)s)")
     add("--megatron", default="", metavar="'--OPTION ...'", help="more of Megatron's, for all runs")
-    for name, size in DIMS.items():
-        add(f"--{name}", type=count, default=size, help="(%(default)s)")
+    add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    if args.render and not args.render.is_file():
-        parser.error(f"--render must be a JSON file that this script wrote; got {args.render}")
+    require_files(parser, [args.render] if args.render else ())
     if args.iterations <= args.skip:
         parser.error(f"--iterations must be more than --skip {args.skip}, got {args.iterations}")
     samples = args.micro_batch_size * args.gpus
@@ -90,7 +87,7 @@ def megatron_arguments(args: argparse.Namespace, attention: str, on_gpu: bool) -
 
 
 def _model(args: argparse.Namespace) -> list[str]:
-    sizes = {f"--{name}": getattr(args, name.replace("-", "_")) for name in DIMS}
+    sizes = {f"--{name}": size for name, size in dims_of(args).items()}
     sizes |= {
         "--num-layers": args.layers,
         "--num-attention-heads": args.heads,

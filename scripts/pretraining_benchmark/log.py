@@ -16,6 +16,9 @@ _VALUES = {
 }
 _PEAK = re.compile(rf"max allocated: {_NUMBER}")
 _PARAMETERS = re.compile(r"model parallel rank \(.*\): (\d+)")
+# Printed by pretrain_gpt.py.
+CHOSEN = "Core attention of ours ran:"
+_CHOSEN = re.compile(rf"^{re.escape(CHOSEN)} (.+)$", re.MULTILINE)
 # The line of Python that says what went wrong, with torchrun's prefix or without.
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 
@@ -64,6 +67,12 @@ def parameters(text: str) -> int | None:
     """Of the model."""
     found = _PARAMETERS.search(text)
     return int(found[1]) if found else None
+
+
+def chosen_backends(text: str) -> str:
+    """Form and backend of our attentions; empty for another's."""
+    found = _CHOSEN.search(text)
+    return found[1] if found else ""
 
 
 def problem(text: str) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 # A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path += [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 if not hasattr(typing, "override"):
     # Python 3.12's; all else of megatron.training runs on 3.11.
@@ -47,12 +47,17 @@ from megatron.training.argument_utils import (  # noqa: E402
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
+from chosen_backends import ChosenBackends  # noqa: E402
+from pretraining_benchmark.log import CHOSEN  # noqa: E402
+
 
 def main() -> None:
     """Build the model's config from Megatron's arguments, and train."""
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(partial(begin_with, args))
+    watched: list[ChosenBackends] = []
+    model.pre_wrap_hooks.append(partial(watch, watched))
     _compile_nothing()
     if ON_CPU:
         _pretend_cuda()
@@ -63,6 +68,9 @@ def main() -> None:
         ModelType.encoder_or_decoder,
         forward_step,
     )
+    if torch.distributed.get_rank() == 0:
+        for ran in filter(None, map(str, watched)):
+            print(CHOSEN, ran, flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -100,6 +108,12 @@ def begin_with(args: argparse.Namespace, stages: list[torch.nn.Module]) -> list[
         states = model.state_dict().items()
         weights = {k: v for k, v in states if not k.endswith("_extra_state")}
         torch.save(weights, args.save_first_weights)
+    return stages
+
+
+def watch(watched: list[ChosenBackends], stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Record in ``watched`` which backends the attentions of the model will take."""
+    watched += map(ChosenBackends, stages)
     return stages
 
 

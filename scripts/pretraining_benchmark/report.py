@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmark_report import StoredReport, can_plot, figure, markdown_table
 from context_parallel_benchmark.row import shortened
 from pretraining_benchmark.runs import Run
 
@@ -16,6 +17,7 @@ EXPLANATION = """\
 - Both models go through `megatron.training.pretrain` with the same arguments, first weights and
   mock data; **standard** is Megatron-Core's `MLASelfAttention`, **absorbed** is
   `AbsorbedMLASelfAttention` through `--spec`.
+- **ran**: the form and the backend that computed the attention of our layers.
 - **iteration**: median of Megatron's own times after the first ones, in brackets the shortest and
   longest. **TFLOP/s** of one GPU by Megatron's count, in which backward is twice forward and causal
   attention half; **MFU** is their part of the peak.
@@ -26,7 +28,7 @@ EXPLANATION = """\
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(StoredReport):
     """One call of the script.
 
     Attributes:
@@ -34,30 +36,10 @@ class Report:
         runs: In the order they ran.
     """
 
+    entries = "runs"
+    entry = Run
     environment: dict
     runs: Sequence[Run]
-
-    def write(self, path: Path) -> None:
-        """As JSON; either the whole file is there or the former one."""
-        content = {"environment": self.environment, "runs": [run.as_json() for run in self.runs]}
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        """The inverse of :meth:`write`.
-
-        Raises:
-            ValueError: If the file is not one of this script's.
-        """
-        try:
-            content = json.loads(path.read_text())
-            return cls(content["environment"], [Run.from_json(run) for run in content["runs"]])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"--render must be a JSON file that this script wrote; {path}: {error!r}"
-            ) from None
 
     @property
     def good(self) -> list[Run]:
@@ -110,10 +92,10 @@ def markdown(report: Report) -> str:
 
 def table(report: Report) -> str:
     """One line for each run that ended well."""
-    head = ["attention", "parameters", "iteration", "tokens/s", "TFLOP/s", "MFU", "peak"]
+    head = ["attention", "ran", "parameters", "iteration", "tokens/s", "TFLOP/s", "MFU", "peak"]
     head += ["first loss", "last loss"]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *(_line(r, report) for r in report.good)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = (_line(run, report) for run in report.good)
+    return markdown_table(head, lines, ("attention", "ran"))
 
 
 def differences_text(report: Report) -> str:
@@ -141,6 +123,7 @@ def summary(report: Report) -> str:
         runs.append(
             {
                 "name": run.name,
+                "ran": run.ran,
                 "iteration_ms": round(1e3 * run.seconds, 1),
                 "tokens_per_second": round(report.tokens_per_second(run)),
                 "tflops": run.tflops,
@@ -158,34 +141,24 @@ def plot(report: Report, path: Path) -> bool:
     Returns:
         False if there is nothing to draw, or matplotlib is missing.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if not report.good or not can_plot():
         return False
-    if not report.good:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (losses, gaps) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for number, run in enumerate(report.good):
-        steps = [one.iteration for one in run.iterations]
-        # The first is wider: equal curves stay visible.
-        width = 2.5 if number == 0 else 1.0
-        losses.plot(steps, [one.loss for one in run.iterations], linewidth=width, label=run.name)
-    for left, right in pairwise(report.good):
-        pairs = list(zip(left.iterations, right.iterations))
-        label = f"{left.name} - {right.name}"
-        gaps.plot([a.iteration for a, _ in pairs], [a.loss - b.loss for a, b in pairs], label=label)
-    for axes, title in ((losses, "loss per token (nats)"), (gaps, "difference of the losses")):
-        axes.set_xlabel("iteration")
-        axes.set_ylabel(title)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure(path, 1, 2, (11, 4)) as [(losses, gaps)]:
+        for number, run in enumerate(report.good):
+            # The first is wider: equal curves stay visible.
+            width = 2.5 if number == 0 else 1.0
+            curve = [(one.iteration, one.loss) for one in run.iterations]
+            losses.plot(*zip(*curve), linewidth=width, label=run.name)
+        for left, right in pairwise(report.good):
+            pairs = zip(left.iterations, right.iterations)
+            curve = [(a.iteration, a.loss - b.loss) for a, b in pairs]
+            gaps.plot(*zip(*curve), label=f"{left.name} - {right.name}")
+        for axes, title in ((losses, "loss per token (nats)"), (gaps, "difference of the losses")):
+            axes.set_xlabel("iteration")
+            axes.set_ylabel(title)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize=8)
     return True
 
 
@@ -194,6 +167,7 @@ def _line(run: Run, report: Report) -> list[str]:
     mfu = report.mfu(run)
     return [
         run.name,
+        run.ran or "-",
         f"{(run.parameters or 0) / 1e6:,.0f} M",
         f"{1e3 * run.seconds:.1f} ({times[0]:.1f} - {times[1]:.1f}) ms",
         f"{report.tokens_per_second(run):,.0f}",

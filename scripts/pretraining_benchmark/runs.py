@@ -30,6 +30,7 @@ class Run:
         skip: First iterations that are not in the throughput.
         parameters: Of the model.
         peak_bytes: Most memory allocated on the GPU; None without one.
+        ran: Form and backend of our attentions; empty of another's, or if that was not recorded.
         error: Empty, or why the training did not end well.
     """
 
@@ -39,6 +40,7 @@ class Run:
     skip: int = 0
     parameters: int | None = None
     peak_bytes: int | None = None
+    ran: str = ""
     error: str = ""
 
     @property
@@ -96,6 +98,7 @@ def train(name: str, attention: str, weights: Path, args: argparse.Namespace, on
         skip=args.skip,
         parameters=log.parameters(text),
         peak_bytes=log.peak_bytes(text) if on_gpu else None,
+        ran=log.chosen_backends(text),
         error=error,
     )
 

@@ -7,24 +7,18 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_context_parallel
-from absorbed_mla.testing.traffic import Message, count_traffic
 from context_parallel_benchmark.arguments import Case, cases, parse_arguments, parse_sizes
 from context_parallel_benchmark.measure import CaseError, _together, repetitions
 from context_parallel_benchmark.overlap import covered_fraction, kernels, merged
 from context_parallel_benchmark.report import Report, errors, markdown, table
 from context_parallel_benchmark.row import Row
-from tests.support import world
 
 ENVIRONMENT = {
     "date": "2026-01-01",
@@ -49,6 +43,7 @@ OURS = Row(
     backward_sent_bytes=8192 * 2304,
     traffic={"forward": [], "backward": []},
     forward_overlap=0.5,
+    ran="expanded, cudnn",
 )
 MEGATRON = dataclasses.replace(
     OURS,
@@ -57,141 +52,9 @@ MEGATRON = dataclasses.replace(
     forward_sent_bytes=8192 * 80000,
     backward_sent_bytes=8192 * 265600,
     forward_overlap=None,
+    ran="",
 )
 FAILED = Row(case=MEGATRON.case, cp_size=2, error="rank 1: OutOfMemoryError: CUDA out\nof memory")
-
-
-def fake_group(rank: int, size: int) -> dist.ProcessGroup:
-    """A group whose collectives do nothing, at once."""
-    group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-    group._register_backend(
-        torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, make(rank, size)
-    )
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    return group
-
-
-X = torch.ones(8, 3, dtype=torch.bfloat16)  # 48 bytes
-PARTS = [*X.chunk(4)]
-FOUR = [torch.empty_like(X) for _ in range(4)]
-# Name, call of a group of 4 and a rank, bytes that rank 0 and rank 1 send.
-CALLS = {
-    "all_gather_into_tensor": (
-        "all-gather",
-        lambda g, r: dist.all_gather_into_tensor(X.new_empty(32, 3), X, group=g),
-        (144, 144),
-    ),
-    "all_gather": ("all-gather", lambda g, r: dist.all_gather(FOUR, X, group=g), (144, 144)),
-    "reduce_scatter_tensor": (
-        "reduce-scatter",
-        lambda g, r: dist.reduce_scatter_tensor(X.new_empty(2, 3), X, group=g),
-        (36, 36),
-    ),
-    "reduce_scatter": (
-        "reduce-scatter",
-        lambda g, r: dist.reduce_scatter(X.new_empty(2, 3), PARTS, group=g),
-        (36, 36),
-    ),
-    "all_reduce": ("all-reduce", lambda g, r: dist.all_reduce(X, group=g), (72, 72)),
-    "all_to_all_single": (
-        "all-to-all",
-        lambda g, r: dist.all_to_all_single(X.new_empty(8, 3), X, group=g),
-        (36, 36),
-    ),
-    "uneven all_to_all_single": (
-        "all-to-all",
-        lambda g, r: dist.all_to_all_single(
-            X.new_empty(8, 3), X, [2, 2, 2, 2], [5, 1, 1, 1], group=g
-        ),
-        (18, 42),
-    ),
-    "all_to_all": (
-        "all-to-all",
-        lambda g, r: dist.all_to_all([X.new_empty(2, 3)] * 4, PARTS, group=g),
-        (36, 36),
-    ),
-    "broadcast": ("broadcast", lambda g, r: dist.broadcast(X, group_src=0, group=g), (144, 0)),
-    "reduce": ("reduce", lambda g, r: dist.reduce(X, group_dst=0, group=g), (0, 48)),
-    "gather": (
-        "gather",
-        lambda g, r: dist.gather(X, None if r else FOUR, group_dst=0, group=g),
-        (0, 48),
-    ),
-    "scatter": (
-        "scatter",
-        lambda g, r: dist.scatter(X.new_empty(2, 3), None if r else PARTS, group_src=0, group=g),
-        (36, 0),
-    ),
-    "send": ("send", lambda g, r: dist.send(X, group_dst=3, group=g), (48, 48)),
-    "isend": ("send", lambda g, r: dist.isend(X, group_dst=3, group=g), (48, 48)),
-}
-
-
-@pytest.mark.parametrize("rank", (0, 1))
-@pytest.mark.parametrize("name", CALLS)
-def test_bytes_of_every_operation(name, rank):
-    operation, call, num_bytes = CALLS[name]
-    with count_traffic() as traffic:
-        call(fake_group(rank, 4), rank)
-    assert traffic.messages == [Message(operation, 4, num_bytes[rank], "bfloat16")]
-    assert traffic.by_operation() == {operation: num_bytes[rank]}
-
-
-def test_receiving_sends_nothing():
-    with count_traffic() as traffic:
-        fake_group(1, 4).recv([X], 0, 0)
-    assert traffic.num_bytes == 0
-
-
-def test_keyword_arguments_count_too():
-    group = fake_group(0, 2)
-    with count_traffic() as traffic:
-        group.allreduce(tensors=[X])
-        group.send(tensors=[X], dstRank=1, tag=0)
-    assert [message.num_bytes for message in traffic.messages] == [48, 48]
-
-
-def test_groups_of_one_send_nothing():
-    with count_traffic() as traffic:
-        dist.all_reduce(X.float().to(world.device()))
-        dist.all_reduce(X.float(), group=fake_group(0, 1))
-    assert not traffic.messages
-
-
-def test_counting_is_over_at_the_end_also_after_an_error():
-    before = dist.ProcessGroup.allreduce
-    with pytest.raises(KeyError), count_traffic() as traffic:
-        raise KeyError
-    dist.all_reduce(X, group=fake_group(0, 2))
-    assert dist.ProcessGroup.allreduce is before and not traffic.messages
-
-
-def test_counting_nested_and_in_other_threads():
-    """Autograd computes gradients on a GPU in a thread of its own."""
-
-    def send():
-        dist.all_reduce(X, group=fake_group(0, 2))
-
-    with count_traffic() as whole:
-        send()
-        with count_traffic() as part:
-            thread = threading.Thread(target=send)
-            thread.start()
-            thread.join()
-    assert (whole.num_bytes, part.num_bytes) == (96, 48)
-
-
-def test_breakdown():
-    with count_traffic() as traffic:
-        for size, x in ((2, X), (4, X), (2, X), (2, X.float())):
-            dist.all_reduce(x, group=fake_group(0, size))
-    rows = [tuple(row.values()) for row in traffic.breakdown()]
-    assert rows == [
-        ("all-reduce", 2, "bfloat16", 2, 96),
-        ("all-reduce", 4, "bfloat16", 1, 72),
-        ("all-reduce", 2, "float32", 1, 96),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +146,7 @@ def test_sizes():
         (["--cp-comm-types", "a2a"], "expected some of all_gather, p2p"),
         (["--form", "other"], "argument --form: invalid choice"),
         (["--seconds-per-row", "nan"], "expected a number of seconds above 0, got 'nan'"),
-        (["--render", "/nowhere.json"], "--render must be JSON files that this script wrote"),
+        (["--render", "/nowhere.json"], "--render must be JSON that this script wrote"),
     ),
 )
 def test_wrong_input(options, message, tmp_path, capsys, monkeypatch):
@@ -308,8 +171,9 @@ def test_sizes_that_do_not_divide(capsys, monkeypatch):
 def test_table():
     report = Report(ENVIRONMENT, [OURS, MEGATRON])
     assert table([report]).splitlines()[2] == (
-        "| 2 | sbhd | 16k | 128 | ours | all_gather | expanded | 20.0 (10.0 - 60.0) ms | "
-        "60.0 (50.0 - 100.0) ms | 0.50 GiB | 2.00 GiB | 1,152 + 2,304 | 0.010 | 1.50 | 50 %, - |"
+        "| 2 | sbhd | 16k | 128 | ours | all_gather | expanded | expanded, cudnn | "
+        "20.0 (10.0 - 60.0) ms | 60.0 (50.0 - 100.0) ms | 0.50 GiB | 2.00 GiB | "
+        "1,152 + 2,304 | 0.010 | 1.50 | 50 %, - |"
     )
     text = markdown([report])
     assert "2 ranks, measured on 2026-01-01 by `torchrun` at abc: a device" in text
@@ -367,6 +231,17 @@ def test_json_keeps_everything(tmp_path):
     assert read.environment == ENVIRONMENT
 
 
+def test_files_from_before_it_was_recorded_what_ran(tmp_path):
+    path = tmp_path / "a.json"
+    Report(ENVIRONMENT, [OURS]).write(path)
+    content = json.loads(path.read_text())
+    assert content["rows"][0].pop("ran") == "expanded, cudnn"
+    path.write_text(json.dumps(content))
+    read = Report.read(path)
+    assert read.rows == [dataclasses.replace(OURS, ran="")]
+    assert "| all_gather | expanded | - |" in table([read])
+
+
 def test_render_without_matplotlib(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench_context_parallel.main([str(tmp_path / "new"), "--render", *files]) == 0
@@ -379,7 +254,7 @@ def test_render_another_file(content, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(content)
     assert bench_context_parallel.main([str(tmp_path / "new"), "--render", str(path)]) == 2
-    assert f"--render must be JSON files that this script wrote; {path}" in capsys.readouterr().err
+    assert f"--render must be JSON that this script wrote; {path}" in capsys.readouterr().err
 
 
 def run(command: list[str], **environment: str) -> str:
@@ -413,11 +288,12 @@ def test_two_processes(tmp_path):
     json.loads(output.splitlines()[-1])
     report = Report.read(tmp_path / "context_parallel.json")
     assert len(report.rows) == 6
+    assert {"flash-attn-4", "nvidia-cutlass-dsl", "triton"} < {*report.environment["versions"]}
     for row in report.rows:
         if row.case.implementation == "megatron":
             assert "transformer" in row.error.lower()
             continue
-        assert not row.error
+        assert not row.error and row.ran == "expanded, reference"
         assert row.cp_size == 2 and len(row.step_seconds) >= 1
         assert all(0 < f < s for f, s in zip(row.forward_seconds, row.step_seconds))
         floats = {

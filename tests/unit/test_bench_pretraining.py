@@ -50,10 +50,12 @@ LOG = "\n".join(
     ]
 )
 STANDARD = Run("standard", "standard", list(log.iterations(LOG)), 1, 99_000_000, 2**31)
+CHOSEN = f"a line\n{log.CHOSEN} expanded, cudnn\nanother"
 ABSORBED = dataclasses.replace(
     STANDARD,
     name="absorbed",
     attention="absorbed",
+    ran="expanded, cudnn",
     iterations=[dataclasses.replace(one, loss=one.loss + 0.01) for one in STANDARD.iterations],
 )
 FAILED = Run("absorbed", "absorbed", error="ValueError: why")
@@ -88,6 +90,8 @@ def test_both_attentions_train_alike_in_megatrons_loop(trained):
     losses = [one["loss"] for one in found[1]["iterations"]]
     assert len(set(losses)) == 4 and all(4 < loss < 6 for loss in losses)
     assert all(run["tokens_per_second"] > 0 for run in last["runs"])
+    # What ran is known of ours only.
+    assert found[0]["ran"] == "" and found[1]["ran"].endswith(", reference")
 
 
 def test_only_one_of_them_is_absorbed(trained):
@@ -113,6 +117,7 @@ def test_log():
     assert [one.iteration for one in found] == [1, 2, 3]
     assert found[1] == log.Iteration(2, 9.0, 0.5, 321.5, 1.045)
     assert log.parameters(LOG) == 99 and log.peak_bytes(LOG) == 2**31
+    assert log.chosen_backends(CHOSEN) == "expanded, cudnn" and log.chosen_backends(LOG) == ""
     assert log.parameters("") is None and log.peak_bytes("") is None
     assert not list(log.iterations(" iteration        1/       4 | no figures"))
 
@@ -148,7 +153,7 @@ def test_megatrons_arguments_differ_in_the_attention_only():
         (["--attentions", "flash"], "expected some of standard, absorbed"),
         (["--micro-batch-size", "3"], "must be a multiple of --micro-batch-size x --gpus = 3"),
         (["--learning-rate", "nan"], "argument --learning-rate: expected a number"),
-        (["--render", "/nowhere.json"], "--render must be a JSON file that this script wrote"),
+        (["--render", "/nowhere.json"], "--render must be JSON that this script wrote"),
     ),
 )
 def test_wrong_input(options, message, tmp_path, capsys):
@@ -172,16 +177,17 @@ def test_render_another_file(content, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(content)
     assert bench_pretraining.main([str(tmp_path / "new"), "--render", str(path)]) == 2
-    assert f"--render must be a JSON file that this script wrote; {path}" in capsys.readouterr().err
+    assert f"--render must be JSON that this script wrote; {path}" in capsys.readouterr().err
 
 
 def test_table():
     report = Report(ENVIRONMENT, [STANDARD, ABSORBED])
     # The first is skipped; 300 ms are the middle of 500 and 100.
     assert table(report).splitlines()[2] == (
-        "| standard | 99 M | 300.0 (100.0 - 500.0) ms | 54,613 | 321.5 | 32.1 % | 2.00 GiB | "
+        "| standard | - | 99 M | 300.0 (100.0 - 500.0) ms | 54,613 | 321.5 | 32.1 % | 2.00 GiB | "
         "10.0000 | 8.5000 |"
     )
+    assert table(report).splitlines()[3].startswith("| absorbed | expanded, cudnn | 99 M |")
     [gap] = report.differences()
     assert gap["runs"] == ["standard", "absorbed"]
     assert gap["largest"] == pytest.approx(0.01) and gap["last"] == pytest.approx(0.01)

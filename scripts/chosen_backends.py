@@ -1,0 +1,37 @@
+"""Which form and backend an attention of ours really ran."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from absorbed_mla.core_attention import LatentCoreAttention
+
+
+class ChosenBackends:
+    """Form and backend of every call of our attentions, from their plans.
+
+    Args:
+        model: Whose modules are watched; other attentions than ours say nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # A dict, for its order.
+        self._found: dict[str, None] = {}
+        for module in model.modules():
+            if isinstance(module, LatentCoreAttention):
+                self._watch(module)
+
+    def __str__(self) -> str:
+        """``"expanded, cudnn"``; several are separated by semicolons, none are empty."""
+        return "; ".join(self._found)
+
+    def _watch(self, attention: LatentCoreAttention) -> None:
+        plan = attention.plan
+
+        def watched(*args, **kwargs):
+            made = plan(*args, **kwargs)
+            form = type(made.form).__name__.removesuffix("Form").lower()
+            self._found[f"{form}, {made.backend.name}"] = None
+            return made
+
+        attention.plan = watched  # type: ignore[method-assign]
