@@ -79,8 +79,9 @@ def test_first_error_stops_those_that_run_and_those_that_wait():
     with pytest.raises(ValueError, match="on fire"):
         run_parts(parts(*[1] * 20), write, budget, workers=3)
     assert time.monotonic() - start < 2
-    # The one that ran, and perhaps the one that got the memory of the one that failed.
-    assert stopped in (["1"], ["1", "2"], ["2", "1"])
+    # The one that ran, and perhaps one that got the memory of the one that failed: which one, and
+    # whether, depends on how soon the failure is noticed.
+    assert "1" in stopped and len(stopped) <= 2
 
 
 def test_memory_is_given_back_after_an_error():
