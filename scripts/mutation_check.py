@@ -5,7 +5,10 @@ Each mutation is applied to a copy of the checkout; the unit tests and then the 
 TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
 
     $ python scripts/mutation_check.py
-    rope_pairing           caught by tests/unit/test_property_shapes.py::...
+    (nothing broken)         not caught
+    rope_pairing             caught in tests/unit by tests/unit/test_property_shapes.py::...
+
+With ``--tests`` only the named test files run, which is quick and shows what they notice.
 """
 
 from __future__ import annotations
@@ -59,10 +62,9 @@ MUTATIONS = {
         "tensor_parallel_output_grad=False",
     ),
     "k_rope_reduction_no_sp": Mutation(
-        "absorbed_mla/attention.py",
-        "latent, k_rope = both.split(widths, dim=-1)",
-        "latent, k_rope = (both.split(widths, dim=-1)[0], k_rope if not self.sequence_parallel "
-        "else both.split(widths, dim=-1)[1])",
+        "absorbed_mla/tensor_parallel.py",
+        "return copy_to_tensor_model_parallel_region(x, group=tp_group)",
+        "return x",
     ),
     "causal_offset": Mutation(
         "absorbed_mla/core_attention/scores.py",
@@ -114,18 +116,86 @@ MUTATIONS = {
         "for x in (lse, part_lse))",
         "for x in (lse, lse))",
     ),
-    "window_offset": Mutation(
-        "absorbed_mla/core_attention/spans.py",
-        "query_start, offset = self.query_start + blind, offset + blind",
-        "query_start = self.query_start + blind",
+    "rotated_gradient": Mutation(
+        "absorbed_mla/rope.py",
+        "cos, sin, back=True)",
+        "cos, sin, back=False)",
+    ),
+    "rotated_view": Mutation(
+        "absorbed_mla/rope.py",
+        "x.clone() if x._is_view() else x",
+        "x",
+    ),
+    "k_rope_for_one_head": Mutation(
+        "absorbed_mla/core_attention/expansion.py",
+        "extended[:, nope:, c:].diagonal",
+        "extended[:1, nope:, c:].diagonal",
+    ),
+    "weight_gradient_slice": Mutation(
+        "absorbed_mla/core_attention/expansion.py",
+        "dw_k[:, : w_k.shape[1] - rope, :c]",
+        "dw_k[:, rope:, :c]",
+    ),
+    "head_chunks_not_summed": Mutation(
+        "absorbed_mla/core_attention/forms.py",
+        "dkv = part if dkv is None else dkv.add_(part)",
+        "dkv = part",
+    ),
+    "slowest_form": Mutation(
+        "absorbed_mla/core_attention/choice.py",
+        "form, found = min(candidates, ",
+        "form, found = max(candidates, ",
+    ),
+    "form_without_backward": Mutation(
+        "absorbed_mla/core_attention/cost.py",
+        "(3 * key + 2 * value) if work.training else 0",
+        "0",
+    ),
+    "wave_alignment": Mutation(
+        "absorbed_mla/core_attention/waves.py",
+        "key_end=span.key_start + queries + offset)",
+        "key_end=span.key_start + queries + offset + 1)",
+    ),
+    "uncovered_keys": Mutation(
+        "absorbed_mla/core_attention/flash_attention.py",
+        "torch.empty_like if wave.num_keys == len(k) else torch.zeros_like",
+        "torch.empty_like",
+    ),
+    "uncovered_queries": Mutation(
+        "absorbed_mla/core_attention/flash_attention.py",
+        "make = torch.empty if covers(rules.spans, tokens) else torch.zeros\n",
+        "make = torch.empty\n",
+    ),
+    "atomics_where_forbidden": Mutation(
+        "absorbed_mla/core_attention/flash_attention.py",
+        "deterministic=is_demanded()",
+        "deterministic=False",
+    ),
+    "tile_offset": Mutation(
+        "absorbed_mla/kernels/tiles.py",
+        "offset = offset + part * tokens",
+        "offset = offset + part * (tokens - 1)",
+    ),
+    "tiles_of_another_layout": Mutation(
+        "absorbed_mla/core_attention/by_identity.py",
+        "key = (id(subject), *others)",
+        "key = (*others,)",
     ),
 }
+
+
+def pytest(paths: list[str], processes: int = 1) -> list[str]:
+    """The command that runs these tests until the first failure."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else [])]
+    command += ["-m", "pytest", "-x", "-q", "-W", "ignore", *paths]
+    # The tests of the list above would notice whatever is broken.
+    return [*command, "--deselect", "tests/unit/test_mutations.py"]
+
+
 SUITES = {
-    "tests/unit": [sys.executable, "-m", "pytest", "-x", "-q", "-W", "ignore", "tests/unit"],
-    "tests/distributed (TP=2)": [
-        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        *["-m", "pytest", "-x", "-q", "-W", "ignore", "tests/distributed"],
-    ],
+    "tests/unit": pytest(["tests/unit"]),
+    "tests/distributed (TP=2)": pytest(["tests/distributed"], processes=2),
 }
 
 
@@ -133,24 +203,30 @@ def main() -> int:
     """Run the chosen mutations and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTATIONS)}; default all")
-    names = parser.parse_args().names or list(MUTATIONS)
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="run these files only")
+    parser.add_argument("--processes", type=int, default=1, help="for --tests; default 1")
+    arguments = parser.parse_args()
+    names = arguments.names or list(MUTATIONS)
     unknown = sorted(set(names) - set(MUTATIONS))
     if unknown:
         parser.error(f"unknown mutation {', '.join(unknown)}; known are {', '.join(MUTATIONS)}")
-    if first_failure("(nothing broken)", None):
+    suites = SUITES
+    if arguments.tests:
+        suites = {"the chosen files": pytest(arguments.tests, arguments.processes)}
+    if first_failure("(nothing broken)", None, suites):
         parser.error("the tests fail without any mutation; mend that first")
-    caught = [first_failure(name, MUTATIONS[name]) for name in names]
+    caught = [first_failure(name, MUTATIONS[name], suites) for name in names]
     return 0 if all(caught) else 1
 
 
-def first_failure(name: str, mutation: Mutation | None) -> str | None:
-    """The first test that fails under ``mutation``, printed as it is found."""
+def first_failure(name: str, mutation: Mutation | None, suites: dict[str, list[str]]) -> str | None:
+    """The first test of ``suites`` that fails under ``mutation``, printed as it is found."""
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
         copy = Path(folder)
         copy_checkout(copy)
         if mutation:
             mutate(copy / mutation.file, mutation)
-        for suite, command in SUITES.items():
+        for suite, command in suites.items():
             failure = run_until_failure(command, copy)
             if failure:
                 print(f"{name:24s} caught in {suite} by {failure}", flush=True)
@@ -184,7 +260,7 @@ def run_until_failure(command: list[str], folder: Path) -> str | None:
     if result.returncode == 0:
         return None
     # Only a failed test counts; a broken environment or a syntax error proves nothing.
-    found = re.search(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
+    found = re.search(r"^FAILED (.+?)(?: - |$)", result.stdout, re.MULTILINE)
     if not found:
         raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}\n{result.stderr}")
     return found.group(1)

@@ -19,7 +19,8 @@ from tests.distributed.test_oracle_grid import (
     precision_shapes,
 )
 from tests.support import world
-from tests.support.certify import execute
+from tests.support.backends import kernel_cases, kernels_running
+from tests.support.certify import Execution, execute
 from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import cut_layout
 from tests.support.numerics import bounds_from_eager, compare
@@ -107,14 +108,31 @@ def test_precision(
     check(setup, layout, error_table, shape)
 
 
+@cp_comm_type
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("case", kernel_cases(), ids=str)
+def test_kernels(sizes, case, backend, cp_comm_type, error_table):
+    """If this fails, training with ``core_attention_backend`` of that name is wrong."""
+    setup = case.setup(
+        backend=backend, sequence_parallel=world.tp_size() > 1, cp_comm_type=cp_comm_type
+    )
+    with kernels_running(case):
+        execution = execute(case.mla, setup, cut_layout(case.layout, world.cp_size()))
+    check_execution(execution, setup, case.layout, error_table, "kernels")
+
+
 def check(setup: Setup, layout_name: str, error_table, shape: str = "tiny") -> None:
     """Compare one combination with the oracle, and record it."""
-    mla, dtype, tokens = (
-        precision_shapes()[shape],
-        setup.dtype,
-        cut_layout(layout_name, world.cp_size()),
-    )
-    execution = execute(mla, setup, tokens)
+    tokens = cut_layout(layout_name, world.cp_size())
+    execution = execute(precision_shapes()[shape], setup, tokens)
+    check_execution(execution, setup, layout_name, error_table, shape)
+
+
+def check_execution(
+    execution: Execution, setup: Setup, layout_name: str, error_table, shape: str
+) -> None:
+    """Compare what the layer made with the oracle, and record it."""
+    dtype = setup.dtype
     exact = execution.oracle(execution.table())
     bounds = SAME_TABLE_BOUND
     if dtype != torch.float64:

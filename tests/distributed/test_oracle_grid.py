@@ -7,6 +7,7 @@ with Megatron's own MLA at the same size would prove nothing: it has gradient bu
 1. float64, all combinations on one shape: nothing hides behind rounding.
 2. float64, all shapes on fewer combinations.
 3. float32, bfloat16, float16: bounds from a plain evaluation of the oracle's equations.
+4. Likewise with every kernel that this machine can run, whichever of them "auto" would take.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 
 from tests.oracle import OracleMLA
 from tests.support import world
+from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import FUSED, TINY, shapes
-from tests.support.certify import execute
+from tests.support.certify import Execution, execute
 from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import bounds_from_eager, compare
@@ -129,10 +131,29 @@ def test_precision(
         backend=backend,
     )
     mla, tokens = precision_shapes()[shape], grid_layout(layout, divisible=sequence_parallel)
-    execution = execute(mla, setup, tokens)
+    check_precision(execute(mla, setup, tokens), setup, layout, error_table, shape)
+
+
+@sequence_parallel
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("case", kernel_cases(), ids=str)
+def test_kernels(case, backend, sequence_parallel, error_table):
+    """If this fails, training with ``core_attention_backend`` of that name is wrong."""
+    setup = case.setup(backend=backend, sequence_parallel=sequence_parallel)
+    tokens = grid_layout(case.layout, divisible=sequence_parallel)
+    with kernels_running(case):
+        execution = execute(case.mla, setup, tokens)
+    check_precision(execution, setup, case.layout, error_table, "kernels")
+
+
+def check_precision(
+    execution: Execution, setup: Setup, layout: str, error_table, shape: str
+) -> None:
+    """Compare with the oracle by the error of its own equations at the precision, and record it."""
+    dtype = setup.dtype
     # TransformerEngine multiplies float32 matrices in TF32, which has float16's significand,
     # unless this switch of the CUDA libraries forbids it.
-    tf32 = backend == "transformer_engine" and dtype == torch.float32
+    tf32 = setup.backend == "transformer_engine" and dtype == torch.float32
     tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     precision = torch.float16 if tf32 else dtype
     table = execution.table()

@@ -46,6 +46,7 @@ class Setup:
     recompute: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
     backend: str = "local"
+    core_attention_backend: str = "auto"
     cp_comm_type: str | None = None
     # Shorter than the tests' sequences, so that attention takes several chunks.
     query_chunk_size: int = 4
@@ -61,6 +62,7 @@ class Setup:
             "recompute": "+".join(self.recompute) or "none",
             "dtype": str(self.dtype).removeprefix("torch."),
             "backend": self.backend,
+            "core_attention_backend": self.core_attention_backend,
             "cp_comm_type": self.cp_comm_type,
         }
 
@@ -82,6 +84,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         form=setup.form,
         down_projection=setup.down_projection,
         latent_norm_eps=mla.norm_eps,
+        core_attention_backend=setup.core_attention_backend,
         query_chunk_size=setup.query_chunk_size,
         expansion_chunk_size=setup.expansion_chunk_size,
     )

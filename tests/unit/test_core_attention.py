@@ -28,6 +28,7 @@ from absorbed_mla.options import FORMS
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
+from tests.support.backends import determinism
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
 from tests.support.numerics import relative_error
@@ -88,10 +89,8 @@ def test_forms_are_really_two(monkeypatch):
 
 @pytest.fixture()
 def not_deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(before)
+    with determinism(demanded=False):
+        yield
 
 
 V3 = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)

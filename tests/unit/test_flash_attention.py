@@ -20,6 +20,7 @@ from absorbed_mla.core_attention.flash_attention import FlashAttention4
 from absorbed_mla.core_attention.spans import self_attention_spans
 from absorbed_mla.core_attention.waves import boundaries, waves
 from absorbed_mla.sequences import SequenceLayout
+from tests.support.backends import determinism
 from tests.support.numerics import bounds_from_eager, compare, relative_error
 from tests.unit.test_context_parallel_layout import pairs_in
 from tests.unit.test_fused_attention import SPANS, operands, outcome
@@ -55,13 +56,13 @@ def pairs_of(wave) -> list[tuple[int, int]]:
 @given(span_lists())
 @settings(max_examples=400, deadline=None)
 def test_waves_hold_what_the_spans_see(found):
-    pairs = [pair for wave in waves(found) for pair in pairs_of(wave)]
+    pairs = [pair for wave in waves(found, True) for pair in pairs_of(wave)]
     assert sorted(pairs) == sorted(pairs_in(found))
 
 
 def test_a_pack_is_one_wave():
     layout = SequenceLayout(30, (0, 10, 20), (7, 10, 1), (10, 10, 10), packed=True)
-    [wave] = waves(self_attention_spans(layout, causal=True))
+    [wave] = waves(self_attention_spans(layout, causal=True), True)
     assert wave.causal and wave.longest == (10, 10)
 
 
@@ -70,6 +71,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.deterministic: set[bool] = set()
 
     def sequences(self, q, k, lengths):
         """Views (batch or one of it, queries, keys) of every sequence."""
@@ -110,6 +112,7 @@ class StandIn:
         **lengths,
     ):  # fmt: skip
         self.calls += 1
+        self.deterministic.add(deterministic)
         assert lse.is_contiguous() and (dlse is None or dlse.shape == lse.shape)
         for _, queries, keys in self.sequences(q, k, lengths):
             rows, columns = (
@@ -131,6 +134,11 @@ class StandIn:
 
 @pytest.fixture()
 def stand_in(monkeypatch) -> StandIn:
+    return install_stand_in(monkeypatch)
+
+
+def install_stand_in(monkeypatch) -> StandIn:
+    """In place of the package, whether or not there is one."""
     module = StandIn()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
@@ -154,6 +162,17 @@ def test_equals_the_reference(name, batch, lse_weight, stand_in):
     assert stand_in.calls == 2 * len(waves(rules.spans, batch == 1))
     for key, tensor in expected.items():
         assert relative_error(actual[key].double(), tensor.double()) < 1e-6, key
+
+
+@pytest.mark.parametrize(
+    ("demanded", "warn_only", "expected"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_repeats_to_the_bit_where_it_must(demanded, warn_only, expected, stand_in):
+    """Otherwise gradients differ from run to run, or cost more than they need to."""
+    with determinism(demanded, warn_only):
+        outcome(FlashAttention4(), operands(torch.float64), ScoreRules(0.3, SPANS["zigzag"]))
+    assert stand_in.deterministic == {expected}
 
 
 @pytest.mark.skipif(

@@ -25,6 +25,7 @@ from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from absorbed_mla.projections import ProjectionBuilder
 from absorbed_mla.unsupported import refuse_unsupported_config
+from tests.support.backends import determinism
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
 from tests.support.refusal import refusal
@@ -149,10 +150,8 @@ class TestBackend:
     def _hopper(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(False)
-        yield
-        torch.use_deterministic_algorithms(before)
+        with determinism(demanded=False):
+            yield
 
     def test_what_can_run(self):
         runnable, _ = examine("auto", REQUEST)
@@ -178,12 +177,8 @@ class TestBackend:
         assert examine("cudnn", REQUEST) == ([], {"cudnn": "it needs compute capability 9.0"})
 
     def test_deterministic_algorithms(self):
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=False)
-        try:
+        with determinism(demanded=True):
             assert "not deterministic" in examine("cudnn", REQUEST)[1]["cudnn"]
-        finally:
-            torch.use_deterministic_algorithms(before)
 
 
 class TestDims:

@@ -7,6 +7,7 @@ import torch
 
 from absorbed_mla.rope import apply_rope, rotate_tail
 from tests.support import world
+from tests.support.backends import triton_interpreter
 from tests.support.numerics import relative_error
 
 TOKENS, BATCH = 5, 2
@@ -46,16 +47,84 @@ def test_gradient():
     assert torch.autograd.gradcheck(lambda y: rotate_tail(y.clone(), cos, sin, 3), x)
 
 
+class HandsOn(torch.autograd.Function):
+    """Returns its input, as a collective over one rank does; autograd makes it a view."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+VIEWS = {
+    "view": lambda x: (x * 1).view_as(x),
+    "slice": lambda x: torch.cat((x, x), dim=-1)[..., : x.shape[-1]],
+    "narrowed tokens": lambda x: torch.cat((x, x))[: len(x)],
+    "custom function": lambda x: HandsOn.apply(x * 1),
+    "custom function of a leaf": HandsOn.apply,
+    "view of a leaf": lambda x: x.view_as(x),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+class TestViews:
+    """Autograd refuses to write into some, and others show memory that is not the query's."""
+
+    def test_value_and_gradient(self, name):
+        heads, width, rope = 3, 14, 6
+        leaf, expected, cos, sin = case(heads, width, rope, torch.float64)
+        before = leaf.clone()
+        leaf.requires_grad_()
+        given = VIEWS[name](leaf)
+        found = rotate_tail(given, cos, sin, heads)
+        assert relative_error(found.detach(), expected) < 1e-6
+        weights = torch.randn(found.shape, dtype=torch.float64).to(found)
+        [actual] = torch.autograd.grad((found * weights).sum(), leaf)
+        assert torch.equal(leaf.detach(), before), "the leaf is a parameter or another's input"
+        by_head = leaf.unflatten(-1, (heads, width))
+        tail = apply_rope(by_head[..., width - rope :], cos, sin)
+        plain = torch.cat((by_head[..., : width - rope], tail), dim=-1).flatten(2)
+        [truth] = torch.autograd.grad((plain * weights).sum(), leaf)
+        assert relative_error(actual, truth) < 1e-12
+
+    def test_gradcheck(self, name):
+        leaf, _, cos, sin = case(2, 10, 6, torch.float64)
+        leaf.requires_grad_()
+        cos, sin = cos.double(), sin.double()
+        assert torch.autograd.gradcheck(lambda x: rotate_tail(VIEWS[name](x), cos, sin, 2), leaf)
+
+
+def test_the_base_of_a_view_stays():
+    """It may be what another part of the model goes on to use."""
+    x, expected, cos, sin = case(3, 14, 6, torch.float32)
+    base = (x.clone().requires_grad_() * 1).detach()
+    found = rotate_tail(base.view_as(base), cos, sin, 3)
+    assert relative_error(found.double(), expected.double()) < 1e-6
+    assert torch.equal(base, x)
+
+
+def test_second_derivatives_are_refused():
+    """The kernel's would be wrong without a word."""
+    x, _, cos, sin = case(2, 10, 6, torch.float64)
+    x.requires_grad_()
+    found = rotate_tail(x * 1, cos, sin, 2)
+    [grad] = torch.autograd.grad((found**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_kernel_equals_the_twin(monkeypatch):
     """Both directions, by Triton's interpreter where there is no GPU."""
     triton = pytest.importorskip("triton")
-    if world.device().type != "cuda":
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     from absorbed_mla import rope
     from absorbed_mla.kernels import rotation
 
     if world.device().type != "cuda":
-        interpreted = triton.jit(rotation._rotate_kernel.fn)
+        with triton_interpreter():
+            interpreted = triton.jit(rotation._rotate_kernel.fn)
         monkeypatch.setattr(rotation, "_rotate_kernel", interpreted)
     for heads, width, channels in ((5, 24, 16), (3, 192, 64), (35, 12, 4)):
         x, _, cos, sin = case(heads, width, channels, torch.float32)

@@ -1,0 +1,136 @@
+"""Attention backends under test: where they run, and the settings that decide what runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from absorbed_mla import MLADims
+from absorbed_mla.core_attention import AttentionRequest
+from absorbed_mla.core_attention.backend import examine
+from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm
+from tests.oracle import OracleMLA
+from tests.support import world
+from tests.support.cases import INTERPRETED, WIDE, config_for
+from tests.support.harness import Setup
+from tests.support.layouts import LAYOUTS
+
+FORMS = {"absorbed": AbsorbedForm(), "expanded": ExpandedForm(1)}
+
+
+@contextlib.contextmanager
+def determinism(demanded: bool, warn_only: bool = False) -> Iterator[None]:
+    """``torch.use_deterministic_algorithms`` for a while, then as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(demanded, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
+@contextlib.contextmanager
+def triton_interpreter() -> Iterator[None]:
+    """Triton's interpreter where there is no GPU; "auto" must not see it in other tests.
+
+    Triton decides when a kernel is decorated, so the kernels have to be imported in here.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:
+    """Why ``backend`` cannot attend in a layer of this shape on this machine, or None."""
+    dims = MLADims.from_config(config_for(mla, dtype), world.tp_size())
+    key_width, value_width, latent = FORMS[form].widths(dims)
+    request = AttentionRequest(
+        device=world.device(),
+        dtype=dtype,
+        key_width=key_width,
+        value_width=value_width,
+        latent=latent,
+        masked=False,
+        dropout=False,
+    )
+    return examine(backend, request)[1].get(backend)
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """A point of the oracle's grid that a kernel of this machine must pass.
+
+    Attributes:
+        form: Absorbed or expanded.
+        core_attention_backend: The only one that may run.
+        mla: Shape of the layer.
+        dtype: Of all its tensors.
+        layout: One of ``LAYOUTS``.
+        recomputes: Whether backward makes again everything that it can.
+    """
+
+    form: str
+    core_attention_backend: str
+    mla: OracleMLA
+    dtype: torch.dtype
+    layout: str
+    recomputes: bool
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        names = [self.core_attention_backend, self.form, dtype, self.layout]
+        return "-".join([*names, "recomputed" if self.recomputes else "kept"])
+
+    def setup(self, **more) -> Setup:
+        """The case as a setup of the layer."""
+        return Setup(
+            form=self.form,
+            core_attention_backend=self.core_attention_backend,
+            dtype=self.dtype,
+            recompute=("mla_up_proj", "core_attn") if self.recomputes else (),
+            **more,
+        )
+
+
+_KERNELS = {
+    "flash_attention_4": "expanded",
+    "cudnn": "expanded",
+    "hopper": "absorbed",
+    "triton": "absorbed",
+}
+
+
+def kernel_cases() -> list[KernelCase]:
+    """All kernels on a GPU; elsewhere the portable one, interpreted."""
+    if not torch.cuda.is_available():
+        points = (("sbhd", False), ("thd_padded", True))
+        return [
+            KernelCase("absorbed", "triton", INTERPRETED, torch.float32, *point) for point in points
+        ]
+    points = [(torch.bfloat16, layout, recomputes) for layout in LAYOUTS for recomputes in (0, 1)]
+    points += [(torch.float16, "sbhd", 0), (torch.float16, "thd_padded", 1)]
+    return [
+        KernelCase(form, name, WIDE, dtype, layout, bool(recomputes))
+        for name, form in _KERNELS.items()
+        for dtype, layout, recomputes in points
+    ]
+
+
+@contextlib.contextmanager
+def kernels_running(case: KernelCase) -> Iterator[None]:
+    """What a kernel needs to run here; skips the test where it cannot.
+
+    Results need not repeat, since some kernels are replaced by others where they must, but memory
+    that nobody wrote still holds NaN.
+    """
+    with triton_interpreter(), determinism(True, warn_only=True):
+        reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)
+        if reason:
+            pytest.skip(f"{case.core_attention_backend}: {reason}")
+        yield
