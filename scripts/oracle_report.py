@@ -26,10 +26,11 @@ COLUMNS = (
     "down_projection",
     "form",
     "recompute",
+    "core_attention_backend",
     "layout",
 )
-# Of tables that were written before there was context parallelism.
-DEFAULTS = {"context_parallel": 1, "cp_comm_type": None}
+# Of tables that were written before there was context parallelism, or more than one backend.
+DEFAULTS = {"context_parallel": 1, "cp_comm_type": None, "core_attention_backend": "auto"}
 PRECISION = ("device", "backend", "dtype", "rotary_table")
 
 
@@ -108,7 +109,8 @@ def combination_table(rows: list[dict]) -> str:
         [*key, *(f"{by_layout[n]:.1e}" if n in by_layout else "" for n in layouts)]
         for key, by_layout in sorted(cells.items(), key=str)
     ]
-    head = ["TP", "CP", "exchange", "SP", "down-projection", "form", "recompute", *layouts]
+    head = ["TP", "CP", "exchange", "SP", "down-projection", "form", "recompute", "core attention"]
+    head += layouts
     return _table(head, lines)
 
 
