@@ -62,7 +62,7 @@ def _forward(
     lengths, (q, out), (k, v) = _call(wave, (q, out), (k, v))
     part_lse = lse[:, :, wave.queries]
     # It writes heads before tokens, in memory of its own where the wave is a part of the queries.
-    written = part_lse if part_lse.is_contiguous() else torch.empty_like(part_lse).copy_(part_lse)
+    written = part_lse.contiguous()
     _flash_attn_fwd(
         q,
         k,
