@@ -18,6 +18,7 @@ from torch import Tensor
 from absorbed_mla.context_parallel import ContextParallel
 from absorbed_mla.core_attention import AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.inference import CachedAttention, open_step
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
@@ -28,6 +29,7 @@ from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_paral
 from absorbed_mla.unsupported import (
     refuse_unsupported_arguments,
     refuse_unsupported_config,
+    refuse_unsupported_inference,
     refuse_unsupported_input,
 )
 
@@ -106,6 +108,7 @@ class AbsorbedMLASelfAttention(Attention):
             softmax_scale=self.softmax_scale,
             options=options,
         )
+        self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
         StandardLayoutHooks(self)
 
     def forward(
@@ -133,6 +136,8 @@ class AbsorbedMLASelfAttention(Attention):
                 counts this rank's chunks (``context_parallel.ContextParallelLayout``).
             attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S * cp], or None. Hidden
                 besides what ``attn_mask_type`` hides.
+            inference_context: Megatron's static or dynamic context, which keeps the latents of
+                earlier tokens; ``inference_params`` is its former name.
             packed_seq_params: Megatron's boundaries of packed sequences (``thd``), of the whole
                 pack, and the context-parallel group of this call where it differs.
 
@@ -144,8 +149,6 @@ class AbsorbedMLASelfAttention(Attention):
         """
         refuse_unsupported_arguments(
             key_value_states=key_value_states,
-            inference_context=inference_context,
-            inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
             rotary_pos_cos=rotary_pos_cos,
             rotary_pos_sin=rotary_pos_sin,
@@ -154,12 +157,18 @@ class AbsorbedMLASelfAttention(Attention):
             position_ids=position_ids,
             sequence_len_offset=sequence_len_offset,
         )
+        refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
+        if inference_context is None:
+            inference_context = inference_params
+        if inference_context is not None:
+            return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         q_down, kv_down = self._down_project(hidden_states)
         # Fetched here by a call, and handed on: Megatron's parameter gather waits in the call's
         # hooks, and a checkpoint returns gradients for what it is given.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
-        cos, sin = self._rotary_rows(plan, hidden_states.device)
+        device = hidden_states.device
+        cos, sin = self._rotary_rows(plan.max_position, plan.keys.positions(device), device)
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
         run = up_project.checkpoint if up_project else _call
         operands = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
@@ -167,6 +176,25 @@ class AbsorbedMLASelfAttention(Attention):
         if up_project:
             up_project.discard_output_and_register_recompute(attended)
         return self.linear_proj(attended)
+
+    def _infer(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, context: Any, packed: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward` over cached latents, from the live weights."""
+        group = self.context_parallel.group_of(None)
+        cp_size = 1 if group is None else group.size()
+        refuse_unsupported_inference(
+            attention_mask, packed, causal=self.core_attention.causal, cp_size=cp_size
+        )
+        q_down, kv_down = self._down_project(hidden_states)
+        query, kv = self._query(q_down), self._latent(kv_down)
+        step = open_step(context, self.layer_number, self._get_pp_layer_offset_for_inference, kv)
+        cos_sin = self._rotary_rows(step.max_position, step.positions(), kv.device)
+        kv = rotate_tail(step.pack(kv), *cos_sin, num_heads=1)
+        step.write(kv)
+        weights = self.linear_k_up_proj(), self.linear_v_up_proj()
+        attended = self.cached_attention(step, step.pack(query), kv, weights, cos_sin)
+        return self.linear_proj(step.unpack(attended.flatten(2)))
 
     @property
     def _recomputes_up_proj(self) -> bool:
@@ -176,7 +204,6 @@ class AbsorbedMLASelfAttention(Attention):
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any
     ) -> AttentionPlan:
         """Check the input, find its sequences, and settle how to attend to them."""
-        refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
         group = self.context_parallel.group_of(packed_seq_params)
         cp_size = 1 if group is None else group.size()
         tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
@@ -194,10 +221,11 @@ class AbsorbedMLASelfAttention(Attention):
         )
         return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
 
-    def _rotary_rows(self, plan: AttentionPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rotary_rows(
+        self, max_position: int, positions: Tensor | None, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, rope / 2] of every token's position."""
-        cos, sin = self.rotary.cos_sin(plan.max_position, device)
-        positions = plan.keys.positions(device)
+        cos, sin = self.rotary.cos_sin(max_position, device)
         return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,7 +262,7 @@ class AbsorbedMLASelfAttention(Attention):
             so that all can be dropped.
         """
         # Latents first: context-parallel ranks exchange them while the query is made.
-        kv = plan.keys.start(self._latent(kv_down, cos, sin))
+        kv = plan.keys.start(rotate_tail(self._latent(kv_down), cos, sin, num_heads=1))
         return kv, *plan.form.query(self._query(q_down), w_uk, cos, sin)
 
     def _query(self, q_down: Tensor) -> Tensor:
@@ -245,13 +273,12 @@ class AbsorbedMLASelfAttention(Attention):
             query, _ = self.linear_q_up_proj(self.q_layernorm(q_down))
         return query
 
-    def _latent(self, kv_down: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and rotated."""
+    def _latent(self, kv_down: Tensor) -> Tensor:
+        """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and not rotated."""
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
         kv = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
-        kv = enter_head_parallel(kv, self.tp_group, self.sequence_parallel)
-        return rotate_tail(kv, cos, sin, num_heads=1)
+        return enter_head_parallel(kv, self.tp_group, self.sequence_parallel)
 
     def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
         """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""

@@ -15,7 +15,8 @@ CORE_ATTENTION_BACKENDS = (
     "triton",
     "reference",
 )
-_CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size")
+PAGED_ATTENTION_BACKENDS = ("auto", "flash_mla", "triton", "reference")
+_CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,11 @@ class AbsorbedMLAOptions:
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
             at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.
+        paged_attention_backend: Where latents are cached (inference), for the rows that run
+            absorbed: ``"flash_mla"`` (the flash-mla package), ``"triton"`` (this package's kernel)
+            or ``"reference"``; ``"auto"`` takes the first of them that can.
+        context_chunk_size: Tokens of cached context that the expanded form gathers and expands at a
+            time in inference. The default is 72 MiB of latents at DeepSeek-V3's dimensions.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -50,12 +56,18 @@ class AbsorbedMLAOptions:
     core_attention_backend: str = "auto"
     query_chunk_size: int = 256
     expansion_chunk_size: int = 2**20
+    paged_attention_backend: str = "auto"
+    context_chunk_size: int = 2**16
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
         _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
         _require_one_of(
             "core_attention_backend", self.core_attention_backend, CORE_ATTENTION_BACKENDS
+        )
+        _require_one_of(
+            "paged_attention_backend", self.paged_attention_backend, PAGED_ATTENTION_BACKENDS
         )
         eps = self.latent_norm_eps
         if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):

@@ -16,8 +16,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), "train in fp32, fp16 or bf16"),
     "qk_clip": ((False,), "QK-clip is not supported yet"),
     "log_max_attention_logit": ((False,), "attention logits are not recorded yet"),
-    "cache_mla_latents": ((False,), "inference is not supported yet"),
-    "flash_decode": ((False,), "inference is not supported yet"),
+    "flash_decode": ((False,), "latents are cached, not keys and values"),
     "experimental_attention_variant": ((None,), "attention is dense"),
     "apply_rope_fusion": ((False,), "RoPE is computed unfused, in fp32"),
     "mla_down_proj_fusion": ((False,), "Q and KV down-projections are separate"),
@@ -29,7 +28,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "softmax_scale": ((None,), "MLA's scale follows from its head dim and mscale_all_dim"),
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
-    "transformer_impl": (("local", "transformer_engine"), "inference is not supported yet"),
+    "transformer_impl": (("local", "transformer_engine"), "it has one implementation"),
     "cuda_graph_impl": (("none",), "the attention is not captured in CUDA graphs yet"),
     "hierarchical_context_parallel_sizes": (
         (None,),
@@ -112,9 +111,7 @@ def refuse_unsupported_arguments(**arguments: object) -> None:
 
 _REASONS = {
     "key_value_states": "it is self-attention",
-    "inference_context": "inference is not supported yet",
-    "inference_params": "inference is not supported yet",
-    "sequence_len_offset": "inference is not supported yet",
+    "sequence_len_offset": "the inference context says where its tokens are",
     "rotary_pos_emb": "MLA makes its own rotary embedding",
     "rotary_pos_cos": "MLA makes its own rotary embedding",
     "rotary_pos_sin": "MLA makes its own rotary embedding",
@@ -122,3 +119,52 @@ _REASONS = {
     "position_ids": "positions follow from the sequence layout",
     "attention_bias": "scores take a mask, not a bias",
 }
+
+
+def refuse_unsupported_inference(
+    attention_mask: Tensor | None, packed_seq_params: object, *, causal: bool, cp_size: int
+) -> None:
+    """Refuse what a forward with an inference context cannot be given.
+
+    Args:
+        attention_mask: Of the forward. One that hides later tokens, and nothing else, is welcome.
+        packed_seq_params: Of the forward.
+        causal: Whether a token sees only itself and earlier tokens.
+        cp_size: Ranks that sequences are cut over.
+
+    Raises:
+        ValueError: Naming what was given and what is supported.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "inference_context needs torch.no_grad() or torch.inference_mode(): cached latents "
+            "have no gradient"
+        )
+    if not causal:
+        raise ValueError(
+            "inference_context needs a causal attn_mask_type: a cached token was computed without "
+            "those after it"
+        )
+    if cp_size > 1:
+        raise ValueError(
+            f"inference_context needs context_parallel_size=1, got {cp_size}: every rank caches "
+            "whole sequences"
+        )
+    if packed_seq_params is not None:
+        raise ValueError(
+            "packed_seq_params must be None with an inference_context, which says itself which "
+            "tokens are whose"
+        )
+    if attention_mask is not None and not _is_causal(attention_mask):
+        raise ValueError(
+            "attention_mask must be None or the causal mask with an inference_context, got "
+            f"another of shape {tuple(attention_mask.shape)}; to batch prompts of uneven length, "
+            "use Megatron's engines"
+        )
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a mask [.., queries, keys] hides exactly the keys after each of the last queries."""
+    queries, keys = mask.shape[-2:]
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device)
+    return bool((mask == causal.triu(keys - queries + 1)).all())

@@ -134,7 +134,7 @@ LAYERS = [
     {"dims", "options", "norm", "linear", "sequences", "tensor_parallel", "unsupported", "absorb"},
     {"rope", "te_linear", "state_dict"},
     {"core_attention", "sharded_state", "projections", "load_hooks"},
-    {"context_parallel"},
+    {"context_parallel", "inference"},
     {"attention"},
     {"distributed_checkpoint", "testing"},
 ]

@@ -214,7 +214,6 @@ UNSUPPORTED_CONFIG = {
     "fp4": ("e2m1", "None"),
     "qk_clip": (True, "False"),
     "log_max_attention_logit": (True, "False"),
-    "cache_mla_latents": (True, "False"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("dsa", "None"),
     "apply_rope_fusion": (True, "False"),

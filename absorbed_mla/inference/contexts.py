@@ -1,0 +1,40 @@
+"""Megatron's inference contexts, which keep what a model remembers between forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from absorbed_mla.inference.dynamic_cache import DynamicStep
+from absorbed_mla.inference.static_cache import StaticStep
+from absorbed_mla.inference.step import InferenceStep
+
+
+def open_step(
+    context: Any, layer_number: int, layer_offset: Callable[[], int], kv: Tensor
+) -> InferenceStep:
+    """The cache of one layer for one forward.
+
+    Args:
+        context: A ``StaticInferenceContext`` or a ``DynamicInferenceContext``.
+        layer_number: Of the layer in the model, from 1.
+        layer_offset: Layers of the model before this pipeline stage.
+        kv: Latents of the new tokens as the host gives them, [S, B, C + rope].
+
+    Raises:
+        ValueError: If it is no such context, the new tokens do not fit into it, or it cannot hold
+            latents.
+    """
+    if not hasattr(context, "is_static_batching"):
+        raise ValueError(
+            "inference_context must be a StaticInferenceContext or a DynamicInferenceContext, got "
+            f"{type(context).__name__}"
+        )
+    tokens, batch, _ = kv.shape
+    if context.is_static_batching():
+        return StaticStep(context, layer_number, kv)
+    if batch != 1:
+        raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
+    return DynamicStep(context, layer_number - layer_offset(), tokens)

@@ -1,0 +1,86 @@
+"""The latent cache in Megatron's ``DynamicInferenceContext``: blocks, requests of any length.
+
+The only module that knows that context; its scheduler, allocator and prefix cache are untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.step import CachePart, RowLengths
+
+
+class DynamicStep:
+    """One forward of the requests that the context scheduled.
+
+    Args:
+        context: The host's, made from a config with ``cache_mla_latents``.
+        layer_number: Of the layer among those of its pipeline stage, from 1.
+        tokens: Tokens of the forward, the host's padding included.
+
+    Raises:
+        ValueError: If the context does not hold latents, or was not told of this forward.
+    """
+
+    windowed = False
+
+    def __init__(self, context: Any, layer_number: int, tokens: int) -> None:
+        if not getattr(context, "cache_mla_latent", False):
+            raise ValueError(
+                "DynamicInferenceContext must hold latents: set cache_mla_latents=True in the "
+                "config that the context is made from"
+            )
+        if tokens != context.padded_active_token_count:
+            raise ValueError(
+                f"hidden_states have {tokens} tokens, but the inference context scheduled "
+                f"{context.padded_active_token_count}; call its initialize_attention_state first"
+            )
+        self.context, self.layer_number = context, layer_number
+        self.block_size = int(context.block_size_tokens)
+        self.max_position = int(context.max_sequence_length)
+        table = context.active_attn_metadata["mha_metadata"].state_data
+        cu_query_lengths, max_query_length = context.cu_query_lengths()
+        _, kv_lengths, max_kv_length = context.cu_kv_lengths()
+        self.rows = Rows(
+            cu_query_lengths[:-1],
+            table["query_lengths"],
+            kv_lengths,
+            table["block_table"],
+            max_query_length=int(max_query_length),
+            max_kv_length=int(max_kv_length),
+        )
+        self.lengths = None if context.using_cuda_graph_this_step() else _lengths(context)
+
+    def positions(self) -> Tensor | None:
+        """See :class:`InferenceStep`."""
+        count = self.context.padded_active_token_count
+        return self.context.gpu_view.token_to_position_in_request[:count].long()
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Nothing to do: the context packs tokens itself."""
+        return x
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Nothing to do."""
+        return x
+
+    def write(self, kv: Tensor) -> None:
+        """See :class:`InferenceStep`."""
+        self.context.append_key_value_cache(self.layer_number, kv, None)
+
+    def parts(self) -> Iterator[CachePart]:
+        """See :class:`InferenceStep`."""
+        cache, _, _ = self.context.key_value_cache(self.layer_number)
+        yield CachePart(cache, self.rows)
+
+
+def _lengths(context: Any) -> RowLengths:
+    """Lengths of the active requests, from the host's own bookkeeping: the GPU is not asked."""
+    active = slice(context.paused_request_count, context.total_request_count)
+    queries = context.request_query_lengths[active].tolist()
+    cached = context.request_kv_length_offsets[active].tolist()
+    return RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))

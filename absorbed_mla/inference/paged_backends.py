@@ -1,0 +1,125 @@
+"""Which implementation attends over the paged latent cache, and why another one cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.inference.paged_reference import paged_reference
+from absorbed_mla.inference.rows import Rows
+
+logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+
+class PagedBackend(Protocol):
+    """Absorbed attention over a paged cache; the contract is that of :func:`paged_reference`."""
+
+    name: str
+
+    def forward(
+        self,
+        q_content: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        scale: float,
+        key_start: int = 0,
+        key_end: int | None = None,
+        batch_invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Output [T, N, C] and LSE [T, N]."""
+        ...
+
+
+@dataclass(frozen=True)
+class PagedRequest:
+    """What a backend must be able to do for the calls of one layer.
+
+    Attributes:
+        device: Where.
+        dtype: Of query and cache.
+        heads: N, of one rank.
+        content: C, width of the latent.
+        rope: R, width of k_rope.
+        block_size: Tokens in a block of the cache.
+        batch_invariant: Whether the result of a token must not depend on the rest of the batch.
+        windowed: Whether calls may be for a part of the keys (``key_start``, ``key_end``).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    content: int
+    rope: int
+    block_size: int
+    batch_invariant: bool = False
+    windowed: bool = False
+
+
+class ReferenceBackend:
+    """Plain PyTorch, any device and dtype; batch-invariant."""
+
+    name = "reference"
+    forward = staticmethod(paged_reference)
+
+
+Refuses = Callable[[PagedRequest], "str | None"]
+
+# The fastest first; each with the reason why it cannot run, or None.
+_BACKENDS: dict[str, tuple[PagedBackend, Refuses]] = {
+    "reference": (ReferenceBackend(), lambda request: None),
+}
+
+
+def examine(name: str, request: PagedRequest) -> tuple[list[PagedBackend], dict[str, str]]:
+    """The backends that can do this, and why the others cannot, by name.
+
+    Args:
+        name: The only one to examine, or ``"auto"`` for all.
+        request: What must be done.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+    """
+    if name != "auto" and name not in _BACKENDS:
+        raise ValueError(
+            f"paged_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
+        )
+    runnable, refused = [], {}
+    for each in _BACKENDS if name == "auto" else (name,):
+        backend, refuses = _BACKENDS[each]
+        reason = refuses(request)
+        if reason is None:
+            runnable.append(backend)
+        else:
+            refused[each] = reason
+    return runnable, refused
+
+
+def choose(name: str, request: PagedRequest) -> PagedBackend:
+    """The first backend that can do this.
+
+    Args:
+        name: The only one that may, or ``"auto"``, which says once what it took.
+        request: What must be done.
+
+    Raises:
+        ValueError: If there is no such backend, or none can run here.
+    """
+    runnable, refused = examine(name, request)
+    reasons = "; ".join(f"{each}: {reason}" for each, reason in refused.items())
+    if not runnable:
+        raise ValueError(f"paged_attention_backend={name!r} cannot run here: {reasons}")
+    found = runnable[0]
+    if name == "auto" and found.name not in _logged:
+        _logged.add(found.name)
+        logger.info(
+            "'auto' runs paged_attention_backend=%s; refused: %s", found.name, reasons or "none"
+        )
+    return found

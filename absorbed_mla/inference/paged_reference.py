@@ -1,0 +1,117 @@
+"""Absorbed attention over a paged latent cache in plain PyTorch: what kernels are tested against.
+
+The result of a token depends on nothing but its query and its keys, to the bit: every token has
+products of its own, of one shape, over tiles of keys in their order, and what it does not see adds
+exact zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.inference.rows import Rows
+
+_TILE_KEYS = 64
+# Tiles of keys are gathered for so many tokens at a time: 38 MB in fp32 at DeepSeek-V3's widths.
+_CHUNK_TOKENS = 256
+
+
+def paged_reference(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    scale: float,
+    key_start: int = 0,
+    key_end: int | None = None,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens over the cached latents of their rows, without autograd.
+
+    Token j of row r sees key p exactly where p <= kv_lengths[r] - query_lengths[r] + j and
+    key_start <= p < key_end. Arithmetic is fp32 (fp64 for fp64 inputs).
+
+    Args:
+        q_content: Absorbed query [T, N, C].
+        q_rope: [T, N, R], rotated; R may be 0.
+        cache: [blocks, block_size, C + R]; it holds the keys from ``key_start`` on, so key p lies
+            in block_table[r, (p - key_start) // block_size] at (p - key_start) % block_size.
+        rows: Which tokens are whose, and where their keys are.
+        scale: Multiplies the scores.
+        key_start: First key that is seen.
+        key_end: One past the last key that is seen; None: no bound.
+        batch_invariant: The result is so in any case.
+
+    Returns:
+        Output [T, N, C] in the dtype of ``q_content`` and natural-log LSE [T, N] in fp32 (fp64).
+        A token in no row, or that sees no key, gets 0 and -inf, whatever lies in its query.
+    """
+    compute = torch.promote_types(q_content.dtype, torch.float32)
+    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
+    row, last = _last_keys(rows, len(q_content), key_start, key_end)
+    for first in range(0, len(q_content), _CHUNK_TOKENS):
+        chunk = slice(first, first + _CHUNK_TOKENS)
+        query = torch.cat((q_content[chunk], q_rope[chunk]), dim=-1).to(compute)
+        # Padding may hold NaN, which times 0 is NaN.
+        query = query.masked_fill((last[chunk] < 0)[:, None, None], 0.0)
+        table = rows.block_table[row[chunk]].long()
+        keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start, key_end)
+        out[chunk], lse[chunk] = _attend(query, keys, scale, q_content.shape[-1])
+    return out, lse
+
+
+class _Keys:
+    """The keys of each of some tokens, counted from the first one in the cache."""
+
+    def __init__(self, cache: Tensor, table: Tensor, last: Tensor, most: int, end: int | None):
+        self.cache, self.table, self.last = cache, table, last
+        if last.device.type == "cpu":  # where looking costs nothing: tables may be far too wide
+            most = min(most, int(last.max()) + 1)
+        self.tiles = range(0, most, _TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
+
+    def tile(self, start: int) -> tuple[Tensor, Tensor]:
+        """Keys [T, tile, D] as they are cached, 0 where unseen, and who sees them [T, tile]."""
+        key = torch.arange(start, start + _TILE_KEYS, device=self.last.device)
+        seen = key <= self.last[:, None]
+        block_size = self.cache.shape[1]
+        column = (key // block_size).clamp(max=self.table.shape[1] - 1)
+        # Unseen entries of the table may be anything.
+        block = self.table[:, column].masked_fill(~seen, 0)
+        found = self.cache[block, key % block_size]
+        return found.masked_fill(~seen[..., None], 0.0), seen
+
+
+def _last_keys(rows: Rows, tokens: int, key_start: int, key_end: int | None):
+    """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none."""
+    token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
+    index = token - rows.query_starts
+    member = (index >= 0) & (index < rows.query_lengths)  # [T, R]
+    row = member.to(torch.uint8).argmax(1)
+    last = (rows.kv_lengths - rows.query_lengths + index).gather(1, row[:, None])[:, 0]
+    if key_end is not None:
+        last = last.clamp(max=key_end - 1)
+    return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)
+
+
+def _attend(query: Tensor, keys: _Keys, scale: float, width: int) -> tuple[Tensor, Tensor]:
+    """Output [T, N, width] and LSE [T, N] of queries [T, N, D], with an online softmax."""
+    shape = query.shape[:2]
+    largest = query.new_full(shape, -torch.inf)
+    total, acc = query.new_zeros(shape), query.new_zeros(*shape, width)
+    for start in keys.tiles:
+        key, seen = keys.tile(start)
+        key = key.to(query.dtype)
+        scores = torch.bmm(query, key.transpose(1, 2)) * scale
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        larger = torch.maximum(largest, scores.amax(-1))
+        # -inf - -inf would be NaN for a token that has seen nothing.
+        shift = larger.masked_fill(larger == -torch.inf, 0.0)
+        probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
+        total = total * decay + probs.sum(-1)
+        acc = acc * decay[..., None] + torch.bmm(probs, key[..., :width].contiguous())
+        largest = larger
+    blind = total == 0
+    out = acc / total.masked_fill(blind, 1.0)[..., None]
+    return out, largest + total.log()
