@@ -136,6 +136,8 @@ def _forward_kernel(
     if R > 0:
         qr_rows = batch * stride_qr_b + token * stride_qr_s + head * stride_qr_n
         qr = load_rows(q_rope_ptr, qr_rows, valid, R)
+    else:
+        qr = qc
 
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -147,29 +149,76 @@ def _forward_kernel(
         kc_rows = batch * stride_kc_b + key.to(tl.int64) * stride_kc_s
         # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
         kc = load_rows(latent_ptr, kc_rows, there, C)
-        # [BLOCK_M, BLOCK_N]
-        scores = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-        scores = product(qc, tl.trans(kc), scores, PRECISION, INTERPRETED)
         if R > 0:
             kr_rows = batch * stride_kr_b + key.to(tl.int64) * stride_kr_s
             kr = load_rows(k_rope_ptr, kr_rows, there, R)
-            scores = product(qr, tl.trans(kr), scores, PRECISION, INTERPRETED)
-        seen = (key - key_start)[None, :] <= last_key[:, None]
-        scores = tl.where(seen & there[None, :], scores * scale_log2, float("-inf"))
-        larger = tl.maximum(largest, row_max(scores))
-        # -inf - -inf would be NaN in a row that has seen nothing.
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        probs = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(largest - shift)
-        total = total * decay + row_sum(probs)
-        acc = product(
-            narrow(probs, kc.dtype, INTERPRETED), kc, acc * decay[:, None], PRECISION, INTERPRETED
+        else:
+            kr = kc
+        seen = ((key - key_start)[None, :] <= last_key[:, None]) & there[None, :]
+        largest, total, acc = attend_to_keys(
+            qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
         )
-        largest = larger
 
-    blind = total == 0.0
-    acc = acc / tl.where(blind, 1.0, total)[:, None]
-    lse = tl.where(blind, float("-inf"), (largest + tl.log2(total)) * LN_2)
+    acc, lse = normalised(largest, total, acc)
     out_rows = batch * stride_o_b + token * stride_o_s + head * stride_o_n
     store_rows(out_ptr, out_rows, valid, acc, C, INTERPRETED)
-    tl.store(lse_ptr + batch * stride_l_b + token * stride_l_s + head, lse, mask=valid)
+    tl.store(lse_ptr + batch * stride_l_b + token * stride_l_s + head, lse * LN_2, mask=valid)
+
+
+@triton.jit
+def attend_to_keys(
+    qc,
+    qr,
+    kc,
+    kr,
+    seen,
+    largest,
+    total,
+    acc,
+    scale_log2,
+    R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One step of the online softmax; every kernel that takes it gives a row the same bits.
+
+    Args:
+        qc: Queries [M, C].
+        qr: [M, R]; unused where R is 0.
+        kc: Keys [N, C], and values: finite where nobody sees them.
+        kr: [N, R]; unused where R is 0.
+        seen: [M, N].
+        largest: Largest score so far [M], in bits: scores are multiplied by log2(e).
+        total: Sum of exponentials [M].
+        acc: Sum of values [M, C].
+        scale_log2: Multiplies the scores.
+        R: Width of the rope part.
+        PRECISION: Of the products.
+        INTERPRETED: Whether this runs in the interpreter.
+
+    Returns:
+        The new largest, total and acc.
+    """
+    # [M, N]
+    scores = tl.full([qc.shape[0], kc.shape[0]], 0.0, tl.float32)
+    scores = product(qc, tl.trans(kc), scores, PRECISION, INTERPRETED)
+    if R > 0:
+        scores = product(qr, tl.trans(kr), scores, PRECISION, INTERPRETED)
+    scores = tl.where(seen, scores * scale_log2, float("-inf"))
+    larger = tl.maximum(largest, row_max(scores))
+    # -inf - -inf would be NaN in a row that has seen nothing.
+    shift = tl.where(larger == float("-inf"), 0.0, larger)
+    probs = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    total = total * decay + row_sum(probs)
+    probs = narrow(probs, kc.dtype, INTERPRETED)
+    acc = product(probs, kc, acc * decay[:, None], PRECISION, INTERPRETED)
+    return larger, total, acc
+
+
+@triton.jit
+def normalised(largest, total, acc):
+    """Output [M, C] and LSE [M] in bits; 0 and -inf for a row that has seen nothing."""
+    blind = total == 0.0
+    out = acc / tl.where(blind, 1.0, total)[:, None]
+    return out, tl.where(blind, float("-inf"), largest + tl.log2(total))
