@@ -188,7 +188,8 @@ class AbsorbedMLASelfAttention(Attention):
         )
         q_down, kv_down = self._down_project(hidden_states)
         query, kv = self._query(q_down), self._latent(kv_down)
-        step = open_step(context, self.layer_number, self._get_pp_layer_offset_for_inference, kv)
+        layer_offset = self._get_pp_layer_offset_for_inference
+        step = open_step(context, self.layer_number, layer_offset, kv, self.options)
         cos_sin = self._rotary_rows(step.max_position, step.positions(), kv.device)
         kv = rotate_tail(step.pack(kv), *cos_sin, num_heads=1)
         step.write(kv)

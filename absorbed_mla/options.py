@@ -11,10 +11,21 @@ CORE_ATTENTION_BACKENDS = (
     "auto",
     "flash_attention_4",
     "cudnn",
+    "transformer_engine",
+    "flash_attention_3",
     "hopper",
     "triton",
     "reference",
 )
+# The form that a backend computes; the others compute both.
+_FORM_OF_BACKEND = {
+    "flash_attention_4": "expanded",
+    "cudnn": "expanded",
+    "transformer_engine": "expanded",
+    "flash_attention_3": "absorbed",
+    "hopper": "absorbed",
+    "triton": "absorbed",
+}
 PAGED_ATTENTION_BACKENDS = ("auto", "flash_mla", "triton", "reference")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
@@ -32,11 +43,12 @@ class AbsorbedMLAOptions:
         latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
             ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
         core_attention_backend: For the expanded form, in fp16 and bf16 on a GPU and without mask
-            or dropout: ``"flash_attention_4"`` (the flash-attn-4 package, Hopper) or ``"cudnn"``.
-            For the absorbed form, likewise: ``"hopper"`` or ``"triton"``, this package's kernels
-            (the latter deterministic, for compute capability 8.0 and newer). For either and
-            everything else: ``"reference"``, plain PyTorch. ``"auto"`` takes the least estimated
-            time.
+            or dropout: ``"flash_attention_4"`` (the flash-attn-4 package, Hopper), ``"cudnn"``, or
+            ``"transformer_engine"`` (cuDNN through that package). For the absorbed form, likewise:
+            ``"hopper"`` or ``"triton"``, this package's kernels (the latter deterministic, for
+            compute capability 8.0 and newer), or ``"flash_attention_3"`` (the flash-attn-3 package,
+            with the backward of ``"hopper"``). For either and everything else: ``"reference"``,
+            plain PyTorch. ``"auto"`` takes the least estimated time.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
             at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.
@@ -45,6 +57,11 @@ class AbsorbedMLAOptions:
             or ``"reference"``; ``"auto"`` takes the first of them that can.
         context_chunk_size: Tokens of cached context that the expanded form gathers and expands at a
             time in inference. The default is 72 MiB of latents at DeepSeek-V3's dimensions.
+        latent_cache_tokens: Positions of each request whose latents stay on the device in a
+            ``StaticInferenceContext``; those behind live in pinned host memory, and attention
+            streams them. None: all stay on the device.
+        batch_invariant: Parity mode (docs/parity.md): a token's output is bitwise the same in
+            training, prefill and decode, whatever else is in the batch. Absorbed form throughout.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -58,6 +75,7 @@ class AbsorbedMLAOptions:
     expansion_chunk_size: int = 2**20
     paged_attention_backend: str = "auto"
     context_chunk_size: int = 2**16
+    latent_cache_tokens: int | None = None
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +84,7 @@ class AbsorbedMLAOptions:
         _require_one_of(
             "core_attention_backend", self.core_attention_backend, CORE_ATTENTION_BACKENDS
         )
+        self._require_fitting_form()
         _require_one_of(
             "paged_attention_backend", self.paged_attention_backend, PAGED_ATTENTION_BACKENDS
         )
@@ -74,8 +93,30 @@ class AbsorbedMLAOptions:
             raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")
         for name in _CHUNK_SIZES:
             chunk = getattr(self, name)
-            if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            if not _is_count(chunk):
                 raise ValueError(f"{name} must be an integer of at least 1, got {chunk!r}")
+        resident = self.latent_cache_tokens
+        if resident is not None and not _is_count(resident):
+            raise ValueError(
+                f"latent_cache_tokens must be None or an integer of at least 1, got {resident!r}"
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant must be True or False, got {self.batch_invariant!r}")
+
+    def _require_fitting_form(self) -> None:
+        """Refuse a backend that computes the other form only."""
+        form = _FORM_OF_BACKEND.get(self.core_attention_backend, self.form)
+        if self.form in ("auto", form):
+            return
+        fitting = [
+            name
+            for name in CORE_ATTENTION_BACKENDS
+            if _FORM_OF_BACKEND.get(name, self.form) == self.form
+        ]
+        raise ValueError(
+            f"core_attention_backend={self.core_attention_backend!r} computes form={form!r} only, "
+            f"got form={self.form!r}, for which it must be one of {', '.join(fitting)}"
+        )
 
     @classmethod
     def coerce(cls, options: AbsorbedMLAOptions | None) -> AbsorbedMLAOptions:
@@ -89,6 +130,10 @@ class AbsorbedMLAOptions:
     def replace(self, **changes) -> AbsorbedMLAOptions:
         """Return a copy with some options changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _require_one_of(name: str, value: object, accepted: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ class ChunkedContext:
     Args:
         lengths: Of these rows.
         first_row: Of these rows among those of the step.
-        parts: Makes the parts of the cache, of all rows.
+        parts: Makes the parts of the cache, of all rows, up to a position.
         chunk_size: Tokens gathered at a time.
     """
 
@@ -41,7 +41,7 @@ class ChunkedContext:
         self,
         lengths: RowLengths,
         first_row: int,
-        parts: Callable[[], Iterator[CachePart]],
+        parts: Callable[[int], Iterator[CachePart]],
         chunk_size: int,
     ) -> None:
         self.first_row = first_row
@@ -76,7 +76,7 @@ class ChunkedContext:
             return
         chunk = min(self.chunk_size, sum(self.context))
         workspace = kv.new_empty(chunk, *kv.shape[1:])
-        for part in self.parts():
+        for part in self.parts(max(self.context)):
             for pieces in chunks(self.context, part.start, part.end, self.chunk_size):
                 yield self._gathered(part, pieces, workspace)
 

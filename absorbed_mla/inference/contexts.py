@@ -10,10 +10,15 @@ from torch import Tensor
 from absorbed_mla.inference.dynamic_cache import DynamicStep
 from absorbed_mla.inference.static_cache import StaticStep
 from absorbed_mla.inference.step import InferenceStep
+from absorbed_mla.options import AbsorbedMLAOptions
 
 
 def open_step(
-    context: Any, layer_number: int, layer_offset: Callable[[], int], kv: Tensor
+    context: Any,
+    layer_number: int,
+    layer_offset: Callable[[], int],
+    kv: Tensor,
+    options: AbsorbedMLAOptions,
 ) -> InferenceStep:
     """The cache of one layer for one forward.
 
@@ -22,6 +27,7 @@ def open_step(
         layer_number: Of the layer in the model, from 1.
         layer_offset: Layers of the model before this pipeline stage.
         kv: Latents of the new tokens as the host gives them, [S, B, C + rope].
+        options: Where latents are kept.
 
     Raises:
         ValueError: If it is no such context, the new tokens do not fit into it, or it cannot hold
@@ -34,7 +40,12 @@ def open_step(
         )
     tokens, batch, _ = kv.shape
     if context.is_static_batching():
-        return StaticStep(context, layer_number, kv)
+        return StaticStep(context, layer_number, kv, options)
+    if options.latent_cache_tokens is not None:
+        raise ValueError(
+            "latent_cache_tokens needs a StaticInferenceContext; DynamicInferenceContext has "
+            "InferenceConfig.unified_memory_level for caches larger than the device's memory"
+        )
     if batch != 1:
         raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
     return DynamicStep(context, layer_number - layer_offset(), tokens)

@@ -72,7 +72,7 @@ class DynamicStep:
         """See :class:`InferenceStep`."""
         self.context.append_key_value_cache(self.layer_number, kv, None)
 
-    def parts(self) -> Iterator[CachePart]:
+    def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
         cache, _, _ = self.context.key_value_cache(self.layer_number)
         yield CachePart(cache, self.rows)

@@ -8,48 +8,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
+from absorbed_mla.options import AbsorbedMLAOptions
 
 
 class StaticStep:
     """One forward of a batch whose requests all hold the same number of tokens.
 
-    The context keeps, under the layer's number, the latents [max_sequence_length, max_batch_size,
-    C + rope]: its own ``swap_key_value_dict`` reorders requests. A request is one block.
+    The context keeps two tensors under the layer's number, [positions, max_batch_size, C + rope]:
+    latents on the device, and those behind in host memory (none by default). Its own
+    ``swap_key_value_dict`` reorders requests in both.
 
     Args:
         context: The host's; its ``sequence_len_offset`` and ``batch_size_offset`` say where the
             new tokens go.
         layer_number: Key of the layer in the context.
         kv: Latents of the new tokens, [S, B, C + rope].
+        options: Read for ``latent_cache_tokens`` and ``context_chunk_size``.
 
     Raises:
         ValueError: If the new tokens do not fit into the context.
     """
 
-    windowed = False
-
-    def __init__(self, context: Any, layer_number: int, kv: Tensor) -> None:
+    def __init__(
+        self, context: Any, layer_number: int, kv: Tensor, options: AbsorbedMLAOptions
+    ) -> None:
         tokens, batch, _ = kv.shape
-        self.offset, self.batch = int(context.sequence_len_offset), batch
-        self.first = int(context.batch_size_offset)
+        self.offset, first = int(context.sequence_len_offset), int(context.batch_size_offset)
+        self.requests = slice(first, first + batch)
         self.max_position = self.offset + tokens
         _require_fits("max_sequence_length", context.max_sequence_length, self.max_position)
-        _require_fits("max_batch_size", context.max_batch_size, self.first + batch)
-        memory = _memory(context, layer_number, kv)
-        self.block_size = len(memory)
-        self.memory = memory[:, self.first : self.first + batch]
+        _require_fits("max_batch_size", context.max_batch_size, self.requests.stop)
+        self.memory = _memory(context, layer_number, kv, options)
+        self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
         table = torch.arange(batch, dtype=torch.int32, device=kv.device)[:, None]
         self.rows = Rows.of(self.lengths.queries, self.lengths.keys, table)
 
     def positions(self) -> Tensor | None:
         """See :class:`InferenceStep`."""
-        if not self.offset and self.batch == 1:
+        batch = len(self.rows)
+        if not self.offset and batch == 1:
             return None
-        positions = torch.arange(self.offset, self.max_position, device=self.memory.device)
-        return positions.repeat(self.batch)
+        device = self.rows.query_starts.device
+        return torch.arange(self.offset, self.max_position, device=device).repeat(batch)
 
     def pack(self, x: Tensor) -> Tensor:
         """See :class:`InferenceStep`."""
@@ -57,15 +61,15 @@ class StaticStep:
 
     def unpack(self, x: Tensor) -> Tensor:
         """See :class:`InferenceStep`."""
-        return x.view(self.batch, -1, x.shape[-1]).transpose(0, 1)
+        return x.view(len(self.rows), -1, x.shape[-1]).transpose(0, 1)
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
-        self.memory[self.offset : self.max_position] = self.unpack(kv)
+        self.memory.write(self.offset, self.requests, self.unpack(kv))
 
-    def parts(self) -> Iterator[CachePart]:
+    def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
-        yield CachePart(self.memory.transpose(0, 1), self.rows)
+        return self.memory.parts(self.rows, self.requests, end or self.max_position)
 
 
 def _require_fits(name: str, limit: int, needed: int) -> None:
@@ -76,18 +80,32 @@ def _require_fits(name: str, limit: int, needed: int) -> None:
         )
 
 
-def _memory(context: Any, layer_number: int, kv: Tensor) -> Tensor:
+def _memory(
+    context: Any, layer_number: int, kv: Tensor, options: AbsorbedMLAOptions
+) -> LatentMemory:
     """The layer's latents, allocated on first use."""
-    shape = (context.max_sequence_length, context.max_batch_size, kv.shape[-1])
-    if layer_number not in context.key_value_memory_dict:
-        memory = torch.empty(shape, dtype=kv.dtype, device=kv.device)
-        # The host keeps a pair; latents need no values of their own.
-        context.key_value_memory_dict[layer_number] = (memory, memory[..., :0])
-    memory, _ = context.key_value_memory_dict[layer_number]
-    if memory.shape[2:] != shape[2:] or memory.dtype != kv.dtype or memory.device != kv.device:
-        raise ValueError(
-            f"the inference context holds {memory.dtype} {tuple(memory.shape)} on {memory.device} "
-            f"for layer {layer_number}, not this layer's latents {kv.dtype} {shape} on "
-            f"{kv.device}; use one context per model"
+    positions, batch = context.max_sequence_length, context.max_batch_size
+    resident = min(positions, options.latent_cache_tokens or positions)
+    kept = context.key_value_memory_dict
+    if layer_number not in kept:
+        pinned = kv.is_cuda and resident < positions
+        kept[layer_number] = (
+            kv.new_empty(resident, batch, kv.shape[-1]),
+            torch.empty(
+                positions - resident, batch, kv.shape[-1], dtype=kv.dtype, pin_memory=pinned
+            ),
         )
-    return memory
+    near, far = kept[layer_number]
+    expected = (resident, batch, kv.shape[-1])
+    if near.shape != expected or near.dtype != kv.dtype or near.device != kv.device:
+        raise ValueError(
+            f"the inference context holds {near.dtype} {tuple(near.shape)} on {near.device} for "
+            f"layer {layer_number}, not this layer's latents {kv.dtype} {expected} on {kv.device}; "
+            "use one context per model"
+        )
+    if not len(far):
+        return ResidentLatents(near)
+    if kv.is_cuda and not far.is_pinned():  # the host reordered requests
+        far = far.pin_memory()
+        kept[layer_number] = (near, far)
+    return OffloadedLatents(near, far, max(1, options.context_chunk_size // batch))

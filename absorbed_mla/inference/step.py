@@ -88,6 +88,9 @@ class InferenceStep(Protocol):
         """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + rope]."""
         ...
 
-    def parts(self) -> Iterator[CachePart]:
-        """All keys, the new tokens' included. A part lives until the next is asked for."""
+    def parts(self, end: int | None = None) -> Iterator[CachePart]:
+        """The keys in order of position, the new tokens' included, at least those below ``end``.
+
+        A part lives until the next is asked for.
+        """
         ...

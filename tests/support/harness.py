@@ -51,6 +51,10 @@ class Setup:
     # Shorter than the tests' sequences, so that attention takes several chunks.
     query_chunk_size: int = 4
     expansion_chunk_size: int = 60
+    context_chunk_size: int = 5
+    paged_attention_backend: str = "auto"
+    latent_cache_tokens: int | None = None
+    batch_invariant: bool = False
     mask_type: AttnMaskType = AttnMaskType.causal
 
     def describe(self) -> dict[str, object]:
@@ -87,6 +91,10 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         core_attention_backend=setup.core_attention_backend,
         query_chunk_size=setup.query_chunk_size,
         expansion_chunk_size=setup.expansion_chunk_size,
+        context_chunk_size=setup.context_chunk_size,
+        paged_attention_backend=setup.paged_attention_backend,
+        latent_cache_tokens=setup.latent_cache_tokens,
+        batch_invariant=setup.batch_invariant,
     )
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention

@@ -1,0 +1,139 @@
+"""Latents of a batch by position: all on the device, or the later ones in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.step import CachePart
+
+
+class LatentMemory(Protocol):
+    """[latent | k_rope] of every request in the batch, of up to so many positions.
+
+    Attributes:
+        block_size: Positions in a block of the first part; a request is one block.
+        windowed: Whether there may be several parts.
+    """
+
+    block_size: int
+    windowed: bool
+
+    def write(self, first: int, requests: slice, kv: Tensor) -> None:
+        """Put ``kv`` [S, B, C + rope] at positions from ``first`` on."""
+        ...
+
+    def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
+        """The keys below position ``end``. A part lives until the next is asked for."""
+        ...
+
+
+class ResidentLatents:
+    """All on the device.
+
+    Args:
+        memory: [positions, batch, C + rope].
+    """
+
+    windowed = False
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.block_size = len(memory)
+
+    def write(self, first: int, requests: slice, kv: Tensor) -> None:
+        """See :class:`LatentMemory`."""
+        self.memory[first : first + len(kv), requests] = kv
+
+    def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
+        """See :class:`LatentMemory`."""
+        yield CachePart(self.memory[:, requests].transpose(0, 1), rows)
+
+
+class OffloadedLatents:
+    """The first positions on the device, the others in host memory.
+
+    Attention reads every key, so which ones are resident does not matter to it; the first ones are
+    because they never have to move. The others are copied to one of two buffers while the device
+    attends to the other.
+
+    Args:
+        resident: Positions on the device, [positions, batch, C + rope].
+        host: Positions behind those, in pinned memory where the device is a GPU.
+        chunk: Positions copied at a time.
+    """
+
+    windowed = True
+
+    def __init__(self, resident: Tensor, host: Tensor, chunk: int) -> None:
+        self.resident, self.host, self.chunk = resident, host, chunk
+        self.block_size = len(resident)
+
+    def write(self, first: int, requests: slice, kv: Tensor) -> None:
+        """See :class:`LatentMemory`."""
+        room = max(0, min(len(kv), self.block_size - first))
+        self.resident[first : first + room, requests] = kv[:room]
+        behind = max(0, first - self.block_size)
+        # On the stream that the streaming copies wait for.
+        target = self.host[behind : behind + len(kv) - room, requests]
+        target.copy_(kv[room:], non_blocking=self.host.is_pinned())
+
+    def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
+        """See :class:`LatentMemory`."""
+        first = ResidentLatents(self.resident).parts(rows, requests, end)
+        yield replace(next(first), end=self.block_size)
+        if end > self.block_size:
+            for start, copy in self._streamed(end - self.block_size):
+                start += self.block_size
+                cache = copy[:, requests].transpose(0, 1)
+                yield CachePart(cache, rows, start, start + len(copy))
+
+    def _streamed(self, count: int) -> Iterator[tuple[int, Tensor]]:
+        """Chunks of the first ``count`` positions of the host, on the device, and their starts."""
+        device = self.resident.device
+        shape = (min(self.chunk, count), *self.host.shape[1:])
+        buffers = [torch.empty(shape, dtype=self.host.dtype, device=device) for _ in range(2)]
+        copies = _Copies(device)
+        starts = range(0, count, self.chunk)
+
+        def begin(index: int) -> Tensor:
+            source = self.host[starts[index] : min(starts[index] + self.chunk, count)]
+            target = buffers[index % 2][: len(source)]
+            copies.begin(target, source)
+            return target
+
+        coming = begin(0)
+        for index, start in enumerate(starts):
+            ready = coming
+            copies.wait()
+            if index + 1 < len(starts):
+                # Its buffer was the last chunk's; what was asked of the device reads it still.
+                coming = begin(index + 1)
+            yield start, ready
+
+
+class _Copies:
+    """Copies to the device beside what it computes; ordinary ones on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, target: Tensor, source: Tensor) -> None:
+        """Start to copy, once the device has done what was asked of it before."""
+        if self.stream is None:
+            target.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(target.device))
+        target.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """What is asked of the device from now on waits for the copy."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

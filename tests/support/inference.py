@@ -1,0 +1,98 @@
+"""Run the attention over a cache, and caches that tests fill themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor, nn
+
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.step import CachePart, RowLengths
+from tests.support import world
+from tests.support.harness import Setup, all_tokens, own_tokens
+from tests.support.layouts import dense
+
+
+@torch.no_grad()
+def infer_in_steps(
+    attention: nn.Module,
+    setup: Setup,
+    x: Tensor,
+    cuts: Sequence[int],
+    context: StaticInferenceContext | None = None,
+) -> Tensor:
+    """Whole output [tokens, batch, hidden] for whole ``x``, ``cuts`` tokens at a time."""
+    tokens, batch, _ = x.shape
+    assert sum(cuts) == tokens, "the cuts cover the sequence"
+    context = context or StaticInferenceContext(batch, tokens)
+    outputs = []
+    for size in cuts:
+        first = context.sequence_len_offset
+        layout, group = dense(size, batch), world.cp_group()
+        part = own_tokens(x[first : first + size], layout, setup, group)
+        output, _ = attention(part, None, inference_context=context)
+        outputs.append(all_tokens(output, layout, setup, group))
+        context.sequence_len_offset += size
+    return torch.cat(outputs)
+
+
+class PagedStep:
+    """A step over a cache of scattered blocks, all of whose unused places hold NaN.
+
+    Args:
+        lengths: Of the rows.
+        cached: [latent | k_rope] of each row's keys that are there already.
+        block_size: Tokens in a block.
+        part_size: Keys of a part; None: there is one part.
+    """
+
+    def __init__(
+        self,
+        lengths: RowLengths,
+        cached: Sequence[Tensor],
+        block_size: int = 4,
+        part_size: int | None = None,
+    ) -> None:
+        self.lengths, self.block_size, self.part_size = lengths, block_size, part_size
+        self.max_position = max(lengths.keys)
+        self.windowed = part_size is not None
+        blocks = [-(-keys // block_size) for keys in lengths.keys]
+        order = torch.randperm(sum(blocks) + 3, generator=torch.Generator().manual_seed(4)).int()
+        table = torch.full((len(blocks), max(blocks)), -1, dtype=torch.int32)
+        for row, ids in enumerate(order[: sum(blocks)].split(blocks)):
+            table[row, : len(ids)] = ids
+        self.cache = cached[0].new_full((len(order), block_size, cached[0].shape[-1]), torch.nan)
+        self.rows = Rows.of(lengths.queries, lengths.keys, table)
+        for row, kv in enumerate(cached):
+            self._put(row, 0, kv)
+
+    def _put(self, row: int, first: int, kv: Tensor) -> None:
+        for place, key in enumerate(kv, first):
+            block = self.rows.block_table[row, place // self.block_size]
+            self.cache[block, place % self.block_size] = key
+
+    def write(self, kv: Tensor) -> None:
+        """Append every row's new latents [T, 1, C + rope]."""
+        parts = kv.squeeze(1)[: sum(self.lengths.queries)].split(list(self.lengths.queries))
+        for row, part in enumerate(parts):
+            self._put(row, self.lengths.keys[row] - len(part), part)
+
+    def parts(self, end: int | None = None) -> Iterator[CachePart]:
+        """The cache, or its keys ``part_size`` positions at a time."""
+        if self.part_size is None:
+            yield CachePart(self.cache, self.rows)
+            return
+        assert self.part_size % self.block_size == 0
+        for start in range(0, end or self.max_position, self.part_size):
+            skipped = self.rows.block_table[:, start // self.block_size :]
+            rows = Rows(
+                self.rows.query_starts,
+                self.rows.query_lengths,
+                self.rows.kv_lengths,
+                skipped,
+                self.rows.max_query_length,
+                self.rows.max_kv_length,
+            )
+            yield CachePart(self.cache, rows, start, start + self.part_size)
