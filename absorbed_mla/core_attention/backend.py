@@ -7,10 +7,11 @@ from typing import Protocol
 
 import torch
 
-from absorbed_mla.core_attention import flash_attention
+from absorbed_mla.core_attention import flash_attention, transformer_engine
 from absorbed_mla.core_attention.cudnn import CudnnKernel
 from absorbed_mla.core_attention.determinism import is_demanded
 from absorbed_mla.core_attention.flash_attention import FlashAttention4
+from absorbed_mla.core_attention.flash_attention_3 import FlashAttention3, flash_attention_3_refuses
 from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.latent_kernels import (
     LatentKernelBackend,
@@ -20,6 +21,7 @@ from absorbed_mla.core_attention.latent_kernels import (
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.reference import reference_backward, reference_forward
 from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.transformer_engine import TransformerEngineAttention
 
 
 class AttentionBackend(Protocol):
@@ -109,10 +111,19 @@ def _flash_attention_refuses(request: AttentionRequest) -> str | None:
     return reason
 
 
+def _transformer_engine_refuses(request: AttentionRequest) -> str | None:
+    """Why TransformerEngine cannot do this, or None."""
+    return _fused_refuses(request) or transformer_engine.refusal(
+        request.key_width, request.value_width, request.dtype, is_demanded()
+    )
+
+
 # Of each form the fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple] = {
     "flash_attention_4": (FlashAttention4(), _flash_attention_refuses),
     "cudnn": (FusedBackend("cudnn", CudnnKernel()), _cudnn_refuses),
+    "transformer_engine": (TransformerEngineAttention(), _transformer_engine_refuses),
+    "flash_attention_3": (FlashAttention3(), flash_attention_3_refuses),
     "hopper": (LatentKernelBackend("hopper"), hopper_refuses),
     "triton": (LatentKernelBackend("triton"), triton_refuses),
     "reference": (ReferenceBackend(), lambda request: None),

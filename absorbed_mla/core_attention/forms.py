@@ -148,20 +148,28 @@ class ExpandedForm:
         """Attend over the expanded heads; [S, B, N, v]."""
         (q,), (w_uk, w_uv) = query, weights
         w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
-        parts = []
+        out: Tensor | None = None
+        lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
-            parts.append(backend.forward(operands, rules.for_heads(heads.start)))
-        return parts[0] if len(parts) == 1 else Attended(*_join_heads(parts))
+            part = backend.forward(operands, rules.for_heads(heads.start))
+            # Keys and values go before the memory for all heads comes.
+            del operands
+            out, lse = (
+                _put_heads(whole, share, heads, len(w_uk), dim=2)
+                for whole, share in zip((out, lse), part)
+            )
+        assert out is not None and lse is not None, "there is a head"
+        return Attended(out, lse)
 
     def backward(self, grad, attended, query, kv, weights, backend, rules):
         """See :class:`Form`."""
         (q,), (w_uk, w_uv) = query, weights
         w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
         dkv: Tensor | None = None
-        dq: list[Tensor] = []
-        dw_uk: list[Tensor] = []
-        dw_uv: list[Tensor] = []
+        dq: Tensor | None = None
+        dw_uk: Tensor | None = None
+        dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
             operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
             part_grad, part_attended = (
@@ -177,10 +185,14 @@ class ExpandedForm:
                 kv, w_k[heads], w_uv[heads], found.k_content, found.value
             )
             dkv = part if dkv is None else dkv.add_(part)
-            for total, share in zip((dq, dw_uk, dw_uv), (found.q_content, *d_weights)):
-                total.append(share)
-        assert dkv is not None, "there is a head"
-        return BlockGradients((_join(dq, 2),), dkv, (_join(dw_uk, 0), _join(dw_uv, 0)))
+            dq = _put_heads(dq, found.q_content, heads, len(w_uk), dim=2)
+            dw_uk, dw_uv = (
+                _put_heads(whole, share, heads, len(w_uk), dim=0)
+                for whole, share in zip((dw_uk, dw_uv), d_weights)
+            )
+        assert dkv is not None and dq is not None, "there is a head"
+        assert dw_uk is not None and dw_uv is not None
+        return BlockGradients((dq,), dkv, (dw_uk, dw_uv))
 
     def _head_chunks(self, weight: Tensor, kv: Tensor) -> Iterator[slice]:
         heads, at_a_time = len(weight), max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
@@ -191,12 +203,24 @@ class ExpandedForm:
             yield slice(first, min(first + at_a_time, heads))
 
 
-def _join_heads(parts: list[Attended]) -> Iterator[Tensor]:
-    return (torch.cat(tensors, dim=2) for tensors in zip(*parts))
+def _put_heads(
+    whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dim: int
+) -> Tensor:
+    """Write some heads among all, for which the first ones make memory; all at once are returned.
 
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    Args:
+        whole: All heads so far, or None.
+        part: Heads ``heads``, which are dimension ``dim``.
+        heads: Which ones.
+        num_heads: Number of all.
+        dim: The dimension of heads.
+    """
+    if part.shape[dim] == num_heads:
+        return part
+    if whole is None:
+        whole = part.new_empty(*part.shape[:dim], num_heads, *part.shape[dim + 1 :])
+    whole.narrow(dim, heads.start, part.shape[dim]).copy_(part)
+    return whole
 
 
 def _rejoin(latent: Tensor, k_rope: Tensor) -> Tensor:

@@ -88,6 +88,50 @@ def _(
     )
 
 
+@torch.library.custom_op("absorbed_mla::paged_attention_forward", mutates_args=())
+def paged_attention_forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    query_lengths: Tensor,
+    kv_lengths: Tensor,
+    block_table: Tensor,
+    max_query_length: int,
+    max_kv_length: int,
+    scale: float,
+    key_start: int,
+    key_end: int | None,
+    batch_invariant: bool,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py``."""
+    module = _kernel_module("paged", "forward")
+    with torch.cuda.device_of(q_content):
+        return module.forward(
+            q_content,
+            q_rope,
+            cache,
+            query_starts,
+            query_lengths,
+            kv_lengths,
+            block_table,
+            max_query_length,
+            max_kv_length,
+            scale,
+            key_start,
+            key_end,
+            batch_invariant,
+            splits,
+        )
+
+
+@paged_attention_forward.register_fake
+def _(q_content, q_rope, cache, *rest):
+    lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
+    return q_content.new_empty(q_content.shape), lse
+
+
 def _kernel_module(kernel: str, direction: str):
     """The kernels, and with them Triton, which importing this module does not need."""
     package = "portable" if kernel == "triton" else kernel

@@ -7,6 +7,7 @@ the CPU's. It does nothing where CUDA is available, so one script serves both ki
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -14,6 +15,8 @@ import functools
 import torch
 
 _ENABLED = False
+# Of tensors, where Megatron asks for pinned memory or for device="cuda".
+_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 
 
 class _NoStream:
@@ -28,6 +31,10 @@ class _NoStream:
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: None
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds; nobody measured."""
+        return 0.0
 
 
 def enable_cpu_host() -> bool:
@@ -60,11 +67,14 @@ def _replace_cuda_questions() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.memory_stats = lambda device=None: collections.defaultdict(int)
+    torch.cuda.nvtx._nvtx = _NoStream()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     # "with torch.device(...)" knows the factories by identity, from its first use on.
     with torch.device("cpu"):
         torch.empty(0)
-    for name in ("tensor", "empty", "zeros", "ones"):
+    for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 

@@ -38,7 +38,7 @@ class TestOffloaded:
             for part in memory.parts(None, slice(0, BATCH), done):
                 assert part.start == len(seen)
                 keys = part.cache.transpose(0, 1)[: part.end - part.start]
-                seen += keys[: done - part.start].cpu()
+                seen += keys[: done - part.start].clone().cpu()
             assert torch.equal(torch.stack(seen), kv[:done].cpu())
 
     def test_requests(self):
@@ -87,7 +87,7 @@ class TestStaticContext:
         step.write(kv.view(-1, 1, 1).expand(-1, -1, WIDTH).to(world.device()))
         context.swap_key_value_dict([1, 0])
         step = self.open(context, tokens=6, latent_cache_tokens=4)
-        first = [part.cache[0, :, 0] for part in step.parts()]
+        first = [part.cache[0, :, 0].clone() for part in step.parts()]
         assert torch.cat(first)[:6].tolist() == [10, 11, 12, 13, 14, 15]
 
     def test_too_long(self):
