@@ -27,6 +27,7 @@ from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
+    refuse_graphs_in_training,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
@@ -162,6 +163,7 @@ class AbsorbedMLASelfAttention(Attention):
             inference_context = inference_params
         if inference_context is not None:
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
+        refuse_graphs_in_training(self.config)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         q_down, kv_down = self._down_project(hidden_states)
         # Fetched here by a call, and handed on: Megatron's parameter gather waits in the call's

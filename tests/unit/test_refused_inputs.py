@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -53,6 +54,55 @@ class TestForwardArguments:
     def test_inference_context_of_another_kind(self, attention):
         with refusal("inference_context must be", "got SimpleNamespace"), torch.no_grad():
             attention(hidden_states(), None, inference_context=SimpleNamespace())
+
+    def test_graphs_in_training(self, attention, monkeypatch):
+        """Megatron's own graphs are for inference; evaluation without a context goes on."""
+        monkeypatch.setattr(attention.config, "cuda_graph_impl", "local")
+        with refusal("cuda_graph_impl='local' captures inference only", "toggle_cuda_graphs"):
+            attention(hidden_states(), None)
+        with torch.no_grad():
+            attention(hidden_states(), None)
+
+    @pytest.mark.parametrize(
+        ("given", "parts"),
+        [
+            ({"attention_mask": torch.zeros(1, 1, 6, 6, dtype=torch.bool)}, ["the causal mask"]),
+            (
+                {"packed_seq_params": PackedSeqParams(qkv_format="thd")},
+                ["packed_seq_params must be None"],
+            ),
+        ],
+    )
+    def test_inference_with(self, attention, given, parts):
+        context = StaticInferenceContext(BATCH, TOKENS)
+        with torch.no_grad(), refusal(*parts):
+            attention(
+                hidden_states(), **{"attention_mask": None, **given}, inference_context=context
+            )
+
+    def test_inference_with_gradients(self, attention):
+        with refusal("inference_context needs torch.no_grad()"):
+            attention(hidden_states(), None, inference_params=StaticInferenceContext(BATCH, TOKENS))
+
+    def test_inference_without_order(self):
+        attention = build_attention(TINY, Setup(mask_type=AttnMaskType.no_mask))
+        context = StaticInferenceContext(BATCH, TOKENS)
+        with torch.no_grad(), refusal("causal attn_mask_type"):
+            attention(hidden_states(), None, inference_context=context)
+
+    @torch.no_grad()
+    def test_causal_mask_in_inference(self, attention):
+        """The one mask that says what is the case anyway; Megatron's engines may pass it."""
+        x, outputs = torch.randn(TOKENS, BATCH, TINY.hidden).double().to(world.device()), []
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).triu(1)
+        for given in (None, mask[None, None]):
+            context = StaticInferenceContext(BATCH, TOKENS)
+            first, _ = attention(x[:4], None, inference_context=context)
+            context.sequence_len_offset = 4
+            rows = given if given is None else given[..., 4:, :]
+            second, _ = attention(x[4:], rows, inference_context=context)
+            outputs.append(torch.cat((first, second)))
+        assert torch.equal(*outputs)
 
     def test_local_context_parallelism(self, attention):
         params = PackedSeqParams(qkv_format="thd", local_cp_size=2)
