@@ -1,0 +1,1 @@
+"""What ``scripts/bench_cached_attention.py`` is made of."""
