@@ -181,6 +181,41 @@ MUTATIONS = {
         "key = (id(subject), *others)",
         "key = (*others,)",
     ),
+    "cache_written_one_late": Mutation(
+        "absorbed_mla/inference/static_cache.py",
+        "self.memory.write(self.offset, self.requests",
+        "self.memory.write(self.offset + 1, self.requests",
+    ),
+    "decoded_at_position_zero": Mutation(
+        "absorbed_mla/inference/static_cache.py",
+        "torch.arange(self.offset, self.max_position, device=device)",
+        "torch.arange(0, self.max_position - self.offset, device=device)",
+    ),
+    "context_chunk_dropped": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "pieces, room = [], chunk_size",
+        "return",
+    ),
+    "context_of_another_row": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "part.gather(self.first_row + piece.row,",
+        "part.gather(piece.row,",
+    ),
+    "segment_on_the_wrong_axis": Mutation(
+        "absorbed_mla/inference/cached_attention.py",
+        "starts - first if first else starts",
+        "starts",
+    ),
+    "offloaded_part_starts_at_zero": Mutation(
+        "absorbed_mla/inference/latent_memory.py",
+        "start += self.block_size",
+        "start += 0",
+    ),
+    "cache_of_the_first_layer": Mutation(
+        "absorbed_mla/inference/contexts.py",
+        "DynamicStep(context, layer_number - layer_offset(), tokens)",
+        "DynamicStep(context, 1, tokens)",
+    ),
 }
 
 
