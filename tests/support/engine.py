@@ -1,0 +1,115 @@
+"""What Megatron's engine must generate: the tokens of whole forwards, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from torch import Tensor
+
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.testing.cpu_inference import enable_cpu_inference
+from absorbed_mla.testing.engine import Request, Result, Run
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.models import VOCAB
+
+enable_cpu_inference()
+
+# A token of a prompt of 130 moves the log-probabilities after it by 0.3 (with Megatron's 0.02, by
+# 1e-3, and the tokens generated are a function of the last one).
+_INIT_STD = 0.2
+# fp32: the engine's were off by 2e-6 where this was written.
+_LOG_PROB_TOLERANCE = 5e-5
+
+
+def generating_model(
+    options: AbsorbedMLAOptions | None = None, *, seed: int = 0, **config_changes
+) -> GPTModel:
+    """A model in fp32 that caches latents; ``mtp_num_layers`` gives it layers that draft tokens."""
+    fields = {"num_layers": 2, "init_method_std": _INIT_STD, "cache_mla_latents": True}
+    config = config_for(TINY, torch.float32, **{**fields, **config_changes})
+    spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
+    predicting = None
+    if config.mtp_num_layers:
+        predicting = get_gpt_mtp_block_spec(
+            config, spec.layer_specs[-1], use_transformer_engine=False
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=predicting,
+        vocab_size=VOCAB,
+        # Rotary positions have no end.
+        max_sequence_length=1,
+        position_embedding_type="rope",
+    )
+    return model.to(world.device())
+
+
+def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:
+    """Random tokens, of which the first ``shared`` are the same whatever the seed."""
+    return [*_random(shared, seed=-1), *_random(length - shared, seed)]
+
+
+def _random(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Result]:
+    """Greedy generation that keeps nothing from one token to the next."""
+    found: dict[int, Result] = {}
+    sizes = {(len(request.prompt), request.num_tokens) for request in requests}
+    for length, num_tokens in sizes:
+        alike = [
+            number
+            for number, request in enumerate(requests)
+            if (len(request.prompt), request.num_tokens) == (length, num_tokens)
+        ]
+        texts = torch.tensor([requests[number].prompt for number in alike], device=world.device())
+        found |= dict(zip(alike, _continue(model, texts, num_tokens)))
+    return [found[number] for number in range(len(requests))]
+
+
+@torch.no_grad()
+def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
+    """Of texts [B, S]."""
+    was_active, was_training = InferenceMode.is_active(), model.training
+    InferenceMode.unset_active()
+    model.eval()
+    log_probs = texts.new_empty(len(texts), 0, dtype=torch.float32)
+    for _ in range(num_tokens):
+        best = _last_logits(model, texts).log_softmax(-1).max(-1, keepdim=True)
+        texts = torch.cat((texts, best.indices), 1)
+        log_probs = torch.cat((log_probs, best.values), 1)
+    model.train(was_training)
+    if was_active:
+        InferenceMode.set_active()
+    return list(map(Result, texts[:, -num_tokens:].tolist(), log_probs.tolist()))
+
+
+def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
+    # Sequence parallelism cuts the tokens over the ranks; what comes after them is not seen.
+    ids = torch.nn.functional.pad(texts, (0, -texts.shape[1] % world.tp_size()))
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    logits = tensor_parallel.gather_from_tensor_model_parallel_region(model(ids, positions, None))
+    return logits[:, texts.shape[1] - 1]
+
+
+def assert_generates(run: Run, expected: list[Result]) -> None:
+    """Every request has its tokens, and their log-probabilities if they were recorded."""
+    assert len(run.results) == len(expected)
+    for number, (got, want) in enumerate(zip(run.results, expected)):
+        assert got is not None and not got.error, f"request {number}: {got}"
+        assert got.tokens == want.tokens, f"request {number}: {got.tokens}, not {want.tokens}"
+        if got.log_probs:
+            worst = max(abs(a - b) for a, b in zip(got.log_probs, want.log_probs, strict=True))
+            assert worst < _LOG_PROB_TOLERANCE, f"request {number}: log-probs are off by {worst}"
