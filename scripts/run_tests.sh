@@ -14,8 +14,8 @@ Layers:
   lint           ruff check and ruff format --check
   unit           tests/unit, spread over the cores
   conversion     tests/conversion, likewise
-  distributed-1  tests/distributed under torchrun with 1 process
-  distributed-2  ... with 2 processes
+  distributed-1  tests/distributed with 1 process each, spread over the cores
+  distributed-2  tests/distributed with 2 processes that work together
   distributed-4  ... with 4 processes
   distributed-8  the grid of context parallelism with 8 processes
   distributed    the four of them
@@ -71,7 +71,8 @@ run_layer() {
   case $1 in
     lint) run_lint ;;
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
-    # These tests start torchrun themselves.
+    distributed-1) run_in_parallel "$1" tests/distributed ;;
+    # These tests start processes themselves.
     training) run_pytest "$1" tests/training ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" ;;
   esac
@@ -121,10 +122,13 @@ run_distributed() {
     return
   fi
   banner "$layer"
+  # Like torchrun, but the processes share the time that imports take; not with CUDA.
+  local launch=(-m tests.support.forked "$processes")
   # --standalone takes a free port, so that two runs on one machine do not meet.
-  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m torch.distributed.run --standalone \
-    --nproc-per-node "$processes" "${TORCHRUN_TRACE[@]}" -m pytest "$tests" \
-    "${PYTEST_FLAGS[@]}"
+  [[ -z $GPUS ]] ||
+    launch=(-m torch.distributed.run --standalone --nproc-per-node "$processes")
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${launch[@]}" "${TORCHRUN_TRACE[@]}" \
+    -m pytest "$tests" "${PYTEST_FLAGS[@]}"
 }
 
 has_tests() {

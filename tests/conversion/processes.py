@@ -18,8 +18,14 @@ from pathlib import Path
 from checkpoint_conversion.cli import main
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# Readers and writers are imported when a format is asked for, and torch's own take a second.
+_FORMATS = ("hugging_face", "hugging_face_writer", "legacy", "legacy_writer", "torch_dist")
 _CONTEXT.set_forkserver_preload(
-    ["checkpoint_conversion.convert", "checkpoint_conversion.formats.hugging_face", __name__]
+    [
+        "checkpoint_conversion.convert",
+        *(f"checkpoint_conversion.formats.{name}" for name in (*_FORMATS, "torch_dist_writer")),
+        __name__,
+    ]
 )
 # What changes names on the disk or waits for it: between any two of them a kill can leave
 # something new.

@@ -147,7 +147,11 @@ def test_killed_at_random_moments(larger_source, folder, record_property):
             process = conversion.start(*options)
             time.sleep(moments.uniform(0, duration))
             process.kill()
-            killed += process.wait().code == -9
+            if process.wait().code == -9:
+                killed += 1
+            else:
+                # The machine was busier when the time was taken.
+                duration /= 2
             assert contents(larger_source) == conversion.source_before
             if conversion.target.exists():
                 assert contents(conversion.target) == whole, seed

@@ -3,6 +3,7 @@
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 2, 4, 8: every way of
 making N of TP 1 or 2 and CP 2 or 4. Each rank holds two chunks of every sequence; outputs, input
 gradients and the gradients of every parameter are put together and compared as whole tensors.
+With more than two processes on a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
 from __future__ import annotations
@@ -11,72 +12,75 @@ import pytest
 import torch
 
 from tests.distributed.test_oracle_grid import (
+    FORM,
     RECOMPUTE,
     SAME_TABLE_BOUND,
     backends,
-    form,
-    layout,
     precision_shapes,
 )
 from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.certify import Execution, execute
+from tests.support.combinations import grid
 from tests.support.harness import Setup, worst_over_ranks
-from tests.support.layouts import cut_layout
+from tests.support.layouts import LAYOUTS, cut_layout
 from tests.support.numerics import bounds_from_eager, compare
 
 # (TP, CP) for every number of processes.
 SIZES = {2: [(1, 2)], 4: [(1, 4), (2, 2)], 8: [(2, 4)]}.get(world.size(), [])
+NAMED_SIZES = {f"tp{tp}-cp{cp}": (tp, cp) for tp, cp in SIZES}
 
 pytestmark = pytest.mark.skipif(not SIZES, reason="context parallelism needs 2, 4 or 8 processes")
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=lambda s: f"tp{s[0]}-cp{s[1]}")
+@pytest.fixture
 def sizes(request):
-    """Tensor- and context-parallel size of the tests that use it."""
+    """Tensor- and context-parallel size of a test."""
     tp, cp = request.param
     with world.parallel(tp=tp, cp=cp):
         yield tp, cp
 
 
-def sequence_parallel_or_skip(on: bool) -> bool:
-    if on and world.tp_size() == 1:
-        pytest.skip("sequence parallelism needs TP > 1")
-    return on
+SEQUENCE_PARALLEL = {"no_sp": False, "sp": True}
+CP_COMM_TYPE = ("p2p", "all_gather")
 
 
-cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
-sequence_parallel = pytest.mark.parametrize(
-    "sequence_parallel",
-    [False, True] if world.size() >= 4 else [False],
-    ids=lambda on: "sp" if on else "no_sp",
+def cp_grid(strength: int, dimensions: dict, all_sizes: dict = NAMED_SIZES):
+    """The tests' grid of one size and kind of exchange or another."""
+    return grid(
+        strength,
+        {"sizes": all_sizes, "cp_comm_type": CP_COMM_TYPE, **dimensions},
+        # Sequence parallelism cuts over tensor-parallel ranks.
+        unless=lambda row: row.get("sequence_parallel", False) and row["sizes"][0] == 1,
+        indirect=["sizes"],
+    )
+
+
+@cp_grid(
+    3,
+    {
+        "sequence_parallel": SEQUENCE_PARALLEL,
+        "layout": LAYOUTS,
+        "form": FORM,
+        "recompute": RECOMPUTE,
+    },
 )
-
-
-@sequence_parallel
-@layout
-@cp_comm_type
-@form
-@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_fp64(sizes, sequence_parallel, layout, cp_comm_type, form, recompute, error_table):
     """If this fails, the named tensor is wrong in that combination: training there is wrong."""
     setup = Setup(
-        sequence_parallel=sequence_parallel_or_skip(sequence_parallel),
+        sequence_parallel=sequence_parallel,
         form=form,
-        recompute=RECOMPUTE[recompute],
+        recompute=recompute,
         cp_comm_type=cp_comm_type,
     )
     check(setup, layout, error_table)
 
 
-@sequence_parallel
-@layout
-@cp_comm_type
-@form
+@cp_grid(2, {"sequence_parallel": SEQUENCE_PARALLEL, "layout": LAYOUTS, "form": FORM})
 def test_fp64_column_parallel(sizes, sequence_parallel, layout, cp_comm_type, form, error_table):
     """The other down-projection."""
     setup = Setup(
-        sequence_parallel=sequence_parallel_or_skip(sequence_parallel),
+        sequence_parallel=sequence_parallel,
         down_projection="column_parallel",
         form=form,
         cp_comm_type=cp_comm_type,
@@ -84,19 +88,29 @@ def test_fp64_column_parallel(sizes, sequence_parallel, layout, cp_comm_type, fo
     check(setup, layout, error_table)
 
 
-@layout
-@cp_comm_type
-@form
-@pytest.mark.parametrize("recompute", ["none", "both"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("shape", precision_shapes())
+def precision_sizes() -> dict[str, tuple[int, int]]:
+    """On a CPU the others are checked in float64 only, which sees more."""
+    if torch.cuda.is_available():
+        return NAMED_SIZES
+    return {name: size for name, size in NAMED_SIZES.items() if size[1] == 2}
+
+
+@cp_grid(
+    3,
+    {
+        "layout": LAYOUTS,
+        "form": FORM,
+        "recompute": ("none", "both"),
+        "dtype": {"float32": torch.float32, "bfloat16": torch.bfloat16},
+        "backend": backends(),
+        "shape": [*precision_shapes()],
+    },
+    precision_sizes(),
+)
 def test_precision(
     sizes, shape, backend, dtype, recompute, form, cp_comm_type, layout, error_table
 ):
     """Rounds no worse than three plain evaluations of the same equations at the same precision."""
-    if sizes not in ((1, 2), (2, 2)) and not torch.cuda.is_available():
-        pytest.skip("on a CPU these sizes are checked in float64, which sees more")
     setup = Setup(
         sequence_parallel=world.tp_size() > 1,
         form=form,
@@ -108,9 +122,17 @@ def test_precision(
     check(setup, layout, error_table, shape)
 
 
-@cp_comm_type
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("case", kernel_cases(), ids=str)
+def kernel_sizes() -> dict[str, tuple[int, int]]:
+    """Interpreted kernels are slow, and with 8 processes meet nothing that they do not with 4."""
+    return NAMED_SIZES if world.size() < 8 or torch.cuda.is_available() else {}
+
+
+# The first combination is the hardest: the padded pack on the longest ring.
+@cp_grid(
+    1,
+    {"case": {str(c): c for c in reversed(kernel_cases())}, "backend": backends()},
+    kernel_sizes(),
+)
 def test_kernels(sizes, case, backend, cp_comm_type, error_table):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
     setup = case.setup(

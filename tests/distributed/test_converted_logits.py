@@ -11,6 +11,7 @@ import torch
 
 from tests.conversion.converted import converted, loaded_logits
 from tests.conversion.models import ARCHITECTURES
+from tests.support.combinations import grid
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on the CPU")
 
@@ -18,8 +19,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the models ar
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("to", ["absorbed", "megatron"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name.replace(" ", "-"))
+@grid(
+    1,
+    {
+        "architecture": {a.name.replace(" ", "-"): a for a in ARCHITECTURES},
+        "to": ("absorbed", "megatron"),
+    },
+)
 def test_logits_of_transformers(architecture, to):
     with converted(architecture, to) as (folder, tokens, expected):
         logits = loaded_logits(folder, tokens)

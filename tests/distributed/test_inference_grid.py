@@ -13,6 +13,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from tests import oracle
 from tests.support import world
 from tests.support.cases import TINY, random_weights, shapes
+from tests.support.combinations import grid
 from tests.support.harness import (
     Setup,
     build_attention,
@@ -55,19 +56,23 @@ def check(mla, setup, cuts, error_table, shape_name):
     deviation.check()
 
 
-@pytest.mark.parametrize("sequence_parallel", SEQUENCE_PARALLEL)
-@pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+@grid(
+    2,
+    {
+        "cuts": [*CUTS],
+        "form": ("absorbed", "expanded", "auto"),
+        "down_projection": ("duplicated", "column_parallel"),
+        "sequence_parallel": SEQUENCE_PARALLEL,
+    },
+    # The tokens of a step must divide by the tensor-parallel size.
+    unless=lambda row: row["sequence_parallel"] and row["cuts"] not in DIVISIBLE,
+)
 def test_fp64(cuts, form, down_projection, sequence_parallel, error_table):
-    if sequence_parallel and cuts not in DIVISIBLE:
-        pytest.skip("tokens of a step must divide by the tensor-parallel size")
     setup = Setup(form=form, down_projection=down_projection, sequence_parallel=sequence_parallel)
     check(TINY, setup, cuts, error_table, "tiny")
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize("shape", shapes(world.size()))
+@grid(1, {"shape": [*shapes(world.size())], "form": ("absorbed", "expanded")})
 def test_fp64_shapes(shape, form, error_table):
     check(shapes(world.size())[shape], Setup(form=form), "tokens", error_table, shape)
 
@@ -78,9 +83,7 @@ def test_precision(dtype, form, error_table):
     check(TINY, Setup(form=form, dtype=dtype), "tokens", error_table, "tiny")
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize("resident", [1, 5, 11])
+@grid(2, {"cuts": [*CUTS], "form": ("absorbed", "expanded"), "resident": (1, 5, 11)})
 def test_offloaded(resident, form, cuts, error_table):
     """Most of the cache is in host memory, streamed a token or two at a time."""
     setup = Setup(form=form, latent_cache_tokens=resident)

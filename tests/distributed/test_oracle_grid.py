@@ -8,6 +8,8 @@ with Megatron's own MLA at the same size would prove nothing: it has gradient bu
 2. float64, all shapes on fewer combinations.
 3. float32, bfloat16, float16: bounds from a plain evaluation of the oracle's equations.
 4. Likewise with every kernel that this machine can run, whichever of them "auto" would take.
+
+With more than two processes on a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import FUSED, TINY, shapes
 from tests.support.certify import Execution, execute
+from tests.support.combinations import grid
 from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import bounds_from_eager, compare
@@ -36,13 +39,15 @@ RECOMPUTE = {
     "core_attn": ("core_attn",),
     "both": ("mla_up_proj", "core_attn"),
 }
-SEQUENCE_PARALLEL = [False, True] if world.size() > 1 else [False]
+SEQUENCE_PARALLEL = {"no_sp": False, "sp": True} if world.size() > 1 else {"no_sp": False}
+DOWN_PROJECTION = ("duplicated", "column_parallel")
+FORM = ("absorbed", "expanded")
 
 sequence_parallel = pytest.mark.parametrize(
-    "sequence_parallel", SEQUENCE_PARALLEL, ids=lambda on: "sp" if on else "no_sp"
+    "sequence_parallel", SEQUENCE_PARALLEL.values(), ids=SEQUENCE_PARALLEL
 )
-down_projection = pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
-form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
+down_projection = pytest.mark.parametrize("down_projection", DOWN_PROJECTION)
+form = pytest.mark.parametrize("form", FORM)
 layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -60,27 +65,37 @@ def check_fp64(mla, setup, layout_name, error_table, shape_name):
         deviation.check(f"({kind} rotary table)")
 
 
-@sequence_parallel
-@down_projection
-@layout
-@form
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@grid(
+    3,
+    {
+        "sequence_parallel": SEQUENCE_PARALLEL,
+        "down_projection": DOWN_PROJECTION,
+        "layout": LAYOUTS,
+        "form": FORM,
+        "recompute": RECOMPUTE,
+    },
+)
 def test_fp64_grid(sequence_parallel, down_projection, layout, form, recompute, error_table):
     """If this fails, the named tensor is wrong in that combination: training there is wrong."""
     setup = Setup(
         sequence_parallel=sequence_parallel,
         down_projection=down_projection,
         form=form,
-        recompute=RECOMPUTE[recompute],
+        recompute=recompute,
     )
     check_fp64(TINY, setup, layout, error_table, "tiny")
 
 
-@sequence_parallel
-@down_projection
-@form
-@pytest.mark.parametrize("layout", ["sbhd", "thd_padded"])
-@pytest.mark.parametrize("shape", shapes(world.size()))
+@grid(
+    2,
+    {
+        "shape": [*shapes(world.size())],
+        "layout": ("sbhd", "thd_padded"),
+        "sequence_parallel": SEQUENCE_PARALLEL,
+        "down_projection": DOWN_PROJECTION,
+        "form": FORM,
+    },
+)
 def test_fp64_shapes(shape, layout, sequence_parallel, down_projection, form, error_table):
     """Dimensions that the grid's shape hides: no query compression, no rotary channels, ..."""
     setup = Setup(sequence_parallel=sequence_parallel, down_projection=down_projection, form=form)
@@ -101,27 +116,31 @@ def precision_shapes() -> dict[str, OracleMLA]:
     return {"tiny": TINY, "fused": FUSED} if torch.cuda.is_available() else {"tiny": TINY}
 
 
-def precision_cases() -> list:
+def precision_cases() -> dict[str, tuple]:
     """float16 differs from bfloat16 by its range only: one layout is enough."""
-    cases = [
-        (dtype, layout, recompute)
-        for dtype in (torch.float32, torch.bfloat16)
+    cases = {
+        f"{name}-{layout}-{recompute}": (getattr(torch, name), layout, recompute)
+        for name in ("float32", "bfloat16")
         for layout in LAYOUTS
         for recompute in ("none", "both")
-    ]
-    return [*cases, (torch.float16, "sbhd", "none")]
+    }
+    return {**cases, "float16-sbhd-none": (torch.float16, "sbhd", "none")}
 
 
-@sequence_parallel
-@down_projection
-@form
-@pytest.mark.parametrize(("dtype", "layout", "recompute"), precision_cases())
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("shape", precision_shapes())
-def test_precision(
-    shape, backend, dtype, recompute, form, layout, down_projection, sequence_parallel, error_table
-):
+@grid(
+    2,
+    {
+        "shape": [*precision_shapes()],
+        "backend": backends(),
+        "case": precision_cases(),
+        "form": FORM,
+        "down_projection": DOWN_PROJECTION,
+        "sequence_parallel": SEQUENCE_PARALLEL,
+    },
+)
+def test_precision(shape, backend, case, form, down_projection, sequence_parallel, error_table):
     """Rounds no worse than three plain evaluations of the same equations at the same precision."""
+    dtype, layout, recompute = case
     setup = Setup(
         sequence_parallel=sequence_parallel,
         down_projection=down_projection,
@@ -134,9 +153,14 @@ def test_precision(
     check_precision(execute(mla, setup, tokens), setup, layout, error_table, shape)
 
 
-@sequence_parallel
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("case", kernel_cases(), ids=str)
+@grid(
+    1,
+    {
+        "case": {str(case): case for case in kernel_cases()},
+        "backend": backends(),
+        "sequence_parallel": SEQUENCE_PARALLEL,
+    },
+)
 def test_kernels(case, backend, sequence_parallel, error_table):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
     setup = case.setup(backend=backend, sequence_parallel=sequence_parallel)

@@ -168,9 +168,8 @@ def run(
         raise AssertionError(f"bias {bias}, output {output.dtype} {tuple(output.shape)}")
     output.backward(output_grad)
     output, input_grad = (all_tokens(t, layout, setup, group) for t in (output.detach(), x.grad))
-    gradients = {}
-    for name, parameter in parameters_by_oracle_name(attention, mla).items():
-        gradients[name] = whole_gradient(parameter, shard_dim(name, setup), setup, group).cpu()
+    gradients = whole_gradients(parameters_by_oracle_name(attention, mla), setup, group)
+    gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
     return OracleResult(
         output.reshape(-1, mla.hidden).cpu(), input_grad.reshape(-1, mla.hidden).cpu(), gradients
     )
@@ -202,21 +201,43 @@ def all_tokens(x: Tensor, layout: Layout, setup: Setup, group: dist.ProcessGroup
     return x[torch.tensor(order, device=x.device).argsort()]
 
 
-def whole_gradient(
-    parameter: nn.Parameter, dim: int | None, setup: Setup, cp_group: dist.ProcessGroup
-) -> Tensor:
+def whole_gradients(
+    parameters: dict[str, nn.Parameter], setup: Setup, cp_group: dist.ProcessGroup
+) -> dict[str, Tensor]:
     """What the optimizer would see after Megatron's finalize_model_grads, over all shards.
 
     That sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel
     group, and no others; before it, data parallelism has summed over context-parallel ranks.
     """
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = torch.full_like(parameter, torch.nan)
-    gradient = world.all_reduce(gradient, group=cp_group)
-    if setup.sequence_parallel and getattr(parameter, "sequence_parallel", False):
-        gradient = world.all_reduce(gradient, group=world.tp_group())
-    return gradient if dim is None else world.gather(gradient, dim)
+    whole = {
+        name: torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
+        for name, parameter in parameters.items()
+    }
+    if cp_group.size() > 1:
+        whole |= summed(whole, cp_group)
+    if setup.sequence_parallel:
+        marked = [n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)]
+        whole |= summed({n: whole[n] for n in marked}, world.tp_group())
+    dims = {name: shard_dim(name, setup) for name in parameters}
+    sharded = {n: whole[n] for n, dim in dims.items() if dim is not None}
+    parts = [split_like(part, sharded) for part in world.gather(flat(sharded)[None], 0).unbind()]
+    return whole | {n: torch.cat([part[n] for part in parts], dims[n]) for n in sharded}
+
+
+def summed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """The sum of every tensor over a group, in one message: on few cores they take the time."""
+    return split_like(world.all_reduce(flat(tensors), group=group), tensors) if tensors else {}
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    """All elements, one tensor after the other."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
+
+
+def split_like(elements: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`flat`, for tensors of these names and shapes."""
+    parts = elements.split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view_as(t) for part, (name, t) in zip(parts, tensors.items())}
 
 
 def named_tensors(mla: OracleMLA, result: OracleResult) -> dict[str, Tensor]:

@@ -8,18 +8,20 @@ has the wrong tokens or positions.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.support.job_server import JobServer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training.metrics import read_metrics, series
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
+
 ITERATIONS = 50
 FEW = 6
 # Of the loss; a wrong factor or token shows in the first iteration, at 1e-3 or above.
@@ -34,23 +36,18 @@ RUN = (
 KINDS = {"sbhd": "--micro-batch-size 2", "packed": "--packed"}
 
 
-def train(folder: Path, options: str, processes: int = 1) -> str:
-    """Run scripts/train.py, with torchrun if there are several processes; its output."""
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
-    if processes == 1:
-        launcher = []
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, *launcher, SCRIPT, *RUN.split(), *options.split()],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def train(server: JobServer) -> Callable[..., str]:
+    """Run scripts/train.py in a folder, as one process or several; rank 0's output."""
+
+    def run(folder: Path, options: str, processes: int = 0) -> str:
+        codes, outputs, errors = server.run(
+            [SCRIPT, *RUN.split(), *options.split()], folder, processes
+        )
+        assert codes == [0] * len(codes), [error[-3000:] for error in errors]
+        return outputs[0]
+
+    return run
 
 
 def assert_same_run(folder: Path, name: str, expected: str, iterations: range) -> None:
@@ -69,7 +66,7 @@ def assert_same_run(folder: Path, name: str, expected: str, iterations: range) -
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, train) -> Path:
     """Runs of one process, by kind, and their data: documents of 1 to 60 characters."""
     folder = tmp_path_factory.mktemp("context_parallel")
     (folder / "texts").mkdir()
@@ -83,13 +80,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "exchange"), [("sbhd", "all_gather"), ("packed", "p2p")])
-def test_fifty_iterations_are_those_of_one_process(folder, kind, exchange):
+def test_fifty_iterations_are_those_of_one_process(folder, train, kind, exchange):
     options = f"{KINDS[kind]} --context-parallel-size 2 --cp-comm-type {exchange}"
     train(folder, f"{options} --train-iters {ITERATIONS} --metrics {kind}-cp2.jsonl", processes=2)
     assert_same_run(folder, f"{kind}-cp2", kind, range(1, ITERATIONS + 1))
 
 
-def test_resumed_at_another_context_parallel_size(folder):
+def test_resumed_at_another_context_parallel_size(folder, train):
     """The checkpoint has the weights and the optimizer's state, and does not say how it was cut."""
     run = f"{KINDS['sbhd']} --metrics resumed.jsonl --save resumed --train-iters"
     train(folder, f"{run} {FEW} --context-parallel-size 2 --cp-comm-type p2p", processes=2)
@@ -99,14 +96,14 @@ def test_resumed_at_another_context_parallel_size(folder):
     assert_same_run(folder, "resumed", "sbhd", range(1, 2 * FEW + 1))
 
 
-def test_packed_with_tensor_and_sequence_parallelism(folder):
+def test_packed_with_tensor_and_sequence_parallelism(folder, train):
     parallel = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
     options = f"{KINDS['packed']} {parallel} --cp-comm-type all_gather p2p"
     train(folder, f"{options} --train-iters {FEW} --metrics tp2.jsonl", processes=4)
     assert_same_run(folder, "tp2", "packed", range(1, FEW + 1))
 
 
-def test_packed_with_pipeline_stages(folder):
+def test_packed_with_pipeline_stages(folder, train):
     """Padded packs have different lengths, which stages tell each other. Weights depend on stages,
     so the run to compare with has as many."""
     options = f"{KINDS['packed']} --num-experts 0 --pipeline-model-parallel-size 2 --train-iters 3"

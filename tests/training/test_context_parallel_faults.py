@@ -6,15 +6,13 @@ in NCCL's watchdog, which ends the process.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.job_server import JobServer
+
 TIMEOUT, MARGIN = 8, 30
 
 RANK = """
@@ -65,63 +63,39 @@ except Exception as error:
 """
 
 
-def start(rank: int, port: int, fault: str, cp_comm_type: str) -> subprocess.Popen:
-    """One of the two processes, which meet at the port."""
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    environment.pop("TORCHELASTIC_RUN_ID", None)
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", RANK, fault, cp_comm_type, str(TIMEOUT)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def outcome(fault: str, cp_comm_type: str) -> tuple[list[int], list[str]]:
+@pytest.fixture
+def outcome(server: JobServer, tmp_path: Path) -> Callable[..., tuple[list[int], list[str]]]:
     """Exit codes and outputs of both processes; fails if they do not end in time."""
-    port = free_port()
-    processes = [start(rank, port, fault, cp_comm_type) for rank in range(2)]
-    try:
-        outputs = [p.communicate(timeout=TIMEOUT + MARGIN)[0] for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    # Before the fault everything went well.
-    assert all("started" in output for output in outputs), outputs
-    return [p.returncode for p in processes], outputs
+
+    def run(fault: str, cp_comm_type: str) -> tuple[list[int], list[str]]:
+        script = tmp_path / "rank.py"
+        script.write_text(RANK)
+        seconds = TIMEOUT + MARGIN
+        codes, outputs, errors = server.run(
+            [script, fault, cp_comm_type, TIMEOUT], tmp_path, 2, timeout=seconds, grace=seconds
+        )
+        assert None not in codes, [outputs, errors]
+        # Before the fault everything went well.
+        assert all("started" in output for output in outputs), [outputs, errors]
+        return codes, outputs
+
+    return run
 
 
 @pytest.mark.parametrize("fault, cp_comm_type", [("forward", "all_gather"), ("backward", "p2p")])
-def test_a_rank_dies(fault, cp_comm_type):
+def test_a_rank_dies(outcome, fault, cp_comm_type):
     (survivor, dead), outputs = outcome(fault, cp_comm_type)
     assert dead == -9
     assert survivor != 0, outputs[0]
 
 
 @pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
-def test_a_rank_sends_another_shape(cp_comm_type):
+def test_a_rank_sends_another_shape(outcome, cp_comm_type):
     codes, outputs = outcome("unseen_shape", cp_comm_type)
     assert 0 not in codes, outputs
 
 
-def test_without_a_fault():
+def test_without_a_fault(outcome):
     """The same processes end well otherwise."""
     codes, outputs = outcome("none", "p2p")
     assert codes == [0, 0], outputs

@@ -84,17 +84,18 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("killed_after", [2, 5])
-def test_resumed_after_kill_is_bitwise_the_same(uninterrupted, killed_after):
-    folder, name = uninterrupted, f"killed{killed_after}"
-    options = f"--data text.txt --metrics {name}.jsonl --save {name}"
+def test_resumed_after_kills_is_bitwise_the_same(uninterrupted):
+    folder = uninterrupted
+    options = "--data text.txt --metrics killed.jsonl --save killed"
     process = start(folder, options)
-    while iterations_logged(folder / f"{name}.jsonl") < killed_after and process.poll() is None:
-        time.sleep(0.05)
-    assert process.poll() is None, "it finished before it was killed"
-    kill(process)
-    assert "resumed at iteration" in finish(start(folder, f"{options} --load {name}"))
-    whole, parts = (read_metrics(folder / f"{n}.jsonl") for n in ("whole", name))
+    for killed_after in (2, 5):
+        while iterations_logged(folder / "killed.jsonl") < killed_after and process.poll() is None:
+            time.sleep(0.05)
+        assert process.poll() is None, "it finished before it was killed"
+        kill(process)
+        process = start(folder, f"{options} --load killed")
+    assert "resumed at iteration" in finish(process)
+    whole, parts = (read_metrics(folder / f"{n}.jsonl") for n in ("whole", "killed"))
     for key in ("train_loss", "grad_norm"):
         assert len(series(whole, key)) == ITERATIONS
         assert series(parts, key) == series(whole, key)

@@ -5,20 +5,22 @@ If these fail, a run that was interrupted does not continue as if it had not bee
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from megatron.core import dist_checkpointing
 
 from checkpoint_conversion.megatron_args import from_megatron_args
+from tests.support.job_server import JobServer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training.metrics import read_metrics, series
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
 
 _SMALL = (
     "--num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 --seq-length 32"
@@ -28,22 +30,16 @@ _RUN = f"{_SMALL} --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.
 _FROM_ARGS = "--use-checkpoint-args --load"
 
 
-def _train(tmp_path: Path, options: str, expect: int = 0) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).resolve().parents[2] / "scripts" / "train.py"),
-            *options.split(),
-            "--no-progress",
-        ],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == expect, done.stderr[-3000:]
-    return done.stderr if expect else done.stdout
+@pytest.fixture(scope="module")
+def train(server: JobServer) -> Callable[..., str]:
+    """Run scripts/train.py in a folder; what it printed, on stderr if it shall fail."""
+
+    def run(folder: Path, options: str, expect: int = 0) -> str:
+        [code], [out], [err] = server.run([SCRIPT, *options.split(), "--no-progress"], folder)
+        assert code == expect, err[-3000:]
+        return err if expect else out
+
+    return run
 
 
 def _losses(tmp_path: Path, name: str) -> list[dict]:
@@ -52,29 +48,29 @@ def _losses(tmp_path: Path, name: str) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
+def uninterrupted(tmp_path_factory, train) -> Path:
     folder = tmp_path_factory.mktemp("training")
     (folder / "text.txt").write_text(Path(__file__).read_text())
     run = f"{_RUN} --data text.txt --metrics whole.jsonl --save whole --save-interval 3"
-    _train(folder, run)
+    train(folder, run)
     return folder
 
 
-def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted):
+def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted, train):
     folder = uninterrupted
     run = f"{_RUN} --data text.txt --metrics parts.jsonl --save parts"
-    _train(folder, f"{run} --exit-interval 4")
-    output = _train(folder, f"{run} --load parts")
+    train(folder, f"{run} --exit-interval 4")
+    output = train(folder, f"{run} --load parts")
     assert "resumed at iteration 4" in output
     assert _losses(folder, "parts.jsonl") == _losses(folder, "whole.jsonl")
 
 
-def test_a_checkpoint_says_what_its_model_is(uninterrupted):
+def test_a_checkpoint_says_what_its_model_is(uninterrupted, train):
     """Resumed without a word about the model; the conversion and Megatron know it as well."""
     folder = uninterrupted
     data = "--data text.txt --metrics said.jsonl --save said"
-    _train(folder, f"{_RUN} {data} --exit-interval 4")
-    output = _train(folder, f"{_RUN.removeprefix(_SMALL)} --seq-length 32 {data} {_FROM_ARGS} said")
+    train(folder, f"{_RUN} {data} --exit-interval 4")
+    output = train(folder, f"{_RUN.removeprefix(_SMALL)} --seq-length 32 {data} {_FROM_ARGS} said")
     assert "model      of said" in output
     assert "resumed at iteration 4" in output
     assert _losses(folder, "said.jsonl") == _losses(folder, "whole.jsonl")
@@ -84,13 +80,13 @@ def test_a_checkpoint_says_what_its_model_is(uninterrupted):
     assert (common["iteration"], common["checkpoint_version"]) == (6, 3.0)
 
 
-def test_a_release_is_weights_without_a_run(uninterrupted):
+def test_a_release_is_weights_without_a_run(uninterrupted, train):
     folder = uninterrupted
     (folder / "released").mkdir()
     shutil.copytree(folder / "whole" / "iter_0000003", folder / "released" / "release")
     (folder / "released" / "latest_checkpointed_iteration.txt").write_text("release")
     run = "--seq-length 32 --train-iters 2 --data text.txt --seed 9"
-    output = _train(folder, f"{run} {_FROM_ARGS} released --metrics released.jsonl --save released")
+    output = train(folder, f"{run} {_FROM_ARGS} released --metrics released.jsonl --save released")
     assert "started from the weights" in output
     # Weights of a trained model: not the loss of the first iteration.
     first = series(read_metrics(folder / "released.jsonl"), "train_loss")[1]
@@ -99,7 +95,7 @@ def test_a_release_is_weights_without_a_run(uninterrupted):
     assert latest.strip() == "2"
 
 
-def test_a_checkpoint_of_another_run_is_refused(uninterrupted):
-    error = _train(uninterrupted, f"{_RUN} --data text.txt --load whole --seed 7", expect=2)
+def test_a_checkpoint_of_another_run_is_refused(uninterrupted, train):
+    error = train(uninterrupted, f"{_RUN} --data text.txt --load whole --seed 7", expect=2)
     assert error.strip().splitlines()[-1].startswith("train.py: error: --load: --seed differs")
     assert "Traceback" not in error

@@ -1,0 +1,188 @@
+"""Processes like torchrun's on one machine, forked from one that has made the long imports.
+
+PyTorch and Megatron take a process five seconds of a core to import, more than most tests run for.
+Here that happens once for all ranks of a job, and with ``--serve`` once for many jobs::
+
+    python -m tests.support.forked 4 -m pytest tests/distributed
+
+Only for machines without a GPU. Modules whose coverage is measured are left to the ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+IMPORTS = (
+    "torch.distributed.checkpoint",
+    "torch.testing",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+)
+_POLL = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program of one or more ranks.
+
+    Attributes:
+        argv: What follows "python" on a command line: a script, or -m and a module, and arguments.
+        ranks: Number of processes; 0 for one that torchrun did not start.
+        folder: Working directory.
+        outputs: For each rank the files of stdout and stderr; none if they are this process's.
+        grace: Seconds that the others have when one has failed, before they are killed.
+        timeout: Seconds that all of them have.
+    """
+
+    argv: list[str]
+    ranks: int = 0
+    folder: str = "."
+    outputs: list[list[str]] | None = None
+    grace: float = 10.0
+    timeout: float = float("inf")
+
+
+def run(job: Job) -> list[int | None]:
+    """Run a job to its end.
+
+    Returns:
+        Exit codes by rank: minus the signal's number if one ended it, None if it was over time.
+    """
+    running = []
+    port = 0
+    if job.ranks:
+        store, port = _start_store()
+        running.append(store)
+    try:
+        ranks = [_fork(_rank_main, job, rank, port) for rank in range(job.ranks or 1)]
+        running += ranks
+        codes = _wait(ranks, job.grace, job.timeout)
+        del running[-len(ranks) :]
+        return codes
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _rank_main(job: Job, rank: int, port: int) -> None:
+    if job.ranks:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job.ranks),
+            LOCAL_WORLD_SIZE=str(job.ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_RUN_ID="forked",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+    os.chdir(job.folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream, path in enumerate(job.outputs[rank] if job.outputs else (), start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+    if job.argv[0] == "-m":
+        sys.argv = job.argv[1:]
+        runpy.run_module(job.argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(job.argv)
+        sys.path[0] = str(Path(job.argv[0]).parent)
+        runpy.run_path(job.argv[0], run_name="__main__")
+
+
+def _start_store() -> tuple[int, int]:
+    """Where the ranks meet, in a process of its own since it has threads: its id and its port."""
+    ours, its = socket.socketpair()
+    pid = _fork(_store_main, its)
+    return pid, int(ours.recv(16))
+
+
+def _store_main(connection: socket.socket) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(str(store.port).encode())
+    signal.pause()
+
+
+def _fork(main, *arguments) -> int:
+    """Call ``main`` in a process of its own, which ends as Python ends; the id of it."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        main(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
+    codes: dict[int, int | None] = {}
+    late: set[int] = set()
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = None if pid in late else os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    deadline = min(deadline, time.monotonic() + grace)
+        if time.monotonic() > deadline:
+            late = set(pids) - set(codes)
+            for pid in late:
+                os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(_POLL)
+    return [codes[pid] for pid in pids]
+
+
+def serve() -> None:
+    """Run the jobs that come as lines of JSON on stdin; their exit codes go to stdout."""
+    for line in sys.stdin:
+        print(json.dumps(run(Job(**json.loads(line)))), flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """``RANKS PROGRAM [ARGUMENT...]``, or ``--serve [MODULE...]`` to import those modules too."""
+    serving = arguments[0] == "--serve"
+    for name in (*IMPORTS, *(arguments[1:] if serving else ())):
+        importlib.import_module(name)
+    # Coverage asks modules for their __path__, and these make an operator of any name.
+    sys.modules["torch"].ops.__path__ = sys.modules["torch"].classes.__path__ = []
+    # Otherwise the ranks would outlive this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if serving:
+        return serve() or 0
+    ranks, *argv = arguments
+    return int(any(code != 0 for code in run(Job(argv=argv, ranks=int(ranks)))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
