@@ -101,6 +101,8 @@ class KernelCase:
 _KERNELS = {
     "flash_attention_4": "expanded",
     "cudnn": "expanded",
+    "transformer_engine": "expanded",
+    "flash_attention_3": "absorbed",
     "hopper": "absorbed",
     "triton": "absorbed",
 }

@@ -34,8 +34,8 @@ TINY = OracleMLA(
 # Widths that fused kernels take; with any others "auto" falls back.
 FUSED = replace(TINY, nope=16, rope=8, v=24)
 
-# Widths that every kernel for GPUs takes: 128 for key and value of a head, and for the latent.
-WIDE = replace(TINY, kv_lora_rank=128, nope=64, rope=64, v=128)
+# Widths that every kernel for GPUs takes: 128 for key and value of a head, 256 for the latent.
+WIDE = replace(TINY, kv_lora_rank=256, nope=64, rope=64, v=128)
 
 # Widths that Triton's kernels take, and that its interpreter is quick with.
 INTERPRETED = replace(TINY, kv_lora_rank=32, rope=16)

@@ -5,6 +5,7 @@ A refusal that is missing here is an option that is silently ignored, or a wrong
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from absorbed_mla.core_attention.choice import choose
 from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.options import CORE_ATTENTION_BACKENDS
+from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
 from absorbed_mla.projections import ProjectionBuilder
 from absorbed_mla.unsupported import refuse_unsupported_config
 from tests.support.backends import determinism
@@ -116,6 +117,26 @@ class TestOptions:
         with refusal("options", "AbsorbedMLAOptions or None", f"got {given!r}"):
             take(given)
 
+    @pytest.mark.parametrize(
+        ("form", "backend", "fitting"),
+        [
+            ("absorbed", "flash_attention_4", "auto, flash_attention_3, hopper, triton, reference"),
+            (
+                "expanded",
+                "hopper",
+                "auto, flash_attention_4, cudnn, transformer_engine, reference",
+            ),
+        ],
+    )
+    def test_backend_of_the_other_form(self, form, backend, fitting):
+        """Otherwise the first forward would say so, after a model was built."""
+        given = f"core_attention_backend={backend!r}"
+        with refusal(given, "only", f"got form={form!r}", f"one of {fitting}"):
+            AbsorbedMLAOptions(form=form, core_attention_backend=backend)
+        options = AbsorbedMLAOptions(core_attention_backend=backend)
+        with refusal(given, f"got form={form!r}"):
+            options.replace(form=form)
+
     def test_backend_of_another_version(self):
         """The name may come from elsewhere than checked options."""
         with refusal("core_attention_backend", ", ".join(CORE_ATTENTION_BACKENDS), "'flash'"):
@@ -155,8 +176,18 @@ class TestBackend:
 
     def test_what_can_run(self):
         runnable, _ = examine("auto", REQUEST)
-        assert [x.name for x in runnable if x.name != "flash_attention_4"] == ["cudnn", "reference"]
+        optional = ("flash_attention_4", "transformer_engine")
+        assert [x.name for x in runnable if x.name not in optional] == ["cudnn", "reference"]
         assert [x.name for x in examine("reference", REQUEST)[0]] == ["reference"]
+
+    @pytest.mark.parametrize("form", FORMS[1:])
+    @pytest.mark.parametrize("name", CORE_ATTENTION_BACKENDS[1:])
+    def test_options_know_which_form_it_computes(self, name, form):
+        """They refuse what it refuses for its form, and nothing else."""
+        request = dataclasses.replace(REQUEST, latent=form == "absorbed")
+        refused = "form=" in examine(name, request)[1].get(name, "")
+        with refusal(name, form) if refused else contextlib.nullcontext():
+            AbsorbedMLAOptions(form=form, core_attention_backend=name)
 
     @pytest.mark.parametrize("field", BEYOND_CUDNN)
     def test_auto_falls_back_and_says_why(self, field):

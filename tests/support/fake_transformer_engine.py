@@ -1,0 +1,206 @@
+"""TransformerEngine's fused attention, as far as it is used, computing in float64.
+
+Strides are taken for granted as they are there: what is not contiguous is refused here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from tests.support.fake_attention import attend, scores_of, sequences
+
+_WITH_PADDING = {"thd_thd_thd": True, "sbhd_sbhd_sbhd": False}
+_NAMES = ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType", "FusedAttnBackend")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a function was called with."""
+
+    function: str
+    layout: str
+    mask: str
+    deterministic: bool | None = None
+    dtype: str | None = None
+
+
+class FusedAttention(ModuleType):
+    """transformer_engine.pytorch.cpp_extensions.fused_attn."""
+
+    def __init__(self) -> None:
+        super().__init__("transformer_engine.pytorch.cpp_extensions.fused_attn")
+        self.calls: list[Call] = []
+        for name in _NAMES:
+            setattr(self, name, _Names(name))
+
+    def fused_attn_fwd(
+        self,
+        is_training,
+        max_seqlen_q,
+        max_seqlen_kv,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        fake_dtype,
+        fused_attention_backend,
+        *,
+        attn_scale,
+        qkv_layout,
+        attn_mask_type,
+        window_size,
+        cuda_graph,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+    ):
+        """Output, and [LSE, state of the generator]; what it does not write of the LSE is NaN."""
+        assert is_training and fake_dtype == q.dtype and cuda_graph is False
+        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        longest = (max_seqlen_q, max_seqlen_kv)
+        call = _Layout(qkv_layout, attn_mask_type, window_size, lengths, longest, (q, k, v))
+        assert fused_attention_backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
+        self.calls.append(Call("forward", qkv_layout, attn_mask_type))
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        stats = torch.full(call.stats_shape, torch.nan)
+        for queries, keys in call.sequences:
+            scores = scores_of(q[queries], k[keys], attn_scale, call.offset(q[queries], k[keys]))
+            found, lse = attend(scores, v[keys])
+            out[queries] = found.to(out)
+            call.stats_of(stats, queries).copy_(lse)
+        return out, [stats, torch.zeros(2, dtype=torch.int64)]
+
+    def fused_attn_bwd(
+        self,
+        max_seqlen_q,
+        max_seqlen_kv,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        o,
+        d_o,
+        fake_dtype,
+        dqkv_dtype,
+        aux_ctx_tensors,
+        fused_attention_backend,
+        *,
+        attn_scale,
+        qkv_layout,
+        attn_mask_type,
+        window_size,
+        deterministic,
+        cuda_graph,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+    ):
+        """Gradients of q, k and v, zero between sequences, and two that nobody asked for."""
+        assert fake_dtype == q.dtype == d_o.dtype == o.dtype and cuda_graph is False
+        assert fused_attention_backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
+        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        longest = (max_seqlen_q, max_seqlen_kv)
+        call = _Layout(qkv_layout, attn_mask_type, window_size, lengths, longest, (q, k, v))
+        stats, state = aux_ctx_tensors
+        assert stats.shape == call.stats_shape and stats.dtype == torch.float32
+        assert stats.is_contiguous() and o.is_contiguous() and d_o.is_contiguous()
+        assert bool(torch.isfinite(stats).all()), "exp(-inf - -inf) is not a number"
+        assert state.shape == (2,) and state.dtype == torch.int64
+        self.calls.append(Call("backward", qkv_layout, attn_mask_type, deterministic, dqkv_dtype))
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for queries, keys in call.sequences:
+            rows = (q[queries], k[keys], v[keys], o[queries], d_o[queries])
+            scores = scores_of(*rows[:2], attn_scale, call.offset(*rows[:2]))
+            found = _gradients(rows, scores, call.stats_of(stats, queries), attn_scale)
+            for grad, where, part in zip(grads, (queries, keys, keys), found):
+                grad[where] = part.to(grad)
+        return [*grads, None, None]
+
+
+def _gradients(rows: tuple[Tensor, ...], scores: Tensor, lse: Tensor, scale: float):
+    q, k, v, o, d_o = (x.double() for x in rows)
+    probs = (scores - lse.double()[..., None]).exp()
+    dprobs = torch.einsum("qnv,knv->nqk", d_o, v)
+    delta = torch.einsum("qnv,qnv->nq", d_o, o)
+    ds = probs * (dprobs - delta[..., None]) * scale
+    dq, dk = torch.einsum("nqk,knd->qnd", ds, k), torch.einsum("nqk,qnd->knd", ds, q)
+    return dq, dk, torch.einsum("nqk,qnv->knv", probs, d_o)
+
+
+class _Layout:
+    """Layout and mask of a call, checked as TransformerEngine and cuDNN check them."""
+
+    def __init__(self, layout, mask, window, lengths, longest, tensors) -> None:
+        q, k, v = tensors
+        assert all(x.is_contiguous() for x in tensors)
+        assert all(x is None or x.dtype == torch.int32 for x in lengths)
+        self.packed = _WITH_PADDING[layout]
+        kind = mask.removeprefix("padding").removeprefix("_") or "no_mask"
+        assert kind in ("no_mask", "causal", "causal_bottom_right")
+        assert mask.startswith("padding") == self.packed
+        assert window == ((-1, -1) if kind == "no_mask" else (-1, 0))
+        self.kind = kind
+        used = [x.diff() for x in lengths[:2]]
+        assert longest == tuple(int(x.max()) for x in used)
+        if kind == "causal_bottom_right":
+            # cuDNN is told of all rows of a pack as of one sequence.
+            assert longest[0] <= longest[1] and len(q) <= len(k)
+        if self.packed:
+            heads = q.shape[1]
+            self.stats_shape = (len(q), heads, 1)
+            assert lengths[2][-1] == len(q) and lengths[3][-1] == len(k)
+            self.sequences = sequences(*lengths[2:], *used)
+        else:
+            batch, heads = q.shape[1:3]
+            assert (batch, len(q), len(k)) != (1, 1, 1), "cuDNN refuses one pair"
+            self.stats_shape = (batch, heads, len(q), 1)
+            assert all(len(x) == batch for x in used) and len(v) == len(k)
+            self.sequences = [((slice(None), b), (slice(None), b)) for b in range(batch)]
+
+    def offset(self, q: Tensor, k: Tensor) -> int | None:
+        """Query i sees keys up to i + offset."""
+        return {"no_mask": None, "causal": 0, "causal_bottom_right": len(k) - len(q)}[self.kind]
+
+    def stats_of(self, stats: Tensor, queries) -> Tensor:
+        """The part [N, Q] of a sequence."""
+        return stats[queries][..., 0].t() if self.packed else stats[queries[1], :, :, 0]
+
+
+class _Names(defaultdict):
+    """An enumeration: any name, as itself."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __missing__(self, name: str) -> str:
+        return f"{self.kind}.{name}"
+
+
+def install(monkeypatch, version: str = "2.12.0", cudnn: int = 91900) -> FusedAttention:
+    """In place of the package, whether or not there is one."""
+    fused = FusedAttention()
+    found = importlib.metadata.version
+
+    def version_of(name: str) -> str:
+        return version if name == "transformer_engine" else found(name)
+
+    library = ModuleType("transformer_engine_torch")
+    library.DType = SimpleNamespace(kFloat16="kFloat16", kBFloat16="kBFloat16")
+    library.get_cudnn_version = lambda: cudnn
+    library.get_fused_attn_backend = lambda *_: fused.FusedAttnBackend["F16_arbitrary_seqlen"]
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    name = ""
+    for part in fused.__name__.split("."):
+        name = f"{name}.{part}" if name else part
+        module = fused if name == fused.__name__ else ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+    return fused
