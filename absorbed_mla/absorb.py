@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from absorbed_mla.batch_invariant import is_enabled
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -20,6 +23,8 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     Returns:
         [S, B, N, C].
     """
+    if _needs_own_product(q_nope):
+        return _HeadProduct.apply(q_nope, w_uk)
     return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
 
 
@@ -33,4 +38,30 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
     Returns:
         [S, B, N, v].
     """
+    if _needs_own_product(o_latent):
+        return _HeadProduct.apply(o_latent, w_uv.transpose(1, 2))
     return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
+
+
+def _needs_own_product(x: Tensor) -> bool:
+    """On a GPU, batch-invariant mode leaves batches of products (``aten::bmm``) as they are."""
+    return x.is_cuda and is_enabled(x.device)
+
+
+class _HeadProduct(torch.autograd.Function):
+    """``x`` [S, B, N, K] times ``weight`` [N, K, C], batch-invariant forward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        from absorbed_mla.kernels.invariant.product import head_product
+
+        ctx.save_for_backward(x, weight)
+        found = head_product(x.flatten(0, 1), weight)
+        return found.view(*x.shape[:3], weight.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)
+        return dx, torch.einsum("sbnk,sbnc->nkc", x, grad)

@@ -15,8 +15,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
 from absorbed_mla.context_parallel import ContextParallel
-from absorbed_mla.core_attention import AttentionPlan
+from absorbed_mla.core_attention import CAUSAL_MASKS, AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.inference import CachedAttention, open_step
 from absorbed_mla.load_hooks import StandardLayoutHooks
@@ -77,7 +78,11 @@ class AbsorbedMLASelfAttention(Attention):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         options = AbsorbedMLAOptions.coerce(options)
         refuse_unsupported_config(config)
-        dims = MLADims.from_config(config, pg_collection.tp.size())
+        tp_size = pg_collection.tp.size()
+        options = settle_options(
+            options, config, causal=attn_mask_type in CAUSAL_MASKS, tp_size=tp_size
+        )
+        dims = MLADims.from_config(config, tp_size)
         super().__init__(
             config=config,
             # The host would build both for ordinary attention, at other sizes.
@@ -93,7 +98,7 @@ class AbsorbedMLASelfAttention(Attention):
         self.dims = dims
         self.options = options
         self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
-        self.sequence_parallel = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
             config.recompute_granularity == "selective"
             and "mla_up_proj" in config.recompute_modules
@@ -159,6 +164,8 @@ class AbsorbedMLASelfAttention(Attention):
             sequence_len_offset=sequence_len_offset,
         )
         refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
+        if self.options.batch_invariant:
+            require_enabled(hidden_states.device)
         if inference_context is None:
             inference_context = inference_params
         if inference_context is not None:

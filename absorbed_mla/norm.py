@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from absorbed_mla.batch_invariant import is_enabled
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (arXiv:1910.07467), with the host's constructor.
@@ -47,7 +49,7 @@ class RMSNorm(nn.Module):
         residual stream in fp32 (``fp32_residual_connection``).
         """
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
-        if plain and x.is_cuda:
+        if plain and x.is_cuda and not is_enabled(x.device):
             # One kernel, which computes in fp32 as well.
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         compute = torch.promote_types(x.dtype, torch.float32)

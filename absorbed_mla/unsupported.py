@@ -51,6 +51,8 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
     """
     for name, (accepted, advice) in _CONFIG_FIELDS.items():
         value = getattr(config, name, accepted[0])
+        if name == "attention_backend" and getattr(config, "batch_invariant_mode", False):
+            continue  # which the host wants to be flash then
         if value not in accepted:
             raise ValueError(
                 f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "

@@ -6,8 +6,10 @@ import functools
 import logging
 from collections.abc import Mapping
 
+from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
 from absorbed_mla.core_attention.cost import Work, machine_name, seconds
+from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
 from absorbed_mla.dims import MLADims
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,37 @@ def choose(
     on_cpu = next(iter(requests.values())).device.type == "cpu"
     find = _cheapest if on_cpu else _cached_cheapest
     return find(tuple(requests.items()), backend, dims, work)
+
+
+def choose_batch_invariant(
+    request: AttentionRequest, backend: str, key_blocks: int
+) -> AttentionBackend:
+    """The backend of the absorbed form that gives a token the same bits in every batch.
+
+    Args:
+        request: What it must be able to do, in the absorbed form.
+        backend: ``"triton"``, ``"reference"``, or ``"auto"`` for the one of the device.
+        key_blocks: Number of blocks that the keys come in.
+
+    Raises:
+        ValueError: If no backend can do that.
+    """
+    name = backend_for(backend, request.device)
+    refused = {
+        "it takes no attention_mask": request.masked,
+        "it drops nothing (attention_dropout=0)": request.dropout,
+        "keys must lie on one rank (no context parallelism)": key_blocks != 1,
+        "core_attention_backend='reference' is batch-invariant on the CPU only": name == "reference"
+        and request.device.type != "cpu",
+    }
+    reasons = [reason for reason, holds in refused.items() if holds]
+    runnable: list[AttentionBackend] = [TiledReferenceBackend()]
+    if name != "reference" and not reasons:
+        runnable, refusals = examine(name, request)
+        reasons = [f"{name}: {reason}" for reason in refusals.values()]
+    if reasons:
+        raise ValueError(f"batch_invariant=True cannot run here: {'; '.join(reasons)}")
+    return runnable[0]
 
 
 def _cheapest(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from absorbed_mla.core_attention.attend import attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
-from absorbed_mla.core_attention.choice import choose
+from absorbed_mla.core_attention.choice import choose, choose_batch_invariant
 from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm, Form, Query
 from absorbed_mla.core_attention.keys import KeyBlock, KeySource
@@ -22,7 +22,8 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.options import FORMS, AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+# Types of mask in which a token sees itself and earlier tokens only.
+CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 class LatentCoreAttention(nn.Module):
@@ -50,7 +51,7 @@ class LatentCoreAttention(nn.Module):
         super().__init__()
         self.dims = dims
         self.attn_mask_type = attn_mask_type
-        self.causal = attn_mask_type in _CAUSAL
+        self.causal = attn_mask_type in CAUSAL_MASKS
         self.softmax_scale = softmax_scale
         self.attention_dropout = config.attention_dropout
         self.options = options
@@ -99,7 +100,12 @@ class LatentCoreAttention(nn.Module):
             name: self._request(self._forms[name], hidden_states, attention_mask, bool(dropout))
             for name in (FORMS[1:] if self.options.form == "auto" else (self.options.form,))
         }
-        form, backend = choose(requests, self.options.core_attention_backend, self.dims, work)
+        asked = self.options.core_attention_backend
+        if self.options.batch_invariant:
+            form = "absorbed"
+            backend = choose_batch_invariant(requests[form], asked, keys.num_blocks)
+        else:
+            form, backend = choose(requests, asked, self.dims, work)
         return AttentionPlan(self._forms[form], backend, keys, rules, layout.max_position)
 
     def _request(

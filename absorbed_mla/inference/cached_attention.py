@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.attend import attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
 from absorbed_mla.core_attention.choice import choose
@@ -129,7 +130,10 @@ class CachedAttention:
             batch_invariant=self.options.batch_invariant,
             windowed=step.windowed,
         )
-        return paged_backends.choose(self.options.paged_attention_backend, request)
+        asked = self.options.paged_attention_backend
+        if self.options.batch_invariant:  # the one that training attends with
+            asked = backend_for(asked, q.device)
+        return paged_backends.choose(asked, request)
 
     def _request(self, q: Tensor) -> AttentionRequest:
         key_width, value_width, latent = self.expanded.widths(self.dims)

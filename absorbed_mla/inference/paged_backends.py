@@ -10,8 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.latent_kernels import triton_refuses
+from absorbed_mla.inference import flash_mla
 from absorbed_mla.inference.paged_reference import paged_reference
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.kernels import operators
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -69,10 +73,61 @@ class ReferenceBackend:
     forward = staticmethod(paged_reference)
 
 
+class TritonBackend:
+    """This package's portable kernels; with ``batch_invariant`` in the arithmetic of training."""
+
+    name = "triton"
+
+    def forward(
+        self,
+        q_content: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        scale: float,
+        key_start: int = 0,
+        key_end: int | None = None,
+        batch_invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`paged_reference`; the LSE is in fp32."""
+        return operators.paged_attention_forward(
+            q_content,
+            q_rope,
+            cache,
+            rows.query_starts,
+            rows.query_lengths,
+            rows.kv_lengths,
+            rows.block_table,
+            rows.max_query_length,
+            rows.max_kv_length,
+            scale,
+            key_start,
+            key_end,
+            batch_invariant,
+        )
+
+
+def _triton_refuses(request: PagedRequest) -> str | None:
+    """Why the portable kernels cannot do this, or None: as in training."""
+    return triton_refuses(
+        AttentionRequest(
+            device=request.device,
+            dtype=request.dtype,
+            key_width=request.content + request.rope,
+            value_width=request.content,
+            latent=True,
+            masked=False,
+            dropout=False,
+        )
+    )
+
+
 Refuses = Callable[[PagedRequest], "str | None"]
 
 # The fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple[PagedBackend, Refuses]] = {
+    "flash_mla": (flash_mla.FlashMLABackend(), flash_mla.refuses),
+    "triton": (TritonBackend(), _triton_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
 }
 

@@ -102,6 +102,27 @@ def _load_chunk(tile, shared, half, latent, stage, key, column: gl.constexpr):
 @gluon.jit
 def _score_role(tile, shared, out, lse, batches, heads, scale):
     """Compute all scores, the LSE and the left half of the output."""
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    o, top, total, norm = start_left(tile, shared, scale)
+    index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
+    value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
+    gl.store(lse + index, value, mask=inside)
+    store_half(out, tile, finish_left(o, norm), batches, heads, 0)
+
+
+@gluon.jit
+def start_left(tile, shared, scale):
+    """Queue all products of scores and of the left half of the output, and tell the value role.
+
+    Args:
+        tile: With ``keys``, ``offset`` and ``HEADS`` as in ``Tile``.
+        shared: What ``allocate`` gave.
+        scale: Of the scores, times log2(e).
+
+    Returns:
+        The half [64, C / 2] whose last product is running, the rows' largest products and sums of
+        exp2(scale * (product - largest)), and by what ``finish_left`` multiplies the half, [64].
+    """
     HALF: gl.constexpr = shared.LATENT // 2
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o_layout: gl.constexpr = accumulator_layout(HALF, 1)
@@ -138,17 +159,27 @@ def _score_role(tile, shared, out, lse, batches, heads, scale):
     mbarrier.arrive(shared.norm_full.index(0))
     o = o * gl.convert_layout(factor, o_rows)[:, None]
     o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
-    index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
-    gl.store(lse + index, value, mask=inside)
+    return o, top, total, norm
+
+
+@gluon.jit
+def finish_left(o, norm):
+    """The left half when its last product is done, [64, C / 2]."""
     o = warpgroup_mma_wait(0, deps=[o])
-    o = o * gl.convert_layout(norm, o_rows)[:, None]
-    _store_half(out, tile, o, batches, heads, 0)
+    HALF: gl.constexpr = o.shape[1]
+    o_rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(HALF, 1))
+    return o * gl.convert_layout(norm, o_rows)[:, None]
 
 
 @gluon.jit
 def _value_role(tile, shared, out, batches, heads):
     """Compute the right half of the output."""
+    store_half(out, tile, compute_right(tile, shared), batches, heads, shared.LATENT // 2)
+
+
+@gluon.jit
+def compute_right(tile, shared):
+    """The right half of the output, [64, C / 2], from what the score role tells."""
     HALF: gl.constexpr = shared.LATENT // 2
     layout: gl.constexpr = accumulator_layout(HALF, 1)
     o = gl.zeros([ROWS, HALF], gl.float32, layout)
@@ -166,11 +197,11 @@ def _value_role(tile, shared, out, batches, heads):
         mbarrier.arrive(shared.right_empty.index(stage))
     mbarrier.wait(shared.norm_full.index(0), 0)
     norm = shared.norm.load(gl.SliceLayout(1, layout))
-    _store_half(out, tile, o * norm[:, None], batches, heads, HALF)
+    return o * norm[:, None]
 
 
 @gluon.jit
-def _store_half(out, tile, o, batches, heads, first: gl.constexpr):
+def store_half(out, tile, o, batches, heads, first: gl.constexpr):
     """Write columns from ``first`` on of the tile's rows, [64, C / 2] fp32, to [S_q, B, N, C]."""
     HALF: gl.constexpr = o.shape[1]
     layout: gl.constexpr = sector_layout(HALF)

@@ -19,7 +19,7 @@ def tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
         x: bf16 or fp16, not empty; its last axis a multiple of 16 bytes.
         block: Elements of each axis that a copy loads; beyond the end of the tensor it loads zeros.
     """
-    if not _has_map(x):
+    if not has_map(x):
         # Not contiguous(), which returns a contiguous tensor as it is, even at an odd address.
         x = x.clone(memory_format=torch.contiguous_format)
     # The stride of an axis of one element is never used, but must be valid all the same.
@@ -28,7 +28,7 @@ def tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), layout)
 
 
-def _has_map(x: Tensor) -> bool:
+def has_map(x: Tensor) -> bool:
     """Whether rows lie a multiple of 16 bytes apart, not 0, and begin at such an address."""
     strides = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()) if n > 1]
     aligned = all(s > 0 and s % _ALIGNMENT == 0 for s in strides)

@@ -1,0 +1,18 @@
+"""Parity mode: a token gets the same logits, to the bit, however and with whom it is computed.
+
+See ``docs/parity.md``.
+"""
+
+from absorbed_mla.batch_invariant.mode import (
+    batch_invariant_mode,
+    disable_batch_invariant_mode,
+    enable_batch_invariant_mode,
+    is_enabled,
+)
+
+__all__ = [
+    "batch_invariant_mode",
+    "disable_batch_invariant_mode",
+    "enable_batch_invariant_mode",
+    "is_enabled",
+]

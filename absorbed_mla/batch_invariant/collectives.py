@@ -1,0 +1,74 @@
+"""Sums over tensor-parallel ranks in the order of the ranks, wherever in the buffer a token lies.
+
+Ring algorithms begin the sum of every piece of the buffer at another rank. With two ranks that
+does not matter; with more, a token's sum would depend on its place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from torch import Tensor
+
+# a + b is b + a.
+_COMMUTATIVE_RANKS = 2
+_REDUCE, _REDUCE_SCATTER = mappings._reduce, mappings._reduce_scatter_along_first_dim
+
+
+def sum_in_rank_order() -> None:
+    """Replace the sums of Megatron's own layers; TransformerEngine's layers have others."""
+    mappings._reduce = reduce_in_rank_order
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_in_rank_order
+
+
+def sum_as_the_host_does() -> None:
+    """Undo :func:`sum_in_rank_order`."""
+    mappings._reduce = _REDUCE
+    mappings._reduce_scatter_along_first_dim = _REDUCE_SCATTER
+
+
+def reduce_in_rank_order(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all ranks' tensors, on every rank; it may be ``input_`` itself."""
+    if group.size() <= _COMMUTATIVE_RANKS:
+        return _REDUCE(input_, group)
+    parts = input_.new_empty(group.size() * input_.numel())
+    dist.all_gather_into_tensor(parts, input_.flatten(), group=group)
+    return _total(parts.view(group.size(), *input_.shape))
+
+
+def reduce_scatter_in_rank_order(
+    input_: Tensor,
+    group: dist.ProcessGroup,
+    input_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """This rank's part, along the first dim, of the sum of all ranks' tensors.
+
+    Args:
+        input_: Of one shape on all ranks.
+        group: The ranks.
+        input_split_sizes: Lengths of the ranks' parts; None for equal ones.
+        use_global_buffer: The host's; nothing is gained by it here.
+    """
+    ranks = group.size()
+    if ranks <= _COMMUTATIVE_RANKS:
+        return _REDUCE_SCATTER(input_, group, input_split_sizes, use_global_buffer)
+    sizes = input_split_sizes or [len(input_) // ranks] * ranks
+    own = sizes[group.rank()]
+    parts = input_.new_empty(ranks * own, *input_.shape[1:])
+    dist.all_to_all_single(
+        parts,
+        input_.contiguous(),
+        output_split_sizes=[own] * ranks,
+        input_split_sizes=sizes,
+        group=group,
+    )
+    return _total(parts.view(ranks, own, *input_.shape[1:]))
+
+
+def _total(parts: Tensor) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = torch.add(total, part)
+    return total

@@ -1,0 +1,112 @@
+"""What parity mode needs of options, config and process, each refused with one clear error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.batch_invariant.mode import is_enabled
+from absorbed_mla.options import AbsorbedMLAOptions
+
+_BACKENDS = ("auto", "triton", "reference")
+# Option -> (values that are fine, why others are not).
+_OPTIONS: dict[str, tuple[tuple, str]] = {
+    "form": (("auto", "absorbed"), "a token must be computed in one form"),
+    "core_attention_backend": (_BACKENDS, "the others' order of sums depends on the batch"),
+    "paged_attention_backend": (_BACKENDS, "the others' order of sums depends on the batch"),
+    "latent_cache_tokens": ((None,), "parts of a cache would be summed up one by one"),
+}
+# Field of the config -> likewise.
+_CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
+    "context_parallel_size": ((1,), "ranks would sum up parts of the keys"),
+    "moe_expert_capacity_factor": ((None,), "which tokens are dropped depends on the batch"),
+    "moe_input_jitter_eps": ((None,), "it is random"),
+    "moe_grouped_gemm": ((False,), "Megatron has no batch-invariant grouped product"),
+}
+
+
+def settle_options(
+    options: AbsorbedMLAOptions,
+    config: MLATransformerConfig,
+    *,
+    causal: bool,
+    tp_size: int,
+) -> AbsorbedMLAOptions:
+    """The options of a layer, with everything settled that parity mode leaves no choice of.
+
+    Args:
+        options: What was asked for.
+        config: Its ``batch_invariant_mode`` asks for parity mode as well.
+        causal: Whether a token sees itself and earlier tokens only.
+        tp_size: Tensor-parallel ranks.
+
+    Raises:
+        ValueError: If something contradicts parity mode.
+    """
+    if getattr(config, "batch_invariant_mode", False):
+        options = options.replace(batch_invariant=True)
+    if not options.batch_invariant:
+        return options
+    for name, (accepted, reason) in _OPTIONS.items():
+        _require(name, getattr(options, name, accepted[0]), accepted, reason)
+    for name, (accepted, reason) in _CONFIG_FIELDS.items():
+        _require(name, getattr(config, name, accepted[0]), accepted, reason)
+    balancing = getattr(config, "moe_router_load_balancing_type", None)
+    if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
+        raise ValueError(
+            "batch_invariant=True does not go with moe_router_load_balancing_type='sinkhorn', "
+            "whose choice of experts depends on the batch"
+        )
+    if not causal:
+        raise ValueError("batch_invariant=True needs causal attention (attn_mask_type=causal)")
+    if tp_size > 2 and config.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "batch_invariant=True with transformer_impl='transformer_engine' needs at most 2 "
+            f"tensor-parallel ranks, got {tp_size}: its layers sum over ranks in an order that "
+            "depends on a token's place; use transformer_impl='local'"
+        )
+    return options.replace(form="absorbed", **_one_backend(options))
+
+
+def _one_backend(options: AbsorbedMLAOptions) -> dict[str, str]:
+    """The same backend for training and cache; ``"auto"`` where the device decides."""
+    names = ("core_attention_backend", "paged_attention_backend")
+    asked = {getattr(options, name) for name in names} - {"auto"}
+    if len(asked) > 1:
+        raise ValueError(
+            "batch_invariant=True needs one backend: core_attention_backend="
+            f"{options.core_attention_backend!r} and paged_attention_backend="
+            f"{options.paged_attention_backend!r} differ; leave one of them 'auto'"
+        )
+    return dict.fromkeys(names, next(iter(asked), "auto"))
+
+
+def backend_for(asked: str, device: torch.device) -> str:
+    """The backend that attends in parity mode: ``asked``, or the device's where it is "auto"."""
+    if asked != "auto":
+        return asked
+    return "triton" if device.type == "cuda" else "reference"
+
+
+def require_enabled(device: torch.device) -> None:
+    """Refuse to run a layer whose surroundings depend on the batch.
+
+    Raises:
+        ValueError: If batch-invariant mode is off.
+    """
+    if not is_enabled(device):
+        raise ValueError(
+            "batch_invariant=True needs the process's operators to be independent of the batch: "
+            "call absorbed_mla.batch_invariant.enable_batch_invariant_mode() before the first "
+            f"forward (it is off for device type {device.type!r})"
+        )
+
+
+def _require(name: str, value: Any, accepted: tuple, reason: str) -> None:
+    if value not in accepted:
+        choices = " or ".join(map(repr, accepted))
+        raise ValueError(
+            f"batch_invariant=True does not go with {name}={value!r}: {reason}; use {choices}"
+        )

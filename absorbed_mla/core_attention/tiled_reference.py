@@ -1,0 +1,107 @@
+"""Absorbed attention in plain PyTorch whose result for a token depends on its own keys alone.
+
+Every token has products of its own, of one shape, over tiles of keys in their order, counted from
+the first key of its sequence; what it does not see adds exact zeros. So a token gets the same bits
+whatever else is computed with it, and from the latents of a forward as from a cache of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.operands import Attended, Operands
+from absorbed_mla.core_attention.reference import reference_backward
+from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.spans import Span
+
+TILE_KEYS = 64
+# Tiles of keys are gathered for so many tokens at a time: 38 MB in fp32 at DeepSeek-V3's widths.
+CHUNK_TOKENS = 256
+
+
+def attend_to_tiles(
+    query: Tensor, tiles: Iterator[tuple[Tensor, Tensor]], scale: float, width: int
+) -> tuple[Tensor, Tensor]:
+    """Attention with an online softmax (FlashAttention, arXiv:2205.14135), without autograd.
+
+    Args:
+        query: [T, N, D], fp32 or fp64.
+        tiles: Keys of every token [T, TILE_KEYS, D], any dtype, 0 where they are not seen, and who
+            sees them, bool [T, TILE_KEYS].
+        scale: Multiplies the scores.
+        width: The first channels of a key are its value.
+
+    Returns:
+        Output [T, N, width] and natural-log LSE [T, N]; 0 and -inf for a token that sees no key.
+    """
+    shape = query.shape[:2]
+    largest = query.new_full(shape, -torch.inf)
+    total, acc = query.new_zeros(shape), query.new_zeros(*shape, width)
+    for key, seen in tiles:
+        key = key.to(query.dtype)
+        scores = torch.bmm(query, key.transpose(1, 2)) * scale
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        larger = torch.maximum(largest, scores.amax(-1))
+        # -inf - -inf would be NaN for a token that has seen nothing.
+        shift = larger.masked_fill(larger == -torch.inf, 0.0)
+        probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
+        total = total * decay + probs.sum(-1)
+        acc = acc * decay[..., None] + torch.bmm(probs, key[..., :width].contiguous())
+        largest = larger
+    blind = total == 0
+    out = acc / total.masked_fill(blind, 1.0)[..., None]
+    return out, largest + total.log()
+
+
+class TiledReferenceBackend:
+    """An attention backend of the absorbed form, batch-invariant: any dtype, without a mask."""
+
+    name = "reference"
+    backward = staticmethod(reference_backward)
+
+    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+        """See ``reference_forward``; one key head, which is the value too."""
+        q_content, q_rope, k_content, k_rope, value = operands
+        assert value is None and rules.attention_mask is None and not rules.dropout
+        tokens, batch, _, width = q_content.shape
+        compute = torch.promote_types(q_content.dtype, torch.float32)
+        out = torch.empty_like(q_content, dtype=compute, memory_format=torch.contiguous_format)
+        lse = q_content.new_empty(q_content.shape[:3], dtype=compute)
+        kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
+        first, last = _key_ranges(rules.spans, tokens)
+        for entry in range(batch):
+            for start in range(0, tokens, CHUNK_TOKENS):
+                part = slice(start, start + CHUNK_TOKENS)
+                query = torch.cat((q_content[part, entry], q_rope[part, entry]), dim=-1)
+                tiles = _tiles(kv[:, entry], first[part], last[part])
+                out[part, entry], lse[part, entry] = attend_to_tiles(
+                    query.to(compute), tiles, rules.scale, width
+                )
+        return Attended(out, lse)
+
+
+def _key_ranges(spans: tuple[Span, ...], tokens: int) -> tuple[Tensor, Tensor]:
+    """First key of every token's sequence, and the last one it sees counted from there, or -1."""
+    first = torch.zeros(tokens, dtype=torch.long)
+    last = torch.full((tokens,), -1)
+    for span in spans:
+        keys = span.key_end - span.key_start
+        first[span.queries] = span.key_start
+        if span.causal_offset is None:
+            last[span.queries] = keys - 1
+        else:
+            seen = torch.arange(span.query_end - span.query_start) + span.causal_offset
+            last[span.queries] = seen.clamp(min=-1, max=keys - 1)
+    return first, last
+
+
+def _tiles(kv: Tensor, first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys [S_k, D] as every token sees them, tile by tile."""
+    for start in range(0, int(last.max()) + 1, TILE_KEYS):
+        key = torch.arange(start, start + TILE_KEYS)
+        seen = key <= last[:, None]
+        found = kv[(first[:, None] + key).clamp(max=len(kv) - 1)]
+        yield found.masked_fill(~seen[..., None], 0.0), seen

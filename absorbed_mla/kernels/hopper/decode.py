@@ -1,0 +1,173 @@
+"""Attention over a paged latent cache on Hopper GPUs: the launch of the decode kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.paged import plan
+from absorbed_mla.kernels.paged.combine import combine
+from absorbed_mla.kernels.paged.schedule import schedule
+from absorbed_mla.kernels.portable.common import interpreted
+
+# Keys that one copy loads, at least: 8 would be possible, but are a KiB only.
+LEAST_PAGE = 16
+# As in forward.py, where all keys of a copy's block lie together.
+_CHUNKS = 4
+
+
+def page_size(block_size: int) -> int:
+    """Keys that one copy loads: as many as always lie in one block of the cache, at most a tile's.
+
+    Args:
+        block_size: Tokens in a block of the cache; one that is no multiple of ``LEAST_PAGE`` has
+            pages smaller than that, which :func:`forward` refuses.
+    """
+    return math.gcd(block_size, KEYS.value)
+
+
+def forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    query_lengths: Tensor,
+    kv_lengths: Tensor,
+    block_table: Tensor,
+    max_query_length: int,
+    max_kv_length: int,
+    scale: float,
+    key_start: int,
+    key_end: int | None,
+    batch_invariant: bool,
+    splits: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens over the cached latents of their rows; see paged/forward.py.
+
+    Args:
+        q_content: [T, N, C] in bf16 or fp16; C = 128, 256 or 512.
+        q_rope: [T, N, R]; R = 16, 32 or 64.
+        cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``.
+        query_starts: As in ``Rows``, like the next five.
+        query_lengths: Int32 [R].
+        kv_lengths: Int32 [R].
+        block_table: Int32 or int64 [R, blocks of a row].
+        max_query_length: Of any row.
+        max_kv_length: Of any row.
+        scale: Multiplies the scores.
+        key_start: First key in the cache.
+        key_end: One past the last key that is seen, or None.
+        batch_invariant: Split nothing: a token's result then depends on its query and keys only,
+            and has the bits of forward.py's.
+        splits: Parts of the keys of the longest row; None for what is fast.
+
+    Returns:
+        Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
+        in no row, or that sees no key.
+
+    Raises:
+        ValueError: The scale is not positive, or the copy engine cannot load the cache as it lies.
+    """
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    (tokens, heads, _), rows = q_content.shape, len(query_starts)
+    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
+    window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
+    if not (rows and max_query_length and window and cache.numel() and block_table.numel()):
+        return out.zero_(), lse.fill_(-math.inf)
+    if not tokens:
+        return out, lse
+    tiles = plan.tiles_for(rows, heads, tokens, max_query_length, ROWS.value)
+    cut = _cut(tiles, rows, window, q_content.device, 1 if batch_invariant else splits)
+    lists = (query_starts, query_lengths, kv_lengths)
+    table = schedule(*lists, key_start, window, tiles, cut, KEYS.value, out, lse, interpreted())
+    several = cut.most > 1
+    parts = q_content.new_empty((cut.most, *out.shape) if several else (0,), dtype=torch.float32)
+    parts_lse = lse.new_empty((cut.most, *lse.shape) if several else (0,))
+    results = (out, lse, parts, parts_lse)
+    maps = _tensor_maps(q_content, q_rope, cache, tiles)
+    _launch(maps, table, block_table, results, window, cache.shape[1], scale, tiles, cut)
+    if several:
+        combine(parts, parts_lse, table, window, tiles, (out, lse))
+    return out, lse
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(
+    tiles: plan.Tiles, rows: int, window: int, device: torch.device, splits: int | None
+) -> plan.Splits:
+    """How the keys are cut, into ``splits`` parts if that is given."""
+    programs = tiles.most * tiles.head_blocks
+    if splits is not None:
+        return plan.Splits(splits, programs * splits, KEYS.value)
+    cut = plan.splits_for(programs, window, KEYS.value, device)
+    # A single row is not longer than the mean: no more parts than are planned can have keys, and
+    # each of the others' programs would wait for a whole multiprocessor's shared memory.
+    return cut._replace(most=min(cut.most, cut.programs // programs)) if rows == 1 else cut
+
+
+def _tensor_maps(
+    q_content: Tensor, q_rope: Tensor, cache: Tensor, tiles: plan.Tiles
+) -> tuple[TensorDescriptor, ...]:
+    """Of both parts of the queries, and of both parts of the keys."""
+    page, content = page_size(cache.shape[1]), q_content.shape[-1]
+    if page < LEAST_PAGE or not has_map(cache):
+        raise ValueError(
+            f"paged_attention_backend='hopper' needs a cache whose block size is a multiple of "
+            f"{LEAST_PAGE} and whose blocks and tokens lie multiples of 16 bytes apart; got "
+            f"{tuple(cache.shape)} with strides {cache.stride()} in {cache.dtype}; 'triton' takes "
+            "any"
+        )
+    # Columns that arrive together; rows of a smaller page lie together in so many columns only.
+    chunk = max(content // _CHUNKS, SWIZZLED.value) if page == KEYS.value else SWIZZLED.value
+    keys = cache.transpose(0, 1)
+    return (
+        tensor_map(q_content, (tiles.tokens, tiles.heads, content)),
+        tensor_map(q_rope, (tiles.tokens, tiles.heads, q_rope.shape[-1])),
+        tensor_map(keys[..., :content], (page, 1, chunk)),
+        tensor_map(keys[..., content:], (page, 1, q_rope.shape[-1])),
+    )
+
+
+def _launch(
+    maps: tuple[TensorDescriptor, ...],
+    table: Tensor,
+    block_table: Tensor,
+    results: tuple[Tensor, ...],
+    window: int,
+    block_size: int,
+    scale: float,
+    tiles: plan.Tiles,
+    cut: plan.Splits,
+) -> None:
+    """Run the kernel; its arguments are described there."""
+    tokens, heads, content = results[0].shape
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    attend_decode[(tiles.most * tiles.head_blocks, cut.most)](
+        *maps,
+        table,
+        block_table,
+        *results,
+        window,
+        block_size,
+        block_table.stride(0),
+        tokens,
+        heads,
+        tiles.head_blocks,
+        scale / math.log(2),
+        HEADS=tiles.heads,
+        LATENT=content,
+        ROPE=maps[1].block_shape[-1],
+        SPLIT=cut.most > 1,
+        num_warps=4,
+    )

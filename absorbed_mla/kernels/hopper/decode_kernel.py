@@ -1,0 +1,191 @@
+"""The decode kernel: the forward kernel over a paged cache, of which a program takes a part.
+
+Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a tile of 64 rows
+(heads of one or more new tokens of a request) goes through keys 64 at a time. Different are
+
+* where keys are: the load role looks their blocks up in the table of blocks before it waits for a
+  stage, so that the answer is there when the stage is free. A copy loads keys of one block of the
+  cache, at most 64.
+* how many programs share a tile: where there are fewer tiles than multiprocessors, keys are cut
+  into parts. The first axis of the grid is tiles, the second parts.
+* what is written: the output where a tile has one part, else the part's output in fp32 with its LSE
+  in bits, which paged/combine.py merges.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from absorbed_mla.kernels.hopper.decode_tile import find_pages, read_decode_tile
+from absorbed_mla.kernels.hopper.forward_kernel import (
+    LN_2,
+    LOAD_REGISTERS,
+    VALUE_REGISTERS,
+    compute_right,
+    finish_left,
+    start_left,
+    store_half,
+)
+from absorbed_mla.kernels.hopper.forward_scores import count_blocks
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, chunk_full
+from absorbed_mla.kernels.hopper.layouts import accumulator_layout
+from absorbed_mla.kernels.hopper.tile import KEYS
+
+
+@gluon.jit
+def _load_role(tile, shared, queries, keys, places):
+    """Load the queries, then each block as soon as the block before last is done with its stage."""
+    q_content, q_rope = queries
+    latent, k_rope = keys
+    block_table, block_size, row_stride = places
+    HALF: gl.constexpr = shared.LATENT // 2
+    PAGE: gl.constexpr = k_rope.block_shape[0]
+    full = shared.q_full.index(0)
+    mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
+    position = [tile.query_start, tile.head, 0]
+    tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
+    tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
+    for block in range(count_blocks(tile)):
+        stage = block % STAGES
+        parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
+        pages = find_pages(tile, block, block_table, block_size, row_stride, PAGE)
+        mbarrier.wait(shared.left_empty.index(stage), parity)
+        for column in gl.static_range(0, HALF, shared.CHUNK):
+            full = chunk_full(shared, stage, column)
+            chunk = shared.left.index(stage).slice(column, shared.CHUNK, dim=2)
+            _load_pages(latent, pages, column, full, chunk)
+        mbarrier.wait(shared.right_empty.index(stage), parity)
+        for column in gl.static_range(HALF, shared.LATENT, shared.CHUNK):
+            full = chunk_full(shared, stage, column)
+            chunk = shared.right.index(stage).slice(column - HALF, shared.CHUNK, dim=2)
+            _load_pages(latent, pages, column, full, chunk)
+        _load_pages(k_rope, pages, 0, shared.rope_full.index(stage), shared.k_rope(stage))
+
+
+@gluon.jit
+def _load_pages(keys, pages, column: gl.constexpr, full, place):
+    """Load columns of a block of keys to their place, [64, 1, columns]."""
+    PAGE: gl.constexpr = keys.block_shape[0]
+    mbarrier.expect(full, KEYS // PAGE * keys.block_type.nbytes)
+    for page in gl.static_range(KEYS // PAGE):
+        cache_block, slot = pages[page]
+        part = place.slice(page * PAGE, PAGE, dim=0)
+        tma.async_copy_global_to_shared(keys, [slot, cache_block, column], full, part)
+
+
+@gluon.jit
+def _score_role(tile, shared, whole, split, tokens, heads, scale, SPLIT: gl.constexpr):
+    """Compute all scores, the LSE and the left half of the output."""
+    out, lse = whole
+    parts, parts_lse = split
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    o, top, total, norm = start_left(tile, shared, scale)
+    index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
+    bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
+    gl.store(lse + index, bits * LN_2, mask=inside & tile.whole)
+    if SPLIT:
+        index += tile.part.to(gl.int64) * tokens * heads
+        gl.store(parts_lse + index, bits, mask=inside & ~tile.whole)
+    _store(tile, finish_left(o, norm), out, parts, tokens, heads, 0, SPLIT)
+
+
+@gluon.jit
+def _value_role(tile, shared, whole, split, tokens, heads, SPLIT: gl.constexpr):
+    """Compute the right half of the output."""
+    o = compute_right(tile, shared)
+    _store(tile, o, whole[0], split[0], tokens, heads, shared.LATENT // 2, SPLIT)
+
+
+@gluon.jit
+def _store(tile, o, out, parts, tokens, heads, first: gl.constexpr, SPLIT: gl.constexpr):
+    """Write columns from ``first`` on of the tile's rows, [64, C / 2], where they belong."""
+    if SPLIT:
+        if tile.whole:
+            store_half(out, tile, o, 1, heads, first)
+        else:
+            _store_part(parts, tile, o, tokens, heads, first)
+    else:
+        store_half(out, tile, o, 1, heads, first)
+
+
+@gluon.jit
+def _store_part(parts, tile, o, tokens, heads, first: gl.constexpr):
+    """Write columns from ``first`` on of the tile's rows, [64, C / 2], to its part in fp32."""
+    HALF: gl.constexpr = o.shape[1]
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
+    index += tile.part.to(gl.int64) * tokens * heads
+    column = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    # The four lanes of a row write 32 bytes together, a whole sector, without any exchange.
+    gl.store(parts + (index * (2 * HALF))[:, None] + column[None, :], o, mask=inside[:, None])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "window", "block_size", "row_stride", "tokens", "heads", "head_blocks"
+    ]
+)
+def attend_decode(
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    table,
+    block_table,
+    out,
+    lse,
+    parts,
+    parts_lse,
+    window,
+    block_size,
+    row_stride,
+    tokens,
+    heads,
+    head_blocks,
+    scale,
+    HEADS: gl.constexpr,
+    LATENT: gl.constexpr,
+    ROPE: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """Attention of every tile; one program for each tile of tokens and heads, and part of keys.
+
+    Args:
+        q_content: Tensor map of [T, N, C] in boxes [64 / HEADS, HEADS, C].
+        q_rope: Of [T, N, R] in boxes [64 / HEADS, HEADS, R].
+        latent: Of [block_size, blocks, C] in boxes [keys that lie together, 1, columns that arrive
+            together].
+        k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
+        table: int32 [tiles, 5], contiguous, see paged/schedule.py.
+        block_table: [R, blocks of a row], int32 or int64, last axis contiguous.
+        out: [T, N, C], contiguous; tiles in several parts are not written.
+        lse: [T, N] fp32, contiguous; likewise.
+        parts: [parts, T, N, C] fp32, contiguous; the others are not written.
+        parts_lse: [parts, T, N] fp32, contiguous, in bits; likewise.
+        window: Keys in the cache.
+        block_size: Keys in a block of the cache.
+        row_stride: Of ``block_table``.
+        tokens: T.
+        heads: N.
+        head_blocks: Tiles for all heads of a token.
+        scale: Of the scores, positive, times log2(e).
+        HEADS: Heads in a tile.
+        LATENT: C.
+        ROPE: R.
+        SPLIT: Whether there may be several parts.
+    """
+    tile = read_decode_tile(table, window, head_blocks, HEADS, SPLIT)
+    if tile.query_start < tile.query_end:
+        shared = allocate(q_content, q_rope, latent, k_rope, LATENT, ROPE)
+        queries, keys = (q_content, q_rope), (latent, k_rope)
+        places = (block_table, block_size, row_stride)
+        whole, split = (out, lse), (parts, parts_lse)
+        gl.warp_specialize(
+            [
+                (_score_role, (tile, shared, whole, split, tokens, heads, scale, SPLIT)),
+                (_value_role, (tile, shared, whole, split, tokens, heads, SPLIT)),
+                (_load_role, (tile, shared, queries, keys, places)),
+            ],
+            [4, 1],  # warps of the roles but the first, which has the launch's four
+            [VALUE_REGISTERS, LOAD_REGISTERS],
+        )

@@ -1,0 +1,119 @@
+"""PyTorch's operators on the CPU, made independent of how many rows there are and of a row's place.
+
+A library chooses the kernel of a matrix product by its shape: with MKL on AVX-512, a row of fp32
+gets other bits among 3 rows than among 4. So products here have one shape, whatever the number of
+rows. Elementwise functions compute what does not fill a vector register by another formula, and so
+the last elements of a tensor, or of a thread's share of it, differ: here nothing is left over.
+
+All of it calls the operators' ``out`` variants, which nobody overrides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Rows of a product: a decoding step pays for all of them, and a long prompt for every call.
+TILE_ROWS = 32
+# Every vector loop of PyTorch takes a divisor of this many elements at a time.
+_VECTOR = 128
+# Below the size at which PyTorch cuts work up among threads (32768).
+_CHUNK = 16384
+
+Product = Callable[..., Tensor]
+
+
+def mm(left: Tensor, right: Tensor) -> Tensor:
+    """``left`` [M, K] times ``right`` [K, N]."""
+    return _in_tiles(torch.mm, left[None], right)[0]
+
+
+def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """``beta * bias + alpha * left @ right``, rounded once more than PyTorch's."""
+    product = mm(left, right)
+    if alpha != 1:
+        product = product * alpha
+    return product if beta == 0 else torch.add(product, bias, alpha=beta)
+
+
+def bmm(left: Tensor, right: Tensor) -> Tensor:
+    """``left`` [B, M, K] times ``right`` [B, K, N]."""
+    if len(right) and (len(right) == 1 or not right.stride(0)):
+        # One matrix for all: what linear layers make of inputs that are not contiguous.
+        return mm(left.reshape(-1, left.shape[-1]), right[0]).view(*left.shape[:2], -1)
+    return _in_tiles(torch.bmm, left, right)
+
+
+def in_vectors(function: Callable[..., Tensor], x: Tensor, *args, **kwargs) -> Tensor:
+    """An elementwise function, computed in whole vectors.
+
+    Args:
+        function: An operator's ``out`` variant.
+        x: Of any shape.
+        args: For ``function``, after ``x``.
+        kwargs: Likewise.
+    """
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype())
+    count = x.numel()
+    flat = x.new_zeros(-(-count // _VECTOR) * _VECTOR)
+    flat[:count].view(x.shape).copy_(x)
+    result = torch.empty_like(flat)
+    for start in range(0, len(flat), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        function(flat[part], *args, out=result[part], **kwargs)
+    return result[:count].view(x.shape)
+
+
+def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:
+    """A product of ``left`` [B, M, K], some rows at a time, always as many: [B, M, N]."""
+    batch, rows, width = left.shape
+    result = left.new_empty(batch, rows, right.shape[-1])
+    if not result.numel():
+        return result
+    if 0 in right.stride():  # expanded, as gradients of sums are
+        right = right.contiguous()
+    threads = torch.get_num_threads()
+    at_a_time = _tile_rows(product, left.dtype, right.shape[-2:], right.stride()[-2:], threads)
+    # Always the same memory: kernels may ask how operands are aligned. What lies beyond the last
+    # row is never looked at; NaN there would only be slow.
+    tile = left.new_zeros(batch, at_a_time, width)
+    found = left.new_empty(batch, at_a_time, right.shape[-1])
+    squeeze = product is torch.mm
+    for first in range(0, rows, at_a_time):
+        count = min(at_a_time, rows - first)
+        tile[:, :count].copy_(left[:, first : first + count])
+        product(tile[0] if squeeze else tile, right, out=found[0] if squeeze else found)
+        result[:, first : first + count].copy_(found[:, :count])
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile_rows(
+    product: Product,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    stride: tuple[int, int],
+    threads: int,
+) -> int:
+    """``TILE_ROWS`` where a row's place among them does not matter, else 1.
+
+    It does in products of fp64. Tried once for every shape, with the rows in other orders.
+    """
+    generator = torch.Generator().manual_seed(0)
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+    right = torch.empty_strided((2, *shape), (max(extent, 1), *stride), dtype=dtype)
+    right.copy_(torch.randn(2, *shape, generator=generator))
+    left = torch.randn(2, TILE_ROWS, shape[0], generator=generator).to(dtype)
+    if product is torch.mm:
+        left, right = left[0], right[0]
+    found = product(left, right, out=left.new_empty(*left.shape[:-1], shape[1]))
+    place = torch.arange(TILE_ROWS)
+    for order in (place.flip(0), place.roll(1), place.roll(6), place.roll(16)):
+        again = product(left[..., order, :], right, out=torch.empty_like(found))
+        if not torch.equal(again, found[..., order, :]):
+            return 1
+    return TILE_ROWS

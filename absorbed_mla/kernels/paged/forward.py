@@ -1,0 +1,244 @@
+"""Forward: a tile of queries (heads of a row's new tokens), and some of the row's cached keys.
+
+The arithmetic is that of the training kernel, step by step: with its blocks, and keys that are not
+split, the result of a token is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.paged import plan
+from absorbed_mla.kernels.paged.combine import combine
+from absorbed_mla.kernels.paged.schedule import schedule
+from absorbed_mla.kernels.portable.common import (
+    LN_2,
+    LOG2_E,
+    interpreted,
+    load_rows,
+    precision,
+    rows_contiguous,
+    store_rows,
+)
+from absorbed_mla.kernels.portable.forward import attend_to_keys, normalised
+
+
+def forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    query_lengths: Tensor,
+    kv_lengths: Tensor,
+    block_table: Tensor,
+    max_query_length: int,
+    max_kv_length: int,
+    scale: float,
+    key_start: int,
+    key_end: int | None,
+    batch_invariant: bool,
+    splits: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens over the cached latents of their rows.
+
+    Args:
+        q_content: [T, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
+        q_rope: [T, N, R]; R likewise, or 0.
+        cache: [blocks, block_size, C + R]; any strides of blocks and slots.
+        query_starts: As in ``Rows``, like the next five.
+        query_lengths: Int32 [R].
+        kv_lengths: Int32 [R].
+        block_table: Int32 or int64 [R, blocks of a row].
+        max_query_length: Of any row.
+        max_kv_length: Of any row.
+        scale: Multiplies the scores.
+        key_start: First key in the cache.
+        key_end: One past the last key that is seen, or None.
+        batch_invariant: Take the blocks of training and split nothing.
+        splits: Parts of the keys of the longest row; None for what is fast.
+
+    Returns:
+        Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
+        in no row, or that sees no key.
+    """
+    q_content, q_rope, cache = rows_contiguous(q_content, q_rope, cache)
+    (tokens, heads, width), rope = q_content.shape, q_rope.shape[-1]
+    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
+    window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
+    if not (len(query_starts) and max_query_length and window and cache.numel()):
+        return out.zero_(), lse.fill_(float("-inf"))
+    if not tokens:
+        return out, lse
+    rows = None if batch_invariant else max_query_length * heads
+    blocks, warps = plan.blocks_for(q_content.dtype, width, rope, q_content.device, rows)
+    tiles = plan.tiles_for(len(query_starts), heads, tokens, max_query_length, blocks.rows)
+    cut = _cut(tiles, window, blocks.keys, q_content.device, 1 if batch_invariant else splits)
+    lists = (query_starts, query_lengths, kv_lengths)
+    table = schedule(*lists, key_start, window, tiles, cut, blocks.keys, out, lse, interpreted())
+    several = cut.most > 1
+    parts = q_content.new_empty((cut.most, *out.shape) if several else (0,), dtype=torch.float32)
+    parts_lse = lse.new_empty((cut.most, *lse.shape) if several else (0,))
+    _paged_kernel[(tiles.most * tiles.head_blocks, cut.most)](
+        q_content,
+        q_rope,
+        cache,
+        block_table,
+        out,
+        lse,
+        parts,
+        parts_lse,
+        table,
+        *q_content.stride()[:2],
+        *q_rope.stride()[:2],
+        *cache.stride()[:2],
+        block_table.stride(0),
+        scale * LOG2_E.value,
+        window,
+        tokens,
+        heads,
+        tiles.head_blocks,
+        C=width,
+        R=rope,
+        HB=tiles.heads,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=blocks.keys,
+        BLOCK_SIZE=cache.shape[1],
+        SPLIT=several,
+        PRECISION=precision(q_content.dtype),
+        INTERPRETED=interpreted(),
+        num_warps=warps,
+        num_stages=blocks.stages,
+    )
+    if several:
+        combine(parts, parts_lse, table, window, tiles, (out, lse))
+    return out, lse
+
+
+def _cut(
+    tiles: plan.Tiles, window: int, block_keys: int, device: torch.device, splits: int | None
+) -> plan.Splits:
+    """How the keys are cut, into ``splits`` parts if that is given."""
+    programs = tiles.most * tiles.head_blocks
+    if splits is None:
+        return plan.splits_for(programs, window, block_keys, device)
+    return plan.Splits(splits, programs * splits, block_keys)
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_tokens", "stride_table"],
+    do_not_specialize_on_alignment=["block_table_ptr"],
+)
+def _paged_kernel(
+    q_content_ptr,
+    q_rope_ptr,
+    cache_ptr,
+    block_table_ptr,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    parts_lse_ptr,
+    table_ptr,
+    stride_qc_t,
+    stride_qc_n,
+    stride_qr_t,
+    stride_qr_n,
+    stride_block,
+    stride_slot,
+    stride_table,
+    scale_log2,
+    window,
+    num_tokens,
+    heads,
+    head_blocks,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    HB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    entry = table_ptr + (tl.program_id(0) // head_blocks) * 5
+    table_row, first = tl.load(entry), tl.load(entry + 1)
+    tokens, seen_first, chunk = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    split = tl.program_id(1)
+    tile_keys = tl.minimum(seen_first + tokens - 1, window)
+    key_start = 0
+    key_end = tile_keys
+    if SPLIT:
+        key_start = split * chunk
+        key_end = tl.minimum(key_start + chunk, tile_keys)
+    # The first part writes what tokens without keys get.
+    if (tokens == 0) | ((split > 0) & (key_start >= key_end)):
+        return
+
+    # [BLOCK_M]; a row is a head of a token
+    row = tl.arange(0, BLOCK_M)
+    token = (first + row // HB).to(tl.int64)
+    head = ((tl.program_id(0) % head_blocks) * HB + row % HB).to(tl.int64)
+    valid = (row // HB < tokens) & (head < heads)
+    last_key = seen_first - 1 + row // HB  # that the row sees
+    # [BLOCK_M, C], [BLOCK_M, R]
+    qc = load_rows(q_content_ptr, token * stride_qc_t + head * stride_qc_n, valid, C)
+    if R > 0:
+        qr = load_rows(q_rope_ptr, token * stride_qr_t + head * stride_qr_n, valid, R)
+    else:
+        qr = qc
+
+    block_list = block_table_ptr + table_row.to(tl.int64) * stride_table
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, C], 0.0, tl.float32)
+    block = load_blocks(block_list, key_start, key_end, BLOCK_N, BLOCK_SIZE)
+    for start in range(key_start, key_end, BLOCK_N):
+        # [BLOCK_N]
+        key = start + tl.arange(0, BLOCK_N)
+        there = key < key_end
+        slots = block.to(tl.int64) * stride_block + (key % BLOCK_SIZE).to(tl.int64) * stride_slot
+        # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
+        kc = load_rows(cache_ptr, slots, there, C)
+        kr = kc
+        if R > 0:
+            kr = load_rows(cache_ptr + C, slots, there, R)
+        # The next ones already: loads that wait for others are not started ahead.
+        block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
+        seen = (key[None, :] <= last_key[:, None]) & there[None, :]
+        largest, total, acc = attend_to_keys(
+            qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
+        )
+
+    acc, lse = normalised(largest, total, acc)
+    # Read again: what is kept over the loop does not fit into registers.
+    first, tokens = tl.load(entry + 1, volatile=True), tl.load(entry + 2, volatile=True)
+    token = (first + row // HB).to(tl.int64)
+    valid = (row // HB < tokens) & (head < heads)
+    place = token * heads + head
+    if SPLIT:
+        if tile_keys > chunk:
+            place += split * num_tokens.to(tl.int64) * heads
+            store_rows(parts_ptr, place * C, valid, acc, C, INTERPRETED)
+            tl.store(parts_lse_ptr + place, lse, mask=valid)
+        else:
+            store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
+            tl.store(lse_ptr + place, lse * LN_2, mask=valid)
+    else:
+        store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
+        tl.store(lse_ptr + place, lse * LN_2, mask=valid)
+
+
+@triton.jit
+def load_blocks(block_list, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Blocks of the cache that hold keys ``start`` .. [BLOCK_N]; one number if all are in one."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # Keys begin at a multiple of BLOCK_N.
+        block = tl.load(block_list + start // BLOCK_SIZE, mask=start < end, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        block = tl.load(block_list + key // BLOCK_SIZE, mask=key < end, other=0)
+    return block

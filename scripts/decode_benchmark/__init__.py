@@ -1,0 +1,1 @@
+"""What scripts/bench_decode.py is made of."""

@@ -1,0 +1,151 @@
+"""Decode attention of others, on the inputs of ours.
+
+A function of ``FUNCTIONS`` gets the query, the cache and the rows, and returns a function without
+arguments that gives the output [T, N, C]. What it does before that, a server does once per step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.inference.rows import Rows
+from attention_benchmark.row import Refused
+
+Attend = Callable[[], Tensor]
+
+
+class Inputs(NamedTuple):
+    """Of one call; see ``paged_reference``."""
+
+    q_content: Tensor
+    q_rope: Tensor
+    cache: Tensor
+    rows: Rows
+    scale: float
+
+
+def flash_mla(inputs: Inputs) -> Attend:
+    """FlashMLA's own package, or the copy in vLLM's."""
+    package = _first("flash_mla", "vllm.v1.attention.ops.flashmla")
+    q_content, q_rope, cache, rows, scale = inputs
+    new, (_, heads, width) = rows.max_query_length, q_content.shape
+    query = torch.cat((q_content, q_rope), dim=-1).view(len(rows), new, heads, -1)
+    schedule, splits = package.get_mla_metadata(rows.kv_lengths, new * heads, 1)
+
+    def attend() -> Tensor:
+        out, _ = package.flash_mla_with_kvcache(
+            query,
+            cache.unsqueeze(2),
+            rows.block_table,
+            rows.kv_lengths,
+            width,
+            schedule,
+            splits,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out.view(-1, heads, width)
+
+    return attend
+
+
+def flash_infer(inputs: Inputs) -> Attend:
+    """FlashInfer's paged MLA; it compiles its kernels with the first call."""
+    package = _first("flashinfer.mla")
+    q_content, q_rope, cache, rows, scale = inputs
+    (_, heads, width), rope, size = q_content.shape, q_rope.shape[-1], cache.shape[1]
+    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=cache.device)
+    wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
+    blocks = -(-rows.max_kv_length // size)
+    count = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
+    wrapper.plan(
+        count * rows.max_query_length,
+        count * blocks,
+        rows.block_table[:, :blocks].flatten().contiguous(),
+        rows.kv_lengths,
+        heads,
+        width,
+        rope,
+        size,
+        True,  # causal
+        scale,
+        q_content.dtype,
+        cache.dtype,
+    )
+    return lambda: wrapper.run(q_content, q_rope, cache[..., :width], cache[..., width:])
+
+
+def vllm_flash_attention_3(inputs: Inputs) -> Attend:
+    """FlashAttention-3 with a value part of the query, as vLLM's MLA calls it."""
+    package = _first("vllm.vllm_flash_attn")
+    q_content, q_rope, cache, rows, scale = inputs
+    width = q_content.shape[-1]
+    ends = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
+    return lambda: package.flash_attn_varlen_func(
+        q=q_rope,
+        k=cache[..., None, width:],
+        v=cache[..., None, :width],
+        q_v=q_content,
+        max_seqlen_q=rows.max_query_length,
+        cu_seqlens_q=ends * rows.max_query_length,
+        max_seqlen_k=rows.max_kv_length,
+        seqused_k=rows.kv_lengths,
+        block_table=rows.block_table,
+        softmax_scale=scale,
+        causal=True,
+        fa_version=3,
+    )
+
+
+def vllm_triton(inputs: Inputs) -> Attend:
+    """The portable kernel of vLLM, with the four splits that it always has."""
+    package = _first("vllm.v1.attention.ops.triton_decode_attention")
+    q_content, q_rope, cache, rows, scale = inputs
+    if rows.max_query_length > 1:
+        raise Refused("it takes one new token of a request")
+    tokens, heads, width = q_content.shape
+    query, out = torch.cat((q_content, q_rope), dim=-1), torch.empty_like(q_content)
+    lse, splits = out.new_empty(tokens, heads), 4
+    logits = out.new_empty(tokens, heads, splits, width + 1, dtype=torch.float32)
+
+    def attend() -> Tensor:
+        package.decode_attention_fwd(
+            query,
+            cache.unsqueeze(2),
+            cache[..., None, :width],
+            out,
+            lse,
+            rows.block_table,
+            rows.kv_lengths,
+            logits,
+            splits,
+            scale,
+            cache.shape[1],
+        )
+        return out
+
+    return attend
+
+
+def _first(*modules: str):
+    """The first that can be imported."""
+    reasons = []
+    for module in modules:
+        try:
+            return importlib.import_module(module)
+        except Exception as error:  # compiled parts raise what they like
+            reasons.append(f"{module} cannot be imported ({error})")
+    raise Refused("; ".join(reasons))
+
+
+FUNCTIONS: dict[str, Callable[[Inputs], Attend]] = {
+    "FlashMLA": flash_mla,
+    "FlashInfer": flash_infer,
+    "vLLM, FlashAttention-3": vllm_flash_attention_3,
+    "vLLM, Triton": vllm_triton,
+}

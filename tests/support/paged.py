@@ -1,0 +1,121 @@
+"""Paged caches with hostile contents, and attention over them written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.inference.rows import Rows
+
+# Where a read must not go: no cache has such a block.
+NO_BLOCK = 2**31 - 648
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Rows of a cache whose blocks are scattered, and NaN wherever nothing may be read.
+
+    Attributes:
+        query_lengths: New tokens of each row.
+        kv_lengths: Keys of each row.
+        heads: N.
+        block_size: Tokens in a block.
+        content: C.
+        rope: R.
+        dtype: Of query and cache.
+        magnitude: Of queries.
+        padding: Tokens that are in no row, behind those that are.
+        window: First key in the cache and one past the last, or None for all.
+    """
+
+    query_lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    heads: int = 3
+    block_size: int = 16
+    content: int = 32
+    rope: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    magnitude: float = 1.0
+    padding: int = 0
+    window: tuple[int, int | None] | None = None
+
+    @property
+    def scale(self) -> float:
+        return (self.content + self.rope) ** -0.5
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0):
+        """Query, rope query, cache, rows and scale."""
+        make = torch.Generator().manual_seed(seed)
+        latents = [self._random(make, keys, self.content + self.rope) for keys in self.kv_lengths]
+        cache, table = self._cache(latents)
+        tokens = sum(self.query_lengths)
+        query = []
+        for width in (self.content, self.rope):
+            # Every other column, of twice the heads: no stride is that of a new tensor.
+            whole = torch.full((tokens + self.padding, 2 * self.heads, 2 * width), torch.nan)
+            part = whole.to(self.dtype)[:, : self.heads, ::2]
+            part[:tokens] = self._random(make, tokens, self.heads, width) * self.magnitude
+            query.append(part.to(device))
+        rows = Rows.of(self.query_lengths, self.kv_lengths, table.to(device))
+        return *query, cache.to(device), rows, self.scale
+
+    def inputs_apart(self, starts: tuple[int, ...], device: torch.device | str = "cpu"):
+        """Likewise, with rows that start at these tokens; tokens between them are padding."""
+        *query, cache, rows, scale = self.inputs(device)
+        query = [part.nan_to_num(0.5) for part in query]
+        table = torch.tensor(starts, dtype=torch.int32, device=device)
+        return *query, cache, replace(rows, query_starts=table), scale
+
+    def _cache(self, latents: list[Tensor]) -> tuple[Tensor, Tensor]:
+        size = self.block_size
+        start, end = self.window or (0, None)
+        held = [latent[start:end] for latent in latents]
+        width = max(-(-len(latent) // size) for latent in held) + 1
+        number = sum(-(-len(latent) // size) for latent in held)
+        # Blocks of a larger buffer, and fewer of them in use than there are.
+        shape = (2 * number + 3, size + 1, self.content + self.rope + 8)
+        cache = torch.full(shape, torch.nan, dtype=self.dtype)[:, :size, :-8]
+        order = iter(torch.randperm(len(cache)).tolist())
+        table = torch.full((len(held), width), NO_BLOCK, dtype=torch.int32)
+        for row, latent in enumerate(held):
+            for column, first in enumerate(range(0, len(latent), size)):
+                part = latent[first : first + size]
+                table[row, column] = block = next(order)
+                cache[block, : len(part)] = part
+        return cache, table
+
+    def _random(self, make: torch.Generator, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).to(self.dtype)
+
+
+def naive(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    rows: Rows,
+    scale: float,
+    key_start: int = 0,
+    key_end: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE in fp64, one token after the other, one key after the other."""
+    tokens, heads, width = q_content.shape
+    out = torch.zeros(tokens, heads, width, dtype=torch.float64)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
+    for row in range(len(rows)):
+        start, length = int(rows.query_starts[row]), int(rows.query_lengths[row])
+        for index in range(length):
+            last = int(rows.kv_lengths[row]) - length + index
+            keys = [
+                p for p in range(last + 1) if key_start <= p and (key_end is None or p < key_end)
+            ]
+            if not keys:
+                continue
+            places = [divmod(p - key_start, cache.shape[1]) for p in keys]
+            k = torch.stack([cache[rows.block_table[row, b], slot] for b, slot in places]).double()
+            q = torch.cat((q_content[start + index], q_rope[start + index]), dim=-1).double()
+            scores = q.cpu() @ k.cpu().T * scale
+            lse[start + index] = scores.logsumexp(-1)
+            out[start + index] = scores.softmax(-1) @ k.cpu()[:, :width]
+    return out, lse

@@ -1,0 +1,120 @@
+"""scripts/bench_decode.py: its arguments, its counts, and a run on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_decode
+from absorbed_mla.inference import paged_backends
+from absorbed_mla.inference.paged_reference import paged_reference
+from decode_benchmark import peers
+from decode_benchmark.arguments import cases, parse_arguments
+from decode_benchmark.cases import IMPLEMENTATIONS, OURS, PEERS, DecodeCase
+from decode_benchmark.report import Report
+from tests.support.paged import PagedCase
+from tests.unit.test_paged_backends import decode_of_flash_mla
+
+TINY = (
+    "--device cpu --heads 2 --batches 2 --kv 40 --query-lengths 2 --block-sizes 16 "
+    "--kv-lora-rank 16 --qk-pos-emb-head-dim 8 --seconds-per-row 0.01"
+)
+
+
+def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    files = tmp_path / "decode.json", tmp_path / "decode.png"
+    more = ["--json", str(files[0]), "--plot", str(files[1])]
+    assert bench_decode.main([*TINY.split(), *more]) == 0
+    out, err = capsys.readouterr()
+    last = json.loads(out.splitlines()[-1])
+    assert last["environment"]["commit"] == "abc"
+    assert last["environment"]["ceilings"]["copy_tbps"] > 0
+    assert [row["implementation"] for row in last["rows"]] == list(IMPLEMENTATIONS)
+    (measured,) = (row for row in last["rows"] if "us" in row)
+    assert measured["implementation"] == "ours, reference"
+    assert measured["difference"] == 0.0 and not measured["graph"]
+
+    assert "not measured: FlashMLA: it needs a GPU" in err and "ours, reference" in err
+    assert len(Report.read(files[0]).measured) == 1
+    assert files[1].stat().st_size > 1000
+
+
+def test_counts_are_those_of_published_figures():
+    """FlashMLA on an H200: 545 us are 536 TFLOP/s, and 324 us with 16 heads are 3.72 TB/s."""
+    compute = DecodeCase("FlashMLA", 128, 128, 8192, 1, 64)
+    assert compute.flops(512, 64) / 545e-6 / 1e12 == pytest.approx(536, rel=2e-3)
+    memory = DecodeCase("FlashMLA", 16, 128, 8192, 1, 64)
+    assert memory.latent_bytes(512, 64, 2) / 324e-6 / 1e12 == pytest.approx(3.72, rel=3e-3)
+    pair = DecodeCase("FlashMLA", 1, 1, 10, 3, 64)
+    assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
+
+
+def test_every_backend_is_measured():
+    assert {name.removeprefix("ours, ") for name in OURS} == set(paged_backends._BACKENDS)
+    assert set(PEERS) == set(peers.FUNCTIONS)
+
+
+def test_cases():
+    args = parse_arguments(["--quick", "--heads", "16", "--query-lengths", "1"], "")
+    found = cases(args, "cuda")
+    assert "ours, reference" not in {case.implementation for case in found}
+    assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 1]] == [1, 32, 128]
+    assert {(case.kv, case.block_size) for case in found} == {(8192, 64)}
+    named = parse_arguments(["--implementations", "vLLM, Triton;ours, triton"], "")
+    assert [case.implementation for case in cases(named, "cuda")[:2]] == [
+        "vLLM, Triton",
+        "ours, triton",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv", "0"], "argument --kv: expected a whole number above 0"),
+        (["--implementations", "FlashMLA, other"], "expected some of ours, triton"),
+        (["--kv", "1", "--query-lengths", "1,2"], "2 new tokens are more than 1"),
+        (["--seconds-per-row", "nan"], "expected a number of seconds above 0"),
+    ],
+)
+def test_wrong_input(options, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench_decode.main(options)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    assert bench_decode.main(["--device", "cuda"]) == 2
+    assert "--device cuda needs a GPU" in capsys.readouterr().err
+
+
+class TestPeers:
+    INPUTS = peers.Inputs(*PagedCase((2, 2), (70, 40), heads=4, dtype=torch.float32).inputs())
+
+    def test_flash_mla(self, monkeypatch):
+        """Query and output in its layout."""
+        package = SimpleNamespace(
+            get_mla_metadata=lambda *args: ("schedule", "splits"),
+            flash_mla_with_kvcache=decode_of_flash_mla,
+        )
+        monkeypatch.setitem(sys.modules, "flash_mla", package)
+        found = peers.flash_mla(self.INPUTS)()
+        torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("name", PEERS)
+    def test_what_is_not_installed_says_so(self, monkeypatch, name):
+        for module in ("flash_mla", "flashinfer", "vllm"):
+            monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(peers.Refused, match="cannot be imported"):
+            peers.FUNCTIONS[name](self.INPUTS)
