@@ -35,12 +35,16 @@ class _Attention(torch.autograd.Function):
         out, lse = backend.forward(Operands(*operands), rules)
         out = out.to(operands[0].dtype)
         ctx.call = (backend, rules)
+        # Backends have a way of their own where nobody used the LSE.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, *operands)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         out, lse, *operands = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
         backend, rules = ctx.call
         grads = backend.backward(
             AttendedGradient(grad_out, grad_lse), Attended(out, lse), Operands(*operands), rules

@@ -131,7 +131,8 @@ IMPORTS = {module_name(path): imports_of(path) for path in sorted(PACKAGE.rglob(
 # Lowest first: a module may import what stands before it, or beside it, and nothing behind.
 LAYERS = [
     {"kernels"},
-    {"dims", "options", "norm", "linear", "sequences", "tensor_parallel", "unsupported", "absorb"},
+    {"batch_invariant", "dims", "options", "norm", "linear", "sequences"},
+    {"tensor_parallel", "unsupported", "absorb"},
     {"rope", "te_linear", "state_dict"},
     {"core_attention", "sharded_state", "projections", "load_hooks"},
     {"context_parallel", "inference"},
