@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.tiled_reference import CHUNK_TOKENS, TILE_KEYS, attend_to_tiles
 from absorbed_mla.inference.rows import Rows
-
-_TILE_KEYS = 64
-# Tiles of keys are gathered for so many tokens at a time: 38 MB in fp32 at DeepSeek-V3's widths.
-_CHUNK_TOKENS = 256
 
 
 def paged_reference(
@@ -51,14 +48,15 @@ def paged_reference(
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
     row, last = _last_keys(rows, len(q_content), key_start, key_end)
-    for first in range(0, len(q_content), _CHUNK_TOKENS):
-        chunk = slice(first, first + _CHUNK_TOKENS)
+    for first in range(0, len(q_content), CHUNK_TOKENS):
+        chunk = slice(first, first + CHUNK_TOKENS)
         query = torch.cat((q_content[chunk], q_rope[chunk]), dim=-1).to(compute)
         # Padding may hold NaN, which times 0 is NaN.
         query = query.masked_fill((last[chunk] < 0)[:, None, None], 0.0)
         table = rows.block_table[row[chunk]].long()
         keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start, key_end)
-        out[chunk], lse[chunk] = _attend(query, keys, scale, q_content.shape[-1])
+        tiles = map(keys.tile, keys.tiles)
+        out[chunk], lse[chunk] = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
     return out, lse
 
 
@@ -69,11 +67,11 @@ class _Keys:
         self.cache, self.table, self.last = cache, table, last
         if last.device.type == "cpu":  # where looking costs nothing: tables may be far too wide
             most = min(most, int(last.max()) + 1)
-        self.tiles = range(0, most, _TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
+        self.tiles = range(0, most, TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
 
     def tile(self, start: int) -> tuple[Tensor, Tensor]:
         """Keys [T, tile, D] as they are cached, 0 where unseen, and who sees them [T, tile]."""
-        key = torch.arange(start, start + _TILE_KEYS, device=self.last.device)
+        key = torch.arange(start, start + TILE_KEYS, device=self.last.device)
         seen = key <= self.last[:, None]
         block_size = self.cache.shape[1]
         column = (key // block_size).clamp(max=self.table.shape[1] - 1)
@@ -93,25 +91,3 @@ def _last_keys(rows: Rows, tokens: int, key_start: int, key_end: int | None):
     if key_end is not None:
         last = last.clamp(max=key_end - 1)
     return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)
-
-
-def _attend(query: Tensor, keys: _Keys, scale: float, width: int) -> tuple[Tensor, Tensor]:
-    """Output [T, N, width] and LSE [T, N] of queries [T, N, D], with an online softmax."""
-    shape = query.shape[:2]
-    largest = query.new_full(shape, -torch.inf)
-    total, acc = query.new_zeros(shape), query.new_zeros(*shape, width)
-    for start in keys.tiles:
-        key, seen = keys.tile(start)
-        key = key.to(query.dtype)
-        scores = torch.bmm(query, key.transpose(1, 2)) * scale
-        scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        larger = torch.maximum(largest, scores.amax(-1))
-        # -inf - -inf would be NaN for a token that has seen nothing.
-        shift = larger.masked_fill(larger == -torch.inf, 0.0)
-        probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
-        total = total * decay + probs.sum(-1)
-        acc = acc * decay[..., None] + torch.bmm(probs, key[..., :width].contiguous())
-        largest = larger
-    blind = total == 0
-    out = acc / total.masked_fill(blind, 1.0)[..., None]
-    return out, largest + total.log()

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # All of paged_attention_backend.
-OURS = ("ours, triton", "ours, flash_mla", "ours, reference")
+OURS = ("ours, hopper", "ours, triton", "ours, flash_mla", "ours, reference")
 PEERS = ("FlashMLA", "FlashInfer", "vLLM, FlashAttention-3", "vLLM, Triton")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 

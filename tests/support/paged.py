@@ -99,7 +99,7 @@ def naive(
     key_start: int = 0,
     key_end: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE in fp64, one token after the other, one key after the other."""
+    """Output and LSE in fp64 on a CPU, one token after the other."""
     tokens, heads, width = q_content.shape
     out = torch.zeros(tokens, heads, width, dtype=torch.float64)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
@@ -107,15 +107,15 @@ def naive(
         start, length = int(rows.query_starts[row]), int(rows.query_lengths[row])
         for index in range(length):
             last = int(rows.kv_lengths[row]) - length + index
-            keys = [
-                p for p in range(last + 1) if key_start <= p and (key_end is None or p < key_end)
-            ]
-            if not keys:
+            keys = torch.arange(max(last + 1, 0))
+            end = last + 1 if key_end is None else key_end
+            keys = keys[(keys >= key_start) & (keys < end)] - key_start
+            if not len(keys):
                 continue
-            places = [divmod(p - key_start, cache.shape[1]) for p in keys]
-            k = torch.stack([cache[rows.block_table[row, b], slot] for b, slot in places]).double()
+            blocks = rows.block_table[row][keys // cache.shape[1]].long()
+            k = cache[blocks, keys % cache.shape[1]].double()
             q = torch.cat((q_content[start + index], q_rope[start + index]), dim=-1).double()
-            scores = q.cpu() @ k.cpu().T * scale
+            scores = q @ k.T * scale
             lse[start + index] = scores.logsumexp(-1)
-            out[start + index] = scores.softmax(-1) @ k.cpu()[:, :width]
+            out[start + index] = scores.softmax(-1) @ k[:, :width]
     return out, lse

@@ -60,7 +60,7 @@ def test_counts_are_those_of_published_figures():
 
 
 def test_every_backend_is_measured():
-    assert {name.removeprefix("ours, ") for name in OURS} == set(paged_backends._BACKENDS)
+    assert set(paged_backends._BACKENDS) <= {name.removeprefix("ours, ") for name in OURS}
     assert set(PEERS) == set(peers.FUNCTIONS)
 
 
@@ -81,7 +81,7 @@ def test_cases():
     ("options", "message"),
     [
         (["--kv", "0"], "argument --kv: expected a whole number above 0"),
-        (["--implementations", "FlashMLA, other"], "expected some of ours, triton"),
+        (["--implementations", "FlashMLA, other"], "expected some of ours, hopper"),
         (["--kv", "1", "--query-lengths", "1,2"], "2 new tokens are more than 1"),
         (["--seconds-per-row", "nan"], "expected a number of seconds above 0"),
     ],

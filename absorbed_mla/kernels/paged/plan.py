@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from absorbed_mla.kernels.portable.launch import Blocks, _shared_memory, launch_for
+from absorbed_mla.kernels.portable.launch import Blocks, shared_memory, launch_for
 
 # With few heads and one token the products are small and memory is what takes time: few rows, whose
 # products each warp does for keys of its own, and blocks of keys on their way meanwhile. More rows
@@ -75,7 +75,7 @@ def blocks_for(
     size = max(16, _power_of_two(rows)) if rows is not None else training.forward.rows
     if size >= training.forward.rows or dtype.itemsize != 2:
         return training.forward, training.warps
-    limit, hopper = _shared_memory(device)
+    limit, hopper = shared_memory(device)
     key_bytes = (width + rope) * dtype.itemsize
     result_bytes = 0 if hopper else width * 4
     for blocks in _FEW_ROWS[size]:

@@ -99,7 +99,7 @@ def launch_for(dtype: torch.dtype, width: int, rope: int, device: torch.device) 
         ValueError: If the smallest blocks do not fit.
     """
     size = dtype.itemsize
-    limit, hopper = _shared_memory(device)
+    limit, hopper = shared_memory(device)
     key_row = (width + rope) * size
     # Elsewhere results leave registers through shared memory of their own.
     result_row = 0 if hopper else width * 4
@@ -140,7 +140,7 @@ def splits_for(tiles: int, batch: int, device: torch.device) -> int:
     return min(1 << (parts - 1).bit_length(), _MOST_SPLITS)
 
 
-def _shared_memory(device: torch.device) -> tuple[int, bool]:
+def shared_memory(device: torch.device) -> tuple[int, bool]:
     """Bytes that a block can have, and whether matrix products read them without registers."""
     if device.type != "cuda":
         return _HOPPER_SHARED_MEMORY, True
