@@ -160,7 +160,7 @@ class CachedAttention:
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
         backend, total = self._paged(step, q), None
         for part in step.parts():
-            rows = _rows_of(part.rows, segment)
+            rows = _rows_of(part.rows, segment, step.lengths)
             found = backend.forward(
                 q_content,
                 q_rope,
@@ -245,18 +245,19 @@ def _all_rows(lengths: tuple[int, int]) -> bool:
     return True
 
 
-def _rows_of(rows: Rows, segment: Segment) -> Rows:
+def _rows_of(rows: Rows, segment: Segment, lengths: RowLengths | None) -> Rows:
     """The segment's rows, on its own token axis."""
     mine, first = segment.rows, segment.tokens.start
-    if mine == slice(0, len(rows)) and not first:
+    if lengths is None or mine == slice(0, len(rows)):
         return rows
     starts = rows.query_starts[mine]
-    return replace(
-        rows,
+    return Rows(
         query_starts=starts - first if first else starts,
         query_lengths=rows.query_lengths[mine],
         kv_lengths=rows.kv_lengths[mine],
         block_table=rows.block_table[mine],
+        max_query_length=max(lengths.queries[mine]),
+        max_kv_length=max(lengths.keys[mine]),
     )
 
 
