@@ -24,6 +24,7 @@ from absorbed_mla.core_attention import (
 )
 from absorbed_mla.core_attention.choice import choose
 from absorbed_mla.core_attention.cost import Work, operations, seconds
+from absorbed_mla.inference import paged_backends
 from absorbed_mla.options import FORMS
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
@@ -185,7 +186,8 @@ class TestAuto:
         assert fastest(300) == fastest(keys) == "expanded"
 
     def test_every_backend_has_rates(self):
-        assert set(cost._MEASURED["NVIDIA H200"]) - {"products"} == set(backend._BACKENDS)
+        backends = {*backend._BACKENDS, *paged_backends._BACKENDS}
+        assert set(cost._MEASURED["NVIDIA H200"]) - {"products"} == backends
 
     def test_training_expands_on_a_known_gpu(self, monkeypatch, not_deterministic):
         """Also where only cuDNN is installed; an explicit backend decides the form."""
