@@ -37,7 +37,8 @@ class DynamicStep:
         if tokens != context.padded_active_token_count:
             raise ValueError(
                 f"hidden_states have {tokens} tokens, but the inference context scheduled "
-                f"{context.padded_active_token_count}; call its initialize_attention_state first"
+                f"{context.padded_active_token_count}; call its initialize_attention_state first, "
+                "and make it with InferenceConfig.max_tokens a multiple of 64"
             )
         self.context, self.layer_number = context, layer_number
         self.block_size = int(context.block_size_tokens)

@@ -15,6 +15,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.testing.cpu_inference import enable_cpu_inference
 from absorbed_mla.testing.engine import Request, Result, Run
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.models import VOCAB
@@ -29,11 +30,21 @@ _LOG_PROB_TOLERANCE = 5e-5
 
 
 def generating_model(
-    options: AbsorbedMLAOptions | None = None, *, seed: int = 0, **config_changes
+    options: AbsorbedMLAOptions | None = None,
+    *,
+    mla: OracleMLA = TINY,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config_changes,
 ) -> GPTModel:
-    """A model in fp32 that caches latents; ``mtp_num_layers`` gives it layers that draft tokens."""
-    fields = {"num_layers": 2, "init_method_std": _INIT_STD, "cache_mla_latents": True}
-    config = config_for(TINY, torch.float32, **{**fields, **config_changes})
+    """A model that caches latents; ``mtp_num_layers`` gives it layers that draft tokens."""
+    fields = {
+        "num_layers": 2,
+        "init_method_std": _INIT_STD,
+        "cache_mla_latents": True,
+        "tensor_model_parallel_size": world.tp_size(),
+    }
+    config = config_for(mla, dtype, **{**fields, **config_changes})
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
     predicting = None
     if config.mtp_num_layers:
@@ -51,7 +62,7 @@ def generating_model(
         max_sequence_length=1,
         position_embedding_type="rope",
     )
-    return model.to(world.device())
+    return model.to(world.device(), dtype)
 
 
 def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:

@@ -20,11 +20,12 @@ from absorbed_mla.testing.engine import (
     generate,
     require_no_leak,
 )
+from tests.support import world
 from tests.support.engine import assert_generates, by_whole_forwards, generating_model, prompt
 
 SIZES = {"blocks": 30, "max_sequence_length": 256, "max_requests": 8, "max_tokens": 192}
-# Within a block, at its end and beyond, several blocks; and a prefix that fills one.
-LENGTHS = (3, 63, 64, 65, 130, 17)
+# One token, within a block, at its end and beyond, several blocks.
+LENGTHS = (1, 63, 64, 65, 130, 17)
 MIXED = [Request(prompt(length, seed), 8) for seed, length in enumerate(LENGTHS)]
 SHARED = [Request(prompt(100 + seed, seed, shared=70), 8) for seed in range(6)]
 # All of them cross the end of a block together.
@@ -177,8 +178,8 @@ class TestLiveWeights:
 
 def _train(model) -> None:
     """One large step, forward and backward at the length that the engine's tables have."""
-    ids = torch.tensor([prompt(256)])
-    positions = torch.arange(256)[None]
+    ids = torch.tensor([prompt(256)], device=world.device())
+    positions = torch.arange(256, device=world.device())[None]
     model.train()
     model(ids, positions, None, labels=ids.roll(-1)).mean().backward()
     with torch.no_grad():

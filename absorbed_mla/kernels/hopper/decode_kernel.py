@@ -82,10 +82,11 @@ def _score_role(tile, shared, whole, split, tokens, heads, scale, SPLIT: gl.cons
     o, top, total, norm = start_left(tile, shared, scale)
     index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
     bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
-    gl.store(lse + index, bits * LN_2, mask=inside & tile.whole)
+    # Of these only the one that counts is read, or left when parts are merged.
+    gl.store(lse + index, bits * LN_2, mask=inside)
     if SPLIT:
         index += tile.part.to(gl.int64) * tokens * heads
-        gl.store(parts_lse + index, bits, mask=inside & ~tile.whole)
+        gl.store(parts_lse + index, bits, mask=inside)
     _store(tile, finish_left(o, norm), out, parts, tokens, heads, 0, SPLIT)
 
 
@@ -121,9 +122,7 @@ def _store_part(parts, tile, o, tokens, heads, first: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "window", "block_size", "row_stride", "tokens", "heads", "head_blocks"
-    ]
+    do_not_specialize=["window", "block_size", "row_stride", "tokens", "heads", "head_blocks"]
 )
 def attend_decode(
     q_content,
@@ -159,9 +158,9 @@ def attend_decode(
         table: int32 [tiles, 5], contiguous, see paged/schedule.py.
         block_table: [R, blocks of a row], int32 or int64, last axis contiguous.
         out: [T, N, C], contiguous; tiles in several parts are not written.
-        lse: [T, N] fp32, contiguous; likewise.
+        lse: [T, N] fp32, contiguous; of tiles in several parts, anything.
         parts: [parts, T, N, C] fp32, contiguous; the others are not written.
-        parts_lse: [parts, T, N] fp32, contiguous, in bits; likewise.
+        parts_lse: [parts, T, N] fp32, contiguous, in bits.
         window: Keys in the cache.
         block_size: Keys in a block of the cache.
         row_stride: Of ``block_table``.

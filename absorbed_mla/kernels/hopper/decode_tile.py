@@ -122,5 +122,6 @@ def find_pages(tile, block, block_table, block_size, row_stride, PAGE: gl.conste
     pages = ()
     for page in gl.static_range(0, KEYS, PAGE):
         key = gl.minimum(tile.key_start + block * KEYS + page, last)
-        pages += ((gl.load(entries + key // block_size).to(gl.int32), key % block_size),)
+        found = gl.load(entries + key // block_size).to(gl.int32), key % block_size
+        pages += (found,)  # type: ignore[assignment]  # unrolled: as many as there are pages
     return pages

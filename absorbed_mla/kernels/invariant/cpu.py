@@ -41,10 +41,14 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta=1, alpha=1) -> Tens
 
 def bmm(left: Tensor, right: Tensor) -> Tensor:
     """``left`` [B, M, K] times ``right`` [B, K, N]."""
-    if len(right) and (len(right) == 1 or not right.stride(0)):
-        # One matrix for all: what linear layers make of inputs that are not contiguous.
+    if is_one_matrix(right):
         return mm(left.reshape(-1, left.shape[-1]), right[0]).view(*left.shape[:2], -1)
     return _in_tiles(torch.bmm, left, right)
+
+
+def is_one_matrix(right: Tensor) -> bool:
+    """Whether ``right`` [B, K, N] is the same for all B, as linear layers may have it."""
+    return len(right) > 0 and (len(right) == 1 or not right.stride(0))
 
 
 def in_vectors(function: Callable[..., Tensor], x: Tensor, *args, **kwargs) -> Tensor:
