@@ -329,7 +329,7 @@ class TestRefusals:
 
     def test_rows_too_long_for_shared_memory(self, monkeypatch):
         """512 + 64 in fp32 on a GPU with 99 KiB, for example."""
-        monkeypatch.setattr(backends.launch, "_shared_memory", lambda device: (101376, False))
+        monkeypatch.setattr(backends.launch, "shared_memory", lambda device: (101376, False))
         launch = backends.launch.launch_for.__wrapped__
         assert launch(torch.bfloat16, 512, 64, DEVICE).query.rows == 16
         with pytest.raises(ValueError, match="too long for shared memory"):

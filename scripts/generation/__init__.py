@@ -1,0 +1,1 @@
+"""Text from a live model, by Megatron's own inference engine."""

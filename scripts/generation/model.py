@@ -1,0 +1,81 @@
+"""The model of a checkpoint, with its weights, ready to generate."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from absorbed_mla.distributed_checkpoint import load_model_weights
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from training.checkpoint import find_checkpoint
+from training.model import build_config
+from training.presets import ModelPreset
+
+
+def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
+    """Refuse a model that cannot be cut over the ranks, or run here.
+
+    Raises:
+        ValueError: Naming what does not fit.
+    """
+    tp = args.tensor_model_parallel_size
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+    }
+    if model.num_moe_experts:
+        sizes["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size
+        sizes["moe_shared_expert_intermediate_size"] = (
+            model.moe_shared_expert_intermediate_size or 0
+        )
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"the model's {name} {size} cannot be divided by the number of processes {tp} "
+                "(--tensor-model-parallel-size)"
+            )
+    if torch.cuda.is_available():
+        return
+    if args.fp16:
+        raise ValueError("--fp16 needs a GPU, and there is none here; use --bf16, or fp32")
+    if args.transformer_impl == "transformer_engine":
+        raise ValueError("--transformer-impl transformer_engine needs a GPU; use local")
+    if args.moe_grouped_gemm:
+        raise ValueError("--moe-grouped-gemm needs a GPU; leave it out")
+    if args.moe_token_dispatcher_type == "alltoall":
+        raise ValueError("--moe-token-dispatcher-type alltoall needs a GPU; use allgather")
+
+
+def load_model(args: argparse.Namespace, model: ModelPreset, device: torch.device) -> GPTModel:
+    """This rank's part of the model in ``--load``, in evaluation mode; collective.
+
+    Raises:
+        ValueError: If the checkpoint does not hold this model, or Megatron refuses the options.
+    """
+    config = build_config(args, model, device)
+    config.cache_mla_latents = True
+    options = args.options.replace(latent_norm_eps=model.latent_norm_eps)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=get_absorbed_mla_decoder_block_spec(
+            config, backend=config.transformer_impl, options=options
+        ),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
+        position_embedding_type="rope",
+    ).to(device)
+    if args.bf16 or args.fp16:
+        # Rounds the parameters, but for those that Megatron keeps in fp32.
+        gpt = Float16Module(config, gpt).module
+    path = find_checkpoint(args.load)
+    try:
+        load_model_weights(gpt, path)
+    except CheckpointingException as error:
+        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    return gpt.eval()

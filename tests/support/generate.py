@@ -1,0 +1,66 @@
+"""Runs scripts/generate.py in the processes of the tests, as torchrun would in its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from tests.support import world
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from generation.entry import main
+from training import distributed
+from training.entry import main as train_main
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left.
+
+    Attributes:
+        code: Of its exit.
+        out: Its stdout.
+        err: Its stderr.
+    """
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict]:
+        """Of --json, about the prompts in their order; the last is about all of them."""
+        *prompts, totals = map(json.loads, self.out.splitlines())
+        return [*sorted(prompts, key=lambda row: row["index"]), totals]
+
+
+def generate(*argv: object, stdin: bytes = b"") -> Done:
+    """``generate.py argv``."""
+    return _run(main, argv, stdin)
+
+
+def train(*argv: object) -> Done:
+    """``train.py argv``."""
+    return _run(train_main, argv, b"")
+
+
+def _run(command, argv: tuple, stdin: bytes) -> Done:
+    out, err, given = (io.TextIOWrapper(io.BytesIO(x), "utf-8") for x in (b"", b"", stdin))
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "stdin", given),
+        # The processes have joined already.
+        mock.patch.object(distributed, "initialize", lambda args: world.device()),
+        mock.patch.object(distributed, "finish", lambda: None),
+    ):
+        code = command([str(word) for word in argv])
+    for stream in (out, err):
+        stream.flush()
+    return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
