@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint to a trained absorbed MLA model, and back to Hugging Face.
+"""From a Hugging Face checkpoint to a trained absorbed MLA model, back, and to generated text.
 
 Run by ``scripts/quickstart.sh``, which makes the environment and says what happens.
 """
@@ -21,7 +21,8 @@ LOGITS_TOLERANCE = 1e-4
 # Rounding separates the two trainings slowly, and expert routing amplifies it.
 LOSS_TOLERANCE = 0.05
 PROMPT = "def main("
-STEPS = 6
+NEW_TOKENS = 60
+STEPS = 7
 
 
 def main() -> int:
@@ -45,7 +46,9 @@ def main() -> int:
         report(output)
         _announce(6, "convert back; transformers loads what Megatron trained, and writes")
         convert(output / "trained", output / "trained_hugging_face", "hf")
-        generate(output / "trained_hugging_face")
+        written = generate(output / "trained_hugging_face")
+        _announce(7, "our model writes too, from a cache of latents in Megatron's engine, TP=2")
+        generate_from_latents(output / "trained", written)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -164,8 +167,8 @@ def report(output: Path) -> None:
         raise RuntimeError(f"the losses differ by up to {worst:.3f}, more than {LOSS_TOLERANCE}")
 
 
-def generate(folder: Path) -> None:
-    """Let transformers continue some source code with the trained weights."""
+def generate(folder: Path) -> list[int]:
+    """Let transformers continue some source code with the trained weights; the new tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -174,11 +177,33 @@ def generate(folder: Path) -> None:
     with torch.no_grad():
         loss = float(model(prompt, labels=prompt).loss)
         written = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=60, do_sample=False
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
         )
     text = bytes(token for token in written[0].tolist() if token < 256)
     print(f"{type(model).__name__}, {loss:.2f} nats per byte on its prompt, continues:")
     print(repr(text.decode(errors="replace")))
+    return written[0].tolist()[len(PROMPT) :]
+
+
+def generate_from_latents(folder: Path, expected: list[int]) -> None:
+    """Continue the same prompt by scripts/generate.py; raise if the tokens are others."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "scripts/generate.py"), "--load", str(folder)]
+    command += ["--tensor-model-parallel-size", "2", "--prompt", PROMPT, "--greedy", "--json"]
+    command += ["--num-tokens-to-generate", str(NEW_TOKENS), "--ignore-eos"]
+    print("$ " + " ".join(["torchrun", *command[3:]]).replace(str(ROOT) + "/", ""), flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError("generate.py failed")
+    found, total = (json.loads(line) for line in done.stdout.splitlines())
+    print(f"{found['text']!r}\n{total['tokens_per_second']:.0f} tokens/s")
+    if found["tokens"] != expected:
+        raise RuntimeError(f"transformers wrote other tokens: {expected}, not {found['tokens']}")
+    print("the same tokens as transformers'")
 
 
 def _announce(step: int, what: str) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a Hugging Face checkpoint to a trained absorbed-MLA model and back, on a CPU.
+# From a Hugging Face checkpoint to a trained absorbed-MLA model, back, and to text, on a CPU.
 set -euo pipefail
 
 usage() {
@@ -14,7 +14,8 @@ Makes its environment if there is none, then, on the CPU and in under 5 minutes 
   4. trains the absorbed model beside it, tensor-parallel over two processes with sequence
      parallelism, on the same batches;
   5. prints both losses and draws them;
-  6. converts the trained model back; transformers loads it and writes.
+  6. converts the trained model back; transformers loads it and writes;
+  7. lets our model write the same from a cache of latents, in Megatron's engine.
 
 Options:
   --output DIR      where to leave checkpoints, metrics and loss.png (default: quickstart_output
