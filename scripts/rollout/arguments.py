@@ -1,0 +1,170 @@
+"""The command line of rollout_train.py. Names are Megatron's where Megatron has the option."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rollout.rewards import REWARDS
+from training import arguments as trainer
+from training.model_options import resolve_model
+from training.schedule import DECAY_STYLES
+from training.validation import validate_arguments
+
+_PROMPTS = (
+    "The answer is",
+    "def f(x):",
+    "import ",
+    "Once upon a time",
+    "x = ",
+    "# ",
+    "1 + 1 =",
+    "",
+)
+_AT_LEAST_ONE = ("num_prompts", "num_tokens_to_generate", "micro_batch_size", "max_requests")
+# Of train.py, what a rollout has no use for.
+_REFUSED = {
+    "--attention": "the standard attention does not generate",
+    "--pipeline-model-parallel-size": "every rank has all layers",
+    "--context-parallel-size": "sampled texts are short",
+    "--cp-comm-type": "sampled texts are short",
+    "--overlap-grad-reduce": "it is a minimal example",
+    "--attention-dropout": "the policy that is trained is the one that samples",
+    "--hidden-dropout": "the policy that is trained is the one that samples",
+    "--fp16": "use --bf16, or fp32 without it",
+    "--seq-length": "it follows from the prompts and --num-tokens-to-generate",
+    "--global-batch-size": "it is --num-prompts x --group-size",
+    "--finetune": "--load takes the weights only",
+    "--compare-metrics": "it compares losses of train.py",
+    **dict.fromkeys(("--data", "--split", "--packed"), "the model writes its data"),
+    "--tokenizer": "every byte is a token",
+    **dict.fromkeys(("--eval-interval", "--eval-iters"), "rewards are seen in every step"),
+    **dict.fromkeys(("--log-interval", "--no-progress"), "every step is printed"),
+    **dict.fromkeys(("--save-interval", "--exit-interval"), "it saves at the end"),
+}
+
+
+def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
+    """Parse and check ``argv``, before any work.
+
+    Args:
+        argv: Without the program's name.
+        world_size: Number of processes.
+
+    Returns:
+        Options of rollout_train.py and of train.py; ``prompts`` as token ids, and ``model``.
+
+    Raises:
+        ValueError: Naming the option, what it got and what it accepts.
+    """
+    own, rest = _parser().parse_known_args(argv)
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag in _REFUSED:
+            raise ValueError(f"rollout_train.py does not take {flag}: {_REFUSED[flag]}")
+    if own.load:
+        rest = [*rest, "--load", own.load]
+    args = argparse.Namespace(**{**vars(trainer.parse_arguments(rest)), **vars(own)})
+    _check(args)
+    args.prompts = _prompts(args.prompts)
+    longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
+    # The last token is sampled, not read; sequence parallelism cuts the others evenly.
+    args.seq_length = longest + (-longest) % args.tensor_model_parallel_size
+    args.global_batch_size = args.num_prompts * args.group_size
+    args.model = resolve_model(args)
+    validate_arguments(args, world_size)
+    dp = world_size // args.tensor_model_parallel_size
+    if args.num_prompts % dp:
+        raise ValueError(
+            f"--num-prompts must be divisible by the {dp} ranks that sample for different ones "
+            f"(processes / --tensor-model-parallel-size), got {args.num_prompts}"
+        )
+    return args
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports like every other user error: one line, from one rank."""
+
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message} (--help lists all options)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rollout_train.py",
+        description="Sample from a live model, score, update, repeat; by torchrun.",
+        epilog="Options of the model, parallelism and optimizer are train.py's and mean what they "
+        "mean there (train.py --help): --preset, --num-experts, --form, "
+        "--tensor-model-parallel-size, --sequence-parallel, --clip-grad, --bf16, ... Ranks beyond "
+        "tensor parallelism sample for other prompts. A token is a byte.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for add in (_add_rollout, _add_update, _add_io):
+        add(parser)
+    return parser
+
+
+def _add_rollout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rollout")
+    group.add_argument(
+        "--reward",
+        choices=tuple(REWARDS),
+        default="digits",
+        help="share of the sampled bytes, or of neighbouring ones, that are so",
+    )
+    group.add_argument("--prompts", metavar="FILE", help="one per line; default: some short ones")
+    group.add_argument("--num-prompts", type=int, default=8, help="of a step, over all ranks")
+    group.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
+    group.add_argument("--num-tokens-to-generate", type=int, default=16, metavar="N")
+    group.add_argument(
+        "--max-requests", type=int, default=256, metavar="N", help="samples that run at a time"
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="parity mode of the attention: the same bits in the rollout and in training",
+    )
+
+
+def _add_update(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("update")
+    group.add_argument("--train-iters", type=int, default=40, help="rollouts, and updates")
+    group.add_argument("--micro-batch-size", type=int, default=16, help="samples in a forward")
+    group.add_argument("--lr", type=float, default=3e-3)
+    group.add_argument("--lr-decay-style", choices=DECAY_STYLES, default="constant")
+    group.add_argument("--lr-warmup-iters", type=int, default=3)
+    group.add_argument("--weight-decay", type=float, default=0.0)
+    group.add_argument("--seed", type=int, default=1234, help="of weights and samples")
+
+
+def _add_io(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints and reports")
+    group.add_argument(
+        "--load", metavar="FOLDER", help="weights to start from: a checkpoint of train.py"
+    )
+    group.add_argument("--save", metavar="FOLDER", help="checkpoint at the end")
+    group.add_argument("--metrics", metavar="FILE", help="JSON lines, one per step")
+    group.add_argument("--plot", metavar="FILE", help="PNG of rewards and gaps")
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.group_size < 2:
+        raise ValueError(
+            f"--group-size must be at least 2, to compare samples, got {args.group_size}"
+        )
+    if args.prompts is not None and not Path(args.prompts).is_file():
+        raise ValueError(f"--prompts: there is no file {args.prompts}")
+
+
+def _prompts(path: str | None) -> list[list[int]]:
+    """Token ids of the prompts; every text begins with the token that ends the one before."""
+    end = 256
+    lines = [p.encode() for p in _PROMPTS] if path is None else Path(path).read_bytes().splitlines()
+    if not lines:
+        raise ValueError(f"--prompts: there is no prompt in {path}")
+    return [[end, *line] for line in lines]

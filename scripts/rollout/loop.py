@@ -1,0 +1,171 @@
+"""Sample, score, update, repeat."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from torch import nn
+
+from generation.engine import GenerationEngine
+from generation.sampling import Sampling
+from rollout.policy import Policy, Update
+from rollout.rewards import REWARDS, group_advantages
+from rollout.samples import Sample, SampleBatch
+from training import distributed
+from training.metrics import MetricsFile
+from training.model import unwrap
+from training.optimizer import Optimizer
+from training.schedule import learning_rate
+
+# Of a text: no sampled one goes on after it.
+_END = 256
+
+
+class RolloutTrainer:
+    """Improves a model by what it samples, ``args.train_iters`` times.
+
+    Args:
+        args: The command line.
+        model: Wrapped by Megatron's DDP.
+        optimizer: Its optimizer.
+        device: Where the model is.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._args, self._device = args, device
+        self._policy = Policy(model, optimizer, device)
+        self._ranks = parallel_state.get_data_parallel_world_size()
+        self._rank = parallel_state.get_data_parallel_rank()
+        samples = args.num_prompts * args.group_size // self._ranks
+        # Around the very module that is trained.
+        self._engine = GenerationEngine(
+            unwrap(model),
+            max_sequence_length=args.seq_length,
+            max_requests=min(args.max_requests, samples),
+            seed=args.seed,
+        )
+        self._sampling = Sampling(
+            num_tokens=args.num_tokens_to_generate, stop_token=_END, log_probs=True
+        )
+        self.metrics = MetricsFile(args.metrics if distributed.rank() == 0 else None, 0)
+
+    def run(self) -> None:
+        """All steps, each printed by rank 0."""
+        try:
+            for step in range(self._args.train_iters):
+                self._step(step)
+        finally:
+            self.metrics.close()
+
+    def _step(self, step: int) -> None:
+        started = time.perf_counter()
+        samples = self.rollout(step)
+        sampled = time.perf_counter()
+        rows = self._args.micro_batch_size
+        batches = [
+            SampleBatch.of(samples[first : first + rows], self._args.seq_length, self._device)
+            for first in range(0, len(samples), rows)
+        ]
+        lr = self._learning_rate(step)
+        update = self._policy.update(batches, lr)
+        # Megatron collects the balancing losses until they are reported.
+        get_moe_metrics_tracker().clear()
+        seconds = sampled - started, time.perf_counter() - sampled
+        self._report(step + 1, self._rewards(samples), update, lr, seconds)
+
+    def rollout(self, step: int) -> list[Sample]:
+        """This rank's samples, all of a prompt one after the other."""
+        args = self._args
+        first = step * args.num_prompts + self._rank * args.num_prompts // self._ranks
+        prompts = [
+            args.prompts[(first + number) % len(args.prompts)]
+            for number in range(args.num_prompts // self._ranks)
+        ]
+        repeated = [prompt for prompt in prompts for _ in range(args.group_size)]
+        texts = self._engine.generate(repeated, self._sampling)
+        failed = [text.error for text in texts if text.error]
+        if failed:
+            raise ValueError(f"a prompt cannot be continued: {failed[0]}")
+        score = REWARDS[args.reward]
+        rewards = [score(text.tokens, args.num_tokens_to_generate) for text in texts]
+        size = args.group_size
+        groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+        advantages = [value for group in groups for value in group_advantages(group)]
+        return [
+            Sample(prompt, text.tokens, text.log_probs, reward, advantage)
+            for prompt, text, reward, advantage in zip(repeated, texts, rewards, advantages)
+        ]
+
+    def _learning_rate(self, step: int) -> float:
+        args = self._args
+        return learning_rate(
+            step,
+            lr=args.lr,
+            min_lr=args.min_lr,
+            warmup=args.lr_warmup_iters,
+            decay_iters=args.lr_decay_iters,
+            style=args.lr_decay_style,
+        )
+
+    def _rewards(self, samples: list[Sample]) -> tuple[float, float]:
+        """Mean and standard deviation over all ranks."""
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        sums = torch.stack([rewards.sum(), rewards.square().sum()]).to(self._device)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        mean, square = (sums / (len(samples) * self._ranks)).tolist()
+        return mean, max(0.0, square - mean**2) ** 0.5
+
+    def _report(
+        self,
+        step: int,
+        rewards: tuple[float, float],
+        update: Update,
+        lr: float,
+        seconds: tuple[float, float],
+    ) -> None:
+        rollout, training = (round(update.tokens / part, 1) for part in seconds)
+        memory = round(peak_memory(self._device))
+        self.metrics.write(
+            iteration=step,
+            reward=rewards[0],
+            reward_deviation=rewards[1],
+            log_prob_gap_max=update.gap_max,
+            log_prob_gap_mean=update.gap_mean,
+            loss=update.loss,
+            entropy=update.entropy,
+            grad_norm=update.grad_norm,
+            lr=lr,
+            tokens=update.tokens,
+            rollout_tokens_per_second=rollout,
+            training_tokens_per_second=training,
+            memory_mib=memory,
+        )
+        if distributed.rank() == 0:
+            print(
+                f"step {step:4d}/{self._args.train_iters} | reward {rewards[0]:.3f} "
+                f"(deviation {rewards[1]:.3f}) | log-prob gap max {update.gap_max:.1e} "
+                f"mean {update.gap_mean:.1e} | entropy {update.entropy:.2f} | "
+                f"sampled tokens/s: rollout {rollout:.0f}, training {training:.0f} | "
+                f"{memory} MiB",
+                flush=True,
+            )
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most MiB so far: allocated on this GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

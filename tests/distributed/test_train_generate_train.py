@@ -1,0 +1,74 @@
+"""One live module that trains, generates and trains again, under tensor parallelism.
+
+If these fail, ranks sample from weights of another update, or a rollout leaves them out of step.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.support import world
+from tests.support.engine import generating_model
+from tests.support.generation import (
+    by_dynamic_context,
+    by_forwards,
+    by_static_context,
+    prompts_of,
+)
+from tests.support.models import MIXED
+from tests.support.training import Training, differing
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+PROMPTS = prompts_of((9, 21, 12))
+
+contexts = pytest.mark.parametrize(
+    "generated", [by_static_context, by_dynamic_context], ids=["static", "dynamic"]
+)
+layouts = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+
+
+def live_model(sequence_parallel: bool, **changes):
+    return generating_model(sequence_parallel=sequence_parallel and world.tp_size() > 1, **changes)
+
+
+def evaluated(generated, model):
+    """Generate as a rollout does; every rank has the same."""
+    model.eval()
+    texts = generated(model, PROMPTS, 6)
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, texts)
+    assert everybody == [texts] * len(everybody)
+    return texts
+
+
+@contexts
+@layouts
+def test_training_goes_on_as_if_nothing_had_been_generated(sequence_parallel, generated):
+    # Megatron trains mixtures of experts under TP only with sequence parallelism.
+    changes = MIXED if sequence_parallel else DROPOUT
+    through = Training(live_model(sequence_parallel, **changes))
+    expected = through.steps(4)
+    training = Training(live_model(sequence_parallel, **changes))
+    losses = training.steps(2)
+    evaluated(generated, training.model)
+    losses += training.steps(2)
+    assert losses == expected
+    assert not differing(training.state(), through.state())
+
+
+@contexts
+@layouts
+def test_the_next_token_sees_the_update(sequence_parallel, generated):
+    training = Training(live_model(sequence_parallel))
+    before = evaluated(generated, training.model)
+    training.steps(1)
+    after = evaluated(generated, training.model)
+    fresh = live_model(sequence_parallel, seed=3)
+    old = evaluated(generated, fresh)
+    fresh.load_state_dict(training.model.state_dict())
+    assert after == evaluated(generated, fresh)
+    assert after not in (before, old)
+    # And it is what the model says without any cache.
+    whole = evaluated(by_forwards, training.model)
+    assert [text.tokens for text in after] == [text.tokens for text in whole]

@@ -1,0 +1,132 @@
+"""Greedy generation from a live model, over Megatron's contexts: one way to call each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.testing.engine import Request, Result, dynamic_engine, generate
+from tests.support import world
+from tests.support.engine import by_whole_forwards, prompt
+
+# Every text fits.
+_MAX_LENGTH = 256
+
+
+def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
+
+
+def by_forwards(model: GPTModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Result]:
+    """A forward of the whole text, without any context, for every token."""
+    return by_whole_forwards(model, _requests(prompts, num_tokens))
+
+
+@torch.inference_mode()
+def by_static_context(
+    model: GPTModel,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    prefill_size: int = _MAX_LENGTH,
+) -> list[Result]:
+    """A batch over a ``StaticInferenceContext``, as Megatron's engine runs it.
+
+    Prompts are read together, up to the end of the shortest, at most ``prefill_size`` tokens in a
+    forward; then every forward is one token of each text, its prompt's or its last.
+    """
+    context = StaticInferenceContext(len(prompts), _MAX_LENGTH)
+    shortest, end = min(map(len, prompts)), max(map(len, prompts)) + num_tokens - 1
+    texts = [list(prompt) for prompt in prompts]
+    log_probs: list[list[float]] = [[] for _ in prompts]
+    with without_sequence_parallelism(model):
+        while (done := context.sequence_len_offset) < end:
+            size = min(prefill_size, shortest - done) if done < shortest else 1
+            step = [text[done : done + size] for text in texts]
+            logits = _last_logits(model, step, context)
+            context.sequence_len_offset += size
+            for row, text in enumerate(texts):
+                if len(text) == context.sequence_len_offset:
+                    _choose(logits[row], text, log_probs[row])
+    _forget_inference_tensors()
+    return [
+        Result(text[len(prompt) :][:num_tokens], values[:num_tokens])
+        for text, prompt, values in zip(texts, prompts, log_probs)
+    ]
+
+
+def by_dynamic_context(
+    model: GPTModel, prompts: Sequence[Sequence[int]], num_tokens: int, **options
+) -> list[Result | None]:
+    """Requests of Megatron's ``DynamicInferenceEngine``."""
+    options = {
+        "blocks": 24,
+        "max_sequence_length": _MAX_LENGTH,
+        "max_requests": 8,
+        "max_tokens": 128,
+        "enable_chunked_prefill": True,
+        **options,
+    }
+    with dynamic_engine(model, **options) as engine:
+        run = generate(engine, _requests(prompts, num_tokens), log_probs=True)
+    _forget_inference_tensors()
+    return run.results
+
+
+@contextlib.contextmanager
+def without_sequence_parallelism(model: GPTModel) -> Iterator[None]:
+    """One token does not divide by TP: what Megatron's engine does to static batches, undone after.
+
+    Megatron's function remembers models by their ``id``, which another model may have later.
+    """
+    names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+    holders = [model.config, *model.modules()]
+    former = [(m, n, getattr(m, n)) for m in holders for n in names if getattr(m, n, None) is True]
+    for holder, name, _ in former:
+        setattr(holder, name, False)
+    try:
+        yield
+    finally:
+        for holder, name, value in former:
+            setattr(holder, name, value)
+
+
+def _forget_inference_tensors() -> None:
+    """Megatron's buffer of gathered tokens grew in inference mode; training may not write there."""
+    buffers = parallel_state.get_global_memory_buffer().buffer
+    for key in [key for key, tensor in buffers.items() if tensor.is_inference()]:
+        del buffers[key]
+
+
+def _requests(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
+    return [Request(prompt, num_tokens) for prompt in prompts]
+
+
+def _last_logits(
+    model: GPTModel, rows: Sequence[Sequence[int]], context: StaticInferenceContext
+) -> Tensor:
+    """Of the whole vocabulary, after the last token of each row: [rows, vocabulary]."""
+    tokens = torch.tensor(rows, device=world.device())
+    first = context.sequence_len_offset
+    positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
+    logits = model(
+        tokens,
+        positions.expand_as(tokens),
+        None,
+        inference_context=context,
+        runtime_gather_output=True,
+    )
+    return logits[:, -1]
+
+
+def _choose(logits: Tensor, text: list[int], log_probs: list[float]) -> None:
+    token = int(logits.argmax())
+    text.append(token)
+    log_probs.append(float(logits.float().log_softmax(-1)[token]))

@@ -1,0 +1,78 @@
+"""A GPT model and its optimizer as ``scripts/train.py`` has them on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from tests.support.models import call, token_batch
+from training.optimizer import MainGradAdamW
+
+_OPTIONS = argparse.Namespace(
+    lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0
+)
+
+
+class Training:
+    """Trains ``model`` on random tokens, a different batch in every step."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.model = model
+        # Megatron's record of balancing losses keeps the layers of the first model of the process.
+        destroy_moe_metrics_tracker()
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self._wrapped = DistributedDataParallel(model.config, config, model)
+        self._optimizer = MainGradAdamW(_OPTIONS, self._wrapped)
+        self._done = 0
+
+    def steps(self, count: int) -> list[float]:
+        """Train; returns the losses."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> float:
+        self._wrapped.train()
+        self._wrapped.zero_grad_buffer()
+        loss = call(self._wrapped, labels=token_batch(100 + self._done)).float().mean()
+        loss.backward()
+        finalize_model_grads([self._wrapped])
+        self._optimizer.step(_OPTIONS.lr)
+        self._done += 1
+        return loss.item()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next step depends on: parameters, moments, random numbers."""
+        return dict(self._named_state())
+
+    def _named_state(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.state_dict().items():
+            if isinstance(value, Tensor):
+                yield f"model.{name}", value.clone()
+        for index, name, value in self._optimizer._tensors():
+            yield f"optimizer.{index}.{name}", value.clone()
+        yield "rng", torch.get_rng_state()
+        for name, value in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+            yield f"rng.{name}", value.clone()
+
+
+def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """Names of what is not the same to the bit, or not there."""
+    return [
+        name
+        for name in sorted(ours.keys() | theirs.keys())
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]
