@@ -165,7 +165,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
         if self.options.batch_invariant:
-            require_enabled(hidden_states.device)
+            require_enabled(hidden_states.device, self.config)
         if inference_context is None:
             inference_context = inference_params
         if inference_context is not None:

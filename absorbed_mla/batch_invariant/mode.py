@@ -1,14 +1,14 @@
 """Switching the operators of this process to ones that are independent of the batch.
 
-On a GPU they are Megatron's (``megatron.core.transformer.custom_layers.batch_invariant_kernels``);
-on the CPU, for which it has none, this package's.
+On a GPU they are Megatron's (``megatron.core.transformer.custom_layers.batch_invariant_kernels``)
+and what it leaves out; on the CPU, for which it has none, this package's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -17,15 +17,18 @@ from torch import Tensor
 
 from absorbed_mla.batch_invariant import collectives
 from absorbed_mla.kernels.invariant import cpu
+from absorbed_mla.kernels.invariant.topk import topk
 
-_cpu_operators: torch.library.Library | None = None
+# Device type -> what holds the operators that are replaced there.
+_replaced: dict[str, torch.library.Library] = {}
 
 
 def is_enabled(device: torch.device) -> bool:
     """Whether operators on a device like this one are independent of the batch."""
-    if device.type == "cpu":
-        return _cpu_operators is not None
-    return device.type == "cuda" and host.is_batch_invariant_mode_enabled()
+    if device.type == "cuda":
+        # Perhaps by Megatron's own function; ``require_enabled`` adds what that leaves out.
+        return host.is_batch_invariant_mode_enabled()
+    return device.type in _replaced
 
 
 def enable_batch_invariant_mode(device_type: str | None = None) -> None:
@@ -43,20 +46,19 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
     device_type = _device_type(device_type)
     if device_type == "cuda":
         _enable_host()
-    elif _cpu_operators is None:
-        _override_cpu_operators()
+    if device_type not in _replaced:
+        _replaced[device_type] = _replace(device_type)
     collectives.sum_in_rank_order()
 
 
 def disable_batch_invariant_mode(device_type: str | None = None) -> None:
     """Give the process its former operators back; see :func:`enable_batch_invariant_mode`."""
-    global _cpu_operators
-    if _device_type(device_type) == "cuda":
+    device_type = _device_type(device_type)
+    if device_type == "cuda":
         host.disable_batch_invariant_mode()
-    elif _cpu_operators is not None:
-        _cpu_operators._destroy()
-        _cpu_operators = None
-    if _cpu_operators is None and not host.is_batch_invariant_mode_enabled():
+    if device_type in _replaced:
+        _replaced.pop(device_type)._destroy()
+    if not _replaced:
         collectives.sum_as_the_host_does()
 
 
@@ -89,9 +91,27 @@ def _enable_host() -> None:
             raise
 
 
-def _override_cpu_operators() -> None:
-    global _cpu_operators
+def _replace(device_type: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
+    operators = {"topk": topk, **(_cpu_operators() if device_type == "cpu" else {"bmm": _bmm})}
+    with warnings.catch_warnings():
+        # PyTorch says that operators are overridden, which is what was asked for.
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for name, operator in operators.items():
+            library.impl(name, operator, device_type.upper())
+    return library
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    """PyTorch's, except for what linear layers make of inputs that are not contiguous."""
+    if cpu.is_one_matrix(right):
+        return torch.mm(left.reshape(-1, left.shape[-1]), right[0]).view(
+            *left.shape[:2], right.shape[-1]
+        )
+    return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[-1]))
+
+
+def _cpu_operators() -> dict[str, Callable]:
     aten = torch.ops.aten
 
     def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -100,7 +120,7 @@ def _override_cpu_operators() -> None:
     def softplus(x: Tensor, beta=1, threshold=20) -> Tensor:
         return cpu.in_vectors(aten.softplus.out, x, beta, threshold)
 
-    operators = {
+    return {
         "mm": cpu.mm,
         "addmm": cpu.addmm,
         "bmm": cpu.bmm,
@@ -109,9 +129,3 @@ def _override_cpu_operators() -> None:
         "gelu": gelu,
         "softplus": softplus,
     }
-    with warnings.catch_warnings():
-        # PyTorch says that operators are overridden, which is what was asked for.
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name, operator in operators.items():
-            library.impl(name, operator, "CPU")
-    _cpu_operators = library

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from absorbed_mla.batch_invariant.mode import is_enabled
+from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_enabled
 from absorbed_mla.options import AbsorbedMLAOptions
 
 _BACKENDS = ("auto", "triton", "reference")
@@ -90,11 +90,15 @@ def backend_for(asked: str, device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "reference"
 
 
-def require_enabled(device: torch.device) -> None:
+def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
     """Refuse to run a layer whose surroundings depend on the batch.
 
+    Args:
+        device: Of the layer.
+        config: Of the model.
+
     Raises:
-        ValueError: If batch-invariant mode is off.
+        ValueError: If batch-invariant mode is off, or leaves out something of such a model.
     """
     if not is_enabled(device):
         raise ValueError(
@@ -102,6 +106,21 @@ def require_enabled(device: torch.device) -> None:
             "call absorbed_mla.batch_invariant.enable_batch_invariant_mode() before the first "
             f"forward (it is off for device type {device.type!r})"
         )
+    if device.type == "cuda" and _adds_experts_by_atomics(config):
+        raise ValueError(
+            f"batch_invariant=True with moe_router_topk={config.moe_router_topk} needs "
+            "torch.use_deterministic_algorithms(True) or moe_permute_fusion=True on a GPU: "
+            "Megatron would add up the experts' results in any order"
+        )
+    # Megatron's own function, which may have been called instead, leaves out a part.
+    enable_batch_invariant_mode(device.type)
+
+
+def _adds_experts_by_atomics(config: MLATransformerConfig) -> bool:
+    """Whether it matters: a + b is b + a."""
+    several = bool(config.num_moe_experts) and config.moe_router_topk > 2
+    in_order = config.moe_permute_fusion or torch.are_deterministic_algorithms_enabled()
+    return several and not in_order
 
 
 def _require(name: str, value: Any, accepted: tuple, reason: str) -> None:

@@ -42,18 +42,26 @@ def attend_to_tiles(
     total, acc = query.new_zeros(shape), query.new_zeros(*shape, width)
     for key, seen in tiles:
         key = key.to(query.dtype)
-        scores = torch.bmm(query, key.transpose(1, 2)) * scale
+        scores = _products(query, key.transpose(1, 2)) * scale
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         larger = torch.maximum(largest, scores.amax(-1))
         # -inf - -inf would be NaN for a token that has seen nothing.
         shift = larger.masked_fill(larger == -torch.inf, 0.0)
         probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
         total = total * decay + probs.sum(-1)
-        acc = acc * decay[..., None] + torch.bmm(probs, key[..., :width].contiguous())
+        acc = acc * decay[..., None] + _products(probs, key[..., :width].contiguous())
         largest = larger
     blind = total == 0
     out = acc / total.masked_fill(blind, 1.0)[..., None]
     return out, largest + total.log()
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """Products [T, M, N], of one shape for every token.
+
+    Batch-invariant mode leaves the ``out`` variant alone; the other would pad the rows.
+    """
+    return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[-1]))
 
 
 class TiledReferenceBackend:

@@ -42,7 +42,7 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta=1, alpha=1) -> Tens
 def bmm(left: Tensor, right: Tensor) -> Tensor:
     """``left`` [B, M, K] times ``right`` [B, K, N]."""
     if is_one_matrix(right):
-        return mm(left.reshape(-1, left.shape[-1]), right[0]).view(*left.shape[:2], -1)
+        return mm(left.reshape(-1, left.shape[-1]), right[0]).view(*left.shape[:2], right.shape[-1])
     return _in_tiles(torch.bmm, left, right)
 
 

@@ -1,0 +1,124 @@
+"""The logits of some tokens, computed in every way there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.options import AbsorbedMLAOptions
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.oracle import OracleMLA
+from tests.support import world
+from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.generation import without_sequence_parallelism
+from tests.support.layouts import packed
+from tests.support.models import MIXED, VOCAB, gpt_model
+
+# Widths at which vector loops leave something over.
+LAYERS: dict[str, dict] = {
+    "dense": {"num_layers": 2, "ffn_hidden_size": 44},
+    "mixed": {
+        **MIXED,
+        "ffn_hidden_size": 44,
+        "moe_ffn_hidden_size": 20,
+        # More than two scores are added up.
+        "num_moe_experts": 6,
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "activation_func": torch.nn.functional.silu,
+    },
+}
+# More than one tile of keys.
+TOKENS, BATCH = 76, 2
+
+
+def parity_model(
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = True,
+    mla: OracleMLA | None = None,
+    options: dict | None = None,
+    **config,
+) -> GPTModel:
+    """A model whose logits depend much on the attention."""
+    # What the kernels for GPUs take has other widths.
+    mla = mla or (INTERPRETED if torch.cuda.is_available() else TINY)
+    asked = AbsorbedMLAOptions(batch_invariant=batch_invariant, **(options or {}))
+    config = {"init_method_std": 0.3, **config}
+    spec = get_absorbed_mla_decoder_block_spec(
+        config_for(mla, dtype, **config), backend="local", options=asked
+    )
+    return gpt_model(mla=mla, dtype=dtype, spec=spec, **config)
+
+
+def tokens_of(batch: int = BATCH, count: int = TOKENS) -> Tensor:
+    """Random token ids [batch, count]."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(VOCAB, (batch, count), generator=generator).to(world.device())
+
+
+def trained(model: GPTModel, tokens: Tensor, **arguments) -> Tensor:
+    """Whole logits [B, S, VOCAB] of the training forward."""
+    model.train()
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return _whole(model(tokens, positions, None, **arguments).detach())
+
+
+def packed_alone(model: GPTModel, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The training forward of one row [1, S] that is a pack of sequences of these lengths."""
+    layout = packed(lengths)
+    return trained(model, tokens, packed_seq_params=layout.packed_seq_params(tokens.device))
+
+
+@torch.inference_mode()
+def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Whole logits over a cache of latents, so many tokens of every row at a time."""
+    model.eval()
+    context = StaticInferenceContext(len(tokens), tokens.shape[1] + 3)
+    context.config.materialize_only_last_token_logits = False
+    found = []
+    with without_sequence_parallelism(model):
+        for part in tokens.split(list(sizes), dim=1):
+            start = context.sequence_len_offset
+            positions = torch.arange(start, start + part.shape[1], device=part.device)
+            logits = model(part, positions.expand_as(part), None, inference_context=context)
+            context.sequence_len_offset += part.shape[1]
+            found.append(_whole(logits))
+    return torch.cat(found, dim=1)
+
+
+def chunkings(count: int = TOKENS) -> dict[str, list[int]]:
+    """Ways to cut so many tokens into forwards."""
+    rng = random.Random(1)
+    ways = {"prefill": [count], "halves": [count // 2, count - count // 2]}
+    ways["random"] = []
+    while left := count - sum(ways["random"]):
+        ways["random"].append(min(left, rng.choice([1, 2, 3, 5, 17, 33])))
+    ways["decode"] = [count - 15] + [1] * 15
+    return ways
+
+
+def differences(model: GPTModel) -> list[str]:
+    """Ways that do not give the bits of the training forward of the whole batch."""
+    tokens = tokens_of()
+    expected = trained(model, tokens)
+    ways = {
+        "again": (trained(model, tokens), expected),
+        "one row": (trained(model, tokens[1:2]), expected[1:2]),
+        "shorter": (trained(model, tokens[:, :72]), expected[:, :72]),
+        "another batch": (trained(model, tokens.flip(0)), expected.flip(0)),
+    }
+    for name, sizes in chunkings().items():
+        ways[name] = (cached(model, tokens, sizes), expected)
+        ways[f"{name}, one row"] = (cached(model, tokens[1:], sizes), expected[1:])
+    return [name for name, (found, wanted) in ways.items() if not torch.equal(found, wanted)]
+
+
+def _whole(logits: Tensor) -> Tensor:
+    return tensor_parallel.gather_from_tensor_model_parallel_region(logits)
