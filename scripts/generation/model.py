@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from absorbed_mla.distributed_checkpoint import load_model_weights
-from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
-from training.checkpoint import find_checkpoint
+from training.absorbed_model import absorbed_gpt, load_weights
 from training.model import build_config
 from training.presets import ModelPreset
 
@@ -58,24 +55,9 @@ def load_model(args: argparse.Namespace, model: ModelPreset, device: torch.devic
         ValueError: If the checkpoint does not hold this model, or Megatron refuses the options.
     """
     config = build_config(args, model, device)
-    config.cache_mla_latents = True
-    options = args.options.replace(latent_norm_eps=model.latent_norm_eps)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=get_absorbed_mla_decoder_block_spec(
-            config, backend=config.transformer_impl, options=options
-        ),
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
-        position_embedding_type="rope",
-    ).to(device)
+    gpt = absorbed_gpt(config, model, args.options, device)
     if args.bf16 or args.fp16:
         # Rounds the parameters, but for those that Megatron keeps in fp32.
         gpt = Float16Module(config, gpt).module
-    path = find_checkpoint(args.load)
-    try:
-        load_model_weights(gpt, path)
-    except CheckpointingException as error:
-        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    load_weights(gpt, args.load)
     return gpt.eval()

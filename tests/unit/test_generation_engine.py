@@ -40,8 +40,8 @@ def test_tokens_are_those_of_whole_forwards(model):
     expected = by_forwards(model.eval(), prompts, 6)
     engine = engine_of(model, step_tokens=64)
     results = engine.generate(prompts, Sampling(num_tokens=6, top_k=1, log_probs=True))
-    assert tokens_of(results) == expected.tokens
-    found, wanted = (torch.tensor(x) for x in ([r.log_probs for r in results], expected.log_probs))
+    assert tokens_of(results) == tokens_of(expected)
+    found, wanted = (torch.tensor([r.log_probs for r in x]) for x in (results, expected))
     assert torch.allclose(found, wanted, atol=1e-5)
     assert {result.finish for result in results} == {"length"}
     require_no_leak(engine.host)
@@ -143,13 +143,14 @@ def test_equal_beginnings_are_computed_once(model):
 def test_changed_weights_are_seen(model):
     """A prefix that was cached before is not used."""
     prompts, engine = prompts_of((130,)), engine_of(model)
-    before = engine.generate(prompts, GREEDY)
+    sampling = Sampling(num_tokens=6, top_k=1, log_probs=True)
+    before = engine.generate(prompts, sampling)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    after = engine.generate(prompts, GREEDY)
+    after = engine.generate(prompts, sampling)
     assert after != before
-    assert after == engine_of(model).generate(prompts, GREEDY)
+    assert after == engine_of(model).generate(prompts, sampling)
 
 
 @pytest.mark.parametrize("training", [True, False])
