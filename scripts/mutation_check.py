@@ -216,6 +216,26 @@ MUTATIONS = {
         "DynamicStep(context, layer_number - layer_offset(), tokens)",
         "DynamicStep(context, 1, tokens)",
     ),
+    "decode_reuses_a_stage_early": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "",
+    ),
+    "decode_reads_behind_the_table": Mutation(
+        "absorbed_mla/kernels/hopper/decode_tile.py",
+        "gl.minimum(tile.key_start + block * KEYS + page, last)",
+        "tile.key_start + block * KEYS + page",
+    ),
+    "decode_parts_overlap": Mutation(
+        "absorbed_mla/kernels/hopper/decode_tile.py",
+        "gl.minimum(key_start + chunk, key_end) if SPLIT else key_end",
+        "key_end",
+    ),
+    "unused_latents_not_cleared": Mutation(
+        "absorbed_mla/kernels/hopper/forward_shared.py",
+        "gl.where(row < count, part.load(layout), 0.0)",
+        "part.load(layout)",
+    ),
 }
 
 

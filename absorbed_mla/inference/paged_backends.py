@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionRequest
-from absorbed_mla.core_attention.latent_kernels import triton_refuses
+from absorbed_mla.core_attention.latent_kernels import hopper_refuses, triton_refuses
 from absorbed_mla.inference import flash_mla
 from absorbed_mla.inference.paged_reference import paged_reference
 from absorbed_mla.inference.rows import Rows
@@ -19,6 +19,8 @@ from absorbed_mla.kernels import operators
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
+# Tokens of a block of the cache that the kernel for Hopper loads at a time, at least.
+_HOPPER_PAGE = 16
 
 
 class PagedBackend(Protocol):
@@ -73,10 +75,15 @@ class ReferenceBackend:
     forward = staticmethod(paged_reference)
 
 
-class TritonBackend:
-    """This package's portable kernels; with ``batch_invariant`` in the arithmetic of training."""
+class KernelBackend:
+    """This package's own kernels; with ``batch_invariant`` in the arithmetic of training.
 
-    name = "triton"
+    Args:
+        name: ``"triton"`` for the portable ones, ``"hopper"`` for those of compute capability 9.0.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def forward(
         self,
@@ -104,21 +111,34 @@ class TritonBackend:
             key_start,
             key_end,
             batch_invariant,
+            kernel=self.name,
         )
 
 
 def _triton_refuses(request: PagedRequest) -> str | None:
     """Why the portable kernels cannot do this, or None: as in training."""
-    return triton_refuses(
-        AttentionRequest(
-            device=request.device,
-            dtype=request.dtype,
-            key_width=request.content + request.rope,
-            value_width=request.content,
-            latent=True,
-            masked=False,
-            dropout=False,
+    return triton_refuses(_training_request(request))
+
+
+def _hopper_refuses(request: PagedRequest) -> str | None:
+    """Why the kernel for Hopper cannot do this, or None: as in training, but for the blocks."""
+    if request.block_size % _HOPPER_PAGE:
+        return (
+            f"it needs a block size that is a multiple of {_HOPPER_PAGE}; the cache has "
+            f"{request.block_size}"
         )
+    return hopper_refuses(_training_request(request))
+
+
+def _training_request(request: PagedRequest) -> AttentionRequest:
+    return AttentionRequest(
+        device=request.device,
+        dtype=request.dtype,
+        key_width=request.content + request.rope,
+        value_width=request.content,
+        latent=True,
+        masked=False,
+        dropout=False,
     )
 
 
@@ -127,7 +147,9 @@ Refuses = Callable[[PagedRequest], "str | None"]
 # The fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple[PagedBackend, Refuses]] = {
     "flash_mla": (flash_mla.FlashMLABackend(), flash_mla.refuses),
-    "triton": (TritonBackend(), _triton_refuses),
+    "triton": (KernelBackend("triton"), _triton_refuses),
+    # Behind until it has been run: its kernel was compiled, and tested on a CPU, only.
+    "hopper": (KernelBackend("hopper"), _hopper_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
 }
 

@@ -104,9 +104,11 @@ def paged_attention_forward(
     key_end: int | None,
     batch_invariant: bool,
     splits: int | None = None,
+    kernel: str = "triton",
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py``."""
-    module = _kernel_module("paged", "forward")
+    """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``."""
+    names = ("hopper", "decode") if kernel == "hopper" else ("paged", "forward")
+    module = _kernel_module(*names)
     with torch.cuda.device_of(q_content):
         return module.forward(
             q_content,

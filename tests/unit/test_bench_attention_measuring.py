@@ -171,6 +171,8 @@ def test_transformer_engine_computes_fused_or_is_refused(monkeypatch):
     module = SimpleNamespace(DotProductAttention=FusedAttention)
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    # Megatron's models set it for the process.
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
     row = measure_tiny("TransformerEngine", "expanded")
     assert row.step and not row.error

@@ -49,6 +49,18 @@ class TestChoice:
         ("change", "reason"),
         [
             ({"device": torch.device("cpu")}, "needs a GPU"),
+            ({"dtype": torch.float32}, "fp16 and bf16"),
+            ({"block_size": 100}, "a multiple of 16; the cache has 100"),
+            ({"rope": 16}, "widths 512 (latent) and 16 (rope)"),
+        ],
+    )
+    def test_hopper_refuses(self, change, reason):
+        assert reason in examine("hopper", replace(DEEP, **change))[1]["hopper"]
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"device": torch.device("cpu")}, "needs a GPU"),
             ({"dtype": torch.float16}, "bf16"),
             ({"batch_invariant": True}, "batch_invariant=True"),
             ({"windowed": True}, "not a part of them"),

@@ -21,7 +21,7 @@ CASE = PagedCase(
 REQUEST = PagedRequest(DEVICE, torch.bfloat16, 16, 512, 64, 64)
 
 
-@pytest.fixture(params=["triton", "flash_mla", "reference"])
+@pytest.fixture(params=["triton", "hopper", "flash_mla", "reference"])
 def backend(request):
     if refused := examine(request.param, REQUEST)[1]:
         pytest.skip(str(refused))

@@ -22,6 +22,9 @@ from absorbed_mla.kernels.portable.common import interpreted
 LEAST_PAGE = 16
 # As in forward.py, where all keys of a copy's block lie together.
 _CHUNKS = 4
+# So many times the parts of equal rows are there for rows longer than the mean. A program without
+# work ends at once, but begins only where a whole multiprocessor's shared memory is free.
+_SLACK = 2
 
 
 def page_size(block_size: int) -> int:
@@ -110,9 +113,9 @@ def _cut(
     if splits is not None:
         return plan.Splits(splits, programs * splits, KEYS.value)
     cut = plan.splits_for(programs, window, KEYS.value, device)
-    # A single row is not longer than the mean: no more parts than are planned can have keys, and
-    # each of the others' programs would wait for a whole multiprocessor's shared memory.
-    return cut._replace(most=min(cut.most, cut.programs // programs)) if rows == 1 else cut
+    # A single row is as long as the mean.
+    slack = _SLACK if rows > 1 else 1
+    return cut._replace(most=min(cut.most, cut.programs // programs * slack))
 
 
 def _tensor_maps(

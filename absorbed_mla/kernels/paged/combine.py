@@ -7,10 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.paged.plan import Tiles
-from absorbed_mla.kernels.portable.common import LN_2, interpreted, load_rows, store_rows
-from absorbed_mla.kernels.portable.forward import normalised
+from absorbed_mla.kernels.portable.common import LN_2, interpreted, narrow
 
-_ROWS = 8
+# Parts and columns of a row that are loaded at a time: a row alone has up to a part for each
+# multiprocessor, whose loads must not wait for each other.
+_PARTS = 32
+_COLUMNS = 128
 
 
 def combine(
@@ -27,8 +29,9 @@ def combine(
         result: Output [T, N, C] and LSE [T, N], contiguous.
     """
     out, lse = result
-    _, tokens, heads, width = parts.shape
-    grid = (len(table), triton.cdiv(tiles.tokens * heads, _ROWS))
+    most, tokens, heads, width = parts.shape
+    columns = min(width, _COLUMNS)
+    grid = (len(table), tiles.tokens * heads, width // columns)
     _combine_kernel[grid](
         parts,
         parts_lse,
@@ -39,7 +42,8 @@ def combine(
         tokens,
         heads,
         C=width,
-        ROWS=_ROWS,
+        PARTS=min(triton.next_power_of_2(most), _PARTS),
+        COLUMNS=columns,
         INTERPRETED=interpreted(),
         num_warps=4,
     )
@@ -56,33 +60,46 @@ def _combine_kernel(
     num_tokens,
     heads,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     entry = table_ptr + tl.program_id(0) * 5
     first, tokens = tl.load(entry + 1), tl.load(entry + 2)
     keys = tl.minimum(tl.load(entry + 3) + tokens - 1, window)
     chunk = tl.load(entry + 4)
-    if (keys <= chunk) | (tokens == 0):
+    # A head of a token, as they lie in the output.
+    index = tl.program_id(1)
+    if (keys <= chunk) | (index >= tokens * heads):
         return
-    # [ROWS]; a row is a head of a token, as they lie in the output
-    index = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    valid = index < tokens * heads
     row = first.to(tl.int64) * heads + index
     stride = num_tokens.to(tl.int64) * heads
+    count = (keys + chunk - 1) // chunk
+    # [PARTS], [COLUMNS]
+    part = tl.arange(0, PARTS)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    for split in range((keys + chunk - 1) // chunk):
-        lse = tl.load(parts_lse_ptr + split * stride + row, mask=valid, other=float("-inf"))
+    largest = tl.full([PARTS], float("-inf"), tl.float32)
+    for start in range(0, count, PARTS):
+        place = (start + part).to(tl.int64) * stride + row
+        lse = tl.load(parts_lse_ptr + place, mask=start + part < count, other=float("-inf"))
         largest = tl.maximum(largest, lse)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, C], 0.0, tl.float32)
-    for split in range((keys + chunk - 1) // chunk):
-        lse = tl.load(parts_lse_ptr + split * stride + row, mask=valid, other=float("-inf"))
+    top = tl.reduce(largest, 0, tl.standard._elementwise_max)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.full([PARTS], 0.0, tl.float32)
+    acc = tl.full([PARTS, COLUMNS], 0.0, tl.float32)
+    for start in range(0, count, PARTS):
+        place = (start + part).to(tl.int64) * stride + row
+        there = start + part < count
+        lse = tl.load(parts_lse_ptr + place, mask=there, other=float("-inf"))
         weight = tl.exp2(lse - shift)
         total += weight
-        acc += weight[:, None] * load_rows(parts_ptr, (split * stride + row) * C, valid, C)
-    acc, lse = normalised(largest, total, acc)
-    store_rows(out_ptr, row * C, valid, acc, C, INTERPRETED)
-    tl.store(lse_ptr + row, lse * LN_2, mask=valid)
+        values = parts_ptr + place[:, None] * C + column[None, :]
+        acc += weight[:, None] * tl.load(values, mask=there[:, None], other=0.0)
+    # Sums in an order that the number of parts alone decides.
+    whole = tl.reduce(total, 0, tl.standard._sum_combine)
+    blind = whole == 0.0
+    out = tl.reduce(acc, 0, tl.standard._sum_combine) / tl.where(blind, 1.0, whole)
+    tl.store(out_ptr + row * C + column, narrow(out, out_ptr.dtype.element_ty, INTERPRETED))
+    if tl.program_id(2) == 0:
+        tl.store(lse_ptr + row, tl.where(blind, float("-inf"), (top + tl.log2(whole)) * LN_2))

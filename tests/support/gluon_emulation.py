@@ -1,0 +1,208 @@
+"""Device code in Gluon, run by PyTorch on the CPU: the kernel's own source, warps as threads.
+
+One role runs at a time; at every barrier and copy a seeded choice says who goes on: a role whose
+wait is over, or a copy under way. What the hardware leaves open is taken at its worst: shared
+memory is NaN before it is written, the target of a copy from when the copy is asked for until it is
+done, and a product's operands must be the same when it is queued and when it is waited for. Layouts
+mean nothing here, nor do fences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.support.gluon_machine import Barriers, Memory, Pointer, Product, Roles, TensorMap
+
+KERNELS = "absorbed_mla.kernels.hopper"
+
+
+class Emulation:
+    """The modules of a kernel, loaded for PyTorch.
+
+    Args:
+        seed: Of the order in which roles and copies go on.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.roles = Roles(seed)
+        self.program = (0, 0, 0)
+
+    def load(self, module: str) -> ModuleType:
+        """A fresh module of the package of kernels, which nobody else sees."""
+        package = ModuleType(KERNELS)
+        package.__path__ = list(importlib.import_module(KERNELS).__path__)
+        with mock.patch.dict(sys.modules):
+            for name in [n for n in sys.modules if n.startswith(KERNELS)]:
+                del sys.modules[name]
+            sys.modules.update({KERNELS: package, **self._triton()})
+            return importlib.import_module(f"{KERNELS}.{module}")
+
+    def _triton(self) -> dict[str, ModuleType]:
+        name = "triton.experimental.gluon"
+        found = {
+            each: ModuleType(each)
+            for each in (
+                "triton.experimental",
+                name,
+                f"{name}.language",
+                f"{name}.language.nvidia.hopper",
+                "triton.language.core",
+            )
+        }
+        outer, gluon, language, hopper, core = found.values()
+        outer.gluon, gluon.language, core._aggregate = gluon, language, lambda cls: cls
+        gluon.constexpr_function = lambda function: function
+        gluon.jit = self._jit
+        vars(language).update(self._language())
+        vars(hopper).update(self._hopper())
+        return found
+
+    def _jit(self, function=None, **_):
+        return _Kernel(function, self) if function else lambda each: _Kernel(each, self)
+
+    def _language(self) -> dict:
+        def allocate(dtype, shape, layout):
+            if layout == "barriers":
+                return Barriers(self.roles, shape[0])
+            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+
+        layouts = {
+            name: lambda *_: None
+            for name in (
+                "NVMMADistributedLayout",
+                "DistributedLinearLayout",
+                "BlockedLayout",
+                "NVMMASharedLayout",
+                "SwizzledSharedLayout",
+                "SliceLayout",
+            )
+        }
+        tensor = torch.as_tensor
+        return layouts | {
+            "tensor": Tensor,
+            "shared_memory_descriptor": Memory,
+            "constexpr": lambda value: _Constant(value) if type(value) is int else value,
+            "allocate_shared_memory": allocate,
+            "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            "convert_layout": lambda values, layout: values,
+            "exp2": torch.exp2,
+            "float32": torch.float32,
+            "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            "int32": torch.int32,
+            "int64": torch.int64,
+            "load": lambda pointer: pointer.load(),
+            "log2": torch.log2,
+            "max": lambda values, axis: values.amax(axis),
+            "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
+            "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
+            "num_warps": lambda: 4,
+            "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
+            "static_range": range,
+            "store": lambda pointer, value, mask: pointer.store(value, mask),
+            "sum": lambda values, axis: values.sum(axis),
+            "to_tensor": tensor,
+            "warp_specialize": lambda roles, warps, registers: self.roles.run(roles),
+            "where": lambda which, a, b: torch.where(tensor(which), a, b),
+            "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        }
+
+    def _hopper(self) -> dict:
+        roles = self.roles
+
+        def arrive(barrier):
+            barrier.change(1, 0)
+            roles.pause()
+
+        def copy(tensor_map, start, barrier, target):
+            assert target.shape == tensor_map.block_shape
+            target.data.fill_(torch.nan)
+
+            def arrives():
+                target.data.copy_(tensor_map.box(start))
+                barrier.change(0, -tensor_map.block_type.nbytes)
+
+            roles.copies.append(arrives)
+            roles.pause()
+
+        def product(left, right, old, use_acc=True, is_async=False):
+            roles.local.products.append(Product(left, right, old, use_acc))
+            return roles.local.products[-1]
+
+        def wait(pending, deps):
+            roles.pause()
+            queue = roles.local.products
+            while len(queue) > pending:
+                queue.pop(0).finish()
+            (result,) = deps
+            return result.value
+
+        barriers = SimpleNamespace(
+            MBarrierLayout=lambda: "barriers",
+            init=lambda barrier, count: barrier.start(count),
+            expect=lambda barrier, amount: barrier.change(1, amount),
+            arrive=arrive,
+            wait=lambda barrier, parity: barrier.wait(parity),
+        )
+        return {
+            "fence_async_shared": lambda: None,
+            "mbarrier": barriers,
+            "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+            "warpgroup_mma": product,
+            "warpgroup_mma_wait": wait,
+        }
+
+
+class _Constant(int):
+    value = property(int)
+
+
+class _Kernel:
+    """A function of device code, which a grid of programs can be asked for."""
+
+    def __init__(self, function, emulation: Emulation):
+        self.function, self.emulation = function, emulation
+
+    def __get__(self, instance, owner):
+        return lambda *args: self.function(instance, *args)
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, **constants):
+            device = [_argument(each) for each in args]
+            for program in itertools.product(*map(range, grid)):
+                self.emulation.program = program
+                self.function(*device, **constants)
+
+        return launch
+
+
+def _argument(value):
+    """As device code gets it."""
+    if isinstance(value, Tensor):
+        return Pointer.to(value)
+    return TensorMap(value) if hasattr(value, "block_shape") else value
+
+
+@contextlib.contextmanager
+def emulated(module, name: str, kernel_module: str, seed: int = 0):
+    """Within, a launcher's kernel runs in PyTorch.
+
+    Args:
+        module: The launcher.
+        name: Of the kernel there.
+        kernel_module: Where it is defined, in the package of kernels.
+        seed: See :class:`Emulation`.
+    """
+    kernel = getattr(Emulation(seed).load(kernel_module), name)
+    with mock.patch.object(module, name, kernel):
+        yield

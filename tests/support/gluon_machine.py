@@ -1,0 +1,201 @@
+"""A multiprocessor as device code in Gluon sees it, made of PyTorch and threads.
+
+See :mod:`tests.support.gluon_emulation`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+class Deadlock(RuntimeError):
+    """All roles wait, and no copy is under way."""
+
+
+class Roles:
+    """The roles of a program: threads of which one runs at a time."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.waiting: dict[int, tuple[threading.Semaphore, object]] = {}
+        self.copies: list = []
+        self.errors: list[BaseException] = []
+        self.local = threading.local()
+
+    def run(self, roles) -> None:
+        self.left, self.copies, self.waiting, self.errors = len(roles), [], {}, []
+        self.done = threading.Event()
+        for number in range(len(roles)):
+            self.waiting[number] = (threading.Semaphore(0), lambda: True)
+        for number, (function, arguments) in enumerate(roles):
+            thread = threading.Thread(
+                target=self._role, args=(number, function, arguments), daemon=True
+            )
+            thread.start()
+        self._next()
+        self.done.wait()
+        if self.errors:
+            raise self.errors[0]
+        assert not self.copies, "copies that nobody waited for"
+
+    def _role(self, number, function, arguments) -> None:
+        self.local.number, self.local.products = number, []
+        self.waiting[number][0].acquire()
+        try:
+            function(*arguments)
+            assert not self.local.products, "products that nobody waited for"
+        except BaseException as error:
+            self.errors.append(error)
+        self.left -= 1
+        if self.errors or not self.left:
+            self.done.set()
+        else:
+            self._next()
+
+    def pause(self, over=lambda: True) -> None:
+        """Let others go on, until a condition holds."""
+        semaphore = threading.Semaphore(0)
+        self.waiting[self.local.number] = (semaphore, over)
+        self._next()
+        semaphore.acquire()
+
+    def _next(self) -> None:
+        while True:
+            ready = [number for number, (_, over) in self.waiting.items() if over()]
+            choice = self.random.randrange(len(ready) + len(self.copies) or 1)
+            if choice < len(ready):
+                return self.waiting.pop(ready[choice])[0].release()
+            if not self.copies:
+                self.errors.append(Deadlock(f"roles {sorted(self.waiting)} wait for ever"))
+                return self.done.set()
+            self.copies.pop(choice - len(ready))()
+
+
+class Barrier:
+    """An mbarrier: a phase ends with its arrivals and the bytes announced."""
+
+    def __init__(self, roles: Roles):
+        self.roles, self.count, self.phase = roles, None, 0
+
+    def start(self, count: int) -> None:
+        self.count = self.arrivals = count
+        self.bytes = 0
+
+    def change(self, arrivals: int, amount: int) -> None:
+        self.arrivals -= arrivals
+        self.bytes += amount
+        assert self.arrivals >= 0, "more arrivals than a phase has"
+        if not self.arrivals and not self.bytes:
+            self.phase, self.arrivals = self.phase + 1, self.count
+
+    def wait(self, parity: int) -> None:
+        self.roles.pause(lambda: self.phase % 2 != int(parity))
+
+
+class Barriers:
+    """Some barriers."""
+
+    def __init__(self, roles: Roles, count: int):
+        self.all = [Barrier(roles) for _ in range(count)]
+
+    def index(self, index) -> Barrier:
+        return self.all[int(index)]
+
+
+class Memory:
+    """A view of shared memory."""
+
+    def __init__(self, data: Tensor):
+        self.data, self.dtype, self.shape = data, data.dtype, list(data.shape)
+
+    def index(self, index):
+        return Memory(self.data[int(index)])
+
+    def slice(self, start, length, dim=0):
+        return Memory(self.data.narrow(dim, start, length))
+
+    def reshape(self, shape):
+        return Memory(self.data.view(shape))
+
+    def permute(self, order):
+        return Memory(self.data.permute(order))
+
+    def _reinterpret(self, dtype, shape, layout):
+        size = torch.Size(shape).numel()
+        return Memory(self.data.reshape(-1).view(-1)[:size].view(shape))
+
+    def load(self, layout):
+        return self.data.clone()
+
+    def store(self, values):
+        assert values.dtype == self.dtype and list(values.shape) == self.shape
+        self.data.copy_(values)
+
+
+class Pointer:
+    """Addresses in a tensor's memory, in elements."""
+
+    def __init__(self, base: Tensor, offset=0):
+        self.base, self.offset = base, offset
+        self.dtype = SimpleNamespace(element_ty=base.dtype)
+
+    @classmethod
+    def to(cls, x: Tensor):
+        size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return cls(x.as_strided((size,), (1,), x.storage_offset()))
+
+    def __add__(self, offset):
+        return Pointer(self.base, self.offset + offset)
+
+    def load(self):
+        assert 0 <= int(self.offset) < len(self.base), "read beyond the tensor"
+        return self.base[int(self.offset)].clone()
+
+    def store(self, value, mask):
+        offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)
+        self.base[offset[mask].long()] = value[mask].to(self.base.dtype)
+
+
+class TensorMap:
+    """What the copy engine knows of a tensor; zeros beyond its end."""
+
+    def __init__(self, descriptor):
+        self.base, self.block_shape = descriptor.base, list(descriptor.block_shape)
+        self.layout, self.dtype = None, descriptor.base.dtype
+        size = torch.Size(self.block_shape).numel() * descriptor.base.element_size()
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def box(self, start) -> Tensor:
+        found = torch.zeros(self.block_shape, dtype=self.dtype)
+        here, there = [], []
+        for first, size, length in zip(map(int, start), self.block_shape, self.base.shape):
+            low, high = max(first, 0), min(first + size, length)
+            if low >= high:
+                return found
+            here.append(slice(low - first, high - first))
+            there.append(slice(low, high))
+        found[tuple(here)] = self.base[tuple(there)]
+        return found
+
+
+class Product:
+    """An accumulator that is being computed."""
+
+    def __init__(self, left: Memory, right: Memory, old, use_acc: bool):
+        self.operands = (left.data, right.data)
+        self.queued = [x.clone() for x in self.operands]
+        self.old, self.use_acc, self.value = old, use_acc, None
+
+    def finish(self) -> None:
+        for now, then in zip(self.operands, self.queued):
+            assert torch.equal(now.nan_to_num(), then.nan_to_num()), "an operand has changed"
+            assert torch.equal(now.isnan(), then.isnan()), "an operand has changed"
+        left, right = self.queued
+        old = self.old.value if isinstance(self.old, Product) else self.old
+        product = left.float() @ right.float()
+        self.value = product + old if self.use_acc else product
