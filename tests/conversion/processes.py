@@ -56,6 +56,7 @@ class Process:
         folder: For its output; empty.
         args: The command line.
         kill_at: The step before which it kills itself; None lives.
+        by: The signal by which it does.
         largest_file: Bytes beyond which no file can grow.
     """
 
@@ -64,22 +65,18 @@ class Process:
         folder: Path,
         *args: object,
         kill_at: int | None = None,
+        by: signal.Signals = signal.SIGKILL,
         largest_file: int | None = None,
     ) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = (folder, [str(arg) for arg in args], kill_at, largest_file)
+        arguments = (folder, [str(arg) for arg in args], kill_at, by, largest_file)
         self._process = _CONTEXT.Process(target=_run, args=arguments)
         self._process.start()
 
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
-
-    def interrupt(self) -> None:
-        """What Ctrl-C sends."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGINT)
 
     def wait(self) -> Done:
         """Wait until it ends."""
@@ -100,8 +97,14 @@ def run(folder: Path, *args: object, **how) -> Done:
     return Process(folder, *args, **how).wait()
 
 
-def _run(folder: Path, args: list[str], kill_at: int | None, largest_file: int | None) -> None:
-    with _output(folder), _counted_steps(kill_at) as steps:
+def _run(
+    folder: Path,
+    args: list[str],
+    kill_at: int | None,
+    by: signal.Signals,
+    largest_file: int | None,
+) -> None:
+    with _output(folder), _counted_steps(kill_at, by) as steps:
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
         try:
@@ -120,14 +123,14 @@ def _output(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _counted_steps(kill_at: int | None) -> Iterator[list[int]]:
+def _counted_steps(kill_at: int | None, by: signal.Signals) -> Iterator[list[int]]:
     steps = [0]
 
     def counted(call):
         def step(*args, **kwargs):
             steps[0] += 1
             if steps[0] == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), by)
             return call(*args, **kwargs)
 
         return step
