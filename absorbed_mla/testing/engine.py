@@ -29,6 +29,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.inference import drop_inference_buffers
 from absorbed_mla.testing.request import Request, Result, Run
 
 # FlashMLA's, which the host demands of a cache of latents.
@@ -64,8 +65,8 @@ def dynamic_engine(
 ) -> Iterator[DynamicInferenceEngine]:
     """An engine around ``model``, which is in evaluation mode meanwhile.
 
-    Megatron knows one thing process-wide, that an engine is active; it is forgotten at the end, so
-    that the model can be trained again.
+    What Megatron keeps process-wide, that an engine is active and the buffers of its steps, is
+    forgotten at the end, so that the model can be trained again.
 
     Args:
         model: With ``cache_mla_latents`` in its config.
@@ -90,6 +91,7 @@ def dynamic_engine(
         model.train(was_training)
         if not was_active:
             InferenceMode.unset_active()
+        drop_inference_buffers()
 
 
 def generate(

@@ -21,6 +21,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.inference import drop_inference_buffers
 from absorbed_mla.testing.engine import BLOCK_SIZE, dynamic_engine
 from generation.sampling import Sampling
 
@@ -200,7 +201,7 @@ class GenerationEngine:
             self.model.train(was_training)
             if not was_active:
                 InferenceMode.unset_active()
-            _forget_inference_tensors()
+            drop_inference_buffers()
 
     def _hide_padding(self, model: GPTModel, inputs: tuple, logits: Tensor) -> Tensor:
         """Rows of the embedding that are no tokens are never sampled."""
@@ -229,16 +230,6 @@ class GenerationEngine:
                 seen[number] = count
                 if new or ended:
                     yield number, new, record if ended else None
-
-
-def _forget_inference_tensors() -> None:
-    """Let training make its own communication buffers, where the engine made larger ones.
-
-    Megatron keeps them for ever, and autograd may not write to those made in inference mode.
-    """
-    buffers = parallel_state.get_global_memory_buffer().buffer
-    for key in [key for key, tensor in buffers.items() if tensor.is_inference()]:
-        del buffers[key]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.inference import drop_inference_buffers
 from absorbed_mla.testing.engine import Request, Result, dynamic_engine, generate
 from tests.support import world
 from tests.support.engine import by_whole_forwards, prompt
@@ -55,7 +55,7 @@ def by_static_context(
             for row, text in enumerate(texts):
                 if len(text) == context.sequence_len_offset:
                     _choose(logits[row], text, log_probs[row])
-    _forget_inference_tensors()
+    drop_inference_buffers()
     return [
         Result(text[len(prompt) :][:num_tokens], values[:num_tokens])
         for text, prompt, values in zip(texts, prompts, log_probs)
@@ -76,7 +76,6 @@ def by_dynamic_context(
     }
     with dynamic_engine(model, **options) as engine:
         run = generate(engine, _requests(prompts, num_tokens), log_probs=True)
-    _forget_inference_tensors()
     return run.results
 
 
@@ -96,13 +95,6 @@ def without_sequence_parallelism(model: GPTModel) -> Iterator[None]:
     finally:
         for holder, name, value in former:
             setattr(holder, name, value)
-
-
-def _forget_inference_tensors() -> None:
-    """Megatron's buffer of gathered tokens grew in inference mode; training may not write there."""
-    buffers = parallel_state.get_global_memory_buffer().buffer
-    for key in [key for key, tensor in buffers.items() if tensor.is_inference()]:
-        del buffers[key]
 
 
 def _requests(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
