@@ -11,6 +11,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.inference import drop_inference_buffers
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
@@ -90,6 +91,7 @@ def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
             logits = model(part, positions.expand_as(part), None, inference_context=context)
             context.sequence_len_offset += part.shape[1]
             found.append(_whole(logits))
+    drop_inference_buffers()
     return torch.cat(found, dim=1)
 
 
