@@ -6,7 +6,10 @@ import pytest
 
 from absorbed_mla.testing.engine import Request, dynamic_engine, generate, require_no_leak
 from tests.support import world
+from tests.support.combinations import few_ranks
 from tests.support.engine import assert_generates, by_whole_forwards, generating_model, prompt
+
+pytestmark = few_ranks
 
 SIZES = {"max_sequence_length": 256, "max_requests": 8, "max_tokens": 64}
 # They share a block, and cross the end of another together.

@@ -16,9 +16,13 @@ from checkpoint_conversion import cli
 from tests.conversion.models import Architecture, make_model, save
 from tests.distributed.test_distributed_checkpoint import shared_folder
 from tests.support import world
+from tests.support.combinations import few_ranks
 from tests.support.generate import generate
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on the CPU")
+pytestmark = [
+    few_ranks,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on the CPU"),
+]
 
 # The tokenizer's: all bytes, and the end of a document.
 _VOCABULARY = 257

@@ -16,7 +16,10 @@ from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
 from rollout.entry import build_trainer
 from tests.support import world
+from tests.support.combinations import few_ranks
 from training import distributed
+
+pytestmark = few_ranks
 
 MEASURED = ("reward", "reward_deviation", "loss", "grad_norm", "log_prob_gap_max", "tokens")
 SMALL = (

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import world
+from tests.support.combinations import few_ranks
 from tests.support.engine import generating_model
 from tests.support.generation import (
     by_dynamic_context,
@@ -18,6 +19,8 @@ from tests.support.generation import (
 )
 from tests.support.models import MIXED
 from tests.support.training import Training, differing
+
+pytestmark = few_ranks
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 PROMPTS = prompts_of((9, 21, 12))

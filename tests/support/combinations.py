@@ -55,6 +55,10 @@ def thinned() -> bool:
     return world.size() > 2 and not torch.cuda.is_available() and os.environ.get(VARIABLE) != "1"
 
 
+# For whole models and engines, of which more ranks run the same code.
+few_ranks = pytest.mark.skipif(thinned(), reason=f"runs with 1 and 2 processes ({VARIABLE}=1: all)")
+
+
 def covering(rows: Sequence[tuple[str, ...]], strength: int) -> list[tuple[str, ...]]:
     """Few of the rows, in which any ``strength`` columns hold whatever they hold in all rows.
 
