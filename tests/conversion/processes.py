@@ -104,6 +104,8 @@ def _run(
     by: signal.Signals,
     largest_file: int | None,
 ) -> None:
+    # What a shell starts in the background is told to ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with _output(folder), _counted_steps(kill_at, by) as steps:
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
