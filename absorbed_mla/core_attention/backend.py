@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -140,13 +141,28 @@ def examine(name: str, request: AttentionRequest) -> tuple[list[AttentionBackend
     Raises:
         ValueError: If there is no backend of that name.
     """
-    if name != "auto" and name not in _BACKENDS:
-        raise ValueError(
-            f"core_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
-        )
+    return examine_table("core_attention_backend", _BACKENDS, name, request)
+
+
+def examine_table(
+    option: str, backends: Mapping[str, tuple], name: str, request: Any
+) -> tuple[list, dict[str, str]]:
+    """The backends of a table that can do this, and why the others cannot, by name.
+
+    Args:
+        option: What users choose by.
+        backends: Name -> (backend, function that says why it cannot do a request, or None).
+        name: The only one to examine, or ``"auto"`` for all.
+        request: What must be done.
+
+    Raises:
+        ValueError: If there is no backend of that name.
+    """
+    if name != "auto" and name not in backends:
+        raise ValueError(f"{option} must be one of auto, {', '.join(backends)}; got {name!r}")
     runnable, refused = [], {}
-    for each in _BACKENDS if name == "auto" else (name,):
-        backend, refuses = _BACKENDS[each]
+    for each in backends if name == "auto" else (name,):
+        backend, refuses = backends[each]
         reason = refuses(request)
         if reason is None:
             runnable.append(backend)

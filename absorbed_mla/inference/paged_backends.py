@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.backend import AttentionRequest, examine_table
 from absorbed_mla.core_attention.latent_kernels import hopper_refuses, triton_refuses
 from absorbed_mla.inference import flash_mla
 from absorbed_mla.inference.paged_reference import paged_reference
@@ -164,19 +165,7 @@ def examine(name: str, request: PagedRequest) -> tuple[list[PagedBackend], dict[
     Raises:
         ValueError: If there is no backend of that name.
     """
-    if name != "auto" and name not in _BACKENDS:
-        raise ValueError(
-            f"paged_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
-        )
-    runnable, refused = [], {}
-    for each in _BACKENDS if name == "auto" else (name,):
-        backend, refuses = _BACKENDS[each]
-        reason = refuses(request)
-        if reason is None:
-            runnable.append(backend)
-        else:
-            refused[each] = reason
-    return runnable, refused
+    return examine_table("paged_attention_backend", _BACKENDS, name, request)
 
 
 def choose(name: str, request: PagedRequest) -> PagedBackend:
@@ -189,6 +178,12 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
     Raises:
         ValueError: If there is no such backend, or none can run here.
     """
+    # Asked by every layer in every step. On a CPU the answer may change: tests turn Triton's
+    # interpreter on and off.
+    return (_first if request.device.type == "cpu" else _cached_first)(name, request)
+
+
+def _first(name: str, request: PagedRequest) -> PagedBackend:
     runnable, refused = examine(name, request)
     reasons = "; ".join(f"{each}: {reason}" for each, reason in refused.items())
     if not runnable:
@@ -200,3 +195,6 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
             "'auto' runs paged_attention_backend=%s; refused: %s", found.name, reasons or "none"
         )
     return found
+
+
+_cached_first = functools.lru_cache(maxsize=64)(_first)
