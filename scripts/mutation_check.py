@@ -227,9 +227,14 @@ MUTATIONS = {
         "tile.key_start + block * KEYS + page",
     ),
     "decode_parts_overlap": Mutation(
-        "absorbed_mla/kernels/hopper/decode_tile.py",
-        "gl.minimum(key_start + chunk, key_end) if SPLIT else key_end",
-        "key_end",
+        "absorbed_mla/kernels/paged/schedule.py",
+        "tl.minimum((number + 1) * part_keys[:, None], keys[:, None])",
+        "keys[:, None]",
+    ),
+    "last_part_not_merged": Mutation(
+        "absorbed_mla/kernels/paged/combine.py",
+        "count = (keys + part_keys - 1) // part_keys",
+        "count = keys // part_keys",
     ),
     "unused_latents_not_cleared": Mutation(
         "absorbed_mla/kernels/hopper/forward_shared.py",

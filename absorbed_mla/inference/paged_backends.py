@@ -147,10 +147,9 @@ Refuses = Callable[[PagedRequest], "str | None"]
 
 # The fastest first; each with the reason why it cannot run, or None.
 _BACKENDS: dict[str, tuple[PagedBackend, Refuses]] = {
+    "hopper": (KernelBackend("hopper"), _hopper_refuses),
     "flash_mla": (flash_mla.FlashMLABackend(), flash_mla.refuses),
     "triton": (KernelBackend("triton"), _triton_refuses),
-    # Behind until it has been run: its kernel was compiled, and tested on a CPU, only.
-    "hopper": (KernelBackend("hopper"), _hopper_refuses),
     "reference": (ReferenceBackend(), lambda request: None),
 }
 

@@ -62,6 +62,7 @@ class TestBits:
         """Training forward, prefill, chunks and decode; alone and in a batch."""
         assert differences(parity_model(dtype, **layers)) == []
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may sum so little in one order")
     @dtypes
     def test_they_depend_on_the_way_otherwise(self, dtype):
         """Without the mode: the comparison can fail, and decode is among what differs."""

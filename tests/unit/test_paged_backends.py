@@ -24,7 +24,7 @@ class TestChoice:
             assert choose("reference", replace(ON_CPU, dtype=dtype)).name == "reference"
 
     def test_unknown_name(self):
-        with pytest.raises(ValueError, match=r"one of auto, flash_mla, .*reference; got 'flash'"):
+        with pytest.raises(ValueError, match=r"one of auto, hopper, .*reference; got 'flash'"):
             choose("flash", ON_CPU)
 
     def test_explicit_choice_says_why_not(self):

@@ -48,7 +48,6 @@ def run(launcher, kernel: str, seed: int = 0):
 with interpreter():
     import absorbed_mla.kernels.paged.forward  # noqa: F401
     from absorbed_mla.kernels.hopper import decode, forward
-    from absorbed_mla.kernels.paged import plan
     from absorbed_mla.kernels.tiles import query_tiles
 
 
@@ -110,7 +109,7 @@ def test_equals_the_reference(name):
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["block_64", "heads_12", "window"])
+@pytest.mark.parametrize("name", ["block_64", "heads_12", "heads_128", "window"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_splits(name, splits):
     """Of rows of one key, too: most of their parts are empty."""
@@ -207,31 +206,3 @@ class TestRefused:
     def test_a_scale(self):
         with pytest.raises(ValueError, match="scale must be positive, got -1"):
             self.attend(scale=-1.0)
-
-
-class TestCut:
-    def programs(self, monkeypatch, rows: int, heads: int, keys: int) -> tuple[int, plan.Splits]:
-        monkeypatch.setattr(plan, "_processors", lambda device: 132)
-        tiles = plan.tiles_for(rows, heads, rows, 1, 64)
-        return tiles.most * tiles.head_blocks, decode._cut(
-            tiles, rows, keys, torch.device("cuda"), None
-        )
-
-    @pytest.mark.parametrize(
-        "rows, heads, keys, tiles, parts",
-        [
-            (128, 16, 8192, 128, 1),
-            (32, 16, 8192, 32, 4),
-            (128, 128, 8192, 256, 1),
-            (8, 128, 32768, 16, 8),
-            (1, 16, 131072, 1, 128),
-        ],
-    )
-    def test_a_part_for_every_multiprocessor(self, monkeypatch, rows, heads, keys, tiles, parts):
-        found, cut = self.programs(monkeypatch, rows, heads, keys)
-        assert (found, cut.programs) == (tiles, tiles * parts)
-
-    def test_room_for_rows_longer_than_the_mean(self, monkeypatch):
-        """But a single row is no longer than that."""
-        assert self.programs(monkeypatch, 32, 16, 8192)[1].most == 8
-        assert self.programs(monkeypatch, 1, 16, 131072)[1].most == 128

@@ -6,6 +6,9 @@ Without a GPU they run in Triton's interpreter, on the same blocks.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import random
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -99,6 +102,7 @@ CASES = {
     "huge": replace(MIXED, magnitude=100.0),
     "tiny": replace(MIXED, magnitude=1e-6),
     "more_tokens_than_keys": PagedCase((5, 2), (3, 2)),
+    "long": PagedCase((1, 2), (90, 460), heads=2, block_size=16),
     "nothing_new": PagedCase((0, 0), (5, 70), padding=2),
     "width_512": PagedCase((1, 2), (40, 66), heads=16, content=512, rope=64, block_size=64),
     "many_rows": PagedCase((0,) * 125 + (1,) * 15, tuple(range(140)), heads=1),
@@ -122,7 +126,9 @@ def test_equals_the_reference(name):
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", ["block_16", "block_64", "heads_40", "decode_16", "window"])
+@pytest.mark.parametrize(
+    "name", ["block_16", "block_64", "heads_40", "heads_128", "decode_16", "window", "long"]
+)
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_splits(name, splits):
     """Of rows of one key, too: most of their splits are empty."""
@@ -166,14 +172,17 @@ def test_lengths_come_from_the_device():
 
 
 class TestSchedule:
-    """Tiles and parts of keys, read off the table."""
+    """Tiles and parts of keys, read off the tables."""
 
-    def table(self, rows: Rows, tiles: plan.Tiles, splits: plan.Splits, window: int = 1000):
+    def tables(self, rows: Rows, tiles: plan.Tiles, cut: plan.Cut, window: int = 1000, start=0):
+        """Entries of programs that have something to do, and those of tiles."""
         out, lse = torch.zeros(20, 2, 16, device=DEVICE), torch.zeros(20, 2, device=DEVICE)
         lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths)
-        table = schedule(*lists, 0, window, tiles, splits, 16, out, lse, not ON_GPU)
+        with poisoned_memory():
+            made = schedule(*lists, start, window, tiles, cut, 16, out, lse, not ON_GPU)
         self.cleared = (lse == -torch.inf).all(1).tolist()
-        return table.tolist()
+        programs = [entry for entry in made.programs.tolist() if entry[2]]
+        return programs, made.tiles.tolist()
 
     def test_tiles(self):
         rows = Rows.of(
@@ -181,43 +190,156 @@ class TestSchedule:
         )
         tiles = plan.tiles_for(4, 2, 20, 5, 4)
         assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, most=14)
-        table = self.table(rows, tiles, plan.Splits(1, 14, 16))
-        assert [entry[:4] for entry in table[:6]] == [
-            [0, 0, 2, 66],
-            [0, 2, 2, 68],
-            [0, 4, 1, 70],
-            [2, 5, 1, 3],
-            [3, 6, 2, 1],
-            [3, 8, 2, 3],
+        programs, table = self.tables(rows, tiles, plan.Cut(0, 14, 1, 1))
+        assert [entry[:7] for entry in programs] == [
+            [0, 0, 2, 66, 0, 67, -1],
+            [0, 2, 2, 68, 0, 69, -1],
+            [0, 4, 1, 70, 0, 70, -1],
+            [2, 5, 1, 3, 0, 3, -1],
+            [3, 6, 2, 1, 0, 2, -1],
+            [3, 8, 2, 3, 0, 4, -1],
         ]
-        assert not any(entry[2] for entry in table[6:])
+        assert [entry[:3] for entry in table[:6]] == [
+            [0, 2, 67],
+            [2, 2, 69],
+            [4, 1, 70],
+            [5, 1, 3],
+            [6, 2, 2],
+            [8, 2, 4],
+        ]
+        assert not any(entry[1] for entry in table[6:])
         assert self.cleared == [False] * 10 + [True] * 10
 
     def test_longer_rows_have_more_parts(self):
-        """All parts of about one size, that of an equal share, unless the grid is too small."""
+        """Equal ones and what is left, the longest programs first; short rows are not cut."""
         rows = Rows.of(
-            (1, 1, 1), (160, 16, 640), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
+            (1, 1, 1), (160, 16, 648), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(3, 16, 20, 1, 16)
-        keys = [entry[4] for entry in self.table(rows, tiles, plan.Splits(6, 6, 16))]
-        assert keys == [144, 144, 144]  # 51 blocks of 16 for 6 programs
-        keys = [entry[4] for entry in self.table(rows, tiles, plan.Splits(2, 6, 16))]
-        assert keys == [144, 144, 320]
+        programs, table = self.tables(rows, tiles, plan.Cut(12, 6, 1, 0))
+        # 10, 1 and 41 blocks of 16 for 6 programs at a time: none has more than 11.
+        assert [(entry[0], *entry[4:7]) for entry in programs] == [
+            (2, 0, 176, 0),
+            (2, 176, 352, 1),
+            (2, 352, 528, 2),
+            (0, 0, 160, -1),
+            (1, 0, 16, -1),
+            (2, 528, 648, 3),
+        ]
+        assert [entry[2:4] for entry in table] == [[160, 160], [16, 16], [648, 176]]
+        assert table[2][4:7] == [0, 3, 3]
+
+    def test_no_more_parts_than_there_is_room_for(self):
+        """However many programs run at a time."""
+        rows = Rows.of((1, 1), (1000, 500), torch.zeros(2, 9, dtype=torch.int32, device=DEVICE))
+        tiles = plan.tiles_for(2, 2, 20, 1, 16)
+        for more in (1, 2, 7):
+            programs, _ = self.tables(rows, tiles, plan.Cut(more, 50, 1, 0))
+            assert more < len(programs) <= 2 + more
+
+    @pytest.mark.parametrize("fixed", [0, 1, 3])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_key_of_every_token_once(self, seed, fixed):
+        """Of any batch: no key is left out or seen twice, and no two parts have the same place."""
+        draw = random.Random(seed)
+        new = [draw.choice((0, 1, 1, 2, 5)) for _ in range(9)]
+        kv = [draw.choice((0, 3, 40, 300, 1500)) + length for length in new]
+        rows = Rows.of(new, kv, torch.zeros(9, 100, dtype=torch.int32, device=DEVICE))
+        start, window = draw.choice(((0, 1600), (32, 500)))
+        tiles = plan.tiles_for(9, 2, 20 + sum(new), 5, 4)
+        more = tiles.most * 2 if fixed == 3 else draw.choice((1, 5, 40)) * (fixed != 1)
+        cut = plan.Cut(more, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
+        programs, table = self.tables(rows, tiles, cut, window, start)
+        places = [entry[6] for entry in programs if entry[6] >= 0]
+        assert len(set(places)) == len(places)
+        assert all(place < min(2 * more, tiles.most + more) for place in places)
+        by_tile = defaultdict(list)
+        for _, first, _, _, begin, end, place in sorted(entry[:7] for entry in programs):
+            by_tile[first].append((begin, end, place))
+        expected = {entry[0]: entry for entry in table if entry[1]}
+        assert set(by_tile) == set(expected) and sum(e[1] for e in expected.values()) == sum(new)
+        for first, parts in by_tile.items():
+            _, _, keys, part_keys, first_place, equal, last_place, _ = expected[first]
+            assert [begin for begin, _, _ in parts] == list(range(0, max(keys, 1), part_keys))
+            assert [end for _, end, _ in parts] == [b for b, _, _ in parts[1:]] + [keys]
+            if len(parts) == 1:
+                assert keys <= part_keys and parts[0][2] == -1
+            else:
+                merged = [first_place + i if i < equal else last_place for i in range(len(parts))]
+                assert [place for _, _, place in parts] == merged
 
 
 class TestPlan:
-    def test_a_full_device_is_not_split(self, monkeypatch):
+    """Decisions for DeepSeek-V3's widths on a GPU of 132 multiprocessors."""
+
+    def cut(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
+        """Programs that have something to do, and the keys of the first."""
         monkeypatch.setattr(plan, "_processors", lambda device: 132)
-        cuda = torch.device("cuda")
-        for programs, keys, expected in (
-            (256, 8192, 1),  # n=128, batch 128
-            (128, 8192, 1),  # n=16, batch 128
-            (64, 8192, 2),
-            (32, 8192, 4),
-            (2, 32768, 64),
-            (1, 64, 1),
-        ):
-            assert plan.splits_for(programs, keys, 64, cuda).programs == programs * expected
+        batch = Rows.of(
+            [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
+        )
+        tiles = plan.tiles_for(len(kv), heads, len(kv), 1, rows)
+        cut = plan.cut_for(tiles, max(kv), 64, resident, torch.device("cuda"))
+        out = torch.zeros(len(kv), heads, 16, device=DEVICE)
+        lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)
+        made = schedule(*lists, 0, max(kv), tiles, cut, 64, out, out[..., 0], not ON_GPU).programs
+        programs = [entry for entry in made.tolist() if entry[2]]
+        return len(programs) * tiles.head_blocks, programs[0][5] - programs[0][4]
+
+    @pytest.mark.parametrize(
+        "batch, kv, heads, programs, keys",
+        [
+            (128, 8192, 128, 256, 8192),
+            (128, 8192, 16, 128, 8192),
+            (32, 8192, 128, 128, 4096),
+            (32, 8192, 16, 128, 2048),
+            (8, 32768, 128, 128, 4096),
+            (1, 131072, 16, 128, 1024),
+            (1, 64, 16, 1, 64),
+        ],
+    )
+    def test_rows_of_one_length(self, monkeypatch, batch, kv, heads, programs, keys):
+        """Whole waves; a device that is full is not split."""
+        assert self.cut(monkeypatch, [kv] * batch, heads) == (programs, keys)
+
+    def test_two_programs_on_a_multiprocessor(self, monkeypatch):
+        found = self.cut(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
+        assert found == (256, 4096)
+
+    def test_rows_of_almost_one_length(self, monkeypatch):
+        """They are not cut into a large part and a rest."""
+        assert self.cut(monkeypatch, list(range(8064, 8192)), 16)[0] == 128
+
+    @pytest.mark.parametrize(
+        "kv",
+        [
+            pytest.param([8192] * batch, id=f"{batch}_equal_rows")
+            for batch in (3, 20, 50, 100, 140, 200)
+        ]
+        + [
+            pytest.param(list(range(1, 8192, 8192 // batch)), id=f"{batch}_rows_of_any_length")
+            for batch in (10, 64, 128, 300)
+        ],
+    )
+    def test_hardly_any_other_size_would_be_faster(self, monkeypatch, kv):
+        """Programs in their order, each on the first multiprocessor that is free."""
+        blocks = [-(-keys // 64) for keys in kv]
+
+        def end(size: int) -> float:
+            parts = [min(size, left) for each in blocks for left in range(each, 0, -size)]
+            free = [0.0] * 132
+            for part in sorted(parts, key=lambda part: part != size):
+                heapq.heapreplace(free, free[0] + part + 3)
+            return max(free) + (len(parts) > len(kv)) * (3 + len(parts) / 64)
+
+        _, keys = self.cut(monkeypatch, kv, 16)
+        best = min(end(size) for size in range(4, max(blocks) + 1))
+        assert end(-(-keys // 64)) < 1.15 * best
+
+    def test_one_long_row(self, monkeypatch):
+        """It is spread over the whole device, whatever is beside it."""
+        programs, keys = self.cut(monkeypatch, [100] * 127 + [131072], 16)
+        assert programs < 2 * 132 and keys < 2 * 131072 // 132
 
     def test_heads_are_padded_to_a_power_of_two(self):
         assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4)

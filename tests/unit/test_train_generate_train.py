@@ -88,10 +88,11 @@ class TestTraining:
 
     def test_survives_tables_made_by_a_rollout(self):
         """A fresh process that generates first: what is cached must serve the backward as well."""
+        path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
             [sys.executable, "-c", _GENERATE_FIRST],
             cwd=Path(__file__).resolve().parents[2],
-            env={**os.environ, "PYTHONPATH": "."},
+            env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
         )

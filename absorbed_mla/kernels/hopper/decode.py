@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -14,7 +13,7 @@ from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
-from absorbed_mla.kernels.paged.combine import combine
+from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.schedule import schedule
 from absorbed_mla.kernels.portable.common import interpreted
 
@@ -22,9 +21,6 @@ from absorbed_mla.kernels.portable.common import interpreted
 LEAST_PAGE = 16
 # As in forward.py, where all keys of a copy's block lie together.
 _CHUNKS = 4
-# So many times the parts of equal rows are there for rows longer than the mean. A program without
-# work ends at once, but begins only where a whole multiprocessor's shared memory is free.
-_SLACK = 2
 
 
 def page_size(block_size: int) -> int:
@@ -90,32 +86,19 @@ def forward(
     if not tokens:
         return out, lse
     tiles = plan.tiles_for(rows, heads, tokens, max_query_length, ROWS.value)
-    cut = _cut(tiles, rows, window, q_content.device, 1 if batch_invariant else splits)
+    parts = 1 if batch_invariant else splits
+    cut = plan.cut_for(tiles, window, KEYS.value, 1, q_content.device, parts)
     lists = (query_starts, query_lengths, kv_lengths)
     table = schedule(*lists, key_start, window, tiles, cut, KEYS.value, out, lse, interpreted())
-    several = cut.most > 1
-    parts = q_content.new_empty((cut.most, *out.shape) if several else (0,), dtype=torch.float32)
-    parts_lse = lse.new_empty((cut.most, *lse.shape) if several else (0,))
-    results = (out, lse, parts, parts_lse)
+    shape = (places(tiles, cut), tiles.head_blocks, ROWS.value)
+    waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     maps = _tensor_maps(q_content, q_rope, cache, tiles)
-    _launch(maps, table, block_table, results, window, cache.shape[1], scale, tiles, cut)
-    if several:
-        combine(parts, parts_lse, table, window, tiles, (out, lse))
+    results = (out, lse, *waiting)
+    split = cut.more > 0
+    _launch(maps, table.programs, block_table, results, cache.shape[1], scale, tiles, split)
+    if split:
+        combine(*waiting, table, tiles, cut, (out, lse))
     return out, lse
-
-
-@functools.lru_cache(maxsize=256)
-def _cut(
-    tiles: plan.Tiles, rows: int, window: int, device: torch.device, splits: int | None
-) -> plan.Splits:
-    """How the keys are cut, into ``splits`` parts if that is given."""
-    programs = tiles.most * tiles.head_blocks
-    if splits is not None:
-        return plan.Splits(splits, programs * splits, KEYS.value)
-    cut = plan.splits_for(programs, window, KEYS.value, device)
-    # A single row is as long as the mean.
-    slack = _SLACK if rows > 1 else 1
-    return cut._replace(most=min(cut.most, cut.programs // programs * slack))
 
 
 def _tensor_maps(
@@ -146,31 +129,28 @@ def _launch(
     table: Tensor,
     block_table: Tensor,
     results: tuple[Tensor, ...],
-    window: int,
     block_size: int,
     scale: float,
     tiles: plan.Tiles,
-    cut: plan.Splits,
+    split: bool,
 ) -> None:
     """Run the kernel; its arguments are described there."""
-    tokens, heads, content = results[0].shape
+    heads, content = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    attend_decode[(tiles.most * tiles.head_blocks, cut.most)](
+    attend_decode[(len(table) * tiles.head_blocks,)](
         *maps,
         table,
         block_table,
         *results,
-        window,
         block_size,
         block_table.stride(0),
-        tokens,
         heads,
         tiles.head_blocks,
         scale / math.log(2),
         HEADS=tiles.heads,
         LATENT=content,
         ROPE=maps[1].block_shape[-1],
-        SPLIT=cut.most > 1,
+        SPLIT=split,
         num_warps=4,
     )

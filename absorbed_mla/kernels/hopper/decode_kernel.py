@@ -6,8 +6,8 @@ Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a 
 * where keys are: the load role looks their blocks up in the table of blocks before it waits for a
   stage, so that the answer is there when the stage is free. A copy loads keys of one block of the
   cache, at most 64.
-* how many programs share a tile: where there are fewer tiles than multiprocessors, keys are cut
-  into parts. The first axis of the grid is tiles, the second parts.
+* how many programs share a tile: where the device would be idle otherwise, keys are cut into parts,
+  each of a program; paged/schedule.py says which program does what.
 * what is written: the output where a tile has one part, else the part's output in fp32 with its LSE
   in bits, which paged/combine.py merges.
 """
@@ -74,56 +74,54 @@ def _load_pages(keys, pages, column: gl.constexpr, full, place):
 
 
 @gluon.jit
-def _score_role(tile, shared, whole, split, tokens, heads, scale, SPLIT: gl.constexpr):
+def _score_role(tile, shared, whole, parts, heads, scale, SPLIT: gl.constexpr):
     """Compute all scores, the LSE and the left half of the output."""
-    out, lse = whole
-    parts, parts_lse = split
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o, top, total, norm = start_left(tile, shared, scale)
-    index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
     bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
-    # Of these only the one that counts is read, or left when parts are merged.
-    gl.store(lse + index, bits * LN_2, mask=inside)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    index, inside = tile.rows(1, heads, rows)
     if SPLIT:
-        index += tile.part.to(gl.int64) * tokens * heads
-        gl.store(parts_lse + index, bits, mask=inside)
-    _store(tile, finish_left(o, norm), out, parts, tokens, heads, 0, SPLIT)
+        gl.store(parts[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
+        inside &= tile.place < 0
+    gl.store(whole[1] + index, bits * LN_2, mask=inside)
+    _store(tile, finish_left(o, norm), whole[0], parts[0], heads, 0, SPLIT)
 
 
 @gluon.jit
-def _value_role(tile, shared, whole, split, tokens, heads, SPLIT: gl.constexpr):
+def _value_role(tile, shared, whole, parts, heads, SPLIT: gl.constexpr):
     """Compute the right half of the output."""
     o = compute_right(tile, shared)
-    _store(tile, o, whole[0], split[0], tokens, heads, shared.LATENT // 2, SPLIT)
+    _store(tile, o, whole[0], parts[0], heads, shared.LATENT // 2, SPLIT)
 
 
 @gluon.jit
-def _store(tile, o, out, parts, tokens, heads, first: gl.constexpr, SPLIT: gl.constexpr):
+def _store(tile, o, out, parts, heads, first: gl.constexpr, SPLIT: gl.constexpr):
     """Write columns from ``first`` on of the tile's rows, [64, C / 2], where they belong."""
     if SPLIT:
-        if tile.whole:
+        if tile.place < 0:
             store_half(out, tile, o, 1, heads, first)
         else:
-            _store_part(parts, tile, o, tokens, heads, first)
+            _store_part(parts, tile, o, heads, first)
     else:
         store_half(out, tile, o, 1, heads, first)
 
 
 @gluon.jit
-def _store_part(parts, tile, o, tokens, heads, first: gl.constexpr):
-    """Write columns from ``first`` on of the tile's rows, [64, C / 2], to its part in fp32."""
+def _store_part(parts, tile, o, heads, first: gl.constexpr):
+    """Write columns from ``first`` on of the tile's rows, [64, C / 2], to its place in fp32."""
     HALF: gl.constexpr = o.shape[1]
     layout: gl.constexpr = accumulator_layout(HALF, 1)
-    index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
-    index += tile.part.to(gl.int64) * tokens * heads
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    place = tile.place_rows(rows)
+    _, inside = tile.rows(1, heads, rows)
     column = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     # The four lanes of a row write 32 bytes together, a whole sector, without any exchange.
-    gl.store(parts + (index * (2 * HALF))[:, None] + column[None, :], o, mask=inside[:, None])
+    pointers = parts + (place * (2 * HALF))[:, None] + column[None, :]
+    gl.store(pointers, o, mask=inside[:, None])
 
 
-@gluon.jit(
-    do_not_specialize=["window", "block_size", "row_stride", "tokens", "heads", "head_blocks"]
-)
+@gluon.jit(do_not_specialize=["block_size", "row_stride", "heads", "head_blocks"])
 def attend_decode(
     q_content,
     q_rope,
@@ -135,10 +133,8 @@ def attend_decode(
     lse,
     parts,
     parts_lse,
-    window,
     block_size,
     row_stride,
-    tokens,
     heads,
     head_blocks,
     scale,
@@ -147,7 +143,7 @@ def attend_decode(
     ROPE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Attention of every tile; one program for each tile of tokens and heads, and part of keys.
+    """Attention of every tile; one program for each entry of the table and group of heads.
 
     Args:
         q_content: Tensor map of [T, N, C] in boxes [64 / HEADS, HEADS, C].
@@ -155,16 +151,14 @@ def attend_decode(
         latent: Of [block_size, blocks, C] in boxes [keys that lie together, 1, columns that arrive
             together].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
-        table: int32 [tiles, 5], contiguous, see paged/schedule.py.
+        table: int32 [programs, 8], contiguous, see paged/schedule.py.
         block_table: [R, blocks of a row], int32 or int64, last axis contiguous.
         out: [T, N, C], contiguous; tiles in several parts are not written.
-        lse: [T, N] fp32, contiguous; of tiles in several parts, anything.
-        parts: [parts, T, N, C] fp32, contiguous; the others are not written.
-        parts_lse: [parts, T, N] fp32, contiguous, in bits.
-        window: Keys in the cache.
+        lse: [T, N] fp32, contiguous, likewise.
+        parts: [places, head_blocks, 64, C] fp32, contiguous; the parts of the others.
+        parts_lse: [places, head_blocks, 64] fp32, contiguous, in bits.
         block_size: Keys in a block of the cache.
         row_stride: Of ``block_table``.
-        tokens: T.
         heads: N.
         head_blocks: Tiles for all heads of a token.
         scale: Of the scores, positive, times log2(e).
@@ -173,16 +167,16 @@ def attend_decode(
         ROPE: R.
         SPLIT: Whether there may be several parts.
     """
-    tile = read_decode_tile(table, window, head_blocks, HEADS, SPLIT)
+    tile = read_decode_tile(table, head_blocks, HEADS)
     if tile.query_start < tile.query_end:
         shared = allocate(q_content, q_rope, latent, k_rope, LATENT, ROPE)
         queries, keys = (q_content, q_rope), (latent, k_rope)
         places = (block_table, block_size, row_stride)
-        whole, split = (out, lse), (parts, parts_lse)
+        whole, cut = (out, lse), (parts, parts_lse)
         gl.warp_specialize(
             [
-                (_score_role, (tile, shared, whole, split, tokens, heads, scale, SPLIT)),
-                (_value_role, (tile, shared, whole, split, tokens, heads, SPLIT)),
+                (_score_role, (tile, shared, whole, cut, heads, scale, SPLIT)),
+                (_value_role, (tile, shared, whole, cut, heads, SPLIT)),
                 (_load_role, (tile, shared, queries, keys, places)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four

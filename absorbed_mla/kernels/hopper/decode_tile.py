@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
 
-# Integers in a row of the table that ``schedule`` of paged/schedule.py makes.
-_TABLE_COLUMNS = gl.constexpr(5)
+_COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
 
 
 @aggregate
@@ -20,8 +20,8 @@ class DecodeTile:
         key_start: First key of the part, a multiple of ``KEYS``.
         keys: How many the part has that any of the tokens sees; 0 or fewer: none.
         offset: Token i of the tile sees the part's keys 0 .. i + offset.
-        part: Number of the part.
-        whole: Whether there is no other part.
+        place: Where the result waits for those of the other parts, counted in tiles; negative if
+            there are none.
         head: First head.
         HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
     """
@@ -32,23 +32,19 @@ class DecodeTile:
     key_start: gl.tensor
     keys: gl.tensor
     offset: gl.tensor
-    part: gl.tensor
-    whole: gl.tensor
+    place: gl.tensor
     head: gl.tensor
     HEADS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, row, query_start, query_end, key_start, keys, offset, part, whole, head, HEADS
-    ):
+    def __init__(self, row, query_start, query_end, key_start, keys, offset, place, head, HEADS):
         self.row = row
         self.query_start = query_start
         self.query_end = query_end
         self.key_start = key_start
         self.keys = keys
         self.offset = offset
-        self.part = part
-        self.whole = whole
+        self.place = place
         self.head = head
         self.HEADS = gl.constexpr(HEADS)
 
@@ -61,42 +57,36 @@ class DecodeTile:
         index = token.to(gl.int64) * heads + head
         return index, (token < self.query_end) & (head < heads)
 
+    @gluon.jit
+    def place_rows(self, layout: gl.constexpr):
+        """Where the rows' results wait, int64; negative if they do not."""
+        return self.place.to(gl.int64) * ROWS + gl.arange(0, ROWS, layout)
+
 
 @gluon.jit
-def read_decode_tile(table, window, head_blocks, HEADS: gl.constexpr, SPLIT: gl.constexpr):
+def read_decode_tile(table, head_blocks, HEADS: gl.constexpr):
     """The program's tile: heads vary fastest, so that neighbours read the same keys.
 
     Args:
-        table: int32 [tiles, 5], contiguous, see paged/schedule.py.
-        window: Keys in the cache.
+        table: int32 [programs, 8], contiguous, see paged/schedule.py.
         head_blocks: Tiles for all heads of a token.
         HEADS: Heads in a tile.
-        SPLIT: Whether keys may be in several parts; the grid's second axis.
     """
     program = gl.program_id(0)
-    entry = table + program // head_blocks * _TABLE_COLUMNS
+    head_block = program % head_blocks
+    entry = table + program // head_blocks * _COLUMNS
     first, tokens = gl.load(entry + 1), gl.load(entry + 2)
-    seen, chunk = gl.load(entry + 3), gl.load(entry + 4)
-    key_end = gl.minimum(seen + tokens - 1, window)
-    part = gl.program_id(1)
-    whole = True
-    key_start = 0
-    if SPLIT:
-        whole = key_end <= chunk
-        key_start = part * chunk
-    part_end = gl.minimum(key_start + chunk, key_end) if SPLIT else key_end
-    # The first part writes what tokens without keys get.
-    tokens = gl.where((part > 0) & (key_start >= key_end), 0, tokens)
+    begin, end = gl.load(entry + 4), gl.load(entry + 5)
+    place = gl.load(entry + 6)
     return DecodeTile(
         gl.load(entry),
         first,
         first + tokens,
-        gl.to_tensor(key_start),
-        part_end - key_start,
-        seen - 1 - key_start,
-        part,
-        gl.to_tensor(whole),
-        program % head_blocks * HEADS,
+        begin,
+        end - begin,
+        gl.load(entry + 3) - 1 - begin,
+        gl.where(place < 0, -1, place * head_blocks + head_block),
+        head_block * HEADS,
         HEADS,
     )
 

@@ -80,9 +80,11 @@ def softmax(shared, s, top, total, stage, scale):
     old_top = top
     top = gl.maximum(top, gl.max(s, axis=1))
     # -inf - -inf would be NaN in rows that have seen no key yet.
-    base = gl.where(top == -float("inf"), 0.0, top) * scale
-    factor = gl.exp2(old_top * scale - base)
-    p = gl.exp2(s * scale - base[:, None])
+    base = gl.where(top == -float("inf"), 0.0, top)
+    # The difference first: a block that brings no greater score must give exactly 1, which a fused
+    # multiply-add of two products does not, and the bits would depend on masked blocks.
+    factor = gl.exp2((old_top - base) * scale)
+    p = gl.exp2(s * scale - (base * scale)[:, None])
     shared.factor.index(stage).store(factor)
     shared.probs(stage).store(p.to(shared.rope.dtype))
     fence_async_shared()

@@ -6,100 +6,131 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.plan import Tiles
+from absorbed_mla.kernels.paged.plan import Cut, Tiles
+from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.portable.common import LN_2, interpreted, narrow
 
-# Parts and columns of a row that are loaded at a time: a row alone has up to a part for each
-# multiprocessor, whose loads must not wait for each other.
-_PARTS = 32
-_COLUMNS = 128
+# Numbers of a program of 128 threads that are on their way together, and columns of a row, which a
+# few programs share where it has many parts.
+_LOADED = 4096
+_COLUMNS = 512
+_PARTS = (4, 32)
+# Programs for every one that attends at a time: rows that nothing is to be done for cost little if
+# a program has many of them.
+_PROGRAMS = 8
 
 
 def combine(
-    parts: Tensor, parts_lse: Tensor, table: Tensor, window: int, tiles: Tiles, result
+    parts: Tensor, parts_lse: Tensor, table: Schedule, tiles: Tiles, cut: Cut, result
 ) -> None:
     """Write output and LSE of the tokens whose keys are in several parts.
 
     Args:
-        parts: Fp32 [splits, T, N, C]; read where a part has keys.
-        parts_lse: Fp32 [splits, T, N], in bits.
-        table: Of :func:`schedule`.
-        window: Keys in the cache.
+        parts: Fp32 [places, head blocks, rows of a tile, C]; read where a part has keys.
+        parts_lse: Fp32 [places, head blocks, rows of a tile], in bits.
+        table: Of the batch.
         tiles: How rows were cut.
+        cut: How their keys were.
         result: Output [T, N, C] and LSE [T, N], contiguous.
     """
     out, lse = result
-    most, tokens, heads, width = parts.shape
-    columns = min(width, _COLUMNS)
-    grid = (len(table), tiles.tokens * heads, width // columns)
-    _combine_kernel[grid](
+    heads, width = out.shape[1:]
+    expected = 2 * cut.programs // (tiles.most * tiles.head_blocks)
+    together = min(max(1 << expected.bit_length(), _PARTS[0]), _PARTS[1])
+    columns = min(width, _COLUMNS, _LOADED // together)
+    rows = max(_LOADED // (together * columns), 1)
+    groups = triton.cdiv(tiles.tokens * heads, rows)
+    programs = max(_PROGRAMS * cut.programs // tiles.most, 1)
+    rounds = triton.cdiv(groups, programs)
+    _combine_kernel[(tiles.most, triton.cdiv(groups, rounds), width // columns)](
         parts,
         parts_lse,
         out,
         lse,
-        table,
-        window,
-        tokens,
+        table.tiles,
+        rounds,
         heads,
+        tiles.head_blocks,
+        HEADS=tiles.heads,
+        TOKENS=tiles.tokens,
         C=width,
-        PARTS=min(triton.next_power_of_2(most), _PARTS),
+        ROWS=rows,
+        PARTS=together,
         COLUMNS=columns,
         INTERPRETED=interpreted(),
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["window", "num_tokens"])
+def places(tiles: Tiles, cut: Cut) -> int:
+    """Parts that can wait for others at most; 0 if nothing is cut."""
+    return min(2 * cut.more, tiles.most + cut.more)
+
+
+@triton.jit(do_not_specialize=["rounds"])
 def _combine_kernel(
     parts_ptr,
     parts_lse_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
-    window,
-    num_tokens,
+    rounds,
     heads,
+    head_blocks,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
     C: tl.constexpr,
+    ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    entry = table_ptr + tl.program_id(0) * 5
-    first, tokens = tl.load(entry + 1), tl.load(entry + 2)
-    keys = tl.minimum(tl.load(entry + 3) + tokens - 1, window)
-    chunk = tl.load(entry + 4)
-    # A head of a token, as they lie in the output.
-    index = tl.program_id(1)
-    if (keys <= chunk) | (index >= tokens * heads):
+    entry = table_ptr + tl.program_id(0) * TABLE_COLUMNS
+    first, tokens, keys = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    part_keys = tl.load(entry + 3)
+    if (tokens == 0) | (keys <= part_keys):
         return
-    row = first.to(tl.int64) * heads + index
-    stride = num_tokens.to(tl.int64) * heads
-    count = (keys + chunk - 1) // chunk
+    first_place, equal, last_place = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+    count = (keys + part_keys - 1) // part_keys
     # [PARTS], [COLUMNS]
-    part = tl.arange(0, PARTS)
+    number = tl.arange(0, PARTS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-
-    largest = tl.full([PARTS], float("-inf"), tl.float32)
-    for start in range(0, count, PARTS):
-        place = (start + part).to(tl.int64) * stride + row
-        lse = tl.load(parts_lse_ptr + place, mask=start + part < count, other=float("-inf"))
-        largest = tl.maximum(largest, lse)
-    top = tl.reduce(largest, 0, tl.standard._elementwise_max)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.full([PARTS], 0.0, tl.float32)
-    acc = tl.full([PARTS, COLUMNS], 0.0, tl.float32)
-    for start in range(0, count, PARTS):
-        place = (start + part).to(tl.int64) * stride + row
-        there = start + part < count
-        lse = tl.load(parts_lse_ptr + place, mask=there, other=float("-inf"))
-        weight = tl.exp2(lse - shift)
-        total += weight
-        values = parts_ptr + place[:, None] * C + column[None, :]
-        acc += weight[:, None] * tl.load(values, mask=there[:, None], other=0.0)
-    # Sums in an order that the number of parts alone decides.
-    whole = tl.reduce(total, 0, tl.standard._sum_combine)
-    blind = whole == 0.0
-    out = tl.reduce(acc, 0, tl.standard._sum_combine) / tl.where(blind, 1.0, whole)
-    tl.store(out_ptr + row * C + column, narrow(out, out_ptr.dtype.element_ty, INTERPRETED))
-    if tl.program_id(2) == 0:
-        tl.store(lse_ptr + row, tl.where(blind, float("-inf"), (top + tl.log2(whole)) * LN_2))
+    for one in range(rounds):
+        # [ROWS]: heads of tokens as they lie in the output, and in a tile.
+        index = (tl.program_id(1) * rounds + one) * ROWS + tl.arange(0, ROWS)
+        inside = index < tokens * heads
+        token, head = index // heads, index % heads
+        place_in_tile = head // HEADS * (TOKENS * HEADS) + token * HEADS + head % HEADS
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.full([ROWS], 0.0, tl.float32)
+        acc = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+        # In an order that the number of parts alone decides.
+        for start in range(0, count, PARTS):
+            part = start + number
+            place = tl.where(part < equal, first_place + part, last_place).to(tl.int64)
+            # [ROWS, PARTS]
+            source = place[None, :] * (head_blocks * TOKENS * HEADS) + place_in_tile[:, None]
+            there = (part < count)[None, :] & inside[:, None]
+            lse = tl.load(parts_lse_ptr + source, mask=there, other=float("-inf"))
+            # [ROWS, PARTS, COLUMNS]
+            values = tl.load(
+                parts_ptr + source[:, :, None] * C + column[None, None, :],
+                mask=there[:, :, None],
+                other=0.0,
+            )
+            higher = tl.maximum(top, tl.reduce(lse, 1, tl.standard._elementwise_max))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            decay = tl.exp2(top - shift)
+            weight = tl.exp2(lse - shift[:, None])
+            total = total * decay + tl.reduce(weight, 1, tl.standard._sum_combine)
+            weighted = tl.reduce(values * weight[:, :, None], 1, tl.standard._sum_combine)
+            acc = acc * decay[:, None] + weighted
+            top = higher
+        blind = total == 0.0
+        out = acc / tl.where(blind, 1.0, total)[:, None]
+        row = first.to(tl.int64) * heads + index
+        pointers = out_ptr + row[:, None] * C + column[None, :]
+        tl.store(pointers, narrow(out, out_ptr.dtype.element_ty, INTERPRETED), mask=inside[:, None])
+        if tl.program_id(2) == 0:
+            value = tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN_2)
+            tl.store(lse_ptr + row, value, mask=inside)

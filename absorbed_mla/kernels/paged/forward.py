@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.paged import plan
-from absorbed_mla.kernels.paged.combine import combine
-from absorbed_mla.kernels.paged.schedule import schedule
+from absorbed_mla.kernels.paged.combine import combine, places
+from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, schedule
 from absorbed_mla.kernels.portable.common import (
     LN_2,
     LOG2_E,
@@ -76,29 +76,27 @@ def forward(
     rows = None if batch_invariant else max_query_length * heads
     blocks, warps = plan.blocks_for(q_content.dtype, width, rope, q_content.device, rows)
     tiles = plan.tiles_for(len(query_starts), heads, tokens, max_query_length, blocks.rows)
-    cut = _cut(tiles, window, blocks.keys, q_content.device, 1 if batch_invariant else splits)
+    resident = plan.resident(blocks, width, rope, q_content.dtype, q_content.device)
+    parts = 1 if batch_invariant else splits
+    cut = plan.cut_for(tiles, window, blocks.keys, resident, q_content.device, parts)
     lists = (query_starts, query_lengths, kv_lengths)
     table = schedule(*lists, key_start, window, tiles, cut, blocks.keys, out, lse, interpreted())
-    several = cut.most > 1
-    parts = q_content.new_empty((cut.most, *out.shape) if several else (0,), dtype=torch.float32)
-    parts_lse = lse.new_empty((cut.most, *lse.shape) if several else (0,))
-    _paged_kernel[(tiles.most * tiles.head_blocks, cut.most)](
+    shape = (places(tiles, cut), tiles.head_blocks, blocks.rows)
+    waiting = out.new_empty((*shape, width), dtype=torch.float32), lse.new_empty(shape)
+    _paged_kernel[(len(table.programs) * tiles.head_blocks,)](
         q_content,
         q_rope,
         cache,
         block_table,
         out,
         lse,
-        parts,
-        parts_lse,
-        table,
+        *waiting,
+        table.programs,
         *q_content.stride()[:2],
         *q_rope.stride()[:2],
         *cache.stride()[:2],
         block_table.stride(0),
         scale * LOG2_E.value,
-        window,
-        tokens,
         heads,
         tiles.head_blocks,
         C=width,
@@ -107,29 +105,19 @@ def forward(
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
-        SPLIT=several,
+        SPLIT=cut.more > 0,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
         num_warps=warps,
         num_stages=blocks.stages,
     )
-    if several:
-        combine(parts, parts_lse, table, window, tiles, (out, lse))
+    if cut.more:
+        combine(*waiting, table, tiles, cut, (out, lse))
     return out, lse
 
 
-def _cut(
-    tiles: plan.Tiles, window: int, block_keys: int, device: torch.device, splits: int | None
-) -> plan.Splits:
-    """How the keys are cut, into ``splits`` parts if that is given."""
-    programs = tiles.most * tiles.head_blocks
-    if splits is None:
-        return plan.splits_for(programs, window, block_keys, device)
-    return plan.Splits(splits, programs * splits, block_keys)
-
-
 @triton.jit(
-    do_not_specialize=["window", "num_tokens", "stride_table"],
+    do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["block_table_ptr"],
 )
 def _paged_kernel(
@@ -150,8 +138,6 @@ def _paged_kernel(
     stride_slot,
     stride_table,
     scale_log2,
-    window,
-    num_tokens,
     heads,
     head_blocks,
     C: tl.constexpr,
@@ -164,18 +150,11 @@ def _paged_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    entry = table_ptr + (tl.program_id(0) // head_blocks) * 5
+    entry = table_ptr + (tl.program_id(0) // head_blocks) * TABLE_COLUMNS
     table_row, first = tl.load(entry), tl.load(entry + 1)
-    tokens, seen_first, chunk = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
-    split = tl.program_id(1)
-    tile_keys = tl.minimum(seen_first + tokens - 1, window)
-    key_start = 0
-    key_end = tile_keys
-    if SPLIT:
-        key_start = split * chunk
-        key_end = tl.minimum(key_start + chunk, tile_keys)
-    # The first part writes what tokens without keys get.
-    if (tokens == 0) | ((split > 0) & (key_start >= key_end)):
+    tokens, seen_first = tl.load(entry + 2), tl.load(entry + 3)
+    key_start, key_end = tl.load(entry + 4), tl.load(entry + 5)
+    if tokens == 0:
         return
 
     # [BLOCK_M]; a row is a head of a token
@@ -220,8 +199,10 @@ def _paged_kernel(
     valid = (row // HB < tokens) & (head < heads)
     place = token * heads + head
     if SPLIT:
-        if tile_keys > chunk:
-            place += split * num_tokens.to(tl.int64) * heads
+        waiting = tl.load(entry + 6, volatile=True)
+        if waiting >= 0:
+            part = waiting.to(tl.int64) * head_blocks + tl.program_id(0) % head_blocks
+            place = part * BLOCK_M + row
             store_rows(parts_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(parts_lse_ptr + place, lse, mask=valid)
         else:

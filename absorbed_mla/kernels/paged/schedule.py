@@ -1,23 +1,41 @@
 """Which program attends from which tokens to which keys, made on the device from the rows' tables.
 
-A tile is some tokens of one row. The table has a row for every tile that there may be, int32
-[tiles, 5]: row, first token on the token axis, number of tokens (0: no such tile), keys that the
-first token sees, counted from the first key in the cache (each token sees one more than the one
-before it; not above 0: none), and keys that a program takes.
+A tile is some tokens of one row of the batch. The keys of a row are cut into parts, equal but for
+the last, where the device would be idle otherwise (part_size.py). A program takes a part of a tile;
+programs begin in the order of their table, where equal parts, the longest, come first. Two tables:
+
+* ``programs``, int32 [programs, 8]: row, first token on the token axis, number of tokens (0:
+  nothing to do), keys that the first token sees (each token sees one more than the one before it;
+  not above 0: none), first key and the one past the last, and the place where the result waits for
+  the other parts, or -1 if there are none. Keys are counted from the first one in the cache.
+* ``tiles``, int32 [tiles, 8], for putting parts together: first token, number of tokens, keys that
+  any of them sees, keys of a part, place of the first part, number of parts that wait one behind
+  the other from there on, and place of the part that may follow.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.plan import Splits, Tiles
+from absorbed_mla.kernels.paged.part_size import blocks_of_a_part, work_of_rows
+from absorbed_mla.kernels.paged.plan import Cut, Tiles
 from absorbed_mla.kernels.portable.common import narrow
 
+TABLE_COLUMNS = tl.constexpr(8)
 _TILES_PER_PROGRAM = 16
 _ROWS_AT_A_TIME = 128
+
+
+class Schedule(NamedTuple):
+    """Both tables; see above."""
+
+    programs: Tensor
+    tiles: Tensor
 
 
 def schedule(
@@ -27,13 +45,13 @@ def schedule(
     key_start: int,
     window: int,
     tiles: Tiles,
-    splits: Splits,
+    cut: Cut,
     block_keys: int,
     out: Tensor,
     lse: Tensor,
     interpreted: bool,
-) -> Tensor:
-    """The table of tiles; it also writes 0 and -inf for tokens that are in no row.
+) -> Schedule:
+    """Make the tables; it also writes 0 and -inf for tokens that are in no row.
 
     Args:
         query_starts: As in ``Rows``, like the next two.
@@ -42,30 +60,33 @@ def schedule(
         key_start: First key in the cache.
         window: Keys in the cache.
         tiles: How rows are cut.
-        splits: How their keys are.
+        cut: How their keys may be.
         block_keys: Keys that a program loads at a time.
         out: [T, N, C], contiguous.
         lse: [T, N], contiguous.
         interpreted: Whether this runs in the interpreter.
     """
     tokens, heads, width = out.shape
-    table = torch.empty((tiles.most, 5), dtype=torch.int32, device=out.device)
-    programs = triton.cdiv(tiles.most, _TILES_PER_PROGRAM)
-    _schedule_kernel[(programs + tokens,)](
+    table = out.new_empty((tiles.most + cut.more, TABLE_COLUMNS.value), dtype=torch.int32)
+    tile_table = out.new_empty((tiles.most, TABLE_COLUMNS.value), dtype=torch.int32)
+    tile_programs = triton.cdiv(tiles.most, _TILES_PER_PROGRAM)
+    _schedule_kernel[(tile_programs + tokens,)](
         query_starts,
         query_lengths,
         kv_lengths,
         table,
+        tile_table,
         out,
         lse,
         len(query_starts),
         key_start,
         window,
         tiles.most,
-        programs,
-        splits.most,
-        splits.programs,
-        splits.least_keys,
+        tile_programs,
+        cut.more,
+        cut.programs,
+        cut.least,
+        cut.fixed,
         tiles.head_blocks,
         heads,
         TILE_TOKENS=tiles.tokens,
@@ -76,7 +97,7 @@ def schedule(
         INTERPRETED=interpreted,
         num_warps=4,
     )
-    return table
+    return Schedule(table, tile_table)
 
 
 # What changes with every batch is not compiled in.
@@ -87,9 +108,10 @@ def schedule(
         "window",
         "num_tiles",
         "tile_programs",
-        "most_splits",
-        "work_programs",
-        "least_keys",
+        "more",
+        "at_a_time",
+        "least",
+        "fixed",
     ],
     do_not_specialize_on_alignment=["starts_ptr", "lengths_ptr", "kv_ptr"],
 )
@@ -98,6 +120,7 @@ def _schedule_kernel(
     lengths_ptr,
     kv_ptr,
     table_ptr,
+    tile_table_ptr,
     out_ptr,
     lse_ptr,
     num_rows,
@@ -105,9 +128,10 @@ def _schedule_kernel(
     window,
     num_tiles,
     tile_programs,
-    most_splits,
-    work_programs,
-    least_keys,
+    more,
+    at_a_time,
+    least,
+    fixed,
     head_blocks,
     heads,
     TILE_TOKENS: tl.constexpr,
@@ -124,46 +148,153 @@ def _schedule_kernel(
             starts_ptr, lengths_ptr, out_ptr, lse_ptr, num_rows, token, heads, ROWS, C, INTERPRETED
         )
         return
+    part_blocks = window // BLOCK_KEYS + 1
+    if (more > 0) & (fixed == 0):
+        part_blocks = blocks_of_a_part(
+            lengths_ptr,
+            kv_ptr,
+            num_rows,
+            key_start,
+            window,
+            more,
+            at_a_time,
+            least,
+            head_blocks,
+            TILE_TOKENS,
+            BLOCK_KEYS,
+            ROWS,
+        )
+
     # [TILES]
     tile = program * TILES + tl.arange(0, TILES)
     row = tl.full([TILES], 0, tl.int32)  # rows whose tiles all come before
-    before = tl.full([TILES], 0, tl.int32)  # their tiles
-    counted, work = 0, 0
+    before = tl.full(
+        [TILES], 0, tl.int32
+    )  # their tiles; their equal parts, uncut tiles, last parts
+    equal_before = tl.full([TILES], 0, tl.int32)
+    uncut_before = tl.full([TILES], 0, tl.int32)
+    last_before = tl.full([TILES], 0, tl.int32)
+    counted, all_equal, all_uncut, all_last = 0, 0, 0, 0
     for first in range(0, num_rows, ROWS):
         # [ROWS]
-        index = first + tl.arange(0, ROWS)
-        there = index < num_rows
-        length = tl.load(lengths_ptr + index, mask=there, other=0)
-        keys = tl.load(kv_ptr + index, mask=there, other=0) - key_start
-        keys = tl.minimum(tl.maximum(keys, 0), window)
-        tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
+        there = first + tl.arange(0, ROWS) < num_rows
+        tiles, blocks = work_of_rows(
+            lengths_ptr, kv_ptr, first, num_rows, key_start, window, TILE_TOKENS, BLOCK_KEYS, ROWS
+        )
+        equal, last, part = _parts(blocks, part_blocks, fixed)
+        uncut = tl.where((equal == 0) & (last == 0), tiles, 0)
         up_to = counted + tl.associative_scan(tiles, 0, tl.standard._sum_combine)
         # [TILES, ROWS]
         past = (up_to[None, :] <= tile[:, None]) & there[None, :]
         row += tl.reduce(past.to(tl.int32), 1, tl.standard._sum_combine)
-        most = tl.reduce(tl.where(past, up_to[None, :], 0), 1, tl.standard._elementwise_max)
-        before = tl.maximum(before, most)
+        before = tl.maximum(before, _greatest(up_to, past))
+        equal_before += _sum(equal * tiles, past)
+        uncut_before += _sum(uncut, past)
+        last_before += _sum(last * tiles, past)
         counted += tl.reduce(tiles, 0, tl.standard._sum_combine)
-        blocks = tiles * ((keys + BLOCK_KEYS - 1) // BLOCK_KEYS)
-        work += tl.reduce(blocks, 0, tl.standard._sum_combine)
+        all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
+        all_uncut += tl.reduce(uncut, 0, tl.standard._sum_combine)
+        all_last += tl.reduce(last * tiles, 0, tl.standard._sum_combine)
 
     found = (row < num_rows) & (tile < num_tiles)
-    skipped = (tile - before) * TILE_TOKENS
+    index = tile - before  # in the row
+    skipped = index * TILE_TOKENS
     length = tl.load(lengths_ptr + row, mask=found, other=0)
-    seen = tl.load(kv_ptr + row, mask=found, other=0) - length + 1 + skipped - key_start
-    tokens = tl.minimum(length - skipped, TILE_TOKENS)
+    kv_length = tl.load(kv_ptr + row, mask=found, other=0) - key_start
+    seen = kv_length - length + 1 + skipped
+    tokens = tl.where(found, tl.minimum(length - skipped, TILE_TOKENS), 0)
     keys = tl.minimum(tl.maximum(seen + tokens - 1, 0), window)
-    # Equal parts of all the work, but of a row at most as many as there are programs.
-    share = (work * head_blocks + work_programs - 1) // work_programs * BLOCK_KEYS
-    blocks = (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
-    part = tl.maximum((blocks + most_splits - 1) // most_splits * BLOCK_KEYS, least_keys)
     start = tl.load(starts_ptr + row, mask=found, other=0) + skipped
-    entry = table_ptr + tile * 5
-    tl.store(entry, row, mask=tile < num_tiles)
-    tl.store(entry + 1, start, mask=tile < num_tiles)
-    tl.store(entry + 2, tl.where(found, tokens, 0), mask=tile < num_tiles)
-    tl.store(entry + 3, seen, mask=tile < num_tiles)
-    tl.store(entry + 4, tl.maximum(part, share), mask=tile < num_tiles)
+    # As for the whole row: its tiles are cut at the same keys.
+    row_keys = tl.minimum(tl.maximum(kv_length, 0), window)
+    equal, last, part = _parts((row_keys + BLOCK_KEYS - 1) // BLOCK_KEYS, part_blocks, fixed)
+    whole = (equal == 0) & (last == 0)
+    part_keys = tl.where(whole, tl.maximum(keys, 1), part * BLOCK_KEYS)
+    first_place = equal_before + index * equal
+    last_place = all_equal + last_before + index
+
+    entry = tile_table_ptr + tile * TABLE_COLUMNS
+    inside = tile < num_tiles
+    tl.store(entry, start, mask=inside)
+    tl.store(entry + 1, tokens, mask=inside)
+    tl.store(entry + 2, keys, mask=inside)
+    tl.store(entry + 3, part_keys, mask=inside)
+    tl.store(entry + 4, first_place, mask=inside)
+    tl.store(entry + 5, equal, mask=inside)
+    tl.store(entry + 6, last_place, mask=inside)
+
+    # A tile of a row that is cut may see the first part only.
+    alone = keys <= part_keys
+    most = tl.reduce(tl.where(found, equal, 0), 0, tl.standard._elementwise_max)
+    for first in range(0, most, TILES):
+        # [TILES, parts]
+        number = first + tl.arange(0, TILES)[None, :]
+        place = first_place[:, None] + number
+        _store_program(
+            table_ptr + place * TABLE_COLUMNS,
+            found[:, None] & (number < equal[:, None]),
+            row[:, None],
+            start[:, None],
+            tokens[:, None],
+            seen[:, None],
+            number * part_keys[:, None],
+            tl.minimum((number + 1) * part_keys[:, None], keys[:, None]),
+            tl.where(alone[:, None], -1, place),
+        )
+    # The only part of a row, or the last one if it is shorter.
+    begin = equal * part_keys
+    program = tl.where(whole, all_equal + uncut_before + index, all_uncut + last_place)
+    _store_program(
+        table_ptr + program * TABLE_COLUMNS,
+        found & (whole | (last > 0)),
+        row,
+        start,
+        tokens,
+        seen,
+        begin,
+        tl.minimum(begin + part_keys, keys),
+        tl.where(whole | alone, -1, last_place),
+    )
+    # No more programs are needed.
+    needed, size = all_equal + all_uncut + all_last, num_tiles + more
+    for first in range(needed + tl.program_id(0) * ROWS, size, tile_programs * ROWS):
+        unused = first + tl.arange(0, ROWS)
+        tl.store(table_ptr + unused * TABLE_COLUMNS + 2, 0, mask=unused < size)
+
+
+@triton.jit
+def _parts(blocks, size, fixed):
+    """Equal parts of rows (none: a row is uncut), whether a shorter one follows, and their size."""
+    part = tl.where(fixed > 0, tl.maximum((blocks + fixed - 1) // tl.maximum(fixed, 1), 1), size)
+    cut = tl.where(fixed > 0, fixed > 1, blocks > size)
+    equal = tl.where(cut, tl.where(fixed > 0, fixed, blocks // tl.maximum(part, 1)), 0)
+    last = tl.where(cut & (fixed == 0) & (equal * part < blocks), 1, 0)
+    return equal, last, part
+
+
+@triton.jit
+def _store_program(entry, mask, row, start, tokens, seen, begin, end, place):
+    """An entry of the table of programs; parts that the tile sees nothing of have nothing to do."""
+    tl.store(entry, row, mask=mask)
+    tl.store(entry + 1, start, mask=mask)
+    # The first part writes what tokens without keys get.
+    tl.store(entry + 2, tl.where((begin > 0) & (begin >= end), 0, tokens), mask=mask)
+    tl.store(entry + 3, seen, mask=mask)
+    tl.store(entry + 4, begin, mask=mask)
+    tl.store(entry + 5, end, mask=mask)
+    tl.store(entry + 6, place, mask=mask)
+
+
+@triton.jit
+def _sum(values, which):
+    """Of [ROWS], over those that ``which`` [TILES, ROWS] says."""
+    return tl.reduce(tl.where(which, values[None, :], 0), 1, tl.standard._sum_combine)
+
+
+@triton.jit
+def _greatest(values, which):
+    """Likewise the greatest; 0 if there are none."""
+    return tl.reduce(tl.where(which, values[None, :], 0), 1, tl.standard._elementwise_max)
 
 
 @triton.jit
