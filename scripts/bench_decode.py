@@ -7,15 +7,15 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/bench_decode.py --device cpu --heads 2 --batches 2 --kv 100 --block-sizes 16 \
           --kv-lora-rank 32 --qk-pos-emb-head-dim 16
 
-Rows are requests of equal length with scattered blocks. Others are FlashMLA, FlashInfer and vLLM's
-kernels, where they can be imported; what refuses or is not there says why, and what is measured is
-compared with the reference in fp32. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU
-in float32. On a GPU a call is recorded as a CUDA graph where it lets itself be, and the L2 cache is
-overwritten before every repetition, outside of the time. A call counts
+Rows are requests of equal length, with --uneven of any length too, whose blocks lie scattered.
+Others are FlashMLA, FlashInfer and vLLM's kernels, where they can be imported; what refuses or is
+not there says why, and what is measured is compared with the reference in fp32. The widths are
+DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a CUDA
+graph where it lets itself be, and the L2 cache is overwritten before every repetition, outside of the time. A call counts
 
-    pairs = batch * (kv * s_q - s_q * (s_q - 1) / 2)      causal inside the new tokens
+    pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
-    bytes = batch * kv * (kv_lora_rank + rope) * width    the latents, read once
+    bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once
 
 whose rates are to be held against a product's and a copy's (read and written), measured in the same
 run. The table goes to stderr; the last line of the output is JSON.

@@ -40,6 +40,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--heads", type=parse_sizes, default="128,16", help="(%(default)s)")
     add("--batches", type=parse_sizes, help=f"requests ({_DEFAULTS['batches']})")
     add("--kv", type=parse_sizes, help=f"keys of each, k is 1024 ({_DEFAULTS['kv']})")
+    add("--uneven", action="store_true", help="requests of any number of keys up to --kv, too")
     add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens (%(default)s)")
     add("--block-sizes", type=parse_sizes, help=f"of the cache ({_DEFAULTS['block_sizes']})")
     add(
@@ -78,6 +79,7 @@ def cases(args: argparse.Namespace, device: str) -> list[DecodeCase]:
     """Implementations beside each other, smaller inputs first, other block sizes last."""
     implementations = args.implementations or (_FAST if device == "cuda" else IMPLEMENTATIONS)
     inputs = product(
+        (False, True) if args.uneven else (False,),
         args.block_sizes,
         sorted(args.query_lengths),
         sorted(args.kv),
@@ -85,7 +87,7 @@ def cases(args: argparse.Namespace, device: str) -> list[DecodeCase]:
         sorted(args.heads),
     )
     return [
-        DecodeCase(implementation, heads, batch, kv, new, block)
-        for block, new, kv, batch, heads in inputs
+        DecodeCase(implementation, heads, batch, kv, new, block, uneven)
+        for uneven, block, new, kv, batch, heads in inputs
         for implementation in implementations
     ]

@@ -133,7 +133,7 @@ class Bench:
         cache = random(case.batch * blocks, case.block_size, self.content + self.rope)
         order = torch.randperm(len(cache), device=self.device, generator=make)
         lengths = [case.query_length] * case.batch
-        rows = Rows.of(lengths, [case.kv] * case.batch, order.int().view(case.batch, blocks))
+        rows = Rows.of(lengths, case.kv_lengths, order.int().view(case.batch, blocks))
         tokens = sum(lengths)
         # Scores of about 1 as after training: the softmax neither flat nor one key.
         scale = (self.content + self.rope) ** -0.5

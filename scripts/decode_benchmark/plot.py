@@ -21,7 +21,7 @@ def plot(report: Report, path: Path) -> bool:
     panels: dict = defaultdict(lambda: defaultdict(list))
     for row in report.measured:
         case, rates = row.case, report.rates(row)
-        alike = f"n={case.heads} kv={case.kv} s_q={case.query_length} block={case.block_size}"
+        alike = f"n={case.heads} kv={case.keys} s_q={case.query_length} block={case.block_size}"
         for rate, unit in zip(rates, ("TFLOP/s", "TB/s")):
             panels[f"{alike} [{unit}]"][case.implementation].append((case.batch, rate))
     if not panels or not can_plot():

@@ -59,6 +59,16 @@ def test_counts_are_those_of_published_figures():
     assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
 
 
+def test_uneven_requests():
+    """Spread evenly up to the longest, which is there."""
+    case = DecodeCase("FlashMLA", 1, 4, 40, 2, 64, uneven=True)
+    assert sorted(case.kv_lengths) == [12, 21, 31, 40] and "kv=<=40" in str(case)
+    assert case.latent_bytes(3, 1, 2) == (12 + 21 + 31 + 40) * 4 * 2
+    assert case.flops(1, 0) == (2 * 104 - 4) * 2 * 2
+    args = parse_arguments(["--quick", "--uneven", "--heads", "16"], "")
+    assert [case.uneven for case in cases(args, "cuda")].count(True) == len(cases(args, "cuda")) / 2
+
+
 def test_every_backend_is_measured():
     assert set(paged_backends._BACKENDS) <= {name.removeprefix("ours, ") for name in OURS}
     assert set(PEERS) == set(peers.FUNCTIONS)
