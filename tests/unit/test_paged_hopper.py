@@ -88,6 +88,8 @@ SHORT = replace(MIXED, query_lengths=(1, 2), kv_lengths=(130, 64))
 CASES = {
     **{f"block_{size}": replace(MIXED, block_size=size) for size in (16, 48, 64, 1024)},
     **{f"heads_{heads}": replace(SHORT, heads=heads) for heads in (1, 8, 12, 128)},
+    "one_block": replace(MIXED, block_size=350),
+    "one_small_block": replace(MIXED, query_lengths=(1, 2), kv_lengths=(7, 21), block_size=21),
     "one_key": replace(MIXED, query_lengths=(1, 1), kv_lengths=(1, 1)),
     "whole_blocks": replace(MIXED, query_lengths=(1, 1), kv_lengths=(64, 192)),
     "prefill": replace(MIXED, query_lengths=(20, 2), kv_lengths=(100, 2), heads=8),

@@ -189,7 +189,7 @@ class TestSchedule:
             (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(4, 2, 20, 5, 4)
-        assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, most=14)
+        assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, most=14, row_tokens=5)
         programs, table = self.tables(rows, tiles, plan.Cut(0, 14, 1, 1))
         assert [entry[:7] for entry in programs] == [
             [0, 0, 2, 66, 0, 67, -1],
@@ -342,9 +342,9 @@ class TestPlan:
         assert programs < 2 * 132 and keys < 2 * 131072 // 132
 
     def test_heads_are_padded_to_a_power_of_two(self):
-        assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4)
-        assert plan.tiles_for(4, 128, 4, 1, 64) == plan.Tiles(64, 1, 2, 4)
-        assert plan.tiles_for(4, 16, 70, 30, 64) == plan.Tiles(16, 4, 1, 4 + 17)
+        assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4, 1)
+        assert plan.tiles_for(4, 128, 4, 1, 64) == plan.Tiles(64, 1, 2, 4, 1)
+        assert plan.tiles_for(4, 16, 70, 30, 64) == plan.Tiles(16, 4, 1, 4 + 17, 30)
 
     def test_few_rows_take_small_blocks(self):
         sizes = [plan.blocks_for(BF16, 512, 64, DEVICE, rows)[0].rows for rows in (3, 16, 20, 40)]

@@ -23,14 +23,16 @@ LEAST_PAGE = 16
 _CHUNKS = 4
 
 
-def page_size(block_size: int) -> int:
+def page_size(block_size: int, window: int) -> int:
     """Keys that one copy loads: as many as always lie in one block of the cache, at most a tile's.
 
     Args:
         block_size: Tokens in a block of the cache; one that is no multiple of ``LEAST_PAGE`` has
             pages smaller than that, which :func:`forward` refuses.
+        window: Keys in the cache. If they are all in one block, that ends where no key is wanted
+            any more: what a copy loads behind it is zero.
     """
-    return math.gcd(block_size, KEYS.value)
+    return KEYS.value if window <= block_size else math.gcd(block_size, KEYS.value)
 
 
 def forward(
@@ -54,7 +56,8 @@ def forward(
     Args:
         q_content: [T, N, C] in bf16 or fp16; C = 128, 256 or 512.
         q_rope: [T, N, R]; R = 16, 32 or 64.
-        cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``.
+        cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``, any if one
+            holds all keys.
         query_starts: As in ``Rows``, like the next five.
         query_lengths: Int32 [R].
         kv_lengths: Int32 [R].
@@ -92,7 +95,8 @@ def forward(
     table = schedule(*lists, key_start, window, tiles, cut, KEYS.value, out, lse, interpreted())
     shape = (places(tiles, cut), tiles.head_blocks, ROWS.value)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
-    maps = _tensor_maps(q_content, q_rope, cache, tiles)
+    page = page_size(cache.shape[1], window)
+    maps = _tensor_maps(q_content, q_rope, cache, page, tiles)
     results = (out, lse, *waiting)
     split = cut.more > 0
     _launch(maps, table.programs, block_table, results, cache.shape[1], scale, tiles, split)
@@ -102,10 +106,10 @@ def forward(
 
 
 def _tensor_maps(
-    q_content: Tensor, q_rope: Tensor, cache: Tensor, tiles: plan.Tiles
+    q_content: Tensor, q_rope: Tensor, cache: Tensor, page: int, tiles: plan.Tiles
 ) -> tuple[TensorDescriptor, ...]:
     """Of both parts of the queries, and of both parts of the keys."""
-    page, content = page_size(cache.shape[1]), q_content.shape[-1]
+    content = q_content.shape[-1]
     if page < LEAST_PAGE or not has_map(cache):
         raise ValueError(
             f"paged_attention_backend='hopper' needs a cache whose block size is a multiple of "

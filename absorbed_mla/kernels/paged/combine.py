@@ -14,7 +14,7 @@ from absorbed_mla.kernels.portable.common import LN_2, interpreted, narrow
 # few programs share where it has many parts.
 _LOADED = 4096
 _COLUMNS = 512
-_PARTS = (4, 32)
+_PARTS = (2, 32)
 # Programs for every one that attends at a time: rows that nothing is to be done for cost little if
 # a program has many of them.
 _PROGRAMS = 8
@@ -35,11 +35,11 @@ def combine(
     """
     out, lse = result
     heads, width = out.shape[1:]
-    expected = 2 * cut.programs // (tiles.most * tiles.head_blocks)
-    together = min(max(1 << expected.bit_length(), _PARTS[0]), _PARTS[1])
+    expected = triton.cdiv(cut.programs, tiles.most * tiles.head_blocks)
+    together = min(max(triton.next_power_of_2(expected), _PARTS[0]), _PARTS[1])
     columns = min(width, _COLUMNS, _LOADED // together)
     rows = max(_LOADED // (together * columns), 1)
-    groups = triton.cdiv(tiles.tokens * heads, rows)
+    groups = triton.cdiv(min(tiles.tokens, tiles.row_tokens) * heads, rows)
     programs = max(_PROGRAMS * cut.programs // tiles.most, 1)
     rounds = triton.cdiv(groups, programs)
     _combine_kernel[(tiles.most, triton.cdiv(groups, rounds), width // columns)](

@@ -39,14 +39,12 @@ def blocks_of_a_part(
     """The size with which the last program ends first, by an estimate."""
     longest, work, num_tiles = 0, 0, 0
     for first in range(0, num_rows, ROWS):
-        tiles, blocks = work_of_rows(
-            lengths_ptr, kv_ptr, first, num_rows, key_start, window, TILE_TOKENS, BLOCK_KEYS, ROWS
-        )
+        length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+        tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
+        blocks = tl.where(tiles > 0, blocks_seen(kv_length, window, BLOCK_KEYS), 0)
         work += tl.reduce(tiles * blocks, 0, tl.standard._sum_combine)
         num_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
-        longest = tl.maximum(
-            longest, tl.reduce(tl.where(tiles > 0, blocks, 0), 0, tl.standard._elementwise_max)
-        )
+        longest = tl.maximum(longest, tl.reduce(blocks, 0, tl.standard._elementwise_max))
     # [SIZES]
     number = tl.arange(0, _SIZES)
     dealt = tl.maximum(at_a_time * (number - _DIVISIONS + _FIRST_FIFTHS), 1)
@@ -59,14 +57,17 @@ def blocks_of_a_part(
     parts = tl.full([_SIZES], 0, tl.int32)
     equal = tl.full([_SIZES], 0, tl.int32)
     for first in range(0, num_rows, ROWS):
-        tiles, blocks = work_of_rows(
-            lengths_ptr, kv_ptr, first, num_rows, key_start, window, TILE_TOKENS, BLOCK_KEYS, ROWS
-        )
-        # [SIZES, ROWS]; a row without keys is a program, too.
-        full = blocks[None, :] // size[:, None]
-        each = tl.maximum((blocks[None, :] + size[:, None] - 1) // size[:, None], 1)
-        parts += tl.reduce(each * tiles[None, :], 1, tl.standard._sum_combine)
-        equal += tl.reduce(full * tiles[None, :], 1, tl.standard._sum_combine)
+        length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+        tiles = ((length + TILE_TOKENS - 1) // TILE_TOKENS)[None, :]
+        blocks = blocks_seen(kv_length, window, BLOCK_KEYS)[None, :]
+        # [SIZES, ROWS]; whole parts, and what is left over: integer division is slow.
+        full = (blocks.to(tl.float32) / size.to(tl.float32)[:, None]).to(tl.int32)
+        over = blocks - full * size[:, None]
+        full += tl.where(over >= size[:, None], 1, tl.where(over < 0, -1, 0))
+        # A row without keys is a program, too.
+        each = tl.maximum(full + tl.where(full * size[:, None] < blocks, 1, 0), 1)
+        parts += tl.reduce(each * tiles, 1, tl.standard._sum_combine)
+        equal += tl.reduce(full * tiles, 1, tl.standard._sum_combine)
     fits = parts - num_tiles <= more
     merging = tl.where(parts > num_tiles, _MERGE + parts * head_blocks * _MERGE_PART, 0.0)
     all_parts = (parts * head_blocks).to(tl.float32)
@@ -89,20 +90,15 @@ def blocks_of_a_part(
 
 
 @triton.jit
-def work_of_rows(
-    lengths_ptr,
-    kv_ptr,
-    first,
-    num_rows,
-    key_start,
-    window,
-    TILE_TOKENS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Tiles of rows from ``first`` on, and blocks of keys of each of a row's tiles, [ROWS]."""
+def load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS: tl.constexpr):
+    """New tokens of rows from ``first`` on, and keys behind the first in the cache, [ROWS]."""
     row = first + tl.arange(0, ROWS)
     length = tl.load(lengths_ptr + row, mask=row < num_rows, other=0)
-    keys = tl.load(kv_ptr + row, mask=row < num_rows, other=0) - key_start
-    keys = tl.minimum(tl.maximum(keys, 0), window)
-    return (length + TILE_TOKENS - 1) // TILE_TOKENS, (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
+    return length, tl.load(kv_ptr + row, mask=row < num_rows, other=0) - key_start
+
+
+@triton.jit
+def blocks_seen(kv_length, window, BLOCK_KEYS: tl.constexpr):
+    """Blocks of keys in the cache of rows with so many keys."""
+    keys = tl.minimum(tl.maximum(kv_length, 0), window)
+    return (keys + BLOCK_KEYS - 1) // BLOCK_KEYS

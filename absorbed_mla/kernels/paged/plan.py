@@ -35,12 +35,14 @@ class Tiles(NamedTuple):
         tokens: Tokens of one row in a tile.
         head_blocks: Tiles for all heads of a token.
         most: No batch of these shapes has more tiles of tokens.
+        row_tokens: No row has more tokens.
     """
 
     heads: int
     tokens: int
     head_blocks: int
     most: int
+    row_tokens: int
 
 
 class Cut(NamedTuple):
@@ -97,7 +99,7 @@ def tiles_for(rows: int, heads: int, tokens: int, max_query_length: int, block_r
     packed = min(_power_of_two(heads), block_rows)
     each = block_rows // packed
     most = rows if max_query_length <= each else rows + tokens // each
-    return Tiles(packed, each, -(-heads // packed), most)
+    return Tiles(packed, each, -(-heads // packed), most, max_query_length)
 
 
 def cut_for(

@@ -2,7 +2,8 @@
 
 A tile is some tokens of one row of the batch. The keys of a row are cut into parts, equal but for
 the last, where the device would be idle otherwise (part_size.py). A program takes a part of a tile;
-programs begin in the order of their table, where equal parts, the longest, come first. Two tables:
+programs begin in the order of their table: equal parts, the longest, come first, those that are
+left over last. Two tables:
 
 * ``programs``, int32 [programs, 8]: row, first token on the token axis, number of tokens (0:
   nothing to do), keys that the first token sees (each token sees one more than the one before it;
@@ -22,13 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.part_size import blocks_of_a_part, work_of_rows
+from absorbed_mla.kernels.paged.part_size import blocks_of_a_part, blocks_seen, load_lengths
 from absorbed_mla.kernels.paged.plan import Cut, Tiles
 from absorbed_mla.kernels.portable.common import narrow
 
 TABLE_COLUMNS = tl.constexpr(8)
-_TILES_PER_PROGRAM = 16
+_PROGRAMS = 32
 _ROWS_AT_A_TIME = 128
+# Entries of the table of programs that are stored together.
+_STORED = 512
 
 
 class Schedule(NamedTuple):
@@ -69,7 +72,9 @@ def schedule(
     tokens, heads, width = out.shape
     table = out.new_empty((tiles.most + cut.more, TABLE_COLUMNS.value), dtype=torch.int32)
     tile_table = out.new_empty((tiles.most, TABLE_COLUMNS.value), dtype=torch.int32)
-    tile_programs = triton.cdiv(tiles.most, _TILES_PER_PROGRAM)
+    # Tiles of long rows are several programs' work.
+    tile_programs = min(triton.cdiv(tiles.row_tokens, tiles.tokens), _PROGRAMS)
+    rows = min(max(triton.next_power_of_2(len(query_starts)), 16), _ROWS_AT_A_TIME)
     _schedule_kernel[(tile_programs + tokens,)](
         query_starts,
         query_lengths,
@@ -91,8 +96,8 @@ def schedule(
         heads,
         TILE_TOKENS=tiles.tokens,
         BLOCK_KEYS=block_keys,
-        TILES=_TILES_PER_PROGRAM,
-        ROWS=_ROWS_AT_A_TIME,
+        ROWS=rows,
+        PARTS=_STORED // rows,
         C=width,
         INTERPRETED=interpreted,
         num_warps=4,
@@ -136,8 +141,8 @@ def _schedule_kernel(
     heads,
     TILE_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -149,117 +154,114 @@ def _schedule_kernel(
         )
         return
     part_blocks = window // BLOCK_KEYS + 1
-    if (more > 0) & (fixed == 0):
-        part_blocks = blocks_of_a_part(
-            lengths_ptr,
-            kv_ptr,
-            num_rows,
-            key_start,
-            window,
-            more,
-            at_a_time,
-            least,
-            head_blocks,
-            TILE_TOKENS,
-            BLOCK_KEYS,
-            ROWS,
-        )
+    all_equal = 0
+    if more > 0:
+        if fixed == 0:
+            part_blocks = blocks_of_a_part(
+                lengths_ptr,
+                kv_ptr,
+                num_rows,
+                key_start,
+                window,
+                more,
+                at_a_time,
+                least,
+                head_blocks,
+                TILE_TOKENS,
+                BLOCK_KEYS,
+                ROWS,
+            )
+        for first in range(0, num_rows, ROWS):
+            length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+            blocks = blocks_seen(kv_length, window, BLOCK_KEYS)
+            equal, _, _ = _parts(blocks, part_blocks, fixed)
+            tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
+            all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
 
-    # [TILES]
-    tile = program * TILES + tl.arange(0, TILES)
-    row = tl.full([TILES], 0, tl.int32)  # rows whose tiles all come before
-    before = tl.full(
-        [TILES], 0, tl.int32
-    )  # their tiles; their equal parts, uncut tiles, last parts
-    equal_before = tl.full([TILES], 0, tl.int32)
-    uncut_before = tl.full([TILES], 0, tl.int32)
-    last_before = tl.full([TILES], 0, tl.int32)
-    counted, all_equal, all_uncut, all_last = 0, 0, 0, 0
+    all_tiles, equal_parts, uncut_tiles, last_parts = 0, 0, 0, 0
     for first in range(0, num_rows, ROWS):
         # [ROWS]
-        there = first + tl.arange(0, ROWS) < num_rows
-        tiles, blocks = work_of_rows(
-            lengths_ptr, kv_ptr, first, num_rows, key_start, window, TILE_TOKENS, BLOCK_KEYS, ROWS
-        )
-        equal, last, part = _parts(blocks, part_blocks, fixed)
-        uncut = tl.where((equal == 0) & (last == 0), tiles, 0)
-        up_to = counted + tl.associative_scan(tiles, 0, tl.standard._sum_combine)
-        # [TILES, ROWS]
-        past = (up_to[None, :] <= tile[:, None]) & there[None, :]
-        row += tl.reduce(past.to(tl.int32), 1, tl.standard._sum_combine)
-        before = tl.maximum(before, _greatest(up_to, past))
-        equal_before += _sum(equal * tiles, past)
-        uncut_before += _sum(uncut, past)
-        last_before += _sum(last * tiles, past)
-        counted += tl.reduce(tiles, 0, tl.standard._sum_combine)
-        all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
-        all_uncut += tl.reduce(uncut, 0, tl.standard._sum_combine)
-        all_last += tl.reduce(last * tiles, 0, tl.standard._sum_combine)
+        row = first + tl.arange(0, ROWS)
+        length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+        start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
+        tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
+        equal, last, part = _parts(blocks_seen(kv_length, window, BLOCK_KEYS), part_blocks, fixed)
+        whole = (equal == 0) & (last == 0)
+        # In the order of rows, and of tiles in a row: where the row's first are.
+        tile = all_tiles + _sum_before(tiles)
+        first_place = equal_parts + _sum_before(equal * tiles)
+        uncut = uncut_tiles + _sum_before(tl.where(whole, tiles, 0))
+        last_place = last_parts + _sum_before(last * tiles)
+        most = tl.reduce(tiles, 0, tl.standard._elementwise_max)
+        most_parts = tl.reduce(equal, 0, tl.standard._elementwise_max)
+        for index in range(program, most, tile_programs):
+            there = index < tiles
+            skipped = index * TILE_TOKENS
+            tokens = tl.minimum(length - skipped, TILE_TOKENS)
+            seen = kv_length - length + 1 + skipped
+            keys = tl.minimum(tl.maximum(seen + tokens - 1, 0), window)
+            # Tiles of a row are cut at the same keys; one may see the first part only.
+            part_keys = tl.where(whole, tl.maximum(keys, 1), part * BLOCK_KEYS)
+            alone = keys <= part_keys
+            place = first_place + index * equal
+            place_of_last = all_equal + last_place + index
 
-    found = (row < num_rows) & (tile < num_tiles)
-    index = tile - before  # in the row
-    skipped = index * TILE_TOKENS
-    length = tl.load(lengths_ptr + row, mask=found, other=0)
-    kv_length = tl.load(kv_ptr + row, mask=found, other=0) - key_start
-    seen = kv_length - length + 1 + skipped
-    tokens = tl.where(found, tl.minimum(length - skipped, TILE_TOKENS), 0)
-    keys = tl.minimum(tl.maximum(seen + tokens - 1, 0), window)
-    start = tl.load(starts_ptr + row, mask=found, other=0) + skipped
-    # As for the whole row: its tiles are cut at the same keys.
-    row_keys = tl.minimum(tl.maximum(kv_length, 0), window)
-    equal, last, part = _parts((row_keys + BLOCK_KEYS - 1) // BLOCK_KEYS, part_blocks, fixed)
-    whole = (equal == 0) & (last == 0)
-    part_keys = tl.where(whole, tl.maximum(keys, 1), part * BLOCK_KEYS)
-    first_place = equal_before + index * equal
-    last_place = all_equal + last_before + index
+            entry = tile_table_ptr + (tile + index) * TABLE_COLUMNS
+            tl.store(entry, start + skipped, mask=there)
+            tl.store(entry + 1, tokens, mask=there)
+            tl.store(entry + 2, keys, mask=there)
+            tl.store(entry + 3, part_keys, mask=there)
+            tl.store(entry + 4, place, mask=there)
+            tl.store(entry + 5, equal, mask=there)
+            tl.store(entry + 6, place_of_last, mask=there)
+            for one in range(0, most_parts, PARTS):
+                # [ROWS, PARTS]
+                number = one + tl.arange(0, PARTS)[None, :]
+                _store_program(
+                    table_ptr + (place[:, None] + number) * TABLE_COLUMNS,
+                    there[:, None] & (number < equal[:, None]),
+                    row[:, None],
+                    start[:, None] + skipped,
+                    tokens[:, None],
+                    seen[:, None],
+                    number * part_keys[:, None],
+                    tl.minimum((number + 1) * part_keys[:, None], keys[:, None]),
+                    tl.where(alone[:, None], -1, place[:, None] + number),
+                )
+            # The only part of a row, or the last one if it is shorter: those from the end on.
+            own = tl.where(whole, all_equal + uncut, num_tiles + more - 1 - last_place)
+            begin = equal * part_keys
+            _store_program(
+                table_ptr + (own + tl.where(whole, index, -index)) * TABLE_COLUMNS,
+                there & (whole | (last > 0)),
+                row,
+                start + skipped,
+                tokens,
+                seen,
+                begin,
+                tl.minimum(begin + part_keys, keys),
+                tl.where(whole | alone, -1, place_of_last),
+            )
+        all_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
+        equal_parts += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
+        uncut_tiles += tl.reduce(tl.where(whole, tiles, 0), 0, tl.standard._sum_combine)
+        last_parts += tl.reduce(last * tiles, 0, tl.standard._sum_combine)
+    _clear(table_ptr + 2, equal_parts + uncut_tiles, num_tiles + more - last_parts, ROWS)
+    _clear(tile_table_ptr + 1, all_tiles, num_tiles, ROWS)
 
-    entry = tile_table_ptr + tile * TABLE_COLUMNS
-    inside = tile < num_tiles
-    tl.store(entry, start, mask=inside)
-    tl.store(entry + 1, tokens, mask=inside)
-    tl.store(entry + 2, keys, mask=inside)
-    tl.store(entry + 3, part_keys, mask=inside)
-    tl.store(entry + 4, first_place, mask=inside)
-    tl.store(entry + 5, equal, mask=inside)
-    tl.store(entry + 6, last_place, mask=inside)
 
-    # A tile of a row that is cut may see the first part only.
-    alone = keys <= part_keys
-    most = tl.reduce(tl.where(found, equal, 0), 0, tl.standard._elementwise_max)
-    for first in range(0, most, TILES):
-        # [TILES, parts]
-        number = first + tl.arange(0, TILES)[None, :]
-        place = first_place[:, None] + number
-        _store_program(
-            table_ptr + place * TABLE_COLUMNS,
-            found[:, None] & (number < equal[:, None]),
-            row[:, None],
-            start[:, None],
-            tokens[:, None],
-            seen[:, None],
-            number * part_keys[:, None],
-            tl.minimum((number + 1) * part_keys[:, None], keys[:, None]),
-            tl.where(alone[:, None], -1, place),
-        )
-    # The only part of a row, or the last one if it is shorter.
-    begin = equal * part_keys
-    program = tl.where(whole, all_equal + uncut_before + index, all_uncut + last_place)
-    _store_program(
-        table_ptr + program * TABLE_COLUMNS,
-        found & (whole | (last > 0)),
-        row,
-        start,
-        tokens,
-        seen,
-        begin,
-        tl.minimum(begin + part_keys, keys),
-        tl.where(whole | alone, -1, last_place),
-    )
-    # No more programs are needed.
-    needed, size = all_equal + all_uncut + all_last, num_tiles + more
-    for first in range(needed + tl.program_id(0) * ROWS, size, tile_programs * ROWS):
-        unused = first + tl.arange(0, ROWS)
-        tl.store(table_ptr + unused * TABLE_COLUMNS + 2, 0, mask=unused < size)
+@triton.jit
+def _clear(column_ptr, begin, end, ROWS: tl.constexpr):
+    """Write that entries have no tokens."""
+    for first in range(begin, end, ROWS):
+        entry = first + tl.arange(0, ROWS)
+        tl.store(column_ptr + entry * TABLE_COLUMNS, 0, mask=entry < end)
+
+
+@triton.jit
+def _sum_before(values):
+    """Of the elements before each."""
+    return tl.associative_scan(values, 0, tl.standard._sum_combine) - values
 
 
 @triton.jit
@@ -283,18 +285,6 @@ def _store_program(entry, mask, row, start, tokens, seen, begin, end, place):
     tl.store(entry + 4, begin, mask=mask)
     tl.store(entry + 5, end, mask=mask)
     tl.store(entry + 6, place, mask=mask)
-
-
-@triton.jit
-def _sum(values, which):
-    """Of [ROWS], over those that ``which`` [TILES, ROWS] says."""
-    return tl.reduce(tl.where(which, values[None, :], 0), 1, tl.standard._sum_combine)
-
-
-@triton.jit
-def _greatest(values, which):
-    """Likewise the greatest; 0 if there are none."""
-    return tl.reduce(tl.where(which, values[None, :], 0), 1, tl.standard._elementwise_max)
 
 
 @triton.jit
