@@ -11,7 +11,8 @@ Rows are requests of equal length, with --uneven of any length too, whose blocks
 Others are FlashMLA, FlashInfer and vLLM's kernels, where they can be imported; what refuses or is
 not there says why, and what is measured is compared with the reference in fp32. The widths are
 DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a CUDA
-graph where it lets itself be, and the L2 cache is overwritten before every repetition, outside of the time. A call counts
+graph where it lets itself be, and the L2 cache is overwritten before every repetition, outside of
+the time. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values

@@ -136,37 +136,28 @@ def _settings(operator) -> dict[str, object]:
 
 
 def _attend(wave: Wave, operands: Operands, scale: float, out: Tensor) -> Tensor:
-    """Attend for the queries of ``wave``: write their rows of ``out``, return the LSE [B, N, S]."""
-    q_content, q_rope, latent, k_rope, _ = operands
-    together = len(wave.spans) > 1
-    q_v, q, rows = (_rows(x[wave.queries], together) for x in (q_content, q_rope, out))
-    k, v = (_rows(x[wave.keys], together) for x in (k_rope.unsqueeze(2), latent))
-    operator = _operator()
-    _, lse, *_ = operator(
-        q=q,
-        k=k,
-        v=v,
-        q_v=q_v,
-        out=rows,
-        softmax_scale=scale,
-        is_causal=wave.causal,
-        **_lengths(wave, q.device),
-        **_settings(operator),
-    )
-    return lse if lse.ndim == 3 else lse.unsqueeze(0)
+    """Attend for the queries of ``wave``: write their rows of ``out``, return the LSE [B, N, S].
 
-
-def _rows(x: Tensor, together: bool) -> Tensor:
-    """[S, B, N, D] as the operator takes it, by a view.
-
-    One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
+    Always with boundaries of sequences, entry of the batch by entry: vLLM's build has no kernels
+    without.
     """
-    assert not together or x.shape[1] == 1, "a batch would need boundaries of its own"
-    return x[:, 0] if together else x.transpose(0, 1)
-
-
-def _lengths(wave: Wave, device: torch.device) -> dict[str, object]:
-    """The operator's names for where sequences begin and end; None where there is only one."""
-    if len(wave.spans) == 1:
-        return dict.fromkeys(_LENGTHS)
-    return dict(zip(_LENGTHS, (*boundaries(wave, device), *wave.longest)))
+    q_content, q_rope, latent, k_rope, _ = operands
+    queries = (x[wave.queries] for x in (q_content, q_rope, out))
+    keys = (x[wave.keys] for x in (k_rope.unsqueeze(2), latent))
+    operator = _operator()
+    lengths = dict(zip(_LENGTHS, (*boundaries(wave, out.device), *wave.longest)))
+    parts = []
+    for q_v, q, rows, k, v in zip(*(x.unbind(1) for x in (*queries, *keys))):
+        _, lse, *_ = operator(
+            q=q,
+            k=k,
+            v=v,
+            q_v=q_v,
+            out=rows,
+            softmax_scale=scale,
+            is_causal=wave.causal,
+            **lengths,
+            **_settings(operator),
+        )
+        parts.append(lse)
+    return torch.stack(parts)

@@ -26,6 +26,19 @@ from absorbed_mla.inference.step import InferenceStep, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
 
 
+def _expanded_backend(
+    asked: str, request: AttentionRequest, dims: MLADims, must: bool
+) -> AttentionBackend | None:
+    """The backend of the expanded form, or None where there is none and there need not be one."""
+    if not must and not examine(asked, request)[0]:
+        return None
+    typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
+    return choose({"expanded": request}, asked, dims, typical)[1]
+
+
+_cached_expanded_backend = functools.lru_cache(maxsize=64)(_expanded_backend)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring rows that run in one form.
@@ -149,11 +162,11 @@ class CachedAttention:
 
     def _for_expanded(self, q: Tensor) -> AttentionBackend | None:
         """The backend of the expanded form, or None where the one asked for does not do it."""
-        asked, request = self.options.core_attention_backend, self._request(q)
-        if self.options.form != "expanded" and not examine(asked, request)[0]:
-            return None
-        typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
-        return choose({"expanded": request}, asked, self.dims, typical)[1]
+        # Asked in every layer and step. On a CPU the answer may change: tests turn Triton's
+        # interpreter on and off.
+        find = _expanded_backend if q.device.type == "cpu" else _cached_expanded_backend
+        must = self.options.form == "expanded"
+        return find(self.options.core_attention_backend, self._request(q), self.dims, must)
 
     def _absorbed(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
@@ -179,7 +192,11 @@ class CachedAttention:
     def _expanded(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         lengths = RowLengths(step.lengths.queries[segment.rows], step.lengths.keys[segment.rows])
         keys = ChunkedContext(
-            lengths, segment.rows.start, step.parts, self.options.context_chunk_size
+            lengths,
+            segment.rows.start,
+            step.parts,
+            self.options.context_chunk_size,
+            step.windowed,
         )
         rules = ScoreRules(
             scale=self.softmax_scale, spans=(), query_chunk_size=self.options.query_chunk_size

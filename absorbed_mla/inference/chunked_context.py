@@ -28,13 +28,15 @@ class ChunkedContext:
 
     The first block are the latents of the new tokens, as they came. The context, what was cached
     before them, is gathered from the cache a bounded number of tokens at a time, so that the
-    workspace of the expanded form does not grow with it.
+    workspace of the expanded form does not grow with it. Where that bound holds all keys, there is
+    one block, the new tokens among the others, and nothing to merge.
 
     Args:
         lengths: Of these rows.
         first_row: Of these rows among those of the step.
         parts: Makes the parts of the cache, of all rows, up to a position.
         chunk_size: Tokens gathered at a time.
+        windowed: Whether there may be several parts.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ChunkedContext:
         first_row: int,
         parts: Callable[[int], Iterator[CachePart]],
         chunk_size: int,
+        windowed: bool = False,
     ) -> None:
         self.first_row = first_row
         self.parts = parts
@@ -51,10 +54,14 @@ class ChunkedContext:
         starts = tuple(sum(queries[:row]) for row in range(len(queries)))
         self.layout = SequenceLayout(sum(queries), starts, queries, queries, packed=True)
         self.context = tuple(k - q for q, k in zip(queries, lengths.keys))
+        self.keys = lengths.keys
+        self.joined = not windowed and any(self.context) and sum(self.keys) <= chunk_size
 
     @property
     def num_blocks(self) -> int:
-        """The new tokens, and at least one chunk where anything was cached."""
+        """The new tokens, and at least one chunk where anything was cached; or all together."""
+        if self.joined:
+            return 1
         return 1 + -(-sum(self.context) // self.chunk_size)
 
     def positions(self, device: torch.device) -> None:
@@ -71,6 +78,11 @@ class ChunkedContext:
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
         """See :class:`KeySource`; a block lives until the next is asked for."""
+        if self.joined:
+            workspace = kv.new_empty(sum(self.keys), *kv.shape[1:])
+            every = [Piece(row, 0, keys) for row, keys in enumerate(self.keys)]
+            yield self._gathered(next(self.parts(max(self.keys))), every, workspace, causal=True)
+            return
         yield self._block(kv, self_attention_spans(self.layout, causal=True))
         if not any(self.context):
             return
@@ -80,7 +92,10 @@ class ChunkedContext:
             for pieces in chunks(self.context, part.start, part.end, self.chunk_size):
                 yield self._gathered(part, pieces, workspace)
 
-    def _gathered(self, part: CachePart, pieces: list[Piece], workspace: Tensor) -> KeyBlock:
+    def _gathered(
+        self, part: CachePart, pieces: list[Piece], workspace: Tensor, causal: bool = False
+    ) -> KeyBlock:
+        """Keys of rows; with ``causal`` the new tokens' are among them."""
         spans, used = [], 0
         for piece in pieces:
             first = used
@@ -89,7 +104,8 @@ class ChunkedContext:
             part.gather(self.first_row + piece.row, piece.start, piece.end, keys)
             query = self.layout.starts[piece.row]
             end = query + self.layout.lengths[piece.row]
-            spans.append(Span(query, end, first, used, causal_offset=None))
+            offset = self.context[piece.row] if causal else None
+            spans.append(Span(query, end, first, used, causal_offset=offset))
         return self._block(workspace[:used], tuple(spans))
 
     def _block(self, kv: Tensor, spans: tuple[Span, ...]) -> KeyBlock:

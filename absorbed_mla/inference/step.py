@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,10 +31,17 @@ class CachePart:
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
         """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [.., C + rope]."""
-        block_size = self.cache.shape[1]
+        blocks, block_size, width = self.cache.shape
         positions = torch.arange(start - self.start, end - self.start, device=out.device)
-        blocks = self.rows.block_table[row].long()[positions // block_size]
-        out.copy_(self.cache[blocks, positions % block_size])
+        block = self.rows.block_table[row].long()[positions // block_size]
+        # One axis of slots, in steps that reach every block and every token in it: an index along
+        # the first axis alone is read in wide pieces.
+        strides = self.cache.stride()[:2]
+        step = math.gcd(*strides)
+        last = (blocks - 1) * strides[0] + (block_size - 1) * strides[1]
+        slots = self.cache.as_strided((last // step + 1, width), (step, 1))
+        slot = block * (strides[0] // step) + positions % block_size * (strides[1] // step)
+        torch.index_select(slots, 0, slot, out=out)
 
 
 @dataclass(frozen=True)

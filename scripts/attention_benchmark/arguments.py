@@ -44,6 +44,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("folder", type=Path, help="where attention.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
     add("--suite", choices=SUITES, default="all", help="(%(default)s)")
+    add("--only", metavar="TEXT", help="attentions alone whose name has this, as hopper")
     add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
     add("--quick", action="store_true", help=f"short: {QUICK_TOKENS} tokens, unless given")
     add("--heads", type=parse_sizes, default="128,16", help="(%(default)s)")
@@ -116,6 +117,7 @@ def core_cases(args: argparse.Namespace, implementations: Sequence[str]) -> list
         for heads in sorted(args.heads)
         for form in FORMS
         for implementation in implementations
+        if (args.only or "") in implementation
     ]
 
 

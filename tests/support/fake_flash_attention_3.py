@@ -60,7 +60,7 @@ class Calls:
         self.sequences: list[int] = []
 
     def forward(self, *given):
-        """Attend; what it does not write holds NaN."""
+        """Attend, with boundaries as vLLM's build demands; what it does not write holds NaN."""
         # Last arguments that are what they are by default do not come.
         call = self.defaults | dict(zip(self.names, given))
         q, k, v, q_v, out = (call.pop(name) for name in ("q", "k", "v", "q_v", "out"))
@@ -87,15 +87,10 @@ class Calls:
         assert all(x.stride(-3) * x.element_size() % 16 == 0 for x in (q, k, v, q_v))
 
     def _attend_all(self, tensors, scale, causal, lengths, longest) -> Tensor:
-        if lengths[0] is None:
-            assert lengths == [None] * 4 and longest == [None, None]
-            found = [self._attend(*batch, scale, causal) for batch in zip(*tensors)]
-            self.sequences.append(1)
-            return torch.stack(found).float()
         assert all(x.dtype == torch.int32 and x.is_contiguous() for x in lengths)
         assert longest == [int(x.max()) for x in lengths[2:]]
         q, k, v, q_v, out = tensors
-        lse = torch.full((q.shape[1], len(q)), torch.nan)
+        lse = torch.full((q.shape[1], len(q)), torch.nan, device=q.device)
         parts = sequences(*lengths)
         for rows, keys in parts:
             lse[:, rows] = self._attend(
@@ -115,12 +110,13 @@ class Calls:
 
 @contextmanager
 def registered(schema: str = PACKAGE, namespace: str = NAMESPACE) -> Iterator[Calls]:
-    """The operator for the CPU, as long as the context lasts."""
+    """The operator, as long as the context lasts."""
     calls = Calls(schema)
     library = torch.library.Library(namespace, "FRAGMENT")
     try:
         library.define(schema)
-        library.impl("fwd", calls.forward, "CPU")
+        for device in ("CPU", "CUDA"):
+            library.impl("fwd", calls.forward, device)
         yield calls
     finally:
         library._destroy()

@@ -69,13 +69,13 @@ class FusedAttention(ModuleType):
         assert fused_attention_backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
         self.calls.append(Call("forward", qkv_layout, attn_mask_type))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        stats = torch.full(call.stats_shape, torch.nan)
+        stats = torch.full(call.stats_shape, torch.nan, device=q.device)
         for queries, keys in call.sequences:
             scores = scores_of(q[queries], k[keys], attn_scale, call.offset(q[queries], k[keys]))
             found, lse = attend(scores, v[keys])
             out[queries] = found.to(out)
             call.stats_of(stats, queries).copy_(lse)
-        return out, [stats, torch.zeros(2, dtype=torch.int64)]
+        return out, [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
 
     def fused_attn_bwd(
         self,

@@ -6,6 +6,7 @@ import weakref
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
@@ -18,6 +19,10 @@ class PeakMemory(TorchDispatchMode):
         self._known = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # What an argument keeps was there before, whoever makes a view of it here.
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                self._known.add(x.untyped_storage())
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, Tensor):

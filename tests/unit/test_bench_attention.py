@@ -98,6 +98,8 @@ def test_what_matters_comes_first_and_smaller_ones_before_larger():
     assert {(c.implementation, c.recompute) for c in layers[:16]} == compared
     cores = core_cases(args, ["a", "b"])
     assert len(cores) == 2 * 2 * 2 * 2 and cores[1] == CoreCase("b", "expanded", 16, 1024)
+    only = core_cases(parse_arguments(["out", "--only", "b"], ""), ["a", "b"])
+    assert {case.implementation for case in only} == {"b"} and len(only) == len(cores) // 2
     assert not core_cases(parse_arguments(["out", "--suite", "layer"], ""), ["a"])
     assert not layer_cases(parse_arguments(["out", "--suite", "core"], ""))
 

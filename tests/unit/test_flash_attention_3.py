@@ -83,7 +83,7 @@ def test_forward(name, batch, calls):
     assert torch.equal(actual.lse == -torch.inf, unseen) and (actual.out[unseen] == 0).all()
     assert relative_error(actual.out, exact.out) < 1e-5
     assert relative_error(*(x.lse[~unseen] for x in (actual, exact))) < 1e-6
-    assert len(calls.sequences) == len(waves(case.spans, batch == 1))
+    assert len(calls.sequences) == batch * len(waves(case.spans, batch == 1))
 
 
 def test_a_pack_is_one_call(calls):
@@ -108,6 +108,7 @@ def test_whose_backward(demanded, expected, calls, monkeypatch):
     assert asked == [expected]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off beside a GPU")
 @pytest.mark.parametrize("name", ["padding", "zigzag"])
 def test_gradients(name, calls):
     """Of all operands, from the output and LSE that the operator gave."""

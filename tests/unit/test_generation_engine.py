@@ -10,6 +10,7 @@ import torch
 from megatron.core.inference.utils import InferenceMode
 
 from absorbed_mla.testing.engine import require_no_leak
+from tests.support import world
 from tests.support.generation import by_forwards, prompts_of
 from tests.support.models import gpt_model
 
@@ -169,7 +170,7 @@ def test_the_model_goes_on(model, training):
     assert not InferenceMode.is_active()
     # What was left of the interrupted requests is gone.
     assert engine.generate(prompts_of((3,)), GREEDY) == expected
-    tokens = torch.arange(16)[None]
+    tokens = torch.arange(16, device=world.device())[None]
     model(tokens, tokens, None, labels=tokens).sum().backward()
 
 
