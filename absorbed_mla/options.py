@@ -26,7 +26,7 @@ _FORM_OF_BACKEND = {
     "hopper": "absorbed",
     "triton": "absorbed",
 }
-PAGED_ATTENTION_BACKENDS = ("auto", "flash_mla", "triton", "hopper", "reference")
+PAGED_ATTENTION_BACKENDS = ("auto", "hopper", "flash_mla", "triton", "reference")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
@@ -51,11 +51,12 @@ class AbsorbedMLAOptions:
             plain PyTorch. ``"auto"`` takes the least estimated time.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
-            at a time, at least one head. The default is 640 MiB at DeepSeek-V3's dimensions.
+            at a time, at least one head, and an eighth more where that makes fewer and equal
+            pieces. The default is 640 MiB at DeepSeek-V3's dimensions.
         paged_attention_backend: Where latents are cached (inference), for the rows that run
-            absorbed: ``"flash_mla"`` (the flash-mla package), ``"triton"`` (this package's kernel),
-            ``"hopper"`` (the one for compute capability 9.0) or ``"reference"``; ``"auto"`` takes
-            the first of them that can.
+            absorbed: ``"hopper"`` (this package's kernel for compute capability 9.0),
+            ``"flash_mla"`` (the flash-mla package), ``"triton"`` (this package's, any GPU) or
+            ``"reference"``; ``"auto"`` takes the first of them that can.
         context_chunk_size: Tokens of cached context that the expanded form gathers and expands at a
             time in inference. The default is 72 MiB of latents at DeepSeek-V3's dimensions.
         latent_cache_tokens: Positions of each request whose latents stay on the device in a

@@ -122,7 +122,8 @@ class ExpandedForm:
     [q_nope | q_rope] [S, B, N, nope + rope].
 
     Args:
-        chunk_size: Heads times key tokens expanded at a time, but at least one head.
+        chunk_size: Heads times key tokens expanded at a time, but at least one head; an eighth more
+            where that makes fewer, equal chunks.
     """
 
     def __init__(self, chunk_size: int) -> None:
@@ -196,8 +197,12 @@ class ExpandedForm:
 
     def _head_chunks(self, weight: Tensor, kv: Tensor) -> Iterator[slice]:
         heads, at_a_time = len(weight), max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
-        # As many chunks as that makes, of about equal size.
+        # As many chunks as that makes, of about equal size; with an eighth more memory if they are
+        # equal then: 34k tokens and 128 heads are four chunks of 32, which fill the multiprocessors
+        # of a GPU, not five of 26.
         chunks = -(-heads // at_a_time)
+        fewer = -(-heads // max(at_a_time, at_a_time * 9 // 8))
+        chunks = fewer if heads % fewer == 0 else chunks
         at_a_time = -(-heads // chunks)
         for first in range(0, heads, at_a_time):
             yield slice(first, min(first + at_a_time, heads))

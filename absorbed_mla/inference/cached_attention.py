@@ -39,6 +39,12 @@ def _expanded_backend(
 _cached_expanded_backend = functools.lru_cache(maxsize=64)(_expanded_backend)
 
 
+# Queries times heads in one call that keep the multiprocessors of a large GPU busy; and keys below
+# which a call is too short.
+_FULL = 2**15
+_LEAST_CHUNK = 2**12
+
+
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring rows that run in one form.
@@ -160,6 +166,12 @@ class CachedAttention:
             dropout=False,
         )
 
+    def _context_chunk(self, queries: int) -> int:
+        """Tokens of context at a time: fewer where few queries need many heads to fill a GPU."""
+        heads = min(self.dims.num_heads_per_rank, -(-_FULL // queries))
+        shorter = max(self.options.expansion_chunk_size // heads, _LEAST_CHUNK)
+        return min(self.options.context_chunk_size, shorter)
+
     def _for_expanded(self, q: Tensor) -> AttentionBackend | None:
         """The backend of the expanded form, or None where the one asked for does not do it."""
         # Asked in every layer and step. On a CPU the answer may change: tests turn Triton's
@@ -195,6 +207,7 @@ class CachedAttention:
             lengths,
             segment.rows.start,
             step.parts,
+            self._context_chunk(max(1, *lengths.queries)),
             self.options.context_chunk_size,
             step.windowed,
         )

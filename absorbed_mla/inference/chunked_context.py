@@ -36,6 +36,7 @@ class ChunkedContext:
         first_row: Of these rows among those of the step.
         parts: Makes the parts of the cache, of all rows, up to a position.
         chunk_size: Tokens gathered at a time.
+        most: All keys are gathered together where they are no more than these.
         windowed: Whether there may be several parts.
     """
 
@@ -45,6 +46,7 @@ class ChunkedContext:
         first_row: int,
         parts: Callable[[int], Iterator[CachePart]],
         chunk_size: int,
+        most: int,
         windowed: bool = False,
     ) -> None:
         self.first_row = first_row
@@ -55,7 +57,7 @@ class ChunkedContext:
         self.layout = SequenceLayout(sum(queries), starts, queries, queries, packed=True)
         self.context = tuple(k - q for q, k in zip(queries, lengths.keys))
         self.keys = lengths.keys
-        self.joined = not windowed and any(self.context) and sum(self.keys) <= chunk_size
+        self.joined = not windowed and any(self.context) and sum(self.keys) <= most
 
     @property
     def num_blocks(self) -> int:

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.core_attention import Span
 from absorbed_mla.core_attention.cost import machine_name
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.cached_attention import CachedAttention, is_cheaper_expanded, segments
-from absorbed_mla.inference.chunked_context import Piece, chunks
+from absorbed_mla.inference.chunked_context import ChunkedContext, Piece, chunks
 from absorbed_mla.inference.step import RowLengths
 from absorbed_mla.rope import apply_rope
 from tests.support.inference import PagedStep
@@ -179,6 +180,39 @@ class TestChunks:
         stop = 99 if end is None else end
         wanted = [(r, k) for r, n in enumerate(context) for k in range(start, min(n, stop))]
         assert seen == wanted
+
+
+class TestBlocks:
+    LENGTHS = RowLengths((8, 3), (28, 3))
+
+    def source(self, most: int, windowed: bool = False) -> ChunkedContext:
+        step = PagedStep(self.LENGTHS, tensors(self.LENGTHS)["cached"])
+        step.write(tensors(self.LENGTHS)["kv"])
+        return ChunkedContext(self.LENGTHS, 0, step.parts, 7, most, windowed)
+
+    def test_keys_that_fit_are_one_block(self):
+        """The new tokens among them, each row's aligned to its last key."""
+        source = self.source(31)
+        [block] = source.blocks(tensors(self.LENGTHS)["kv"], keep=False)
+        assert source.num_blocks == 1 and len(block.kv) == 31
+        assert block.spans == (Span(0, 8, 0, 28, 20), Span(8, 11, 28, 31, 0))
+
+    @pytest.mark.parametrize(("most", "windowed"), [(30, False), (31, True)])
+    def test_others_are_chunks(self, most, windowed):
+        """Of what was cached: too many, or not all of them at hand together."""
+        source = self.source(most, windowed)
+        sizes = [len(b.kv) for b in source.blocks(tensors(self.LENGTHS)["kv"], keep=False)]
+        assert source.num_blocks == 4 and sizes == [11, 7, 7, 6]
+
+    @pytest.mark.parametrize(
+        ("heads", "queries", "tokens"),
+        [(128, 512, 2**14), (128, 2048, 2**16), (16, 512, 2**16), (128, 1, 2**13)],
+    )
+    def test_few_queries_take_many_heads_and_fewer_keys(self, heads, queries, tokens):
+        """512 queries of 64 heads are 256 programs of 128 queries."""
+        dims = replace(DIMS, num_heads=heads, num_heads_per_rank=heads)
+        attention = CachedAttention(dims, SCALE, AbsorbedMLAOptions())
+        assert attention._context_chunk(queries) == tokens
 
 
 class TestWorkspace:

@@ -24,6 +24,7 @@ from absorbed_mla.core_attention import (
 )
 from absorbed_mla.core_attention.choice import choose
 from absorbed_mla.core_attention.cost import Work, operations, seconds
+from absorbed_mla.core_attention.forms import ExpandedForm
 from absorbed_mla.inference import paged_backends
 from absorbed_mla.options import FORMS
 from absorbed_mla.rope import RotaryTable
@@ -115,6 +116,21 @@ class TestAuto:
         assert said.startswith("'auto' runs form=expanded with core_attention_backend=reference:")
         assert "180 queries, 180 keys, training" in said
         assert "cudnn (expanded): it" in said
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "size", "sizes"),
+        [
+            (128, 8192, 2**20, [128]),
+            (128, 33280, 2**20, [32] * 4),
+            (128, 2**17, 2**20, [8] * 16),
+            (40, 34000, 2**20, [20] * 2),
+            (3, 10, 1, [1] * 3),
+        ],
+    )
+    def test_heads_that_are_expanded_together(self, heads, tokens, size, sizes):
+        """An eighth more memory, where that makes fewer pieces."""
+        chunks = ExpandedForm(size)._head_chunks(torch.empty(heads), torch.empty(tokens, 1, 1))
+        assert [chunk.stop - chunk.start for chunk in chunks] == sizes
 
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize("form", ["absorbed", "expanded"])
