@@ -45,7 +45,9 @@ from decode_benchmark.report import Report, brief, print_table, summary  # noqa:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code, 2 after wrong input."""
     args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    return exit_code(lambda: measure_all(args))
+    return exit_code(
+        lambda: show(Report.read(args.render), args) if args.render else measure_all(args)
+    )
 
 
 def measure_all(args) -> None:
@@ -71,6 +73,11 @@ def measure_all(args) -> None:
         if args.json:
             report.write(args.json)
         print(f"{bench.elapsed:5.1f} s  {brief(report, report.rows[-1])}", file=sys.stderr)
+    show(report, args)
+
+
+def show(report: Report, args) -> None:
+    """Print the table and a last line of JSON, and draw what is asked for."""
     print_table(report)
     if args.plot:
         from decode_benchmark.plot import plot

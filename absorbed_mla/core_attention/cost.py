@@ -86,30 +86,25 @@ def operations(form: str, dims: MLADims, work: Work) -> Operations:
     return Operations(heads * products, pairs * (key + value), backward)
 
 
-# Of backends that no GPU has run yet: "auto" takes them before plain PyTorch and nothing else.
-_NOT_RUN = (20.0, 20.0)
 # TFLOP/s in bf16: products; then forward and backward of attention by backend, at 8k to 32k tokens
-# (docs/attention.md, docs/kernels.md; "reference" is a guess). Every backend needs a row.
+# (docs/attention.md, docs/kernels.md; "reference" is a guess, "flash_attention_3" has been tested
+# but not timed here: its forward is what others measured). Every backend needs a row.
 _MEASURED: dict[str, dict[str, tuple[float, float]]] = {
     "NVIDIA H200": {
         "products": (650.0, 650.0),
-        "flash_attention_4": (620.0, 470.0),
-        "cudnn": (570.0, 450.0),
-        "transformer_engine": _NOT_RUN,
-        "flash_attention_3": _NOT_RUN,
-        "flash_mla": (540.0, 540.0),  # over cached latents (docs/inference.md)
-        "hopper": (600.0, 415.0),
-        "triton": (300.0, 175.0),
+        "flash_attention_4": (740.0, 470.0),
+        "cudnn": (590.0, 460.0),
+        "transformer_engine": (585.0, 455.0),
+        "flash_attention_3": (600.0, 410.0),
+        "flash_mla": (570.0, 570.0),  # over cached latents (docs/inference.md)
+        "hopper": (640.0, 415.0),
+        "triton": (295.0, 170.0),
         "reference": (15.0, 15.0),
     }
 }
 # Elsewhere operations count, but for plain PyTorch, which is slow on a GPU, and for kernels in an
 # interpreter. Deterministic algorithms are not asked about: they change what "hopper" costs.
-_GPU = {
-    "reference": (0.05, 0.05),
-    "transformer_engine": (0.06, 0.06),
-    "flash_attention_3": (0.06, 0.06),
-}
+_GPU = {"reference": (0.05, 0.05)}
 _CPU = {"triton": (1e-6, 1e-6)}
 
 

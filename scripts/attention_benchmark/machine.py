@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -122,4 +123,5 @@ def _cudnn() -> str:
     try:
         return str(torch.backends.cudnn.version())
     except RuntimeError as error:
-        return str(error).partition(".")[0]
+        versions = [part.replace(", ", ".") for part in re.findall(r"\(([\d, ]+)\)", str(error))]
+        return "{1} (PyTorch was compiled against {0})".format(*versions, *"??")

@@ -116,27 +116,44 @@ def summary(reports: Sequence[Report]) -> str:
 
 
 def plot(reports: Sequence[Report], path: Path) -> bool:
-    """Rates over the context, and what offloading costs; False if nothing can be drawn."""
+    """Rates beside the bare attention's, and what offloading costs beside the link's time."""
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for report in reports:
         for found in report.rows:
             figures, case = report.figures(found), found.case
             if not figures:
                 continue
-            size = f"n={case.heads}, {case.queries} new, batch {case.batch}"
-            names = ("whole", "bare") if case.suite == "prefill" else ("more_ms", "link_ms")
-            for name in names:
-                key = (case.suite, f"{size}: {name}")
-                lines.setdefault(key, []).append((case.context, figures[name]))
-    suites = sorted({suite for suite, _ in lines})
+            prefill = case.suite == "prefill"
+            what = f"{case.queries} new" if prefill else f"batch {case.batch}"
+            value = figures["ratio"] if prefill else figures["more_ms"] / figures["link_ms"]
+            key = (case.suite, f"{case.heads} heads, {what}")
+            lines.setdefault(key, []).append((case.context, value))
+    suites = sorted({suite for suite, _ in lines}, reverse=True)
     if not suites or not can_plot():
         return False
-    units = {"prefill": "TFLOP/s", "offload": "ms"}
+    titles = {
+        "prefill": ("TFLOP/s of the bare attention", PREFILL_TARGET),
+        "offload": ("added time of what the link needs for the bytes", 1.0),
+    }
     with figure(path, 1, len(suites), (6.5 * len(suites), 4.5)) as grid:
         for axes, suite in zip(grid.flat, suites):
+            contexts = set()
             for (of, label), points in lines.items():
                 if of == suite:
                     axes.plot(*zip(*sorted(points)), marker="o", label=label)
-            axes.set(title=suite, xlabel="context [tokens]", ylabel=units[suite], xscale="log")
-            axes.legend(fontsize=6)
+                    contexts |= {context for context, _ in points}
+            title, target = titles[suite]
+            axes.axhline(target, color="black", linestyle=":", label=f"target {target}")
+            contexts = sorted(
+                {x for (of, _), line in lines.items() if of == suite for x, _ in line}
+            )
+            axes.set(title=f"{suite}: {title}", xlabel="context", xscale="log", ylim=(0, None))
+            axes.set_xticks(sorted(contexts), [counted(x) for x in sorted(contexts)])
+            axes.minorticks_off()
+            axes.legend(fontsize=7)
     return True
+
+
+def counted(tokens: int) -> str:
+    """With k for 1024, where that is a whole number."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"

@@ -13,6 +13,7 @@ from context_parallel_benchmark.arguments import (
     new_parser,
     one_of,
     parse_sizes,
+    require_files,
     seconds,
 )
 from decode_benchmark.cases import IMPLEMENTATIONS, DecodeCase
@@ -33,6 +34,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     """
     parser = new_parser("bench_decode.py", description)
     add = parser.add_argument
+    add("--render", type=Path, metavar="FILE.json", help="measure nothing, show what this has")
     add("--json", type=Path, metavar="FILE", help="where the report goes, written after each case")
     add("--plot", type=Path, metavar="FILE", help="a PNG of rates over the batch")
     add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
@@ -62,6 +64,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     for name, text in (_QUICK if args.quick else _DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, parse_sizes(text))
+    require_files(parser, [args.render] if args.render else [])
     if max(args.query_lengths) > min(args.kv):
         parser.error(
             f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "

@@ -37,6 +37,9 @@ def plot(report: Report, path: Path) -> bool:
                 axes.plot(*zip(*sorted(points)), marker="o", label=name)
             limit = "copy_tbps" if "TB/s" in title else "matmul_tflops"
             axes.axhline(ceilings[limit], color="grey", linestyle=":", label=limit)
+            batches = sorted({batch for points in lines.values() for batch, _ in points})
             axes.set(title=title, xlabel="batch", xscale="log", ylim=(0, None))
+            axes.set_xticks(batches, [str(batch) for batch in batches])
+            axes.minorticks_off()
             axes.legend(fontsize=7)
     return True

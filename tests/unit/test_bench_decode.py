@@ -47,6 +47,9 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert "not measured: FlashMLA: it needs a GPU" in err and "ours, reference" in err
     assert len(Report.read(files[0]).measured) == 1
     assert files[1].stat().st_size > 1000
+    assert bench_decode.main(["--render", str(files[0])]) == 0
+    again, shown = capsys.readouterr()
+    assert again == out.splitlines(keepends=True)[-1] and err.endswith(shown)
 
 
 def test_counts_are_those_of_published_figures():
