@@ -153,31 +153,21 @@ def _schedule_kernel(
             starts_ptr, lengths_ptr, out_ptr, lse_ptr, num_rows, token, heads, ROWS, C, INTERPRETED
         )
         return
-    part_blocks = window // BLOCK_KEYS + 1
-    all_equal = 0
-    if more > 0:
-        if fixed == 0:
-            part_blocks = blocks_of_a_part(
-                lengths_ptr,
-                kv_ptr,
-                num_rows,
-                key_start,
-                window,
-                more,
-                at_a_time,
-                least,
-                head_blocks,
-                TILE_TOKENS,
-                BLOCK_KEYS,
-                ROWS,
-            )
-        for first in range(0, num_rows, ROWS):
-            length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
-            blocks = blocks_seen(kv_length, window, BLOCK_KEYS)
-            equal, _, _ = _parts(blocks, part_blocks, fixed)
-            tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
-            all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
-
+    part_blocks, all_equal = _decide(
+        lengths_ptr,
+        kv_ptr,
+        num_rows,
+        key_start,
+        window,
+        more,
+        at_a_time,
+        least,
+        fixed,
+        head_blocks,
+        TILE_TOKENS,
+        BLOCK_KEYS,
+        ROWS,
+    )
     all_tiles, equal_parts, uncut_tiles, last_parts = 0, 0, 0, 0
     for first in range(0, num_rows, ROWS):
         # [ROWS]
@@ -207,39 +197,38 @@ def _schedule_kernel(
             place_of_last = all_equal + last_place + index
 
             entry = tile_table_ptr + (tile + index) * TABLE_COLUMNS
-            tl.store(entry, start + skipped, mask=there)
-            tl.store(entry + 1, tokens, mask=there)
-            tl.store(entry + 2, keys, mask=there)
-            tl.store(entry + 3, part_keys, mask=there)
-            tl.store(entry + 4, place, mask=there)
-            tl.store(entry + 5, equal, mask=there)
-            tl.store(entry + 6, place_of_last, mask=there)
+            _store(
+                entry, there, start + skipped, tokens, keys, part_keys, place, equal, place_of_last
+            )
             for one in range(0, most_parts, PARTS):
                 # [ROWS, PARTS]
                 number = one + tl.arange(0, PARTS)[None, :]
-                _store_program(
+                begin = number * part_keys[:, None]
+                end = tl.minimum((number + 1) * part_keys[:, None], keys[:, None])
+                _store(
                     table_ptr + (place[:, None] + number) * TABLE_COLUMNS,
                     there[:, None] & (number < equal[:, None]),
                     row[:, None],
                     start[:, None] + skipped,
-                    tokens[:, None],
+                    _tokens_of_part(tokens[:, None], begin, end),
                     seen[:, None],
-                    number * part_keys[:, None],
-                    tl.minimum((number + 1) * part_keys[:, None], keys[:, None]),
+                    begin,
+                    end,
                     tl.where(alone[:, None], -1, place[:, None] + number),
                 )
             # The only part of a row, or the last one if it is shorter: those from the end on.
             own = tl.where(whole, all_equal + uncut, num_tiles + more - 1 - last_place)
             begin = equal * part_keys
-            _store_program(
+            end = tl.minimum(begin + part_keys, keys)
+            _store(
                 table_ptr + (own + tl.where(whole, index, -index)) * TABLE_COLUMNS,
                 there & (whole | (last > 0)),
                 row,
                 start + skipped,
-                tokens,
+                _tokens_of_part(tokens, begin, end),
                 seen,
                 begin,
-                tl.minimum(begin + part_keys, keys),
+                end,
                 tl.where(whole | alone, -1, place_of_last),
             )
         all_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
@@ -248,6 +237,50 @@ def _schedule_kernel(
         last_parts += tl.reduce(last * tiles, 0, tl.standard._sum_combine)
     _clear(table_ptr + 2, equal_parts + uncut_tiles, num_tiles + more - last_parts, ROWS)
     _clear(tile_table_ptr + 1, all_tiles, num_tiles, ROWS)
+
+
+@triton.jit
+def _decide(
+    lengths_ptr,
+    kv_ptr,
+    num_rows,
+    key_start,
+    window,
+    more,
+    at_a_time,
+    least,
+    fixed,
+    head_blocks,
+    TILE_TOKENS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Blocks of keys of a part, and how many equal parts that makes of all tiles."""
+    part_blocks = window // BLOCK_KEYS + 1
+    all_equal = 0
+    if more > 0:
+        if fixed == 0:
+            part_blocks = blocks_of_a_part(
+                lengths_ptr,
+                kv_ptr,
+                num_rows,
+                key_start,
+                window,
+                more,
+                at_a_time,
+                least,
+                head_blocks,
+                TILE_TOKENS,
+                BLOCK_KEYS,
+                ROWS,
+            )
+        for first in range(0, num_rows, ROWS):
+            length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+            blocks = blocks_seen(kv_length, window, BLOCK_KEYS)
+            equal, _, _ = _parts(blocks, part_blocks, fixed)
+            tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
+            all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
+    return part_blocks, all_equal
 
 
 @triton.jit
@@ -275,16 +308,21 @@ def _parts(blocks, size, fixed):
 
 
 @triton.jit
-def _store_program(entry, mask, row, start, tokens, seen, begin, end, place):
-    """An entry of the table of programs; parts that the tile sees nothing of have nothing to do."""
-    tl.store(entry, row, mask=mask)
-    tl.store(entry + 1, start, mask=mask)
-    # The first part writes what tokens without keys get.
-    tl.store(entry + 2, tl.where((begin > 0) & (begin >= end), 0, tokens), mask=mask)
-    tl.store(entry + 3, seen, mask=mask)
-    tl.store(entry + 4, begin, mask=mask)
-    tl.store(entry + 5, end, mask=mask)
-    tl.store(entry + 6, place, mask=mask)
+def _tokens_of_part(tokens, begin, end):
+    """None where a tile sees nothing of a part; the first part writes what it gets without keys."""
+    return tl.where((begin > 0) & (begin >= end), 0, tokens)
+
+
+@triton.jit
+def _store(entry, mask, first, second, third, fourth, fifth, sixth, seventh):
+    """Entries of a table, column by column."""
+    tl.store(entry, first, mask=mask)
+    tl.store(entry + 1, second, mask=mask)
+    tl.store(entry + 2, third, mask=mask)
+    tl.store(entry + 3, fourth, mask=mask)
+    tl.store(entry + 4, fifth, mask=mask)
+    tl.store(entry + 5, sixth, mask=mask)
+    tl.store(entry + 6, seventh, mask=mask)
 
 
 @triton.jit
