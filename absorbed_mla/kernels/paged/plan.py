@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How keys are cut into parts, each of a program of its own. Rows of equal work go uncut.
+    """Within what bounds keys may be cut into parts, each of a program of its own.
 
     Attributes:
         more: Parts that all tiles together have beyond their first ones, at most.
