@@ -43,6 +43,7 @@ class Bench:
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.content, self.rope = args.kv_lora_rank, args.qk_pos_emb_head_dim
         self._inputs: tuple[tuple, Inputs, Tensor] | None = None
+        self._lost = ""
         self._flushed = torch.empty(
             _FLUSHED_BYTES if self.on_gpu else 1, dtype=torch.uint8, device=self.device
         )
@@ -68,11 +69,16 @@ class Bench:
     def measure(self, case: DecodeCase) -> Row:
         """Measure one case; what it raises is in its row."""
         try:
+            if self._lost:
+                raise Refused(f"left out: {self._lost} took the device away from this process")
             if self.elapsed > self.args.time_limit:
                 raise Refused(f"left out: later than --time-limit {self.args.time_limit:g} s")
             row = self._measure(case)
         except Exception as error:
             row = failed(case, error)
+            # A kernel that read where nothing is: no call of this process succeeds any more.
+            if isinstance(error, torch.AcceleratorError):
+                self._lost = self._lost or str(case)
         # After the block that held the tensors of a failed case in its traceback.
         gc.collect()
         return row

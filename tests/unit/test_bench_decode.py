@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_decode
 from absorbed_mla.inference import paged_backends
 from absorbed_mla.inference.paged_reference import paged_reference
-from decode_benchmark import peers
+from decode_benchmark import measure, peers
 from decode_benchmark.arguments import cases, parse_arguments
 from decode_benchmark.cases import IMPLEMENTATIONS, OURS, PEERS, DecodeCase
 from decode_benchmark.report import Report
@@ -50,6 +50,20 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert bench_decode.main(["--render", str(files[0])]) == 0
     again, shown = capsys.readouterr()
     assert again == out.splitlines(keepends=True)[-1] and err.endswith(shown)
+
+
+def test_a_device_that_is_lost(capsys, monkeypatch):
+    """What comes after it says whose fault it is."""
+
+    def fail(self, case):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(measure.Bench, "_measure", fail)
+    assert bench_decode.main([*TINY.split(), "--implementations", "FlashMLA;FlashInfer"]) == 0
+    first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert first["error"].startswith("AcceleratorError: an illegal memory access")
+    assert second["error"].startswith("left out: FlashMLA n=2 b=2 kv=40")
 
 
 def test_counts_are_those_of_published_figures():
