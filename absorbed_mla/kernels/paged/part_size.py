@@ -22,7 +22,50 @@ _MERGE_PART = tl.constexpr(1 / 64)
 
 
 @triton.jit
-def blocks_of_a_part(
+def size_of_parts(
+    lengths_ptr,
+    kv_ptr,
+    num_rows,
+    key_start,
+    window,
+    more,
+    at_a_time,
+    least,
+    fixed,
+    head_blocks,
+    TILE_TOKENS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Blocks of keys of a part, and how many equal parts that makes of all tiles."""
+    part_blocks = window // BLOCK_KEYS + 1
+    all_equal = 0
+    if more > 0:
+        if fixed == 0:
+            part_blocks = _fastest_size(
+                lengths_ptr,
+                kv_ptr,
+                num_rows,
+                key_start,
+                window,
+                more,
+                at_a_time,
+                least,
+                head_blocks,
+                TILE_TOKENS,
+                BLOCK_KEYS,
+                ROWS,
+            )
+        for first in range(0, num_rows, ROWS):
+            length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
+            tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
+            equal, _, _ = parts_of(blocks, part_blocks, fixed)
+            all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
+    return part_blocks, all_equal
+
+
+@triton.jit
+def _fastest_size(
     lengths_ptr,
     kv_ptr,
     num_rows,
@@ -37,12 +80,12 @@ def blocks_of_a_part(
     ROWS: tl.constexpr,
 ):
     """The size with which the last program ends first, by an estimate."""
-    longest, work, num_tiles = 0, 0, 0
+    longest, all_work, num_tiles = 0, 0, 0
     for first in range(0, num_rows, ROWS):
         length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
-        tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
-        blocks = tl.where(tiles > 0, blocks_seen(kv_length, window, BLOCK_KEYS), 0)
-        work += tl.reduce(tiles * blocks, 0, tl.standard._sum_combine)
+        tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
+        blocks = tl.where(tiles > 0, blocks, 0)
+        all_work += tl.reduce(tiles * blocks, 0, tl.standard._sum_combine)
         num_tiles += tl.reduce(tiles, 0, tl.standard._sum_combine)
         longest = tl.maximum(longest, tl.reduce(blocks, 0, tl.standard._elementwise_max))
     # [SIZES]
@@ -51,15 +94,15 @@ def blocks_of_a_part(
     size = tl.where(
         number < _DIVISIONS,
         (longest + number) // (number + 1),
-        (work * head_blocks * 5 + dealt - 1) // dealt,
+        (all_work * head_blocks * 5 + dealt - 1) // dealt,
     )
     size = tl.maximum(size, least)
     parts = tl.full([_SIZES], 0, tl.int32)
     equal = tl.full([_SIZES], 0, tl.int32)
     for first in range(0, num_rows, ROWS):
         length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
-        tiles = ((length + TILE_TOKENS - 1) // TILE_TOKENS)[None, :]
-        blocks = blocks_seen(kv_length, window, BLOCK_KEYS)[None, :]
+        tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
+        tiles, blocks = tiles[None, :], blocks[None, :]
         # [SIZES, ROWS]; whole parts, and what is left over: integer division is slow.
         full = (blocks.to(tl.float32) / size.to(tl.float32)[:, None]).to(tl.int32)
         over = blocks - full * size[:, None]
@@ -76,7 +119,7 @@ def blocks_of_a_part(
     # Waves of equal parts, then the rest: shorter parts and rows, the first of them beside the last
     # wave. Half of one is waited for in the end, more if they do not fit beside it.
     waves = tl.ceil(all_equal / at_a_time) * each
-    whole = (work * head_blocks).to(tl.float32) + all_parts * _START
+    whole = (all_work * head_blocks).to(tl.float32) + all_parts * _START
     rest = whole - all_equal * each
     beside = waves * at_a_time - all_equal * each
     mean_rest = rest / tl.maximum(all_parts - all_equal, 1.0)
@@ -98,7 +141,17 @@ def load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS: tl.const
 
 
 @triton.jit
-def blocks_seen(kv_length, window, BLOCK_KEYS: tl.constexpr):
-    """Blocks of keys in the cache of rows with so many keys."""
+def work(length, kv_length, window, TILE_TOKENS: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Tiles of rows with so many new tokens, and blocks of their keys in the cache."""
     keys = tl.minimum(tl.maximum(kv_length, 0), window)
-    return (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
+    return (length + TILE_TOKENS - 1) // TILE_TOKENS, (keys + BLOCK_KEYS - 1) // BLOCK_KEYS
+
+
+@triton.jit
+def parts_of(blocks, size, fixed):
+    """Equal parts of rows (none: a row is uncut), whether a shorter one follows, and their size."""
+    part = tl.where(fixed > 0, tl.maximum((blocks + fixed - 1) // tl.maximum(fixed, 1), 1), size)
+    cut = tl.where(fixed > 0, fixed > 1, blocks > size)
+    equal = tl.where(cut, tl.where(fixed > 0, fixed, blocks // tl.maximum(part, 1)), 0)
+    last = tl.where(cut & (fixed == 0) & (equal * part < blocks), 1, 0)
+    return equal, last, part

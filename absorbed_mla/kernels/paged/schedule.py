@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.part_size import blocks_of_a_part, blocks_seen, load_lengths
+from absorbed_mla.kernels.paged.part_size import load_lengths, parts_of, size_of_parts, work
 from absorbed_mla.kernels.paged.plan import Cut, Tiles
 from absorbed_mla.kernels.portable.common import narrow
 
@@ -153,7 +153,7 @@ def _schedule_kernel(
             starts_ptr, lengths_ptr, out_ptr, lse_ptr, num_rows, token, heads, ROWS, C, INTERPRETED
         )
         return
-    part_blocks, all_equal = _decide(
+    part_blocks, all_equal = size_of_parts(
         lengths_ptr,
         kv_ptr,
         num_rows,
@@ -174,8 +174,8 @@ def _schedule_kernel(
         row = first + tl.arange(0, ROWS)
         length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
         start = tl.load(starts_ptr + row, mask=row < num_rows, other=0)
-        tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
-        equal, last, part = _parts(blocks_seen(kv_length, window, BLOCK_KEYS), part_blocks, fixed)
+        tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
+        equal, last, part = parts_of(blocks, part_blocks, fixed)
         whole = (equal == 0) & (last == 0)
         # In the order of rows, and of tiles in a row: where the row's first are.
         tile = all_tiles + _sum_before(tiles)
@@ -240,50 +240,6 @@ def _schedule_kernel(
 
 
 @triton.jit
-def _decide(
-    lengths_ptr,
-    kv_ptr,
-    num_rows,
-    key_start,
-    window,
-    more,
-    at_a_time,
-    least,
-    fixed,
-    head_blocks,
-    TILE_TOKENS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Blocks of keys of a part, and how many equal parts that makes of all tiles."""
-    part_blocks = window // BLOCK_KEYS + 1
-    all_equal = 0
-    if more > 0:
-        if fixed == 0:
-            part_blocks = blocks_of_a_part(
-                lengths_ptr,
-                kv_ptr,
-                num_rows,
-                key_start,
-                window,
-                more,
-                at_a_time,
-                least,
-                head_blocks,
-                TILE_TOKENS,
-                BLOCK_KEYS,
-                ROWS,
-            )
-        for first in range(0, num_rows, ROWS):
-            length, kv_length = load_lengths(lengths_ptr, kv_ptr, first, num_rows, key_start, ROWS)
-            blocks = blocks_seen(kv_length, window, BLOCK_KEYS)
-            equal, _, _ = _parts(blocks, part_blocks, fixed)
-            tiles = (length + TILE_TOKENS - 1) // TILE_TOKENS
-            all_equal += tl.reduce(equal * tiles, 0, tl.standard._sum_combine)
-    return part_blocks, all_equal
-
-
-@triton.jit
 def _clear(column_ptr, begin, end, ROWS: tl.constexpr):
     """Write that entries have no tokens."""
     for first in range(begin, end, ROWS):
@@ -295,16 +251,6 @@ def _clear(column_ptr, begin, end, ROWS: tl.constexpr):
 def _sum_before(values):
     """Of the elements before each."""
     return tl.associative_scan(values, 0, tl.standard._sum_combine) - values
-
-
-@triton.jit
-def _parts(blocks, size, fixed):
-    """Equal parts of rows (none: a row is uncut), whether a shorter one follows, and their size."""
-    part = tl.where(fixed > 0, tl.maximum((blocks + fixed - 1) // tl.maximum(fixed, 1), 1), size)
-    cut = tl.where(fixed > 0, fixed > 1, blocks > size)
-    equal = tl.where(cut, tl.where(fixed > 0, fixed, blocks // tl.maximum(part, 1)), 0)
-    last = tl.where(cut & (fixed == 0) & (equal * part < blocks), 1, 0)
-    return equal, last, part
 
 
 @triton.jit
