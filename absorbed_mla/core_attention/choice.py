@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 
 from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
 from absorbed_mla.core_attention.cost import Work, machine_name, seconds
+from absorbed_mla.core_attention.kept import kept_on_gpu
 from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
 from absorbed_mla.dims import MLADims
 
@@ -30,10 +30,7 @@ def choose(
     Raises:
         ValueError: If there is no such backend, or it can run none of the forms.
     """
-    # On a CPU the answer may change: tests turn Triton's interpreter on and off.
-    on_cpu = next(iter(requests.values())).device.type == "cpu"
-    find = _cheapest if on_cpu else _cached_cheapest
-    return find(tuple(requests.items()), backend, dims, work)
+    return _cheapest(tuple(requests.items()), backend, dims, work)
 
 
 def choose_batch_invariant(
@@ -67,6 +64,7 @@ def choose_batch_invariant(
     return runnable[0]
 
 
+@kept_on_gpu(256, lambda requests, *_: requests[0][1].device)
 def _cheapest(
     requests: tuple[tuple[str, AttentionRequest], ...], backend: str, dims: MLADims, work: Work
 ) -> tuple[str, AttentionBackend]:
@@ -95,6 +93,3 @@ def _cheapest(
             "; ".join(refused) or "none",
         )
     return form, found
-
-
-_cached_cheapest = functools.lru_cache(maxsize=256)(_cheapest)

@@ -15,6 +15,7 @@ from absorbed_mla.core_attention.backend import AttentionBackend, AttentionReque
 from absorbed_mla.core_attention.choice import choose
 from absorbed_mla.core_attention.cost import Work, machine_name, seconds
 from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm
+from absorbed_mla.core_attention.kept import kept_on_gpu
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
@@ -24,20 +25,6 @@ from absorbed_mla.inference.paged_backends import PagedBackend, PagedRequest
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import InferenceStep, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
-
-
-def _expanded_backend(
-    asked: str, request: AttentionRequest, dims: MLADims, must: bool
-) -> AttentionBackend | None:
-    """The backend of the expanded form, or None where there is none and there need not be one."""
-    if not must and not examine(asked, request)[0]:
-        return None
-    typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
-    return choose({"expanded": request}, asked, dims, typical)[1]
-
-
-_cached_expanded_backend = functools.lru_cache(maxsize=64)(_expanded_backend)
-
 
 # Queries times heads in one call that keep the multiprocessors of a large GPU busy; and keys below
 # which a call is too short.
@@ -174,11 +161,8 @@ class CachedAttention:
 
     def _for_expanded(self, q: Tensor) -> AttentionBackend | None:
         """The backend of the expanded form, or None where the one asked for does not do it."""
-        # Asked in every layer and step. On a CPU the answer may change: tests turn Triton's
-        # interpreter on and off.
-        find = _expanded_backend if q.device.type == "cpu" else _cached_expanded_backend
-        must = self.options.form == "expanded"
-        return find(self.options.core_attention_backend, self._request(q), self.dims, must)
+        asked, must = self.options.core_attention_backend, self.options.form == "expanded"
+        return _expanded_backend(asked, self._request(q), self.dims, must)
 
     def _absorbed(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
@@ -297,3 +281,14 @@ def _joined(parts: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
     if missing:
         parts = [*parts, q.new_zeros(missing, 1, dims.num_heads_per_rank, dims.v_head_dim)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@kept_on_gpu(64, lambda asked, request, *_: request.device)
+def _expanded_backend(
+    asked: str, request: AttentionRequest, dims: MLADims, must: bool
+) -> AttentionBackend | None:
+    """The backend of the expanded form, or None where there is none and there need not be one."""
+    if not must and not examine(asked, request)[0]:
+        return None
+    typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
+    return choose({"expanded": request}, asked, dims, typical)[1]

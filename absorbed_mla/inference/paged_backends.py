@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionRequest, examine_table
+from absorbed_mla.core_attention.kept import kept_on_gpu
 from absorbed_mla.core_attention.latent_kernels import hopper_refuses, triton_refuses
 from absorbed_mla.inference import flash_mla
 from absorbed_mla.inference.paged_reference import paged_reference
@@ -167,6 +167,7 @@ def examine(name: str, request: PagedRequest) -> tuple[list[PagedBackend], dict[
     return examine_table("paged_attention_backend", _BACKENDS, name, request)
 
 
+@kept_on_gpu(64, lambda name, request: request.device)
 def choose(name: str, request: PagedRequest) -> PagedBackend:
     """The first backend that can do this.
 
@@ -177,12 +178,6 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
     Raises:
         ValueError: If there is no such backend, or none can run here.
     """
-    # Asked by every layer in every step. On a CPU the answer may change: tests turn Triton's
-    # interpreter on and off.
-    return (_first if request.device.type == "cpu" else _cached_first)(name, request)
-
-
-def _first(name: str, request: PagedRequest) -> PagedBackend:
     runnable, refused = examine(name, request)
     reasons = "; ".join(f"{each}: {reason}" for each, reason in refused.items())
     if not runnable:
@@ -194,6 +189,3 @@ def _first(name: str, request: PagedRequest) -> PagedBackend:
             "'auto' runs paged_attention_backend=%s; refused: %s", found.name, reasons or "none"
         )
     return found
-
-
-_cached_first = functools.lru_cache(maxsize=64)(_first)

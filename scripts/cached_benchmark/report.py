@@ -11,6 +11,7 @@ from typing import ClassVar
 from benchmark_report import StoredReport, can_plot, figure, markdown_table
 from cached_benchmark.cases import flops, offloaded_bytes
 from cached_benchmark.measure import Found
+from context_parallel_benchmark.report import tokens_text
 
 NAME = "cached"
 PREFILL_TARGET = 0.85
@@ -148,12 +149,7 @@ def plot(reports: Sequence[Report], path: Path) -> bool:
                 {x for (of, _), line in lines.items() if of == suite for x, _ in line}
             )
             axes.set(title=f"{suite}: {title}", xlabel="context", xscale="log", ylim=(0, None))
-            axes.set_xticks(sorted(contexts), [counted(x) for x in sorted(contexts)])
+            axes.set_xticks(sorted(contexts), [tokens_text(x) for x in sorted(contexts)])
             axes.minorticks_off()
             axes.legend(fontsize=7)
     return True
-
-
-def counted(tokens: int) -> str:
-    """With k for 1024, where that is a whole number."""
-    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"

@@ -103,7 +103,7 @@ class TestAuto:
     def test_is_logged_once(self, caplog, monkeypatch):
         """And taken: the bits are those of the form that it names."""
         monkeypatch.setattr(choice, "_logged", set())
-        monkeypatch.setattr(choice, "_cached_cheapest", choice._cheapest)
+        monkeypatch.setattr(choice, "_cheapest", choice._cheapest.__wrapped__)
         x = torch.randn(90, 2, TINY.hidden, dtype=torch.float64, device=world.device())
         outputs = []
         with caplog.at_level(logging.INFO, logger=choice.logger.name):
@@ -211,7 +211,7 @@ class TestAuto:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         # It asks for the shared memory of a real device.
         monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
-        monkeypatch.setattr(choice, "_cached_cheapest", choice._cheapest)
+        monkeypatch.setattr(choice, "_cheapest", choice._cheapest.__wrapped__)
         device = torch.device("cuda", 0)
         requests = {
             "absorbed": AttentionRequest(device, torch.bfloat16, 576, 512, True, False, False),
