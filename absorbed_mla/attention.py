@@ -232,7 +232,7 @@ class AbsorbedMLASelfAttention(Attention):
         return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
 
     def _rotary_rows(
-        self, max_position: int, positions: Tensor | None, device: torch.device
+        self, max_position: int, positions: Tensor | slice | None, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Cosine and sine [S, rope / 2] of every token's position."""
         cos, sin = self.rotary.cos_sin(max_position, device)

@@ -159,6 +159,9 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
     Returns:
         ``x``, or a rotated copy of it where it is a view, of which autograd allows no other.
     """
+    if not torch.is_grad_enabled():
+        _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
+        return x
     return _RotateTail.apply(x.clone() if x._is_view() else x, cos, sin, num_heads)
 
 

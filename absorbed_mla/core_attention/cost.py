@@ -67,9 +67,9 @@ def operations(form: str, dims: MLADims, work: Work) -> Operations:
     """Multiply-adds of the attention and of what a form adds to it, on one rank.
 
     Absorbing costs ``C (nope + v)`` for each query and head, and twice that in backward. Expanding
-    costs that for each key, with k_rope handed through the product (``expansion.py``), in forward,
-    again in backward because keys and values are not kept, and twice for the gradients. A pair of
-    query and key costs the widths of key and value in forward; backward has five products where
+    costs that for each key, in forward, again in backward because keys and values are not kept, and
+    twice for the gradients, with k_rope's handed through these products (``expansion.py``). A pair
+    of query and key costs the widths of key and value in forward; backward has five products where
     forward has two.
     """
     c, rope, heads = dims.kv_lora_rank, dims.qk_rope_head_dim, dims.num_heads_per_rank
@@ -79,8 +79,9 @@ def operations(form: str, dims: MLADims, work: Work) -> Operations:
         products = work.query_tokens * projection * (3 if work.training else 1)
     else:
         key, value = dims.qk_head_dim, dims.v_head_dim
-        projection += rope * (c + dims.qk_head_dim)
-        products = work.key_tokens * projection * (4 if work.training else 1)
+        gradients = 2 * (projection + rope * (c + dims.qk_head_dim))
+        each = 2 * projection + gradients if work.training else projection
+        products = work.key_tokens * each
     pairs = heads * work.pairs
     backward = pairs * (3 * key + 2 * value) if work.training else 0
     return Operations(heads * products, pairs * (key + value), backward)

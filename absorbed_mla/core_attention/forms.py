@@ -14,7 +14,7 @@ from torch import Tensor
 
 from absorbed_mla.absorb import absorb_query, up_project_value
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.expansion import expand, expand_backward, extend_by_rope
+from absorbed_mla.core_attention.expansion import expand, expand_backward
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.scores import ScoreRules
 from absorbed_mla.dims import MLADims
@@ -148,11 +148,10 @@ class ExpandedForm:
     def forward(self, query, kv, weights, backend, rules):
         """Attend over the expanded heads; [S, B, N, v]."""
         (q,), (w_uk, w_uv) = query, weights
-        w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
         out: Tensor | None = None
         lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
+            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
             part = backend.forward(operands, rules.for_heads(heads.start))
             # Keys and values go before the memory for all heads comes.
             del operands
@@ -166,13 +165,12 @@ class ExpandedForm:
     def backward(self, grad, attended, query, kv, weights, backend, rules):
         """See :class:`Form`."""
         (q,), (w_uk, w_uv) = query, weights
-        w_k = extend_by_rope(w_uk, kv.shape[-1] - w_uk.shape[-1])
         dkv: Tensor | None = None
         dq: Tensor | None = None
         dw_uk: Tensor | None = None
         dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_k[heads], w_uv[heads]))
+            operands = Operands.multi_head(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
             part_grad, part_attended = (
                 type(group)(*(None if x is None else x[:, :, heads] for x in group))
                 for group in (grad, attended)
@@ -183,7 +181,7 @@ class ExpandedForm:
             # The operands go before the products that need memory come.
             del operands
             part, *d_weights = expand_backward(
-                kv, w_k[heads], w_uv[heads], found.k_content, found.value
+                kv, w_uk[heads], w_uv[heads], found.k_content, found.value
             )
             dkv = part if dkv is None else dkv.add_(part)
             dq = _put_heads(dq, found.q_content, heads, len(w_uk), dim=2)

@@ -56,7 +56,7 @@ class DynamicStep:
         )
         self.lengths = None if context.using_cuda_graph_this_step() else _lengths(context)
 
-    def positions(self) -> Tensor | None:
+    def positions(self) -> Tensor:
         """See :class:`InferenceStep`."""
         count = self.context.padded_active_token_count
         return self.context.gpu_view.token_to_position_in_request[:count].long()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.device_table import to_device
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -43,9 +45,8 @@ class Rows:
         """Rows of known lengths, one after the other on the token axis."""
         device = block_table.device
         starts = [sum(query_lengths[:row]) for row in range(len(query_lengths))]
-        table = torch.tensor(
-            [starts, list(query_lengths), list(kv_lengths)], dtype=torch.int32, device=device
-        )
+        numbers = [starts, list(query_lengths), list(kv_lengths)]
+        table = to_device(lambda: torch.tensor(numbers, dtype=torch.int32), device)
         return cls(
             table[0],
             table[1],

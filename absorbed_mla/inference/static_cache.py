@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
@@ -44,14 +46,15 @@ class StaticStep:
         self.memory = _memory(context, layer_number, kv, options)
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
-        table = torch.arange(batch, dtype=torch.int32, device=kv.device)[:, None]
-        self.rows = Rows.of(self.lengths.queries, self.lengths.keys, table)
+        self.rows = _rows(self.lengths, kv.device)
+        in_use(self.rows.query_starts)
+        in_use(self.rows.block_table)
 
-    def positions(self) -> Tensor | None:
+    def positions(self) -> Tensor | slice:
         """See :class:`InferenceStep`."""
         batch = len(self.rows)
-        if not self.offset and batch == 1:
-            return None
+        if batch == 1:
+            return slice(self.offset, self.max_position)
         device = self.rows.query_starts.device
         return torch.arange(self.offset, self.max_position, device=device).repeat(batch)
 
@@ -70,6 +73,14 @@ class StaticStep:
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
         return self.memory.parts(self.rows, self.requests, end or self.max_position)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(lengths: RowLengths, device: torch.device) -> Rows:
+    """The tables of a forward, which are the same in all layers; a request is one block."""
+    batch = range(len(lengths.queries))
+    blocks = to_device(lambda: torch.tensor(batch, dtype=torch.int32)[:, None], device)
+    return Rows.of(lengths.queries, lengths.keys, blocks)
 
 
 def _require_fits(name: str, limit: int, needed: int) -> None:

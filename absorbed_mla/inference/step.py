@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,17 +30,18 @@ class CachePart:
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
         """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [.., C + rope]."""
-        blocks, block_size, width = self.cache.shape
-        positions = torch.arange(start - self.start, end - self.start, device=out.device)
-        block = self.rows.block_table[row].long()[positions // block_size]
-        # One axis of slots, in steps that reach every block and every token in it: an index along
-        # the first axis alone is read in wide pieces.
-        strides = self.cache.stride()[:2]
-        step = math.gcd(*strides)
-        last = (blocks - 1) * strides[0] + (block_size - 1) * strides[1]
-        slots = self.cache.as_strided((last // step + 1, width), (step, 1))
-        slot = block * (strides[0] // step) + positions % block_size * (strides[1] // step)
-        torch.index_select(slots, 0, slot, out=out)
+        blocks = self.rows.block_table[row]
+        start, end = start - self.start, end - self.start
+        if out.is_cuda:
+            # Loaded where it runs: elsewhere the package does without Triton.
+            from absorbed_mla.kernels.paged.gather import gather
+
+            gather(self.cache, blocks, start, end, out)
+            return
+        positions = torch.arange(start, end)
+        block_size = self.cache.shape[1]
+        found = blocks.long()[positions // block_size]
+        out.copy_(self.cache[found, positions % block_size])
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class InferenceStep(Protocol):
         """Of the rows; None while a CUDA graph is captured, which must serve any."""
         ...
 
-    def positions(self) -> Tensor | None:
-        """Position of each new token in its request, int64 [T]; None where token i has i."""
+    def positions(self) -> Tensor | slice:
+        """Position of each new token in its request, int64 [T], or all of them as a slice."""
         ...
 
     def pack(self, x: Tensor) -> Tensor:

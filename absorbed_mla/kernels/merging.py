@@ -1,0 +1,98 @@
+"""Two parts of a softmax joined in one pass; ``core_attention.merge``'s kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers of a program of 128 threads.
+_NUMBERS = 4096
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``core_attention.merge.merge``; ``out`` and ``lse`` are fp32, ``part_lse`` too."""
+    out, part = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, part))
+    merged, total = out.new_empty(out.shape), lse.new_empty(lse.shape)
+    tokens, batch, heads, width = out.shape
+    if not out.numel():
+        return merged, torch.logaddexp(lse, part_lse)
+    columns = triton.next_power_of_2(width)
+    rows = max(_NUMBERS // columns, 1)
+    num_rows = tokens * batch * heads
+    # Triton launches on the current device, whatever the tensors' is.
+    with torch.cuda.device_of(out):
+        _merge_kernel[(triton.cdiv(num_rows, rows),)](
+            out,
+            part,
+            merged,
+            lse,
+            part_lse,
+            total,
+            num_rows,
+            batch,
+            heads,
+            *out.stride()[:3],
+            *part.stride()[:3],
+            *lse.stride(),
+            *part_lse.stride(),
+            WIDTH=width,
+            COLUMNS=columns,
+            ROWS=rows,
+            num_warps=4,
+        )
+    return merged, total
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    part_ptr,
+    merged_ptr,
+    lse_ptr,
+    part_lse_ptr,
+    total_ptr,
+    num_rows,
+    batch,
+    heads,
+    out_s,
+    out_b,
+    out_n,
+    part_s,
+    part_b,
+    part_n,
+    lse_s,
+    lse_b,
+    lse_n,
+    part_lse_s,
+    part_lse_b,
+    part_lse_n,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # A row is a head of a token. No memory holds 2^31 of them. [ROWS]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = row < num_rows
+    place = row // heads
+    s, b, n = (place // batch).to(tl.int64), (place % batch).to(tl.int64), row % heads
+    lse = tl.load(lse_ptr + s * lse_s + b * lse_b + n * lse_n, mask=present)
+    part_lse = tl.load(
+        part_lse_ptr + s * part_lse_s + b * part_lse_b + n * part_lse_n, mask=present
+    )
+    larger = tl.where(lse > part_lse, lse, part_lse)
+    # A query without any key has no weights to distribute: -inf - -inf would be NaN.
+    reference = tl.where(larger == -float("inf"), 0.0, larger)
+    weight, part_weight = tl.exp(lse - reference), tl.exp(part_lse - reference)
+    weights = weight + part_weight
+    tl.store(total_ptr + row, reference + tl.log(weights), mask=present)
+    weights = tl.where(weights > 0, weights, 1.0)
+    weight, part_weight = (weight / weights)[:, None], (part_weight / weights)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = present[:, None] & (column < WIDTH)
+    out_row, part_row = s * out_s + b * out_b + n * out_n, s * part_s + b * part_b + n * part_n
+    out = tl.load(out_ptr + out_row[:, None] + column, mask=inside)
+    part = tl.load(part_ptr + part_row[:, None] + column, mask=inside).to(tl.float32)
+    merged = out * weight + part * part_weight
+    tl.store(merged_ptr + row[:, None].to(tl.int64) * WIDTH + column, merged, mask=inside)
