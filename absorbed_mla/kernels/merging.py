@@ -76,7 +76,8 @@ def _merge_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = row < num_rows
     place = row // heads
-    s, b, n = (place // batch).to(tl.int64), (place % batch).to(tl.int64), row % heads
+    s, b = (place // batch).to(tl.int64), (place % batch).to(tl.int64)
+    n = (row % heads).to(tl.int64)
     lse = tl.load(lse_ptr + s * lse_s + b * lse_b + n * lse_n, mask=present)
     part_lse = tl.load(
         part_lse_ptr + s * part_lse_s + b * part_lse_b + n * part_lse_n, mask=present
