@@ -6,7 +6,6 @@ import argparse
 import zlib
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -16,6 +15,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
 from engine_benchmark.arguments import Case
 from engine_benchmark.machine import Machine
+from generation.cuda_graphs import graph_fields, seed_generators
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
 
@@ -26,10 +26,7 @@ def build(case: Case, args: argparse.Namespace, machine: Machine) -> GPTModel:
         ValueError: If it cannot be built here.
     """
     config = model_config(case, args, machine)
-    # Megatron captures graphs with this random-number tracker only; nothing is drawn in them.
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        args.seed, inference_rng_tracker=case.graphs, force_reset_rng=True
-    )
+    seed_generators(args.seed, graphs=case.graphs)
     model = GPTModel(
         config,
         transformer_layer_spec=_spec(case, config, args),
@@ -74,8 +71,7 @@ def model_config(case: Case, args: argparse.Namespace, machine: Machine) -> MLAT
         rotary_scaling_factor=1.0,
         mscale_all_dim=0.0,
         cache_mla_latents=True,
-        cuda_graph_impl="local" if graphs else "none",
-        inference_cuda_graph_scope=args.cuda_graph_scope if graphs else None,
+        **graph_fields(args.cuda_graph_scope if graphs else None),
         normalization="RMSNorm",
         gated_linear_unit=True,
         add_bias_linear=False,

@@ -196,6 +196,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-prefix-caching", action="store_true", help="compute equal beginnings of prompts twice"
     )
+    group.add_argument(
+        "--cuda-graphs",
+        action="store_true",
+        help="GPU only: capture layers in CUDA graphs before the first step, and replay them",
+    )
 
 
 def _add_attention(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.testing.engine import BLOCK_SIZE
 from generation.arguments import parse_arguments
+from generation.cuda_graphs import engine_fields, forgetting_graphs
 from generation.engine import Generation, GenerationEngine
 from generation.model import check_model, load_model
 from generation.output import JsonOutput, TextOutput, Totals
@@ -80,7 +81,8 @@ def generate(args: argparse.Namespace) -> int:
     box = [[_encode(args, tokenizer, prompt) for prompt in given]]
     dist.broadcast_object_list(box, src=0)
     [prompts] = box
-    with batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext():
+    parity = batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext()
+    with parity, forgetting_graphs(args.cuda_graphs):
         gpt = load_model(args, model, device)
         engine = _engine(args, gpt, prompts, limit, tokenizer.vocab_size)
         output = _output(args, tokenizer, given, prompts) if distributed.rank() == 0 else None
@@ -183,11 +185,13 @@ def _engine(
             seed=args.seed,
             chunked_prefill=not args.no_chunked_prefill,
             prefix_caching=not args.no_prefix_caching,
+            **engine_fields(args, gpt.config),
         )
     except torch.OutOfMemoryError as error:
+        graphs = " with --cuda-graphs" if args.cuda_graphs else ""
         raise ValueError(
-            f"--cache-tokens: a cache of {cache_tokens} tokens does not fit into this GPU's "
-            f"memory; fewer do, or a smaller --max-requests ({args.max_requests})"
+            f"--cache-tokens: a cache of {cache_tokens} tokens{graphs} does not fit into this "
+            f"GPU's memory; fewer do, or a smaller --max-requests ({args.max_requests})"
         ) from error
 
 

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
+from generation.cuda_graphs import check_graphs, model_fields, seed_generators
 from training.absorbed_model import absorbed_gpt, load_weights
 from training.model import build_config
 from training.presets import ModelPreset
@@ -36,6 +37,7 @@ def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
                 f"the model's {name} {size} cannot be divided by the number of processes {tp} "
                 "(--tensor-model-parallel-size)"
             )
+    check_graphs(args, model)
     if torch.cuda.is_available():
         return
     if args.fp16:
@@ -54,7 +56,9 @@ def load_model(args: argparse.Namespace, model: ModelPreset, device: torch.devic
     Raises:
         ValueError: If the checkpoint does not hold this model, or Megatron refuses the options.
     """
-    config = build_config(args, model, device)
+    config = build_config(args, model, device, **model_fields(args, model))
+    if args.cuda_graphs:
+        seed_generators(args.seed, graphs=True)
     gpt = absorbed_gpt(config, model, args.options, device)
     if args.bf16 or args.fp16:
         # Rounds the parameters, but for those that Megatron keeps in fp32.

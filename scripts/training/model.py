@@ -33,18 +33,24 @@ _NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "m
 
 
 def build_config(
-    args: argparse.Namespace, model: ModelPreset, device: torch.device
+    args: argparse.Namespace, model: ModelPreset, device: torch.device, **fields: object
 ) -> MLATransformerConfig:
     """Megatron's config of the model.
+
+    Args:
+        args: Of the command line.
+        model: Its sizes.
+        device: Where it runs.
+        fields: More of Megatron's.
 
     Raises:
         ValueError: If Megatron refuses the combination of options.
     """
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    fields = {f.name for f in dataclasses.fields(model)} - _NOT_IN_CONFIG
+    names = {f.name for f in dataclasses.fields(model)} - _NOT_IN_CONFIG
     if not model.num_moe_experts:
-        fields = {name for name in fields if "moe" not in name}
-    options = {name: getattr(model, name) for name in sorted(fields)}
+        names = {name for name in names if "moe" not in name}
+    options = {name: getattr(model, name) for name in sorted(names)}
     if model.num_moe_experts:
         options |= _moe_options(args, model, device)
     elif lengths_vary(args):
@@ -80,6 +86,7 @@ def build_config(
             transformer_impl=transformer_impl(args, device.type),
             use_cpu_initialization=device.type == "cpu",
             calculate_per_token_loss=True,
+            **fields,
         )
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these options: {error}") from error

@@ -233,6 +233,7 @@ class TestFaults:
             ("--lr 1", "unrecognized arguments: --lr"),
             ("--prompt-file x", "not allowed with argument --prompt"),
             ("--fp16", "--fp16 needs a GPU"),
+            ("--cuda-graphs", "--cuda-graphs needs a GPU"),
             ("--add-bos", "--add-bos: "),
         ],
     )

@@ -1,0 +1,151 @@
+"""generate.py --cuda-graphs: the tokens of the same steps from the host, and of steps as they come.
+
+On a CPU nothing is captured, but steps are padded, and experts get room, as they are for graphs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.inference import utils as host_utils
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
+
+from absorbed_mla.testing import cpu_host
+from tests.support import world
+from tests.support.combinations import few_ranks
+from tests.support.generate import generate
+
+pytestmark = few_ranks
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
+
+_LAYERS, _NEW = 2, 10
+_WORDS = (
+    *("--preset", "tiny", "--num-layers", _LAYERS, "--ffn-hidden-size", 64),
+    *("--num-tokens-to-generate", _NEW, "--greedy", "--ignore-eos", "--json"),
+    # Prompts of one step, and of several chunks.
+    *("--step-tokens", 64, "--prompt", "def f(", "--prompt", "y" * 70, "--prompt", "import os"),
+)
+_TINY = ("--hidden-size", 32)
+_DEEPSEEK_V3 = (
+    *("--bf16", "--hidden-size", 256, "--num-attention-heads", 16, "--q-lora-rank", 1536),
+    *("--kv-lora-rank", 512, "--qk-head-dim", 128, "--qk-pos-emb-head-dim", 64),
+    *("--v-head-dim", 128),
+)
+_DENSE = ("--num-experts", 0)
+_EXPERTS = ("--moe-layer-freq", "[0,1]", "--moe-token-dispatcher-type", "alltoall")
+
+models = pytest.mark.parametrize("model", [_DENSE, _EXPERTS], ids=["dense", "experts"])
+layouts = pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)], ids=["", "sp"])
+
+
+@torch.no_grad()
+def fill(gpt, folder: str) -> None:
+    """In place of a checkpoint: weights that keep activations near unit size."""
+    for name, parameter in gpt.named_parameters():
+        if parameter.ndim > 1:
+            part = 0
+            if getattr(parameter, "tensor_model_parallel", False):
+                part = parallel_state.get_tensor_model_parallel_rank()
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(zlib.crc32(f"{name} {part}".encode()))
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+
+
+@pytest.fixture
+def tokens(monkeypatch, tmp_path):
+    """Runs the command; the tokens of every prompt, on rank 0."""
+    monkeypatch.setattr("generation.entry.find_checkpoint", lambda folder: None)
+    monkeypatch.setattr("generation.model.load_weights", fill)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("generation.entry.check_model", lambda args, model: None)
+        event = lambda self: cpu_host._NoStream()  # noqa: E731
+        monkeypatch.setattr(cpu_host._NoStream, "record_event", event, raising=False)
+
+    def run(*words: object) -> list[list[int]]:
+        if "--sequence-parallel" in words and world.size() == 1:
+            pytest.skip("there are no ranks to cut sequences over")
+        # Of the first model in the process, which elsewhere is the only one.
+        monkeypatch.setattr(host_utils, "moe_layer_cache", None)
+        done = generate("--load", tmp_path, *_WORDS, *words)
+        assert done.code == 0, done.err
+        return [row["tokens"] for row in done.rows[:-1]] if world.rank() == 0 else []
+
+    yield run
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+
+
+@pytest.fixture
+def steps():
+    """Of every step that is run: whether it is a graph's, and how many graphs are replayed."""
+    replay, step, seen = (
+        _CudaGraphRunner.replay_graph_capture,
+        DynamicInferenceEngine.step_modern,
+        [],
+    )
+
+    def watched(engine):
+        before = spy.call_count
+        result = step(engine)
+        seen.append((engine.context.using_cuda_graph_this_step(), spy.call_count - before))
+        return result
+
+    with (
+        mock.patch.object(
+            _CudaGraphRunner, "replay_graph_capture", autospec=True, side_effect=replay
+        ) as spy,
+        mock.patch.object(DynamicInferenceEngine, "step_modern", watched),
+    ):
+        yield seen
+
+
+@pytest.fixture
+def from_the_host(monkeypatch):
+    """``--cuda-graphs``, for which everything is done but the capture."""
+    return lambda: monkeypatch.setattr("generation.cuda_graphs.graph_fields", lambda scope: {})
+
+
+@on_cpu
+@models
+@layouts
+def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
+    expected = tokens(*_TINY, *model, *layout)
+    assert not any(padded for padded, _ in steps)
+    steps.clear()
+    from_the_host()
+    assert tokens(*_TINY, *model, *layout, "--cuda-graphs") == expected
+    # With experts, steps that read a prompt stay as they come.
+    assert all(padded for padded, _ in steps) is (model is _DENSE)
+    assert sum(padded for padded, _ in steps) >= _NEW - 2
+
+
+@on_gpu
+@models
+@layouts
+def test_captured(tokens, steps, from_the_host, model, layout):
+    """Both run the same kernels on the same sizes; one from graphs, one from the host."""
+    words = (*_DEEPSEEK_V3, *model, *layout, "--cuda-graphs")
+    found = tokens(*words)
+    assert {replays for captured, replays in steps if captured} == {_LAYERS}
+    assert sum(captured for captured, _ in steps) >= _NEW - 2
+    from_the_host()
+    steps.clear()
+    assert tokens(*words) == found
+    assert not any(replays for _, replays in steps)
+
+
+@on_gpu
+@layouts
+def test_captured_in_parity_mode(tokens, steps, layout):
+    """Whatever a step is padded to."""
+    words = (*_DEEPSEEK_V3, *_DENSE, *layout, "--batch-invariant")
+    expected = tokens(*words)
+    assert not any(replays for _, replays in steps)
+    assert tokens(*words, "--cuda-graphs") == expected
+    assert any(replays for _, replays in steps)
