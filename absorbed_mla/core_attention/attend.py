@@ -45,25 +45,29 @@ def attend(
         Output [S, B, N, C or v] in the dtype of the query and LSE [S, B, N] in fp32 (fp64).
     """
     call = (form, backend, keys, rules)
-    # Inside of the function autograd is always off.
-    keep = torch.is_grad_enabled()
-    return Attended(*_Attend.apply(call, keep, len(query), *query, kv, *weights))
+    if not torch.is_grad_enabled():
+        return _attended(call, False, query, kv, weights)
+    return Attended(*_Attend.apply(call, len(query), *query, kv, *weights))
+
+
+def _attended(call, keep: bool, query: Query, kv: Tensor, weights: tuple[Tensor, ...]) -> Attended:
+    """Over all blocks; ``keep`` for a backward."""
+    form, backend, keys, rules = call
+    parts: Iterator[Attended] = (
+        form.forward(query, block.kv, weights, backend, rules(block))
+        for block in keys.blocks(kv, keep)
+    )
+    if keys.num_blocks > 1:
+        parts = (_in_full_precision(part) for part in parts)
+    out, lse = functools.reduce(_merge, parts)
+    return Attended(out.to(query[0].dtype), lse)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, call, keep: bool, num_query: int, *tensors: Tensor):
+    def forward(ctx, call, num_query: int, *tensors: Tensor):
         ctx.call, ctx.num_query = call, num_query
-        form, backend, keys, rules = call
-        query, kv, weights = _sort(num_query, tensors)
-        parts: Iterator[Attended] = (
-            form.forward(query, block.kv, weights, backend, rules(block))
-            for block in keys.blocks(kv, keep)
-        )
-        if keys.num_blocks > 1:
-            parts = (_in_full_precision(part) for part in parts)
-        out, lse = functools.reduce(_merge, parts)
-        attended = Attended(out.to(query[0].dtype), lse)
+        attended = _attended(call, True, *_sort(num_query, tensors))
         # The LSE's gradient is None unless somebody used the LSE: some fused kernels take none.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*attended, *tensors)
@@ -86,7 +90,7 @@ class _Attend(torch.autograd.Function):
             found = part if found is None else _add(found, part, lse.dtype)
             return part.kv
 
-        if ctx.needs_input_grad[3 + ctx.num_query]:
+        if ctx.needs_input_grad[2 + ctx.num_query]:
             kv_grad = keys.gradient(kv, block_gradient)
         else:
             kv_grad = None
@@ -95,7 +99,7 @@ class _Attend(torch.autograd.Function):
         assert found is not None, "there is a block of keys"
         query_grads = (g.to(x.dtype) for g, x in zip(found.query, query))
         weight_grads = (g.to(w.dtype) for g, w in zip(found.weights, weights))
-        return None, None, None, *query_grads, kv_grad, *weight_grads
+        return None, None, *query_grads, kv_grad, *weight_grads
 
 
 def _sort(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,7 @@ def seconds(form: str, backend: str, dims: MLADims, work: Work, machine: str) ->
     return 2e-12 * time
 
 
+@functools.cache
 def machine_name(device: torch.device) -> str:
     """What :func:`seconds` knows rates of, by name."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.step import CachePart
+from absorbed_mla.inference.step import BatchPart, CachePart
 
 
 class LatentMemory(Protocol):
@@ -52,7 +52,7 @@ class ResidentLatents:
 
     def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
         """See :class:`LatentMemory`."""
-        yield CachePart(self.memory[:, requests].transpose(0, 1), rows)
+        yield BatchPart(self.memory[:, requests].transpose(0, 1), rows)
 
 
 class OffloadedLatents:
@@ -91,7 +91,7 @@ class OffloadedLatents:
             for start, copy in self._streamed(end - self.block_size):
                 start += self.block_size
                 cache = copy[:, requests].transpose(0, 1)
-                yield CachePart(cache, rows, start, start + len(copy))
+                yield BatchPart(cache, rows, start, start + len(copy))
 
     def _streamed(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """Chunks of the first ``count`` positions of the host, on the device, and their starts."""

@@ -47,8 +47,7 @@ class StaticStep:
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
         self.rows = _rows(self.lengths, kv.device)
-        in_use(self.rows.query_starts)
-        in_use(self.rows.block_table)
+        in_use(self.rows.query_starts)  # all are views of one
 
     def positions(self) -> Tensor | slice:
         """See :class:`InferenceStep`."""
@@ -78,9 +77,12 @@ class StaticStep:
 @functools.lru_cache(maxsize=8)
 def _rows(lengths: RowLengths, device: torch.device) -> Rows:
     """The tables of a forward, which are the same in all layers; a request is one block."""
-    batch = range(len(lengths.queries))
-    blocks = to_device(lambda: torch.tensor(batch, dtype=torch.int32)[:, None], device)
-    return Rows.of(lengths.queries, lengths.keys, blocks)
+    tokens, requests = max(lengths.queries), range(len(lengths.queries))
+    numbers = [[row * tokens for row in requests], lengths.queries, lengths.keys, requests]
+    flat = [number for row in numbers for number in row]
+    table = to_device(lambda: torch.tensor(flat, dtype=torch.int32).view(4, -1), device)
+    starts, queries, keys, blocks = table
+    return Rows(starts, queries, keys, blocks[:, None], tokens, max(lengths.keys))
 
 
 def _require_fits(name: str, limit: int, needed: int) -> None:

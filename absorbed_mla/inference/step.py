@@ -44,6 +44,14 @@ class CachePart:
         out.copy_(self.cache[found, positions % block_size])
 
 
+class BatchPart(CachePart):
+    """Of a batch whose requests are a block each: block r is row r's."""
+
+    def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
+        """See :class:`CachePart`."""
+        out.copy_(self.cache[row, start - self.start : end - self.start])
+
+
 @dataclass(frozen=True)
 class RowLengths:
     """The lengths in :class:`Rows` as integers of the host.
