@@ -133,8 +133,13 @@ MUTATIONS = {
     ),
     "weight_gradient_slice": Mutation(
         "absorbed_mla/core_attention/expansion.py",
-        "dw_k[:, : w_k.shape[1] - rope, :c]",
+        "dw_k[:, :nope, :c]",
         "dw_k[:, rope:, :c]",
+    ),
+    "k_rope_of_another_token": Mutation(
+        "absorbed_mla/core_attention/expansion.py",
+        "= k_rope[:, None]",
+        "= k_rope.roll(1, 0)[:, None]",
     ),
     "head_chunks_not_summed": Mutation(
         "absorbed_mla/core_attention/forms.py",

@@ -101,6 +101,10 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
         args.model = args.model.replace(vocab_size=vocab_size)
         if device is None:
             device = distributed.initialize(args)
+        if not runs(args, device):
+            if not distributed.rank():
+                print(f"{options}: left out, on a GPU with --bf16 only", file=sys.stderr)
+            continue
         distributed.seed(args.seed)
         model = build_policy_model(args, device)
         for length in own.prompt_lengths:
@@ -108,6 +112,11 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
             starts = range(0, own.samples * stride, stride)
             prompts = [text[start : start + length].tolist() for start in starts]
             yield measure(model, prompts, args, options or "fp32", device)
+
+
+def runs(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether a case can run: the kernels of parity mode on a GPU compute in bf16."""
+    return not args.batch_invariant or args.bf16 or device.type == "cpu"
 
 
 def measure(

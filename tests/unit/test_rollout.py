@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
 from rollout.entry import build_trainer
-from rollout.gap import measure
+from rollout.gap import CASES, measure, runs
 from rollout.loop import RolloutTrainer
 from rollout.model import build_policy_model
 from rollout.policy import token_log_probs
@@ -52,6 +52,14 @@ def records(options: str) -> list[dict]:
     return trainer.metrics.records
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_cases_of_the_gap(device):
+    """On a GPU parity mode in fp32 is left out, and nothing else."""
+    cases = [parse_arguments(f"{SMALL} {options}".split(), 1) for options in CASES]
+    left_out = [c for c, args in zip(CASES, cases) if not runs(args, torch.device(device))]
+    assert left_out == (["--batch-invariant"] if device == "cuda" else [])
+
+
 class TestRun:
     def test_the_reward_rises(self):
         rows = records("--train-iters 14")
@@ -72,7 +80,9 @@ class TestRun:
         "options", ["", "--bf16", "--num-experts 4 --moe-layer-freq [0,1]"], ids=str
     )
     def test_parity_mode_has_no_gap(self, options):
-        with batch_invariant_mode("cpu"):
+        if world.device().type == "cuda" and "--bf16" not in options:
+            options += " --bf16"  # what the kernels of parity mode compute in
+        with batch_invariant_mode(world.device().type):
             rows = records(f"--train-iters 2 --batch-invariant {options}")
         assert [row["log_prob_gap_max"] for row in rows] == [0, 0]
 
