@@ -141,8 +141,12 @@ def measure(
     batch = SampleBatch.of(samples, length, device)
     model.train()
     logits = model(batch.tokens, batch.positions, None)
-    trained = token_log_probs(logits, batch.targets)[batch.sampled].detach().double()
-    difference = batch.log_probs[batch.sampled].double() - trained
+    log_probs = token_log_probs(logits, batch.targets)
+    # On the host: operators of parity mode on a GPU do not know fp64.
+    trained, sampled = (
+        x[batch.sampled].detach().cpu().double() for x in (log_probs, batch.log_probs)
+    )
+    difference = sampled - trained
     return Gap(
         options=options,
         prompt_length=len(prompts[0]),
