@@ -10,15 +10,16 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     """Attention over the keys of both; the softmax of all is the LSE-weighted mean of the parts.
 
     Args:
-        out: [S, B, N, V], normalised over its own keys, fp32 or fp64.
-        lse: [S, B, N] in the same dtype; -inf where there was no key (``out`` is 0 there).
+        out: [S, B, N, V] or [T, N, V], normalised over its own keys, fp32 or fp64.
+        lse: [S, B, N] or [T, N] in the same dtype; -inf where there was no key (``out`` is 0
+            there).
         part: Likewise for the other keys, in any dtype.
         part_lse: Likewise.
 
     Returns:
         Output and LSE in the dtypes of ``out`` and ``lse``.
     """
-    if out.is_cuda and {out.dtype, lse.dtype, part_lse.dtype} == {torch.float32}:
+    if _by_kernel(out, lse, part_lse):
         # Loaded where it runs: elsewhere the package does without Triton.
         from absorbed_mla.kernels import merging
 
@@ -28,3 +29,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     reference = total.masked_fill(total == -torch.inf, 0.0)
     weight, part_weight = (torch.exp(x - reference)[..., None] for x in (lse, part_lse))
     return out * weight + part.to(out.dtype) * part_weight, total
+
+
+def _by_kernel(*tensors: Tensor) -> bool:
+    return all(x.is_cuda and x.dtype == torch.float32 for x in tensors)

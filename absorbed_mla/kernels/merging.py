@@ -13,6 +13,9 @@ _NUMBERS = 4096
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """See ``core_attention.merge.merge``; ``out`` and ``lse`` are fp32, ``part_lse`` too."""
+    if out.ndim == 3:  # tokens on one axis, without a batch
+        merged, total = merge(*(x.unsqueeze(1) for x in (out, lse, part, part_lse)))
+        return merged.squeeze(1), total.squeeze(1)
     out, part = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, part))
     merged, total = out.new_empty(out.shape), lse.new_empty(lse.shape)
     tokens, batch, heads, width = out.shape

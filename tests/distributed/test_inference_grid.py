@@ -77,10 +77,12 @@ def test_fp64_shapes(shape, form, error_table):
     check(shapes(world.size())[shape], Setup(form=form), "tokens", error_table, shape)
 
 
+@pytest.mark.parametrize("resident", [None, 5])
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_precision(dtype, form, error_table):
-    check(TINY, Setup(form=form, dtype=dtype), "tokens", error_table, "tiny")
+def test_precision(dtype, form, resident, error_table):
+    setup = Setup(form=form, dtype=dtype, latent_cache_tokens=resident)
+    check(TINY, setup, "tokens", error_table, "tiny")
 
 
 @grid(2, {"cuts": [*CUTS], "form": ("absorbed", "expanded"), "resident": (1, 5, 11)})

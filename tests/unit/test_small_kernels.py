@@ -7,9 +7,14 @@ import importlib
 import pytest
 import torch
 
+from absorbed_mla.core_attention import merge as merge_module
 from absorbed_mla.core_attention.merge import merge
 from tests.support import world
 from tests.support.backends import triton_interpreter
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.inference import infer_in_steps
+from tests.support.layouts import dense
 
 triton = pytest.importorskip("triton")
 
@@ -89,6 +94,15 @@ def test_merge(kernels, dtype, heads_first):
     assert (found[1] == -torch.inf).equal((lse == -torch.inf) & (part_lse == -torch.inf))
 
 
+def test_merge_without_a_batch(kernels):
+    """Tokens of all requests on one axis."""
+    out, lse, part, part_lse = (x[:, 1] for x in parts(torch.bfloat16, heads_first=True))
+    found = kernels("merging", "_merge_kernel").merge(out, lse, part, part_lse)
+    for actual, truth in zip(found, merge(*(x.double() for x in (out, lse, part, part_lse)))):
+        assert actual.shape == truth.shape
+        torch.testing.assert_close(actual.double(), truth, rtol=2e-6, atol=2e-6)
+
+
 def test_merge_of_nothing(kernels):
     """No token, or no head."""
     module = kernels("merging", "_merge_kernel")
@@ -98,3 +112,21 @@ def test_merge_of_nothing(kernels):
         merged, total = module.merge(rows, lse, rows, lse)
         assert merged.shape == rows.shape
         assert total.shape == lse.shape
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_merge_in_the_layer(kernels, monkeypatch, form):
+    """Every caller hands over what the kernel takes: a cache in parts is the cache in one."""
+    calls = []
+    module = kernels("merging", "_merge_kernel")
+    monkeypatch.setattr(merge_module, "_by_kernel", lambda *tensors: calls.append(tensors) or True)
+    monkeypatch.setattr(module, "_NUMBERS", 32)
+    x = dense(7, 2).random_rows(TINY.hidden, 1).float()
+    outputs = []
+    for resident in (None, 3):
+        setup = Setup(form=form, dtype=torch.float32, latent_cache_tokens=resident)
+        attention = build_attention(TINY, setup).eval()
+        load_weights(attention, TINY, setup, random_weights(TINY))
+        outputs.append(infer_in_steps(attention, setup, x, (5, 1, 1)))
+    assert calls
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
