@@ -59,10 +59,10 @@ def test_gather(kernels, start, end, token_major, block_size, width):
     cache[blocks] = keys.view(needed, block_size, width)
     if token_major:
         cache = cache.transpose(0, 1).contiguous().transpose(0, 1)
-    table = torch.full((2, needed + 1), 10**6, dtype=torch.int32, device=device)
-    table[1, :needed] = blocks
+    table = torch.full((needed + 1, 2), 10**6, dtype=torch.int32, device=device)
+    table[:needed, 1] = blocks
     out = torch.full((end - start, width + 2), torch.nan, device=device)
-    kernels("paged.gather", "_gather_kernel").gather(cache, table[1], start, end, out[:, 1:-1])
+    kernels("paged.gather", "_gather_kernel").gather(cache, table[:, 1], start, end, out[:, 1:-1])
     assert torch.equal(out[:, 1:-1], keys[start:end])
     assert out[:, [0, -1]].isnan().all()
 
