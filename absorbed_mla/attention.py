@@ -29,6 +29,7 @@ from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,
+    refuse_graphs_of_a_static_context,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
@@ -195,6 +196,7 @@ class AbsorbedMLASelfAttention(Attention):
         refuse_unsupported_inference(
             attention_mask, packed, causal=self.core_attention.causal, cp_size=cp_size
         )
+        refuse_graphs_of_a_static_context(self.config, context)
         q_down, kv_down = self._down_project(hidden_states)
         query, kv = self._query(q_down), self._latent(kv_down)
         layer_offset = self._get_pp_layer_offset_for_inference

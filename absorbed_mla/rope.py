@@ -157,7 +157,8 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
         num_heads: Heads that lie one after the other in the last dim.
 
     Returns:
-        ``x``, or a rotated copy of it where it is a view, of which autograd allows no other.
+        ``x``. With gradients on, a rotated copy of it where it is a view, of which autograd allows
+        no other.
     """
     if not torch.is_grad_enabled():
         _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)

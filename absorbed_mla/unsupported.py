@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -133,6 +135,23 @@ def refuse_graphs_in_training(config: MLATransformerConfig) -> None:
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures inference only; switch it to "
             "'none' for training, as megatron.core.transformer.utils.toggle_cuda_graphs does"
+        )
+
+
+def refuse_graphs_of_a_static_context(config: MLATransformerConfig, context: Any) -> None:
+    """Refuse that Megatron captures decoding with a static context, which counts on the host.
+
+    A replay would write every token to the place of the captured one.
+
+    Raises:
+        ValueError: Naming the field and what can be captured.
+    """
+    static = getattr(context, "is_static_batching", lambda: False)()
+    if static and config.cuda_graph_impl != "none":
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} cannot capture steps of a "
+            "StaticInferenceContext, whose lengths are the host's; use a DynamicInferenceContext, "
+            "or cuda_graph_impl='none'"
         )
 
 

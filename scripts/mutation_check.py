@@ -126,7 +126,7 @@ MUTATIONS = {
         "x.clone() if x._is_view() else x",
         "x",
     ),
-    "k_rope_for_one_head": Mutation(
+    "k_rope_gradient_of_one_head": Mutation(
         "absorbed_mla/core_attention/expansion.py",
         "extended[:, nope:, c:].diagonal",
         "extended[:1, nope:, c:].diagonal",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def expand(kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values.
+    """Keys and values, without autograd: their gradients are :func:`expand_backward`'s.
 
     Args:
         kv: [latent | k_rope], [S, B, C + rope].

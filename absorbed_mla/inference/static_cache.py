@@ -46,8 +46,9 @@ class StaticStep:
         self.memory = _memory(context, layer_number, kv, options)
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
-        self.rows = _rows(self.lengths, kv.device)
-        in_use(self.rows.query_starts)  # all are views of one
+        self.rows = _rows(self.lengths, kv.device, _stream(kv.device))
+        in_use(self.rows.query_starts)  # as are the lengths: views of one
+        in_use(self.rows.block_table)
 
     def positions(self) -> Tensor | slice:
         """See :class:`InferenceStep`."""
@@ -75,14 +76,18 @@ class StaticStep:
 
 
 @functools.lru_cache(maxsize=8)
-def _rows(lengths: RowLengths, device: torch.device) -> Rows:
-    """The tables of a forward, which are the same in all layers; a request is one block."""
-    tokens, requests = max(lengths.queries), range(len(lengths.queries))
-    numbers = [[row * tokens for row in requests], lengths.queries, lengths.keys, requests]
-    flat = [number for row in numbers for number in row]
-    table = to_device(lambda: torch.tensor(flat, dtype=torch.int32).view(4, -1), device)
-    starts, queries, keys, blocks = table
-    return Rows(starts, queries, keys, blocks[:, None], tokens, max(lengths.keys))
+def _rows(lengths: RowLengths, device: torch.device, stream: int) -> Rows:
+    """The tables of a forward, which are the same in all layers; a request is one block.
+
+    They are written in the order of one stream, whose number is a part of the key.
+    """
+    requests = range(len(lengths.queries))
+    blocks = to_device(lambda: torch.tensor(requests, dtype=torch.int32)[:, None], device)
+    return Rows.of(lengths.queries, lengths.keys, blocks)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _require_fits(name: str, limit: int, needed: int) -> None:

@@ -18,6 +18,7 @@ from engine_benchmark.machine import Machine
 from engine_benchmark.models import build
 from engine_benchmark.row import Row
 from engine_benchmark.workload import longest, scarce_blocks
+from generation.cuda_graphs import forgetting_graphs
 
 # Requests that run first, so that kernels are compiled when the clock starts.
 _WARM_UP = 8
@@ -46,12 +47,10 @@ class Bench:
         try:
             if self.machine.elapsed > self.args.time_limit:
                 raise TimeoutError(f"{self.args.time_limit:g} s are over (--time-limit)")
-            with self._mode(case):
+            with forgetting_graphs(case.graphs and self.machine.on_gpu), self._mode(case):
                 self._measure(row)
         except Exception as error:
             row.error = f"{type(error).__name__}: {error}"
-        finally:
-            _forget_graphs(case, self.machine)
         # After the block that held the tensors of a failed case in its traceback.
         self.machine.forget()
         return row
@@ -148,13 +147,6 @@ def errors(run: Run) -> str:
         if result is None or result.error:
             return f"request {number}: {result.error if result else 'it has no end'}"
     return ""
-
-
-def _forget_graphs(case: Case, machine: Machine) -> None:
-    if case.graphs and machine.on_gpu:
-        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-        delete_cuda_graphs()
 
 
 def _rounded(tokens: int) -> int:

@@ -199,7 +199,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cuda-graphs",
         action="store_true",
-        help="GPU only: capture layers in CUDA graphs before the first step, and replay them",
+        help="GPU only: capture layers in CUDA graphs before the first step, and replay them in "
+        "steps of up to 512 tokens, which run absorbed",
     )
 
 

@@ -208,7 +208,7 @@ class TestAuto:
     def test_training_expands_on_a_known_gpu(self, monkeypatch, not_deterministic):
         """Also where only cuDNN is installed; an explicit backend decides the form."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        monkeypatch.setattr(choice, "machine_name", lambda _: "NVIDIA H200")
         # It asks for the shared memory of a real device.
         monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
         monkeypatch.setattr(choice, "_cheapest", choice._cheapest.__wrapped__)

@@ -63,6 +63,14 @@ class TestForwardArguments:
         with torch.no_grad():
             attention(hidden_states(), None)
 
+    @torch.no_grad()
+    def test_graphs_of_a_static_context(self, attention, monkeypatch):
+        """A replay would write every token to the place of the captured one."""
+        monkeypatch.setattr(attention.config, "cuda_graph_impl", "local")
+        context = StaticInferenceContext(BATCH, TOKENS)
+        with refusal("cuda_graph_impl='local'", "StaticInferenceContext", "'none'"):
+            attention(hidden_states(), None, inference_context=context)
+
     @pytest.mark.parametrize(
         ("given", "parts"),
         [

@@ -106,6 +106,17 @@ def test_the_base_of_a_view_stays():
     assert torch.equal(base, x)
 
 
+@torch.no_grad()
+def test_without_gradients_a_view_is_rotated_in_place():
+    """Nobody else needs it, and a copy would cost a pass over the query."""
+    x, expected, cos, sin = case(3, 14, 6, torch.float32)
+    base = torch.cat((x, x))
+    found = rotate_tail(base[: len(x)], cos, sin, 3)
+    assert found.data_ptr() == base.data_ptr()
+    assert relative_error(found.double(), expected.double()) < 1e-6
+    assert torch.equal(base[len(x) :], x)
+
+
 def test_second_derivatives_are_refused():
     """The kernel's would be wrong without a word."""
     x, _, cos, sin = case(2, 10, 6, torch.float64)

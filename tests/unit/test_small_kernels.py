@@ -116,7 +116,7 @@ def test_merge_of_nothing(kernels):
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 def test_merge_in_the_layer(kernels, monkeypatch, form):
-    """Every caller hands over what the kernel takes: a cache in parts is the cache in one."""
+    """The kernel takes what both forms hand over: a cache in parts is the cache in one."""
     calls = []
     module = kernels("merging", "_merge_kernel")
     monkeypatch.setattr(merge_module, "_by_kernel", lambda *tensors: calls.append(tensors) or True)
