@@ -7,7 +7,9 @@ import importlib
 import pytest
 import torch
 
+from absorbed_mla.core_attention import Operands, ScoreRules, Span
 from absorbed_mla.core_attention import merge as merge_module
+from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.merge import merge
 from tests.support import world
 from tests.support.backends import triton_interpreter
@@ -15,6 +17,7 @@ from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
+from tests.unit.test_fused_attention import PlainKernel
 
 triton = pytest.importorskip("triton")
 
@@ -130,3 +133,29 @@ def test_merge_in_the_layer(kernels, monkeypatch, form):
         outputs.append(infer_in_steps(attention, setup, x, (5, 1, 1)))
     assert calls
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+class HeadsFirst(PlainKernel):
+    """Gives bf16 and fp32 in the memory layout of cuDNN's."""
+
+    def forward(self, *call):
+        out, lse = super().forward(*call)
+        out = out.bfloat16().permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+        return out, lse.float().permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def test_merge_of_pieces(kernels, monkeypatch):
+    """Queries over earlier keys and each other: a rectangle and a causal square of slices."""
+    device = world.device()
+    q, k, v = (torch.randn(n, 2, 3, 8, device=device) for n in (5, 9, 9))
+    operands = Operands.multi_head(q, k, v)
+    rules = ScoreRules(0.3, (Span(1, 5, 0, 9, causal_offset=5),))
+    backend = FusedBackend("plain", HeadsFirst())
+    monkeypatch.setattr(merge_module, "_by_kernel", lambda *tensors: False)
+    expected = backend.forward(operands, rules)
+    calls = []
+    kernels("merging", "_merge_kernel")
+    monkeypatch.setattr(merge_module, "_by_kernel", lambda *tensors: calls.append(tensors) or True)
+    found = backend.forward(operands, rules)
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
