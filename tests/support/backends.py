@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -44,6 +45,16 @@ def triton_interpreter() -> Iterator[None]:
         if not torch.cuda.is_available():
             patch.setenv("TRITON_INTERPRET", "1")
         yield
+
+
+def interpret_kernel(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
+    """Have the kernel of a module that is imported already run on a CPU, where there is no GPU."""
+    if world.device().type != "cuda":
+        import triton
+
+        with triton_interpreter():
+            interpreted = triton.jit(getattr(module, name).fn)
+        patch.setattr(module, name, interpreted)
 
 
 def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from absorbed_mla.rope import apply_rope, rotate_tail
 from tests.support import world
-from tests.support.backends import triton_interpreter
+from tests.support.backends import interpret_kernel
 from tests.support.numerics import relative_error
 
 TOKENS, BATCH = 5, 2
@@ -129,14 +129,11 @@ def test_second_derivatives_are_refused():
 
 def test_kernel_equals_the_twin(monkeypatch):
     """Both directions, by Triton's interpreter where there is no GPU."""
-    triton = pytest.importorskip("triton")
+    pytest.importorskip("triton")
     from absorbed_mla import rope
     from absorbed_mla.kernels import rotation
 
-    if world.device().type != "cuda":
-        with triton_interpreter():
-            interpreted = triton.jit(rotation._rotate_kernel.fn)
-        monkeypatch.setattr(rotation, "_rotate_kernel", interpreted)
+    interpret_kernel(monkeypatch, rotation, "_rotate_kernel")
     for heads, width, channels in ((5, 24, 16), (3, 192, 64), (35, 12, 4)):
         x, _, cos, sin = case(heads, width, channels, torch.float32)
         for back in (False, True):

@@ -12,14 +12,14 @@ from absorbed_mla.core_attention import merge as merge_module
 from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.merge import merge
 from tests.support import world
-from tests.support.backends import triton_interpreter
+from tests.support.backends import interpret_kernel
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
 from tests.unit.test_fused_attention import PlainKernel
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 
 @pytest.fixture
@@ -28,10 +28,7 @@ def kernels(monkeypatch):
 
     def load(module: str, name: str):
         found = importlib.import_module(f"absorbed_mla.kernels.{module}")
-        if world.device().type != "cuda":
-            with triton_interpreter():
-                interpreted = triton.jit(getattr(found, name).fn)
-            monkeypatch.setattr(found, name, interpreted)
+        interpret_kernel(monkeypatch, found, name)
         return found
 
     return load
