@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.first_order import first_order_only
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _HeadProduct(torch.autograd.Function):
         return found.view(*x.shape[:3], weight.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         dx = torch.einsum("sbnc,nkc->sbnk", grad, weight)

@@ -19,6 +19,7 @@ from absorbed_mla.batch_invariant.requirements import require_enabled, settle_op
 from absorbed_mla.context_parallel import ContextParallel
 from absorbed_mla.core_attention import CAUSAL_MASKS, AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference import CachedAttention, open_step
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -185,6 +186,7 @@ class AbsorbedMLASelfAttention(Attention):
         attended = self._attend(plan, w_uk, w_uv, *operands)
         if up_project:
             up_project.discard_output_and_register_recompute(attended)
+            refuse_graph_of_gradients(attended)
         return self.linear_proj(attended)
 
     def _infer(
@@ -300,7 +302,9 @@ class AbsorbedMLASelfAttention(Attention):
             return out.flatten(2)
 
         if self.checkpoint_core_attention and self.training:
-            return checkpoint(attend, False, w_uk, w_uv, *operands)
+            attended = checkpoint(attend, False, w_uk, w_uv, *operands)
+            refuse_graph_of_gradients(attended)
+            return attended
         return attend(w_uk, w_uv, *operands)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

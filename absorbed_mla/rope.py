@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from absorbed_mla.dims import yarn_mscale
+from absorbed_mla.first_order import first_order_only
 
 ROPE_TYPES = ("rope", "yarn")
 
@@ -176,9 +176,10 @@ class _RotateTail(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad: Tensor):
-        grad = grad.contiguous()
+        # A gradient with a graph (create_graph=True) is still needed as it is.
+        grad = grad.clone() if grad.requires_grad else grad.contiguous()
         cos, sin = ctx.saved_tensors
         _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), cos, sin, back=True)
         return grad, None, None, None

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from absorbed_mla.first_order import first_order_only
+
 
 class Exchange(Protocol):
     """Communication of a tensor in forward and of its gradient in backward."""
@@ -42,5 +44,6 @@ class _Begin(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order_only
     def backward(ctx, to_come: Tensor):
         return ctx.exchange.finish_gradient().to(ctx.dtype), None

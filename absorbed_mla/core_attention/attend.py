@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from absorbed_mla.core_attention.backend import AttentionBackend
 from absorbed_mla.core_attention.forms import BlockGradients, Form, Query
@@ -15,6 +14,7 @@ from absorbed_mla.core_attention.keys import KeyBlock, KeySource
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient
 from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.first_order import first_order_only
 
 
 # Compilers are kept out: fused kernels and tables of integers are nothing for them.
@@ -74,7 +74,7 @@ class _Attend(torch.autograd.Function):
         return attended
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, grad_out, grad_lse):
         out, lse, *tensors = ctx.saved_tensors
         if grad_out is None:
