@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.operands import Attended, Operands
@@ -20,6 +21,7 @@ from absorbed_mla.core_attention.spans import Span
 TILE_KEYS = 64
 # Tiles of keys are gathered for so many tokens at a time: 38 MB in fp32 at DeepSeek-V3's widths.
 CHUNK_TOKENS = 256
+_CACHE_LINE = 64
 
 
 def attend_to_tiles(
@@ -38,10 +40,11 @@ def attend_to_tiles(
         Output [T, N, width] and natural-log LSE [T, N]; 0 and -inf for a token that sees no key.
     """
     shape = query.shape[:2]
+    query = _padded(query)
     largest = query.new_full(shape, -torch.inf)
-    total, acc = query.new_zeros(shape), query.new_zeros(*shape, width)
+    total, acc = query.new_zeros(shape), _padded(query.new_zeros(*shape, width))
     for key, seen in tiles:
-        key = key.to(query.dtype)
+        key = _padded(key.to(query.dtype))
         scores = _products(query, key.transpose(1, 2)) * scale
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         larger = torch.maximum(largest, scores.amax(-1))
@@ -49,11 +52,22 @@ def attend_to_tiles(
         shift = larger.masked_fill(larger == -torch.inf, 0.0)
         probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
         total = total * decay + probs.sum(-1)
-        acc = acc * decay[..., None] + _products(probs, key[..., :width].contiguous())
+        value = key[..., : acc.shape[-1]].contiguous()  # the channels behind width are cut off
+        acc = acc * decay[..., None] + _products(probs, value)
         largest = larger
     blind = total == 0
-    out = acc / total.masked_fill(blind, 1.0)[..., None]
+    out = acc[..., :width] / total.masked_fill(blind, 1.0)[..., None]
     return out, largest + total.log()
+
+
+def _padded(x: Tensor) -> Tensor:
+    """``x`` [T, M, K] with zeros behind its rows, so that every row begins on a cache line.
+
+    How a product is summed depends on where in memory its operands begin. Rows of any other width
+    would put the matrices of one token elsewhere than those of the next.
+    """
+    missing = -x.shape[-1] % (_CACHE_LINE // x.element_size())
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
