@@ -21,8 +21,10 @@ from absorbed_mla.core_attention import CAUSAL_MASKS, AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference import CachedAttention, open_step
+from absorbed_mla.linear import own_output
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.parameter_marks import ParameterMarks
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
@@ -118,6 +120,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
         StandardLayoutHooks(self)
+        ParameterMarks(self)
 
     def forward(
         self,
@@ -280,12 +283,13 @@ class AbsorbedMLASelfAttention(Attention):
         return kv, *plan.form.query(self._query(q_down), w_uk, cos, sin)
 
     def _query(self, q_down: Tensor) -> Tensor:
-        """[q_nope | q_rope] of this rank's heads, [S, B, N * (nope + rope)], not rotated."""
+        """[q_nope | q_rope] of this rank's heads, [S, B, N * (nope + rope)], not rotated.
+
+        The form may rotate it in place.
+        """
         if self.dims.q_lora_rank is None:
-            query, _ = self.linear_q_proj(q_down)
-        else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(q_down))
-        return query
+            return own_output(self.linear_q_proj, q_down)
+        return own_output(self.linear_q_up_proj, self.q_layernorm(q_down))
 
     def _latent(self, kv_down: Tensor) -> Tensor:
         """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and not rotated."""

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from absorbed_mla.norm import mark_parameter
 
@@ -121,3 +122,23 @@ class HeadwiseUpProjection(nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def own_output(layer: nn.Module, x: Tensor) -> Tensor:
+    """The output of a linear layer as a tensor that nobody else holds, so that it can be reused.
+
+    A copy is made where somebody might: a forward hook may keep what it is shown, or return what it
+    kept (activation patching), and so may a layer of a class that is not Megatron's.
+    """
+    output, _ = layer(x)
+    return output if _makes_its_output(layer) else output.clone()
+
+
+def _makes_its_output(layer: nn.Module) -> bool:
+    package = type(layer).__module__.partition(".")[0]
+    return (
+        package in ("absorbed_mla", "megatron", "transformer_engine")
+        and "forward" not in vars(layer)
+        and not layer._forward_hooks
+        and not torch_module._global_forward_hooks
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from absorbed_mla.parameter_marks import replaces_parameters, separate_storages
 from absorbed_mla.state_dict import (
     EXTRA_STATE,
     FUSED_INPUT_NORM,
@@ -28,7 +29,7 @@ class StandardLayoutHooks:
         attention.register_load_state_dict_pre_hook(self.convert)
         attention.register_load_state_dict_post_hook(self.explain)
 
-    def convert(self, module, state_dict, prefix, *_torch_internals) -> None:
+    def convert(self, module, state_dict, prefix, metadata, *_torch_internals) -> None:
         """Rewrite the state dict in place.
 
         Raises:
@@ -41,6 +42,8 @@ class StandardLayoutHooks:
         converted = to_absorbed_state_dict(state_dict, module.dims, prefix) if names else {}
         state_dict.clear()
         state_dict.update(converted)
+        if replaces_parameters(metadata):
+            separate_storages(state_dict, prefix)
         own = module.state_dict(keep_vars=True)
         _match_extra_states(state_dict, prefix, own)
         # Shapes, not tensors: the hooks outlive the state dict.
@@ -85,6 +88,12 @@ class ExplainedKey(str):
         explained = super().__new__(cls, key)
         explained.explanation = explanation
         return explained
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self[:], self.explanation)
+
+    def __deepcopy__(self, memo: dict) -> ExplainedKey:
+        return self  # as immutable as any str
 
     def __format__(self, spec: str) -> str:
         return f"{self[:]} {self.explanation}"

@@ -146,12 +146,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
     """Rotate the last channels of every head in place, as :func:`apply_rope` does.
 
-    A query keeps its layout, and no copy of it is made, in forward or backward. So a hook on the
-    layer that made it sees it rotated, if it keeps what it is shown.
+    A query keeps its layout, and no copy of it is made, in forward or backward.
 
     Args:
         x: [S, B, num_heads * width], used up: neither it nor the gradient of what is returned may
-            be needed by anybody else.
+            be needed by anybody else (see ``linear.own_output``).
         cos: fp32 [S, rope / 2], row i for the position of token i; rope <= width.
         sin: Likewise.
         num_heads: Heads that lie one after the other in the last dim.

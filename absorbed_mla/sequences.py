@@ -114,13 +114,18 @@ def _boundaries(name: str, cu_seqlens: Tensor | None) -> list[int]:
     return bounds
 
 
-# Tensor of boundaries -> (its version, its entries).
+# Tensor of boundaries on a GPU -> (its version, its entries).
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _read(cu_seqlens: Tensor) -> list[int]:
-    """The entries; read once for all layers, because reading waits for everything on the GPU."""
-    if cu_seqlens.is_inference():  # has no version
+    """The entries; on a GPU read once for all layers, because reading waits for all its work.
+
+    A write through ``.data`` or by a kernel that PyTorch does not know changes no version: whoever
+    writes so to boundaries on a GPU must make a new tensor of them (``clone``).
+    """
+    # In host memory, which numpy may share, reading is cheap; an inference tensor has no version.
+    if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
         return cu_seqlens.tolist()
     version, entries = _known.get(cu_seqlens, (None, None))
     if version != cu_seqlens._version:

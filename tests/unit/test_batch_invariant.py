@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import mappings
@@ -61,6 +63,15 @@ class TestBits:
     def test_every_way_gives_them(self, _on, dtype, layers):
         """Training forward, prefill, chunks and decode; alone and in a batch."""
         assert differences(parity_model(dtype, **layers)) == []
+
+    @fp32
+    @pytest.mark.parametrize("widths", [(1, 22, 6), (3, 24, 6), (1, 510, 64), (5, 23, 8)], ids=str)
+    def test_of_odd_widths(self, _on, widths):
+        """Rows of the attention's operands that fill no cache lines."""
+        heads, c, rope = widths
+        mla = replace(TINY, heads=heads, kv_lora_rank=c, rope=rope, hidden=16 * heads, nope=13)
+        model = parity_model(torch.float32, mla=mla, **LAYERS["dense"])
+        assert differences(model) == []
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may sum so little in one order")
     @dtypes

@@ -1,0 +1,151 @@
+"""What a user holds stays as it is: tensors from hooks, boundaries of packs in shared memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import nn
+
+from absorbed_mla.sequences import SequenceLayout
+from tests.support import world
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.layouts import dense, packed
+
+FORMS = ("absorbed", "expanded")
+TOKENS = dense(9, 2)
+
+
+def layer(form: str, **config) -> nn.Module:
+    setup = Setup(form=form)
+    attention = build_attention(TINY, setup, **config)
+    load_weights(attention, TINY, setup, random_weights(TINY))
+    return attention
+
+
+def rows() -> torch.Tensor:
+    return TOKENS.random_rows(TINY.hidden, 1).to(world.device())
+
+
+def patch_by_hook(attention, kept):
+    attention.linear_q_up_proj.register_forward_hook(lambda *_: (kept, None))
+
+
+def patch_by_global_hook(attention, kept):
+    def hook(module, inputs, output):
+        return (kept, None) if module is attention.linear_q_up_proj else None
+
+    return torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def patch_by_forward(attention, kept):
+    attention.linear_q_up_proj.forward = lambda x: (kept, None)
+
+
+def patch_by_layer(attention, kept):
+    patched = nn.Module()
+    patched.forward = lambda x: (kept, None)
+    attention.linear_q_up_proj = patched
+
+
+PATCHES = [patch_by_hook, patch_by_global_hook, patch_by_forward, patch_by_layer]
+
+
+def query_of(attention, x) -> torch.Tensor:
+    q_down, _ = attention._down_project(x)
+    return attention._query(q_down).detach().clone()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("way", ["train", "no_grad", "infer"])
+def test_activation_patching(form, patch, way):
+    """The tensor put in place of the query is the same before and after, and so are two runs."""
+    attention, x = layer(form), rows()
+    kept = query_of(attention, rows() * 2)
+    given = kept.clone()
+    handle = patch(attention, kept)
+    try:
+        found = [forward(attention, x, way) for _ in range(2)]
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert torch.equal(kept, given)
+    assert torch.equal(*found)
+
+
+def forward(attention, x, way: str) -> torch.Tensor:
+    if way == "train":
+        return attention(x.clone().requires_grad_(), None)[0].detach()
+    with torch.no_grad():
+        context = StaticInferenceContext(2, 16) if way == "infer" else None
+        return attention(x, None, inference_context=context)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_may_keep_what_it_is_shown(form):
+    attention, x = layer(form), rows()
+    expected = query_of(attention, x)
+    shown = []
+    attention.linear_q_up_proj.register_forward_hook(lambda *args: shown.append(args[2][0]))
+    attention(x, None)
+    assert torch.equal(shown[0], expected)
+
+
+def test_without_hooks_the_query_is_rotated_in_place(monkeypatch):
+    """A copy is as large as the query: 400 MB for 8k tokens of DeepSeek-V3."""
+    attention, made = layer("expanded"), []
+    plain = type(attention.linear_q_up_proj).forward
+
+    def forward(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        made.append(output[0])
+        return output
+
+    monkeypatch.setattr(type(attention.linear_q_up_proj), "forward", forward)
+    expected = query_of(attention, rows())
+    made.clear()
+    attention(rows(), None)
+    [query] = [x for x in made if x.shape == expected.shape]
+    assert not torch.equal(query, expected), "rotated where it lies"
+
+
+class TestBoundaries:
+    """One pack after the other, written into the same tensor of boundaries."""
+
+    LENGTHS = ((4, 5), (7, 2))
+
+    def outputs(self, attention, params) -> torch.Tensor:
+        x = TOKENS.random_rows(TINY.hidden, 1)[:, :1].to(world.device())
+        return attention(x, None, packed_seq_params=params)[0].detach()
+
+    @pytest.mark.parametrize("write", ["numpy", "data", "in place"])
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="numpy shares host memory")
+    def test_rewritten(self, write):
+        attention = layer("absorbed")
+        old, new = (packed(lengths).packed_seq_params(world.device()) for lengths in self.LENGTHS)
+        expected = self.outputs(attention, new)
+        entries = np.array(old.cu_seqlens_q)
+        if write == "numpy":
+            old.cu_seqlens_q = old.cu_seqlens_kv = torch.from_numpy(entries)
+        first = self.outputs(attention, old)
+        if write == "numpy":
+            entries[:] = new.cu_seqlens_q.numpy()
+        elif write == "data":
+            old.cu_seqlens_q.data.copy_(new.cu_seqlens_q)
+        else:
+            old.cu_seqlens_q.copy_(new.cu_seqlens_q)
+        assert not torch.equal(first, expected)
+        assert torch.equal(self.outputs(attention, old), expected)
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="host tensors are read every time")
+    def test_on_a_gpu_they_are_read_once(self, monkeypatch):
+        """Reading waits for everything that the GPU has to do."""
+        params, reads = packed((4, 5)).packed_seq_params(world.device()), []
+        plain = torch.Tensor.tolist
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or plain(x))
+        for _ in range(3):
+            SequenceLayout.from_host(params, 9)
+        assert len(reads) == 1
