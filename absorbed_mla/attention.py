@@ -32,7 +32,6 @@ from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,
-    refuse_graphs_of_a_static_context,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
@@ -199,13 +198,20 @@ class AbsorbedMLASelfAttention(Attention):
         group = self.context_parallel.group_of(None)
         cp_size = 1 if group is None else group.size()
         refuse_unsupported_inference(
-            attention_mask, packed, causal=self.core_attention.causal, cp_size=cp_size
+            self.config,
+            context,
+            attention_mask,
+            packed,
+            self._tokens_and_batch(hidden_states),
+            causal=self.core_attention.causal,
+            cp_size=cp_size,
         )
-        refuse_graphs_of_a_static_context(self.config, context)
         q_down, kv_down = self._down_project(hidden_states)
         query, kv = self._query(q_down), self._latent(kv_down)
         layer_offset = self._get_pp_layer_offset_for_inference
-        step = open_step(context, self.layer_number, layer_offset, kv, self.options)
+        step = open_step(
+            context, self.layer_number, layer_offset, kv, self.options, owner=self.cached_attention
+        )
         cos_sin = self._rotary_rows(step.max_position, step.positions(), kv.device)
         kv = rotate_tail(step.pack(kv), *cos_sin, num_heads=1)
         step.write(kv)
@@ -223,9 +229,8 @@ class AbsorbedMLASelfAttention(Attention):
         """Check the input, find its sequences, and settle how to attend to them."""
         group = self.context_parallel.group_of(packed_seq_params)
         cp_size = 1 if group is None else group.size()
-        tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
-        tokens, batch = hidden_states.shape[0] * tp_size * cp_size, hidden_states.shape[1]
-        layout = SequenceLayout.from_host(packed_seq_params, tokens)
+        tokens, batch = self._tokens_and_batch(hidden_states)
+        layout = SequenceLayout.from_host(packed_seq_params, tokens * cp_size)
         if layout.packed and batch != 1:
             raise ValueError(f"packed sequences need hidden_states of batch 1, got {batch}")
         keys = self.context_parallel.keys(
@@ -237,6 +242,11 @@ class AbsorbedMLASelfAttention(Attention):
             begun_again=self._recomputes_up_proj,
         )
         return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
+
+    def _tokens_and_batch(self, hidden_states: Tensor) -> tuple[int, int]:
+        """S and B of this context-parallel rank, over all tensor-parallel ranks."""
+        tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
+        return hidden_states.shape[0] * tp_size, hidden_states.shape[1]
 
     def _rotary_rows(
         self, max_position: int, positions: Tensor | slice | None, device: torch.device

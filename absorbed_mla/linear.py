@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as torch_module
 
 from absorbed_mla.norm import mark_parameter
@@ -109,7 +110,18 @@ class HeadwiseUpProjection(nn.Module):
         self.head_dim = head_dim
 
     def forward(self) -> Tensor:
-        """The live weight as [N, head_dim, C], a view of the parameter."""
+        """The live weight as [N, head_dim, C], a view of the parameter.
+
+        Raises:
+            ValueError: If ``fully_shard`` was applied to this layer alone, which would free the
+                weight after the call, before the attention has used it.
+        """
+        if isinstance(self, FSDPModule):
+            raise ValueError(
+                "fully_shard cannot be applied to a HeadwiseUpProjection (linear_k_up_proj, "
+                "linear_v_up_proj), which hands out its weight; apply it to the "
+                "AbsorbedMLASelfAttention or to the layer around it"
+            )
         return self.weight.unflatten(0, (-1, self.head_dim))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

@@ -138,31 +138,25 @@ def refuse_graphs_in_training(config: MLATransformerConfig) -> None:
         )
 
 
-def refuse_graphs_of_a_static_context(config: MLATransformerConfig, context: Any) -> None:
-    """Refuse that Megatron captures decoding with a static context, which counts on the host.
-
-    A replay would write every token to the place of the captured one.
-
-    Raises:
-        ValueError: Naming the field and what can be captured.
-    """
-    static = getattr(context, "is_static_batching", lambda: False)()
-    if static and config.cuda_graph_impl != "none":
-        raise ValueError(
-            f"cuda_graph_impl={config.cuda_graph_impl!r} cannot capture steps of a "
-            "StaticInferenceContext, whose lengths are the host's; use a DynamicInferenceContext, "
-            "or cuda_graph_impl='none'"
-        )
-
-
 def refuse_unsupported_inference(
-    attention_mask: Tensor | None, packed_seq_params: object, *, causal: bool, cp_size: int
+    config: MLATransformerConfig,
+    context: Any,
+    attention_mask: Tensor | None,
+    packed_seq_params: object,
+    tokens_and_batch: tuple[int, int],
+    *,
+    causal: bool,
+    cp_size: int,
 ) -> None:
     """Refuse what a forward with an inference context cannot be given.
 
     Args:
+        config: Of the layer.
+        context: The inference context.
         attention_mask: Of the forward. One that hides later tokens, and nothing else, is welcome.
         packed_seq_params: Of the forward.
+        tokens_and_batch: New tokens of each request, and requests side by side (in a dynamic
+            context, all tokens and 1).
         causal: Whether a token sees only itself and earlier tokens.
         cp_size: Ranks that sequences are cut over.
 
@@ -189,16 +183,32 @@ def refuse_unsupported_inference(
             "packed_seq_params must be None with an inference_context, which says itself which "
             "tokens are whose"
         )
-    if attention_mask is not None and not _is_causal(attention_mask):
+    static = getattr(context, "is_static_batching", lambda: False)()
+    if static and config.cuda_graph_impl != "none":
+        # A replay would write every token to the place of the captured one.
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} cannot capture steps of a "
+            "StaticInferenceContext, whose lengths are the host's; use a DynamicInferenceContext, "
+            "or cuda_graph_impl='none'"
+        )
+    if attention_mask is not None:
+        cached = int(context.sequence_len_offset) if static else 0
+        _refuse_other_masks(attention_mask, *tokens_and_batch, cached)
+
+
+def _refuse_other_masks(mask: Tensor, tokens: int, batch: int, cached: int) -> None:
+    """Refuse any mask but the one that hides later tokens and nothing else."""
+    keys = cached + tokens
+    if tuple(mask.shape) not in ((1, 1, tokens, keys), (batch, 1, tokens, keys)):
+        raise ValueError(
+            "attention_mask must be None or the causal mask with an inference_context, of shape "
+            f"[{batch} or 1, 1, {tokens} new tokens, {keys} cached and new tokens]; "
+            f"got shape {tuple(mask.shape)}"
+        )
+    causal = torch.ones(tokens, keys, dtype=torch.bool, device=mask.device)
+    if not bool((mask == causal.triu(cached + 1)).all()):
         raise ValueError(
             "attention_mask must be None or the causal mask with an inference_context, got "
-            f"another of shape {tuple(attention_mask.shape)}; to batch prompts of uneven length, "
-            "use Megatron's engines"
+            f"another of shape {tuple(mask.shape)}; to batch prompts of uneven length, use "
+            "Megatron's engines"
         )
-
-
-def _is_causal(mask: Tensor) -> bool:
-    """Whether a mask [.., queries, keys] hides exactly the keys after each of the last queries."""
-    queries, keys = mask.shape[-2:]
-    causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device)
-    return bool((mask == causal.triu(keys - queries + 1)).all())

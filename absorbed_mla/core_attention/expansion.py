@@ -54,7 +54,7 @@ def expand_backward(
     (_, nope, c), rope = w_uk.shape, kv.shape[-1] - w_uk.shape[-1]
     w_k = _extend_by_rope(w_uk, rope)
     rows = kv.flatten(0, 1)
-    dk_rows, dv_rows = (x.to(kv.dtype).reshape(len(rows), -1) for x in (dk, dv))
+    dk_rows, dv_rows = (x.to(kv.dtype).flatten(0, 1).flatten(1) for x in (dk, dv))
     dkv = _product(dk_rows, w_k.flatten(0, 1))
     dkv[:, :c] += _product(dv_rows, w_uv.flatten(0, 1))
     dw_k = _product(dk_rows.t(), rows).view(w_k.shape)

@@ -101,6 +101,8 @@ class LatentCoreAttention(nn.Module):
             for name in (FORMS[1:] if self.options.form == "auto" else (self.options.form,))
         }
         asked = self.options.core_attention_backend
+        if not hidden_states.numel():
+            asked = "reference"  # kernels are not launched over nothing
         if self.options.batch_invariant:
             form = "absorbed"
             backend = choose_batch_invariant(requests[form], asked, keys.num_blocks)

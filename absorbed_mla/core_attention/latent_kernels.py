@@ -116,7 +116,7 @@ def triton_refuses(request: AttentionRequest) -> str | None:
 def hopper_refuses(request: AttentionRequest) -> str | None:
     """Why the kernels for Hopper cannot do this, or None."""
     content, rope = request.value_width, request.key_width - request.value_width
-    reason = _refuses(request)
+    reason = "it needs a GPU" if request.device.type != "cuda" else _refuses(request)
     if reason is None and not (content in _HOPPER_CONTENT and rope in _HOPPER_ROPE):
         known = f"{_HOPPER_CONTENT} and {_HOPPER_ROPE}"
         reason = f"widths {content} (latent) and {rope} (rope) are not among {known}"

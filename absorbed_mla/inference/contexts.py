@@ -19,6 +19,7 @@ def open_step(
     layer_offset: Callable[[], int],
     kv: Tensor,
     options: AbsorbedMLAOptions,
+    owner: object,
 ) -> InferenceStep:
     """The cache of one layer for one forward.
 
@@ -28,10 +29,11 @@ def open_step(
         layer_offset: Layers of the model before this pipeline stage.
         kv: Latents of the new tokens as the host gives them, [S, B, C + rope].
         options: Where latents are kept.
+        owner: Something that lives as long as the layer, and is no other layer's.
 
     Raises:
         ValueError: If it is no such context, the new tokens do not fit into it, or it cannot hold
-            latents.
+            latents, or holds those of another model.
     """
     if not hasattr(context, "is_static_batching"):
         raise ValueError(
@@ -40,7 +42,7 @@ def open_step(
         )
     tokens, batch, _ = kv.shape
     if context.is_static_batching():
-        return StaticStep(context, layer_number, kv, options)
+        return StaticStep(context, layer_number, kv, options, owner)
     if options.latent_cache_tokens is not None:
         raise ValueError(
             "latent_cache_tokens needs a StaticInferenceContext; DynamicInferenceContext has "

@@ -123,7 +123,7 @@ def _triton_refuses(request: PagedRequest) -> str | None:
 
 def _hopper_refuses(request: PagedRequest) -> str | None:
     """Why the kernel for Hopper cannot do this, or None: as in training, but for the blocks."""
-    if request.block_size % _HOPPER_PAGE:
+    if request.device.type == "cuda" and request.block_size % _HOPPER_PAGE:
         return (
             f"it needs a block size that is a multiple of {_HOPPER_PAGE}; the cache has "
             f"{request.block_size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,13 +30,19 @@ class StaticStep:
         layer_number: Key of the layer in the context.
         kv: Latents of the new tokens, [S, B, C + rope].
         options: Read for ``latent_cache_tokens`` and ``context_chunk_size``.
+        owner: See ``open_step``.
 
     Raises:
-        ValueError: If the new tokens do not fit into the context.
+        ValueError: If the new tokens do not fit into the context, or follow another model's.
     """
 
     def __init__(
-        self, context: Any, layer_number: int, kv: Tensor, options: AbsorbedMLAOptions
+        self,
+        context: Any,
+        layer_number: int,
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
     ) -> None:
         tokens, batch, _ = kv.shape
         self.offset, first = int(context.sequence_len_offset), int(context.batch_size_offset)
@@ -44,6 +51,7 @@ class StaticStep:
         _require_fits("max_sequence_length", context.max_sequence_length, self.max_position)
         _require_fits("max_batch_size", context.max_batch_size, self.requests.stop)
         self.memory = _memory(context, layer_number, kv, options)
+        _claim(context, layer_number, owner)
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
         self.rows = _rows(self.lengths, kv.device, _stream(kv.device))
@@ -64,7 +72,8 @@ class StaticStep:
 
     def unpack(self, x: Tensor) -> Tensor:
         """See :class:`InferenceStep`."""
-        return x.view(len(self.rows), -1, x.shape[-1]).transpose(0, 1)
+        tokens = self.max_position - self.offset
+        return x.view(len(self.rows), tokens, x.shape[-1]).transpose(0, 1)
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
@@ -96,6 +105,22 @@ def _require_fits(name: str, limit: int, needed: int) -> None:
             f"the inference context has {name}={limit}, but this forward needs {needed}; "
             f"make the context with a larger {name}"
         )
+
+
+def _claim(context: Any, layer_number: int, owner: object) -> None:
+    """Refuse to continue what another model's layer wrote; the first tokens of all may be anyone's.
+
+    Another model of the same dimensions would find its layer's number taken, and fit.
+    """
+    owners = vars(context).setdefault("latent_owners", {})
+    last = owners.get(layer_number)
+    begun = int(context.sequence_len_offset) or int(context.batch_size_offset)
+    if begun and last is not None and last() is not owner:
+        raise ValueError(
+            f"the inference context holds another model's latents for layer {layer_number}; use "
+            "one context per model"
+        )
+    owners[layer_number] = weakref.ref(owner)
 
 
 def _memory(

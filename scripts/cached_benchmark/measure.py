@@ -126,7 +126,7 @@ class Measurement:
             count = min(8192, case.context - first)
             filled = self._random(count, case.batch, dims.kv_down_dim)
             context.sequence_len_offset = first
-            step = open_step(context, 1, lambda: 0, filled, options)
+            step = open_step(context, 1, lambda: 0, filled, options, owner=attention)
             step.write(step.pack(filled))
         context.sequence_len_offset = case.context
         kv = self._random(case.queries, case.batch, dims.kv_down_dim)
@@ -139,7 +139,7 @@ class Measurement:
         cos_sin = (angles.cos(), angles.sin())
 
         def run() -> Tensor:
-            step = open_step(context, 1, lambda: 0, kv, options)
+            step = open_step(context, 1, lambda: 0, kv, options, owner=attention)
             packed = step.pack(kv)
             step.write(packed)
             return attention(step, q, packed, weights, cos_sin)

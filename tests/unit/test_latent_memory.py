@@ -62,9 +62,10 @@ class TestOffloaded:
 
 
 class TestStaticContext:
-    def open(self, context, tokens=4, batch=BATCH, dtype=torch.float32, **options):
+    def open(self, context, tokens=4, batch=BATCH, dtype=torch.float32, owner=None, **options):
         kv = torch.zeros(tokens, batch, WIDTH, dtype=dtype, device=world.device())
-        return open_step(context, 7, lambda: 0, kv, AbsorbedMLAOptions(**options))
+        options = AbsorbedMLAOptions(**options)
+        return open_step(context, 7, lambda: 0, kv, options, owner or type(self))
 
     def test_only_latents_are_kept(self):
         """C + rope numbers per token and layer, and nothing else."""
@@ -107,6 +108,21 @@ class TestStaticContext:
         self.open(context)
         with refusal("layer 7", "one context per model"):
             self.open(context, dtype=torch.float64)
+
+    @pytest.mark.parametrize("offset", ["sequence_len_offset", "batch_size_offset"])
+    def test_context_of_another_model_of_the_same_dimensions(self, offset):
+        """It would continue the other one's prompts, and say nothing."""
+        context, mine, theirs = StaticInferenceContext(BATCH, 5), torch.nn.Module(), world
+        self.open(context, owner=mine, batch=1)
+        setattr(context, offset, 1)
+        self.open(context, owner=mine, batch=1)
+        with refusal("another model's latents for layer 7", "one context per model"):
+            self.open(context, owner=theirs, batch=1)
+        context.reset()
+        self.open(context, owner=theirs, batch=1)
+        setattr(context, offset, 1)
+        with refusal("another model's latents"):
+            self.open(context, owner=mine, batch=1)
 
     def test_dynamic_context_has_its_own_way(self):
         context = SimpleNamespace(is_static_batching=lambda: False)

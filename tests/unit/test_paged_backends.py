@@ -13,6 +13,7 @@ from absorbed_mla.inference import flash_mla, paged_backends
 from absorbed_mla.inference.paged_backends import PagedRequest, choose, examine
 from absorbed_mla.inference.paged_reference import paged_reference
 from tests.support.paged import PagedCase
+from tests.support.refusal import refusal
 
 ON_CPU = PagedRequest(torch.device("cpu"), torch.float32, 8, 32, 16, 16)
 DEEP = PagedRequest(torch.device("cuda"), torch.bfloat16, 128, 512, 64, 64)
@@ -139,3 +140,14 @@ class TestFlashMLA:
         self.rows = inputs[3]
         with pytest.raises(ValueError, match="0 to 64"):
             flash_mla.FlashMLABackend().forward(*inputs, 0, 64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [64, 5])
+def test_what_a_cpu_lacks_first_of_all(dtype, block_size):
+    """Another dtype or block size would not help."""
+    request = replace(DEEP, device=torch.device("cpu"), dtype=dtype, block_size=block_size)
+    for name in ("hopper", "flash_mla"):
+        with refusal(f"paged_attention_backend={name!r}", "it needs a GPU"):
+            choose(name, request)

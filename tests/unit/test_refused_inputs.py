@@ -88,6 +88,32 @@ class TestForwardArguments:
                 hidden_states(), **{"attention_mask": None, **given}, inference_context=context
             )
 
+    @torch.no_grad()
+    @pytest.mark.parametrize("shape", [(1, 1, 5, 6), (1, 1, 6, 7), (6, 6), (3, 1, 6, 6)])
+    def test_mask_of_another_shape_in_inference(self, attention, shape):
+        """It hides later tokens, of a call that has other ones."""
+        mask = torch.ones(shape, dtype=torch.bool, device=world.device())
+        mask = mask.triu(shape[-1] - shape[-2] + 1)
+        context = StaticInferenceContext(BATCH, TOKENS)
+        with refusal("attention_mask", "[2 or 1, 1, 6 new tokens, 6 cached", f"got shape {shape}"):
+            attention(hidden_states(), mask, inference_context=context)
+
+    @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
+    @pytest.mark.parametrize("tokens, batch", [(0, 2), (5, 0), (0, 0)])
+    def test_nothing(self, form, tokens, batch):
+        """No token, or no sequence: nothing comes of it, in training and over a cache."""
+        for recompute in ((), ("mla_up_proj",), ("core_attn",)):
+            attention = build_attention(TINY, Setup(form=form, recompute=recompute))
+            x = hidden_states(tokens, batch).requires_grad_()
+            output, _ = attention(x, None)
+            output.sum().backward()
+            assert output.shape == x.shape == x.grad.shape
+            weight = attention.linear_k_up_proj.weight
+            assert weight.grad is None or not weight.grad.any()
+            with torch.no_grad():
+                context = StaticInferenceContext(2, 8)
+                assert attention(x, None, inference_context=context)[0].shape == x.shape
+
     def test_inference_with_gradients(self, attention):
         with refusal("inference_context needs torch.no_grad()"):
             attention(hidden_states(), None, inference_params=StaticInferenceContext(BATCH, TOKENS))

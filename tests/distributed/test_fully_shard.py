@@ -1,0 +1,66 @@
+"""PyTorch's ``fully_shard`` (FSDP2) of the attention, of its children, of those that refuse it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support import world
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import Setup, build_attention, load_weights
+from tests.support.layouts import dense
+from tests.support.numerics import relative_error
+from tests.support.refusal import refusal
+
+pytestmark = pytest.mark.skipif(world.size() != 2, reason="tested with 2 processes")
+form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
+
+
+@pytest.fixture(autouse=True)
+def _data_parallel():
+    with world.parallel():
+        yield
+
+
+def layer(form: str):
+    setup = Setup(form=form)
+    attention = build_attention(TINY, setup)
+    load_weights(attention, TINY, setup, random_weights(TINY))
+    return attention
+
+
+def gradients(attention) -> dict[str, torch.Tensor]:
+    """Of the input and every parameter; all ranks have the same input."""
+    x = dense(7, 2).random_rows(TINY.hidden, 1).to(world.device()).requires_grad_()
+    output, _ = attention(x, None)
+    output.square().sum().backward()
+    found = {"input": x.grad}
+    for name, parameter in attention.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def sharded(attention, child: str):
+    mesh = init_device_mesh(world.device().type, (world.size(),))
+    fully_shard(attention.get_submodule(child), mesh=mesh)
+    return attention
+
+
+@form
+@pytest.mark.parametrize("child", ["", "linear_q_up_proj", "linear_kv_down_proj", "linear_proj"])
+def test_gradients(form, child):
+    expected = gradients(layer(form))
+    found = gradients(sharded(layer(form), child))
+    for name, gradient in expected.items():
+        assert relative_error(found[name], gradient) < 1e-12, name
+
+
+@pytest.mark.parametrize("child", ["linear_k_up_proj", "linear_v_up_proj"])
+def test_a_weight_that_is_handed_out(child):
+    """FSDP frees it after the call, before the attention has used it."""
+    attention = sharded(layer("absorbed"), child)
+    with refusal("fully_shard", "HeadwiseUpProjection", "AbsorbedMLASelfAttention"):
+        gradients(attention)
