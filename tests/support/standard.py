@@ -57,8 +57,13 @@ def standard_state_dict(
 
 def build_standard(mla: OracleMLA, setup: Setup) -> nn.Module:
     """Megatron's attention; its latent norms know no epsilon but the config's."""
-    changes = {"layernorm_epsilon": mla.norm_eps, "transformer_impl": setup.backend}
-    config = config_for(mla, setup.dtype, **changes)
+    config = config_for(
+        mla,
+        setup.dtype,
+        layernorm_epsilon=mla.norm_eps,
+        transformer_impl=setup.backend,
+        use_cpu_initialization=setup.backend == "local",
+    )
     spec = get_standard_mla_layer_spec(config, backend=setup.backend).submodules.self_attention
     attention = build_module(spec, config=config, layer_number=1)
     assert type(attention).__module__ == "megatron.core.transformer.multi_latent_attention"
