@@ -11,10 +11,10 @@ Megatron's MLASelfAttention of TransformerEngine's layers: time of forward and o
 kept for backward, peak. Suite "core": the attention without projections, expanded and absorbed, by
 our backends, PyTorch's, TransformerEngine's and FlashAttention's; what refuses says why. The
 dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script:
---device cpu with small dimensions). Layers come first, of these Megatron's without and ours with
-recomputation: what --time-limit leaves out matters least. A case that fails has its error in its
-row, and the others go on. What was measured is written after every case. The last line of the
-output is JSON.
+--device cpu with small dimensions). Layers come first, of these the recomputed ones, each beside
+Megatron's with the same recomputation: what --time-limit leaves out matters least. A case that
+fails has its error in its row, and the others go on. What was measured is written after every case.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def measure_all(args) -> None:
         "itemsize": measurement.dtype.itemsize,
         "dims": dims_of(args),
         "link": measurement.link_bytes_per_second(),
-        "versions": provenance.versions(provenance.ATTENTION_PACKAGES),
+        "versions": provenance.attention_versions(on_gpu),
     }
     report = Report(environment, [])
     for case in cases(args):

@@ -89,9 +89,6 @@ def describe(args, on_gpu: bool) -> dict:
     sizes = {"layers": args.layers, "heads": args.heads, "ffn-hidden-size": args.ffn_hidden_size}
     sizes |= dims_of(args)
     sizes |= {"vocabulary": args.vocab_size, "sequence": args.seq_length}
-    versions = provenance.versions(provenance.ATTENTION_PACKAGES)
-    if on_gpu:
-        versions["cuda"] = torch.version.cuda or "unknown"
     return {
         "date": provenance.today(),
         "command": shlex.join(["python", *sys.argv]),
@@ -103,7 +100,7 @@ def describe(args, on_gpu: bool) -> dict:
         "tokens_per_iteration": args.global_batch_size * args.seq_length,
         "model": sizes,
         "megatron": args.megatron,
-        "versions": versions,
+        "versions": provenance.attention_versions(on_gpu),
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -20,6 +22,7 @@ ATTENTION_PACKAGES = (
     "flash-attn-4",
     "nvidia-cutlass-dsl",
 )
+CUDNN_OF_TORCH, CUDNN_OF_TE = "cudnn of torch", "cudnn of transformer-engine"
 
 
 def today() -> str:
@@ -50,6 +53,54 @@ def processor() -> str:
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of Python and of the packages."""
     return {"python": platform.python_version()} | {name: _version(name) for name in packages}
+
+
+def attention_versions(on_gpu: bool) -> dict[str, str]:
+    """Of ``ATTENTION_PACKAGES`` and, on a GPU, of CUDA and of the cuDNN that each library runs.
+
+    TransformerEngine loads the cuDNN that it finds first, which need not be the one that PyTorch
+    was installed with.
+    """
+    found = versions(ATTENTION_PACKAGES)
+    if on_gpu:
+        import torch
+
+        found["cuda"] = torch.version.cuda or "unknown"
+        found[CUDNN_OF_TORCH] = cudnn_of_torch()
+        found[CUDNN_OF_TE] = cudnn_of_transformer_engine()
+    return found
+
+
+def cudnn_of_torch() -> str:
+    """The version that PyTorch runs, which may be another than it was compiled against."""
+    import torch
+
+    try:
+        return cudnn_text(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        pairs = [part.replace(", ", ".") for part in re.findall(r"\(([\d, ]+)\)", str(error))]
+        return "{1} (PyTorch was compiled against {0})".format(*pairs, *"??")
+
+
+def cudnn_of_transformer_engine() -> str:
+    """The version that TransformerEngine loaded, asked of the library itself."""
+    try:
+        # It loads cuDNN; the library of the next line cannot be imported before.
+        importlib.import_module("transformer_engine.pytorch")
+        library = importlib.import_module("transformer_engine_torch")
+    except ImportError:
+        return "not installed"
+    # A broken installation raises other errors, too.
+    except Exception as error:
+        return f"cannot be imported ({type(error).__name__})"
+    return cudnn_text(library.get_cudnn_version())
+
+
+def cudnn_text(number: int | None) -> str:
+    """``"9.14.0"`` for 91400, as cuDNN 9 and newer count."""
+    if number is None:
+        return "not installed"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _version(package: str) -> str:

@@ -26,9 +26,9 @@ LAYER_TOKENS = "4k,8k,16k,32k,64k"
 CORE_TOKENS = "8k,32k"
 QUICK_TOKENS = "4k,8k"
 SECONDS_PER_ROW, QUICK_SECONDS_PER_ROW = 0.5, 0.1
-# Implementation and recomputation: the layer that all are compared with, and ours as it is meant.
-_COMPARED = (("megatron", False), ("ours", True))
-_OTHERS = (("ours", False), ("megatron", True))
+# Implementation and recomputation. Like is compared with like, as ours is meant first.
+_RECOMPUTED = (("megatron", True), ("ours", True))
+_KEPT = (("megatron", False), ("ours", False))
 _SECONDS_HELP = f"for timed repetitions ({SECONDS_PER_ROW}, quick {QUICK_SECONDS_PER_ROW})"
 
 
@@ -91,7 +91,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
 
 
 def layer_cases(args: argparse.Namespace) -> list[LayerCase]:
-    """The comparison that has a target before others, each with smaller ones first.
+    """Recomputed layers before the others, each with smaller ones first.
 
     So what is too large for the machine, or too late, is what matters least.
     """
@@ -99,7 +99,7 @@ def layer_cases(args: argparse.Namespace) -> list[LayerCase]:
         return []
     return [
         LayerCase(implementation, recompute, heads, tokens, layout)
-        for ways in (_COMPARED, _OTHERS)
+        for ways in (_RECOMPUTED, _KEPT)
         for tokens in sorted(args.seq_lens or parse_sizes(LAYER_TOKENS))
         for heads in sorted(args.heads)
         for layout in args.layouts

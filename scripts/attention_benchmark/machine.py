@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import gc
 import os
-import re
 import shlex
 import time
 from collections.abc import Callable
@@ -47,11 +46,7 @@ class Bench:
 
     def describe(self) -> dict:
         """Device, versions, date, command line, ceilings, and what the cases have in common."""
-        versions = provenance.versions(provenance.ATTENTION_PACKAGES)
         on_gpu = self.processes.on_gpu
-        if on_gpu:
-            versions["cuda"] = torch.version.cuda or "unknown"
-            versions["cudnn"] = _cudnn()
         return {
             "date": provenance.today(),
             "command": shlex.join(command_line()),
@@ -62,7 +57,7 @@ class Bench:
             "rope_type": self.args.rope_type,
             "form": self.args.form,
             "backend": self.args.backend,
-            "versions": versions,
+            "versions": provenance.attention_versions(on_gpu),
             "ceilings": ceilings(on_gpu),
         }
 
@@ -116,12 +111,3 @@ class Bench:
         if isinstance(case, CoreCase):
             return case.implementation, case.form
         return case.implementation, case.recompute, case.heads, case.layout
-
-
-def _cudnn() -> str:
-    """The version that runs: TransformerEngine may have loaded another than PyTorch asks for."""
-    try:
-        return str(torch.backends.cudnn.version())
-    except RuntimeError as error:
-        versions = [part.replace(", ", ".") for part in re.findall(r"\(([\d, ]+)\)", str(error))]
-        return "{1} (PyTorch was compiled against {0})".format(*versions, *"??")

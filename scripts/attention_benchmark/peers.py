@@ -91,7 +91,7 @@ def transformer_engine(operands: Operands, scale: float) -> Built:
     """TransformerEngine's fused attention (cuDNN's), by its DotProductAttention."""
     module = _import("transformer_engine.pytorch", "TransformerEngine")
     q, k, v = _joined(operands)
-    with _only_fused():
+    with only_fused():
         attention = module.DotProductAttention(
             q.shape[2],
             (q.shape[3], v.shape[3]),
@@ -104,7 +104,7 @@ def transformer_engine(operands: Operands, scale: float) -> Built:
 
     def attend() -> Tensor:
         try:
-            with _only_fused():
+            with only_fused():
                 return attention(q, k, _value(k, v))
         except ValueError as error:
             if _TE_HAS_NONE not in str(error):
@@ -115,7 +115,7 @@ def transformer_engine(operands: Operands, scale: float) -> Built:
 
 
 @contextmanager
-def _only_fused() -> Iterator[None]:
+def only_fused() -> Iterator[None]:
     """Let TransformerEngine take no attention but cuDNN's."""
     wanted = {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
     former = {name: os.environ.get(name) for name in wanted}

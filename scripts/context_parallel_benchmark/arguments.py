@@ -40,6 +40,7 @@ class Case:
         heads: Of the layer.
         layout: ``"sbhd"``, or ``"thd"``: a pack of equal documents.
         documents: In the pack; 1 for ``sbhd``.
+        recompute: Module that is recomputed in backward, or ``"none"``.
     """
 
     implementation: str
@@ -49,10 +50,12 @@ class Case:
     heads: int
     layout: str
     documents: int
+    recompute: str
 
     def __str__(self) -> str:
+        recompute = "" if self.recompute == "none" else f" recompute {self.recompute}"
         return (
-            f"{self.implementation} {self.cp_comm_type} {self.form} {self.layout} "
+            f"{self.implementation} {self.cp_comm_type} {self.form}{recompute} {self.layout} "
             f"S={self.tokens} n={self.heads}"
         )
 
@@ -75,7 +78,12 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), default="ours,megatron")
     add("--cp-comm-types", type=list_of(one_of(CP_COMM_TYPES)), default="all_gather,p2p")
     add("--form", choices=FORMS, default="expanded", help="of ours (%(default)s)")
-    add("--recompute", choices=RECOMPUTE, default="none", help="in ours (%(default)s)")
+    add(
+        "--recompute",
+        type=list_of(one_of(RECOMPUTE)),
+        default="none",
+        help="in both layers, none or mla_up_proj, or both for rows of each (%(default)s)",
+    )
     add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
     add("--warmup", type=count, default=1, help="steps that are not timed (%(default)s)")
     add("--seconds-per-row", type=seconds, default=5.0, help="for timed steps (%(default)s)")
@@ -127,16 +135,15 @@ def cases(args: argparse.Namespace, cp_size: int) -> list[Case]:
             "context parallelism needs 2 or more processes, got 1; start this script by "
             "torchrun --nproc-per-node 2"
         )
-    result = []
+    ways = list(_ways(args))
+    result: list[Case] = []
     for tokens in sorted(args.sizes):
         for heads in args.heads:
             for layout in args.layouts:
                 documents = args.documents if layout == "thd" else 1
                 _require_divisible(tokens, documents, cp_size)
-                for implementation, comm_type, form in _ways(args):
-                    result.append(
-                        Case(implementation, comm_type, form, tokens, heads, layout, documents)
-                    )
+                inputs = (tokens, heads, layout, documents)
+                result += [Case(*way, *inputs, again) for again in args.recompute for way in ways]
     return result
 
 

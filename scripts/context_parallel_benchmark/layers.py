@@ -58,7 +58,7 @@ def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject
         ValueError: If it cannot be built here.
     """
     ours = case.implementation == "ours"
-    recompute = args.recompute if ours and args.recompute != "none" else None
+    recompute = None if case.recompute == "none" else case.recompute
     config = layer_config(case, args, processes, recompute)
     spec = attention_spec(config, AbsorbedMLAOptions(form=case.form) if ours else None)
     layer = build_module(spec, config=config, layer_number=1, cp_comm_type=case.cp_comm_type).to(

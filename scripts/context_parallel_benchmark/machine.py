@@ -32,8 +32,7 @@ def describe(args: argparse.Namespace, processes: Processes) -> dict:
 
 
 def _versions(on_gpu: bool) -> dict[str, str]:
-    found = provenance.versions(provenance.ATTENTION_PACKAGES)
+    found = provenance.attention_versions(on_gpu)
     if on_gpu:
-        found["cuda"] = torch.version.cuda or "unknown"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found

@@ -43,7 +43,9 @@ def _panels(reports: Sequence[Report]) -> dict[str, list[Row]]:
 
 
 def _series(row: Row) -> str:
-    return f"{row.case.implementation}, {row.case.cp_comm_type}, {row.case.form}"
+    case = row.case
+    recompute = "" if case.recompute == "none" else ", recompute"
+    return f"{case.implementation}, {case.cp_comm_type}, {case.form}{recompute}"
 
 
 def _draw(time, traffic, rows: list[Row], names: list[str]) -> None:

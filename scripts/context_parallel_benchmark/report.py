@@ -26,7 +26,8 @@ EXPLANATION = """\
   and in backward. A point-to-point message counts its bytes; collectives count as in a ring: an
   all-gather of x over n ranks (n - 1) x, a reduce-scatter of n x (n - 1) x, an all-reduce of x
   2 (n - 1) / n x.
-- **of megatron's**: bytes and time of a step, divided by those of Megatron's layer.
+- **of megatron's**: bytes and time of a step and kept memory, divided by those of Megatron's layer
+  on the same input with the same recomputation.
 - **overlap**: fraction of the time of NCCL's kernels, waiting included, that other kernels run in,
   in forward and in backward; the lowest rank's.
 - GiB is 2^30 bytes, k in numbers of tokens 1024."""
@@ -46,7 +47,7 @@ class Report(StoredReport):
     rows: Sequence[Row]
 
     def peer(self, row: Row) -> Row | None:
-        """Megatron's layer on the same input, if it was measured."""
+        """Megatron's layer on the same input with the same recomputation, if it was measured."""
         for other in self.rows:
             theirs = other.case.implementation == "megatron" and not other.error
             if theirs and _input(other) == _input(row):
@@ -63,10 +64,11 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def table(reports: Sequence[Report]) -> str:
     """One line for each case that was measured."""
-    head = ["ranks", "layout", "S", "heads", "layer", "exchange", "form", "ran", "forward", "step"]
-    head += ["kept", "peak", "bytes per token", "of megatron's: bytes", "time", "overlap"]
+    head = ["ranks", "layout", "S", "heads", "layer", "recompute", "exchange", "form", "ran"]
+    head += ["forward", "step", "kept", "peak", "bytes per token"]
+    head += ["of megatron's: bytes", "time", "kept", "overlap"]
     good = ((row, report) for report in reports for row in report.rows if not row.error)
-    words = ("layout", "layer", "exchange", "form", "ran")
+    words = ("layout", "layer", "recompute", "exchange", "form", "ran")
     return markdown_table(head, (_line(row, report) for row, report in good), words)
 
 
@@ -117,6 +119,7 @@ def _line(row: Row, report: Report) -> list[str]:
         tokens_text(case.tokens),
         str(case.heads),
         case.implementation,
+        "-" if case.recompute == "none" else case.recompute,
         case.cp_comm_type,
         case.form,
         row.ran or "-",
@@ -131,18 +134,19 @@ def _line(row: Row, report: Report) -> list[str]:
 
 
 def _of_peer(row: Row, peer: Row | None) -> Iterator[str]:
-    """Bytes and time of a step relative to ``peer``'s."""
+    """Bytes and time of a step, and kept memory, relative to ``peer``'s."""
     if peer is None or peer is row:
-        yield from ("-", "-")
+        yield from ("-", "-", "-")
         return
     sent, theirs = (r.forward_sent_bytes + r.backward_sent_bytes for r in (row, peer))
     yield f"{sent / theirs:.3f}" if theirs else "-"
     yield f"{median(row.step_seconds) / median(peer.step_seconds):.2f}"
+    yield f"{row.kept_bytes / peer.kept_bytes:.2f}" if row.kept_bytes and peer.kept_bytes else "-"
 
 
 def _input(row: Row) -> tuple:
     case = row.case
-    return row.cp_size, case.layout, case.documents, case.tokens, case.heads
+    return row.cp_size, case.layout, case.documents, case.tokens, case.heads, case.recompute
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

@@ -16,8 +16,6 @@ from absorbed_mla.testing.cpu_inference import enable_cpu_inference
 from context_parallel_benchmark.arguments import dims_of
 from context_parallel_benchmark.processes import Processes
 
-_PACKAGES = (*provenance.ATTENTION_PACKAGES, "flash-mla")
-
 
 class Machine:
     """One process on one device.
@@ -67,9 +65,7 @@ class Machine:
 
     def describe(self, args: argparse.Namespace) -> dict:
         """Device, versions, date, command line, and what the cases have in common."""
-        versions = provenance.versions(_PACKAGES)
-        if self.on_gpu:
-            versions["cuda"] = torch.version.cuda or "unknown"
+        versions = provenance.attention_versions(self.on_gpu) | provenance.versions(["flash-mla"])
         return {
             "date": provenance.today(),
             "command": shlex.join(["python", *sys.argv]),

@@ -32,7 +32,7 @@ def times(seconds: float) -> Times:
 
 
 MEGATRON = Row(
-    case=LayerCase("megatron", False, 128, 8192, "thd"),
+    case=LayerCase("megatron", True, 128, 8192, "thd"),
     forward=times(0.01),
     backward=times(0.03),
     step=times(0.04),

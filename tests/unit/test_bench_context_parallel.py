@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "versions": {"torch": "2"},
 }
 OURS = Row(
-    case=Case("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1),
+    case=Case("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1, "none"),
     cp_size=2,
     forward_seconds=[0.02, 0.01, 0.06],
     step_seconds=[0.06, 0.05, 0.1],
@@ -47,8 +47,9 @@ OURS = Row(
 )
 MEGATRON = dataclasses.replace(
     OURS,
-    case=Case("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1),
+    case=Case("megatron", "p2p", "expanded", 16384, 128, "sbhd", 1, "none"),
     step_seconds=[0.04],
+    kept_bytes=2**30,
     forward_sent_bytes=8192 * 80000,
     backward_sent_bytes=8192 * 265600,
     forward_overlap=None,
@@ -129,6 +130,15 @@ def test_cases():
         ("megatron", "p2p"),
     ]
     assert [(c.layout, c.documents) for c in found[:6]] == [("sbhd", 1)] * 3 + [("thd", 2)] * 3
+    assert {case.recompute for case in found} == {"none"}
+
+
+def test_both_layers_recompute():
+    argv = ["out", "--sizes", "16", "--heads", "2", "--cp-comm-types", "p2p"]
+    found = cases(parse_arguments([*argv, "--recompute", "none,mla_up_proj"], ""), 2)
+    expected = [(i, r) for r in ("none", "mla_up_proj") for i in ("ours", "megatron")]
+    assert [(case.implementation, case.recompute) for case in found] == expected
+    assert str(found[3]) == "megatron p2p expanded recompute mla_up_proj sbhd S=16 n=2"
 
 
 def test_sizes():
@@ -145,6 +155,7 @@ def test_sizes():
         (["--implementations", "theirs"], "expected some of ours, megatron"),
         (["--cp-comm-types", "a2a"], "expected some of all_gather, p2p"),
         (["--form", "other"], "argument --form: invalid choice"),
+        (["--recompute", "core_attn"], "expected some of none, mla_up_proj"),
         (["--seconds-per-row", "nan"], "expected a number of seconds above 0, got 'nan'"),
         (["--render", "/nowhere.json"], "--render must be JSON that this script wrote"),
     ),
@@ -171,9 +182,9 @@ def test_sizes_that_do_not_divide(capsys, monkeypatch):
 def test_table():
     report = Report(ENVIRONMENT, [OURS, MEGATRON])
     assert table([report]).splitlines()[2] == (
-        "| 2 | sbhd | 16k | 128 | ours | all_gather | expanded | expanded, cudnn | "
+        "| 2 | sbhd | 16k | 128 | ours | - | all_gather | expanded | expanded, cudnn | "
         "20.0 (10.0 - 60.0) ms | 60.0 (50.0 - 100.0) ms | 0.50 GiB | 2.00 GiB | "
-        "1,152 + 2,304 | 0.010 | 1.50 | 50 %, - |"
+        "1,152 + 2,304 | 0.010 | 1.50 | 0.50 | 50 %, - |"
     )
     text = markdown([report])
     assert "2 ranks, measured on 2026-01-01 by `torchrun` at abc: a device" in text
@@ -187,6 +198,22 @@ def test_bytes_per_token_are_for_each_other_rank():
     assert peers.peer(four) is None
 
 
+def test_recomputed_is_compared_with_recomputed():
+    """Otherwise memory saved by recomputation looks like the layer's own doing."""
+
+    def recomputed(row, **figures):
+        case = dataclasses.replace(row.case, recompute="mla_up_proj")
+        return dataclasses.replace(row, case=case, **figures)
+
+    ours, theirs = recomputed(OURS, kept_bytes=2**28), recomputed(MEGATRON, kept_bytes=2**28)
+    report = Report(ENVIRONMENT, [OURS, MEGATRON, ours, theirs])
+    assert report.peer(ours) is theirs and report.peer(OURS) is MEGATRON
+    assert Report(ENVIRONMENT, [ours, MEGATRON]).peer(ours) is None
+    lines = table([report]).splitlines()
+    assert "| 0.010 | 1.50 | 0.50 |" in lines[2] and "| 0.010 | 1.50 | 1.00 |" in lines[4]
+    assert "| ours | mla_up_proj | all_gather |" in lines[4]
+
+
 def test_failed_cases_are_named_and_in_no_table():
     failed = [FAILED, dataclasses.replace(FAILED, cp_size=4)]
     report = Report(ENVIRONMENT, [OURS, *failed])
@@ -195,7 +222,7 @@ def test_failed_cases_are_named_and_in_no_table():
     assert errors([report]).splitlines()[-1] == (
         f"- rank 1: OutOfMemoryError: CUDA out of memory: {case} on 2 ranks; {case} on 4 ranks"
     )
-    assert table([report]).splitlines()[2].endswith("| - | - | 50 %, - |")
+    assert table([report]).splitlines()[2].endswith("| - | - | - | 50 %, - |")
 
 
 @pytest.fixture
@@ -284,10 +311,11 @@ def test_two_processes(tmp_path):
     command += ["--sizes", "64", "--heads", "4", "--layouts", "sbhd,thd", "--documents", "2"]
     command += ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "48"]
     command += ["--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
+    command += ["--recompute", "none,mla_up_proj"]
     output = run(command, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     json.loads(output.splitlines()[-1])
     report = Report.read(tmp_path / "context_parallel.json")
-    assert len(report.rows) == 6
+    assert len(report.rows) == 12
     assert {"flash-attn-4", "nvidia-cutlass-dsl", "triton"} < {*report.environment["versions"]}
     for row in report.rows:
         if row.case.implementation == "megatron":
@@ -300,8 +328,12 @@ def test_two_processes(tmp_path):
             what: sum(r["bytes"] for r in row.traffic[what] if r["dtype"] == "float32")
             for what in ("forward", "backward")
         }
-        exchanges = 2 if row.case.cp_comm_type == "p2p" else 1
+        around = row.case.cp_comm_type == "p2p"
+        # The ring's backward sends latents again, recomputed or not.
+        gathers_again = row.case.recompute == "mla_up_proj" and not around
+        exchanges = 1 + around + gathers_again
         assert floats == {"forward": 32 * 56 * 4, "backward": exchanges * 32 * 56 * 4}
         assert row.backward_sent_bytes == floats["backward"]
         operations = {r["operation"] for r in row.traffic["backward"]}
-        assert operations == ({"send"} if exchanges == 2 else {"reduce-scatter"})
+        expected = {"reduce-scatter"} | ({"all-gather"} if gathers_again else set())
+        assert operations == ({"send"} if around else expected)

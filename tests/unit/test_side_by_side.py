@@ -10,18 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import build_module
 
-from absorbed_mla.testing.standard_mla import get_standard_mla_layer_spec
 from tests import oracle
-from tests.oracle import OracleResult
 from tests.support import world
-from tests.support.cases import TINY, config_for, random_weights
-from tests.support.harness import PARAMETERS, Setup, build_attention, named_tensors, run
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import Setup, build_attention, named_tensors, run
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import bounds_from_eager, compare
-from tests.support.standard import KV_UP, separate_heads, standard_state_dict
+from tests.support.standard import build_standard, load_standard, run_standard
 
 SHAPES = {
     "yarn": TINY,
@@ -30,30 +26,6 @@ SHAPES = {
 }
 # Megatron multiplies positions and frequencies in float32: a few 1e-7 rad at a dozen tokens.
 TABLE_ALLOWANCE = 1e-6
-
-
-def build_standard(mla, dtype):
-    """Megatron's attention; its latent norms know no epsilon but the config's."""
-    config = config_for(mla, dtype, layernorm_epsilon=mla.norm_eps)
-    spec = get_standard_mla_layer_spec(config, backend="local").submodules.self_attention
-    attention = build_module(spec, config=config, layer_number=1)
-    assert type(attention).__module__ == "megatron.core.transformer.multi_latent_attention"
-    assert attention.attn_mask_type == AttnMaskType.causal
-    return attention.to(world.device())
-
-
-def run_standard(attention, mla, layout, x, output_grad) -> OracleResult:
-    """Output and gradients under the oracle's names."""
-    x = x.to(world.device()).clone().requires_grad_()
-    packed = layout.packed_seq_params(world.device())
-    output, _ = attention(x, None, packed_seq_params=packed)
-    output.backward(output_grad.to(world.device()))
-    gradients = {n: p.grad.cpu() for n, p in attention.named_parameters()}
-    w_uk, w_uv = separate_heads(mla, gradients.pop(KV_UP))
-    oracle_names = {names[0]: n for n, (names, _) in PARAMETERS.items()}
-    named = {"w_uk": w_uk, "w_uv": w_uv, **{oracle_names[n]: g for n, g in gradients.items()}}
-    rows = [t.detach().reshape(-1, mla.hidden).cpu() for t in (output, x.grad)]
-    return OracleResult(*rows, named)
 
 
 @pytest.mark.skipif(world.size() > 1, reason="Megatron's gradients are wrong above TP=1")
@@ -68,10 +40,8 @@ def test_agrees_with_megatron(dtype, shape, layout_name, form):
     weights = {n: w.to(dtype).double() for n, w in random_weights(mla).items()}
     x, output_grad = (layout.random_rows(mla.hidden, i).to(dtype) for i in (1, 2))
 
-    standard, absorbed = build_standard(mla, dtype), build_attention(mla, setup)
-    missing = standard.load_state_dict(standard_state_dict(mla, setup, weights), strict=False)
-    assert not missing.unexpected_keys
-    assert all(key.endswith("_extra_state") for key in missing.missing_keys)
+    standard, absorbed = build_standard(mla, setup), build_attention(mla, setup)
+    load_standard(standard, mla, setup, weights)
     absorbed.load_state_dict(standard.state_dict())
 
     expected = named_tensors(mla, run_standard(standard, mla, layout, x, output_grad))

@@ -1,0 +1,1 @@
+"""The parts of scripts/check_cudnn_packed_gradients.py."""
