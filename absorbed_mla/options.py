@@ -26,6 +26,8 @@ _FORM_OF_BACKEND = {
     "hopper": "absorbed",
     "triton": "absorbed",
 }
+# How context-parallel ranks exchange latents.
+CP_COMM_TYPES = ("all_gather", "p2p")
 PAGED_ATTENTION_BACKENDS = ("auto", "hopper", "flash_mla", "triton", "reference")
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 

@@ -49,15 +49,21 @@ from attention_benchmark.report import (  # noqa: E402
     targets,
 )
 from attention_benchmark.terminal import print_tables  # noqa: E402
-from benchmark_report import exit_code, publish  # noqa: E402
+from benchmark_report import publish  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    return run_script("bench_attention.py", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv, __doc__)
     if args.render:
-        return exit_code(lambda: render(args.folder, [Report.read(file) for file in args.render]))
-    return exit_code(lambda: measure_all(args))
+        render(args.folder, [Report.read(file) for file in args.render])
+    else:
+        measure_all(args)
 
 
 def measure_all(args) -> None:
@@ -97,4 +103,4 @@ def render(folder: Path, reports: Sequence[Report]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

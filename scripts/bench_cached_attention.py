@@ -25,48 +25,61 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
-from benchmark_report import exit_code, publish  # noqa: E402
+from benchmark_report import publish  # noqa: E402
 from cached_benchmark.cases import SUITES, cases  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 from context_parallel_benchmark.arguments import (  # noqa: E402
     DIMS,
     add_dims,
+    check_files,
     dims_of,
     list_of,
     new_parser,
     one_of,
     parse_sizes,
-    require_files,
     seconds,
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: render(args) if args.render else measure_all(args))
+    words = sys.argv[1:] if argv is None else argv
+    return run_script("bench_cached_attention.py", lambda: _run(words))
+
+
+def _run(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
+    if args.render:
+        render(args)
+    else:
+        measure_all(args)
 
 
 def parse_arguments(argv: Sequence[str]):
-    """Parse ``argv``; wrong input ends the process with exit code 2."""
+    """Parse ``argv``.
+
+    Raises:
+        ValueError: After wrong input.
+    """
     parser = new_parser("bench_cached_attention.py", __doc__)
     add = parser.add_argument
     add("folder", type=Path, help="where cached.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
-    add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="(%(default)s)")
-    add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
-    add("--heads", type=parse_sizes, default="128,16", help="(%(default)s)")
-    add("--contexts", type=parse_sizes, default="32k,128k", help="cached tokens (%(default)s)")
-    add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens (%(default)s)")
-    add("--batches", type=parse_sizes, default="1,8", help="requests that decode (%(default)s)")
-    add("--budget-ratio", type=int, default=4, help="context over what is resident (%(default)s)")
-    add("--context-chunk-size", type=int, default=2**16, help="of the attention (%(default)s)")
-    add("--seconds-per-row", type=seconds, default=0.3, help="repetitions (%(default)s)")
-    add("--seed", type=int, default=1234, help="of weights and inputs (%(default)s)")
+    add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what is measured")
+    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--heads", type=parse_sizes, default="128,16", help="of the attention")
+    add("--contexts", type=parse_sizes, default="32k,128k", help="cached tokens")
+    add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens")
+    add("--batches", type=parse_sizes, default="1,8", help="requests that decode")
+    add("--budget-ratio", type=int, default=4, help="context over what is resident")
+    add("--context-chunk-size", type=int, default=2**16, help="of the attention")
+    add("--seconds-per-row", type=seconds, default=0.3, help="repetitions")
+    add("--seed", type=int, default=1234, help="of weights and inputs")
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    require_files(parser, args.render or ())
     if args.budget_ratio < 2:
         parser.error(f"--budget-ratio must be at least 2, got {args.budget_ratio}")
+    check_files(args.folder, args.render or ())
     return args
 
 
@@ -131,4 +144,4 @@ def publish_all(folder: Path, reports) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -28,7 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
-from benchmark_report import exit_code, publish  # noqa: E402
+from benchmark_report import publish  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 from context_parallel_benchmark.arguments import cases, parse_arguments  # noqa: E402
 from context_parallel_benchmark.plot import plot  # noqa: E402
 from context_parallel_benchmark.report import (  # noqa: E402
@@ -43,10 +44,16 @@ from context_parallel_benchmark.report import (  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
+    words = sys.argv[1:] if argv is None else argv
+    return run_script("bench_context_parallel.py", lambda: _run(words))
+
+
+def _run(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv, __doc__)
     if args.render:
-        return exit_code(lambda: render(args.folder, [Report.read(file) for file in args.render]))
-    return exit_code(lambda: measure_all(args))
+        render(args.folder, [Report.read(file) for file in args.render])
+    else:
+        measure_all(args)
 
 
 def measure_all(args) -> None:
@@ -86,4 +93,4 @@ def render(folder: Path, reports: Sequence[Report]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -21,6 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import Failure, leave, run_script
 from conversion_benchmark.machine import describe
 from conversion_benchmark.measure import CommandError, Run, folder_bytes, measure, sync
 from conversion_benchmark.report import Row, table, write_report
@@ -144,15 +147,16 @@ def largest_tensor(choice: Choice) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure all sizes, write the report, compare with the bounds."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    """Measure all sizes, write the report, compare with the bounds; returns the exit code."""
+    return run_script("bench_conversion.py", lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    arguments = _parser().parse_args(argv)
     empty = Choice(model=arguments.model, layers=2, experts=2, vocab_size=arguments.vocab_size)
-    try:
-        choices = [fit_size(empty, size) for size in sorted(arguments.sizes)]
-        _check_disk(arguments.work_folder, choices)
-    except ValueError as error:
-        parser.error(str(error))
+    choices = [fit_size(empty, size) for size in sorted(arguments.sizes)]
+    _check_disk(arguments.work_folder, choices)
+    require_writable(folders={"folder": arguments.folder, "--work-folder": arguments.work_folder})
     # The tool is that of this tree, wherever the measurement is started.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -162,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             for choice in choices:
                 rows += Bench(Path(work), choice, arguments.repeat).rows()
         except (CommandError, subprocess.CalledProcessError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+            raise Failure(str(error)) from error
     write_report(arguments.folder, rows, describe(arguments.work_folder))
     print(f"\n{table(rows)}\n\nWritten to {arguments.folder}")
     problems = [problem for row in rows for problem in row.missed()]
@@ -173,16 +176,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("bench_conversion.py", __doc__)
     add = parser.add_argument
     add("folder", type=Path, help="where benchmark.json, .md and .png go")
-    add("--sizes", type=_sizes, default=_sizes("5GB,20GB"), help="default: 5GB,20GB")
-    add("--repeat", type=_count, default=2, help="copies and conversions of each kind (2)")
+    add(
+        "--sizes",
+        type=_sizes,
+        default=_sizes("5GB,20GB"),
+        help="of the checkpoints (default: 5GB,20GB)",
+    )
+    add("--repeat", type=_count, default=2, help="copies and conversions of each kind")
     add("--work-folder", type=Path, default=Path(), help="on the disk to measure (default: here)")
-    add("--model", choices=("deepseek-v3", "deepseek-v2-lite"), default="deepseek-v3")
-    add("--vocab-size", type=_count, help="default: the model's own, whose embedding is largest")
+    add(
+        "--model",
+        choices=("deepseek-v3", "deepseek-v2-lite"),
+        default="deepseek-v3",
+        help="whose shapes",
+    )
+    add("--vocab-size", type=_count, help="rows of the embedding (default: the model's own)")
     return parser
 
 
@@ -211,4 +222,4 @@ def _check_disk(folder: Path, choices: list[Choice]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

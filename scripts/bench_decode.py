@@ -37,17 +37,22 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 from attention_benchmark.arguments import require_device  # noqa: E402
-from benchmark_report import exit_code  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 from decode_benchmark.arguments import cases, parse_arguments  # noqa: E402
 from decode_benchmark.report import Report, brief, print_table, summary  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code, 2 after wrong input."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    return exit_code(
-        lambda: show(Report.read(args.render), args) if args.render else measure_all(args)
-    )
+    return run_script("bench_decode.py", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv, __doc__)
+    if args.render:
+        show(Report.read(args.render), args)
+    else:
+        measure_all(args)
 
 
 def measure_all(args) -> None:
@@ -88,4 +93,4 @@ def show(report: Report, args) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

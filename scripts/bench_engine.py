@@ -36,14 +36,14 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore")
 
-from benchmark_report import exit_code  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 from engine_benchmark.arguments import cases, parse_arguments  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code: 1 where ours is wrong, 2 after wrong input."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    return exit_code(lambda: measure_all(args))
+    words = sys.argv[1:] if argv is None else argv
+    return run_script("bench_engine.py", lambda: measure_all(parse_arguments(words, __doc__)))
 
 
 def measure_all(args) -> int:
@@ -93,4 +93,4 @@ def write(path: Path, report: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

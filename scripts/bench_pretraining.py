@@ -30,7 +30,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 import provenance  # noqa: E402
-from benchmark_report import exit_code, publish  # noqa: E402
+from benchmark_report import publish  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 from context_parallel_benchmark.arguments import dims_of  # noqa: E402
 from pretraining_benchmark.arguments import parse_arguments  # noqa: E402
 from pretraining_benchmark.report import (  # noqa: E402
@@ -48,10 +49,15 @@ from pretraining_benchmark.runs import train  # noqa: E402
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train and compare, or render what was measured; returns the exit code."""
-    args = parse_arguments(sys.argv[1:] if argv is None else argv, __doc__)
-    if args.render:
-        return exit_code(lambda: render(args.folder, Report.read(args.render)))
-    return exit_code(lambda: compare(args))
+    return run_script("bench_pretraining.py", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = parse_arguments(argv, __doc__)
+    if not args.render:
+        return compare(args)
+    render(args.folder, Report.read(args.render))
+    return 0
 
 
 def compare(args) -> int:
@@ -112,4 +118,4 @@ def render(folder: Path, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

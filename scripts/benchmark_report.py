@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,15 +48,6 @@ class StoredReport:
             raise ValueError(
                 f"--render must be JSON that this script wrote; {path}: {error!r}"
             ) from None
-
-
-def exit_code(work: Callable[[], int | None]) -> int:
-    """What a script ends with that does ``work``: its result, or 2 after wrong input."""
-    try:
-        return work() or 0
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 def publish(
@@ -123,3 +113,9 @@ def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> It
         drawn.savefig(path, dpi=130)
     finally:
         pyplot.close(drawn)
+
+
+if __name__ == "__main__":
+    from console.script import no_script
+
+    no_script(__file__, __doc__)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
-from absorbed_mla.core_attention import LatentCoreAttention
+if TYPE_CHECKING:
+    from torch import nn
+
+    from absorbed_mla.core_attention import LatentCoreAttention
 
 
 class ChosenBackends:
@@ -15,6 +18,8 @@ class ChosenBackends:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        from absorbed_mla.core_attention import LatentCoreAttention
+
         # A dict, for its order.
         self._found: dict[str, None] = {}
         for module in model.modules():
@@ -35,3 +40,9 @@ class ChosenBackends:
             return made
 
         attention.plan = watched  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from console.script import no_script
+
+    no_script(__file__, __doc__)

@@ -9,7 +9,6 @@ Each run replaces the rows of its tensor-parallel size in logits.json, and write
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -19,51 +18,53 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host  # noqa: E402
+from console.outputs import require_writable  # noqa: E402
+from console.parser import Parser  # noqa: E402
+from console.script import leave, run_script  # noqa: E402
 
-enable_cpu_host()
-
-from checkpoint_conversion.formats import open_checkpoint  # noqa: E402
-from checkpoint_conversion.logit_comparison import compare_logits  # noqa: E402
-from checkpoint_conversion.logits import (  # noqa: E402
-    load_megatron_model,
-    megatron_logits,
-    megatron_model,
-    without_mtp,
-)
-from tests.conversion.converted import converted, loaded_logits  # noqa: E402
-from tests.conversion.models import (  # noqa: E402
-    ARCHITECTURES,
-    ORIGINAL_CONTEXT,
-    Architecture,
-    with_half_split_rope,
-    with_rope,
-)
-from tests.support import world  # noqa: E402
+if TYPE_CHECKING:
+    from tests.conversion.models import Architecture
 
 PACKAGES = ("transformers", "megatron-core", "torch")
 COLUMNS = ("model", "query", "layers", "position", "attention")
 
 
 def main() -> int:
-    """Measure all architectures at this job's tensor-parallel size."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure all architectures at this job's tensor-parallel size; returns the exit code."""
+    return run_script("logits_table.py", _measure_all)
+
+
+def _measure_all() -> None:
+    parser = Parser("logits_table.py", __doc__)
     parser.add_argument("folder", type=Path, help="where logits.json and logits.md go")
     arguments = parser.parse_args()
+    require_writable(folders={"folder": arguments.folder})
+    # Only here: the imports take seconds, and mistakes are told before.
+    from absorbed_mla.testing.cpu_host import enable_cpu_host
+
+    enable_cpu_host()
+    from tests.conversion.models import ARCHITECTURES
+    from tests.support import world
+
     world.start()
     rows = [row for architecture in ARCHITECTURES for row in measure(architecture)]
     if world.rank() == 0:
-        write(arguments.folder, rows)
+        write(arguments.folder, rows, world.size())
     world.stop()
-    return 0
 
 
 def measure(architecture: Architecture) -> Iterator[dict]:
     """One row per attention."""
+    from checkpoint_conversion.logit_comparison import compare_logits
+    from tests.conversion.converted import converted, loaded_logits
+    from tests.conversion.models import ORIGINAL_CONTEXT
+    from tests.support import world
+
     for to in ("absorbed", "megatron"):
         with converted(architecture, to) as (folder, tokens, expected):
             logits = loaded_logits(folder, tokens)
@@ -91,6 +92,16 @@ def measure(architecture: Architecture) -> Iterator[dict]:
 
 def controls(folder: Path, tokens, expected) -> dict[str, float]:
     """Relative errors of conversions that are wrong on purpose, by this package's model."""
+    from checkpoint_conversion.formats import open_checkpoint
+    from checkpoint_conversion.logit_comparison import compare_logits
+    from checkpoint_conversion.logits import (
+        load_megatron_model,
+        megatron_logits,
+        megatron_model,
+        without_mtp,
+    )
+    from tests.conversion.models import with_half_split_rope, with_rope
+
     checkpoint = open_checkpoint(folder)
     config, tensors = without_mtp(checkpoint.config, checkpoint.hugging_face_tensors())
     variants = {"rope_in_halves": (config, with_half_split_rope(tensors, config))}
@@ -104,12 +115,13 @@ def controls(folder: Path, tokens, expected) -> dict[str, float]:
     return errors
 
 
-def write(folder: Path, rows: list[dict]) -> None:
+def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
     """Replace the rows of this tensor-parallel size, and write the table anew."""
-    folder.mkdir(parents=True, exist_ok=True)
+    from tests.conversion.models import ORIGINAL_CONTEXT
+
     path = folder / "logits.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [row for row in old if row["tensor_parallel"] != world.size()] + rows
+    rows = [row for row in old if row["tensor_parallel"] != tensor_parallel] + rows
     document = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, CPU only",
@@ -151,4 +163,4 @@ def figure(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

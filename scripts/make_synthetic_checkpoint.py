@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
+from console.parser import Parser
+from console.script import leave, run_script
 from synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
 from synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
 
@@ -25,16 +26,15 @@ MARGIN = 64 * 10**6
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the options, check that everything fits, write."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    try:
-        choice = _choice(arguments)
-        config = model_config(choice)
-        nbytes = total_bytes(config)
-        _check_target(arguments.folder, nbytes)
-    except ValueError as error:
-        parser.error(str(error))
+    """Parse the options, check that everything fits, write; returns the exit code."""
+    return run_script("make_synthetic_checkpoint.py", lambda: _make(_parser().parse_args(argv)))
+
+
+def _make(arguments: argparse.Namespace) -> None:
+    choice = _choice(arguments)
+    config = model_config(choice)
+    nbytes = total_bytes(config)
+    _check_target(arguments.folder, nbytes)
     print(
         f"{arguments.folder}: {choice.model}, {choice.layers} layers, the first "
         f"{choice.dense_layers} dense, {choice.experts} experts, widths / {choice.scale_down}, "
@@ -42,19 +42,16 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     _write(arguments, config)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("make_synthetic_checkpoint.py", __doc__)
     add = parser.add_argument
     add("folder", type=Path, metavar="OUT", help="the new folder; must not exist")
-    add("--model", choices=MODELS, default="deepseek-v3", help="default: deepseek-v3")
+    add("--model", choices=MODELS, default="deepseek-v3", help="whose names and shapes")
     add("--layers", type=int, metavar="N", help="decoder layers (default: 2)")
     add("--experts", type=int, metavar="E", help="routed experts of a MoE layer (default: 8)")
-    add("--dense-layers", type=int, default=1, metavar="N", help="first layers that are dense (1)")
+    add("--dense-layers", type=int, default=1, metavar="N", help="first layers that are dense")
     add("--mtp", action="store_true", help="add one multi-token-prediction layer")
     add(
         "--size",
@@ -63,11 +60,16 @@ def _parser() -> argparse.ArgumentParser:
         "even the smallest model larger, they are divided too (and it is said)",
     )
     add("--fp8", action="store_true", help="block-scaled FP8 weights with weight_scale_inv")
-    add("--dtype", choices=DTYPES, default="bf16", help="of what is not FP8 (default: bf16)")
-    add("--vocab-size", type=int, metavar="N", help="default: the model's own")
+    add("--dtype", choices=DTYPES, default="bf16", help="of what is not FP8")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding (default: the model's own)",
+    )
     add("--scale-down", type=int, default=1, metavar="N", help="divide the model's widths by N")
     add("--shard-size", type=_size, default=4 * 10**9, help="of one file, at most (default: 4GB)")
-    add("--seed", type=int, default=0, help="of the random values (default: 0)")
+    add("--seed", type=int, default=0, help="of the random values")
     return parser
 
 
@@ -133,4 +135,4 @@ def _write(arguments: argparse.Namespace, config: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,7 +13,6 @@ With ``--tests`` only the named test files run, which is quick and shows what th
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -22,6 +21,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from console.parser import Parser
+from console.script import leave, run_script
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -265,11 +267,17 @@ SUITES = {
 
 
 def main() -> int:
-    """Run the chosen mutations and report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTATIONS)}; default all")
-    parser.add_argument("--tests", nargs="+", metavar="FILE", help="run these files only")
-    parser.add_argument("--processes", type=int, default=1, help="for --tests; default 1")
+    """Run the chosen mutations and report; returns the exit code."""
+    return run_script("mutation_check.py", _check)
+
+
+def _check() -> int:
+    parser = Parser("mutation_check.py", __doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTATIONS)} (default: all)")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="FILE", help="run these files only (default: all tests)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="for --tests")
     arguments = parser.parse_args()
     names = arguments.names or list(MUTATIONS)
     unknown = sorted(set(names) - set(MUTATIONS))
@@ -332,4 +340,4 @@ def run_until_failure(command: list[str], folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -9,13 +9,14 @@ The tests append one JSON object per combination; see tests/support/error_table.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 from benchmark_report import figure
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import leave, run_script
 
 # Columns of a combination, in the order of the table.
 COLUMNS = (
@@ -35,8 +36,12 @@ PRECISION = ("device", "backend", "dtype", "rotary_table")
 
 
 def main() -> int:
-    """Write errors.md, errors.jsonl and errors.png into a folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Write errors.md, errors.jsonl and errors.png into a folder; returns the exit code."""
+    return run_script("oracle_report.py", _report)
+
+
+def _report() -> None:
+    parser = Parser("oracle_report.py", __doc__)
     parser.add_argument("folder", type=Path, help="where the report goes")
     parser.add_argument("tables", type=Path, nargs="+", help="JSON-lines files of the tests")
     arguments = parser.parse_args()
@@ -46,14 +51,13 @@ def main() -> int:
     rows = [DEFAULTS | json.loads(line) for path in arguments.tables for line in path.open()]
     if not rows:
         parser.error("the tables hold no rows")
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folders={"folder": arguments.folder})
     rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "shape")])
     with (arguments.folder / "errors.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     (arguments.folder / "errors.md").write_text(markdown(rows))
     plot(rows, arguments.folder / "errors.png")
     print(summary_table(rows))
-    return 0
 
 
 def markdown(rows: list[dict]) -> str:
@@ -144,4 +148,4 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -27,22 +27,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore")
 
+from console.outputs import require_writable  # noqa: E402
+from console.parser import Parser  # noqa: E402
+from console.script import Failure, leave, run_script  # noqa: E402
+
 _DECODED = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify and measure; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    words = sys.argv[1:] if argv is None else argv
+    return run_script("parity_report.py", lambda: _verify(words))
+
+
+def _verify(argv: Sequence[str]) -> None:
+    parser = Parser("parity_report.py", __doc__)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
-    add("--width", type=int, default=2048, help="hidden size (%(default)s)")
-    add("--tokens", type=int, default=4096, help="of the timed forward (%(default)s)")
+    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--width", type=int, default=2048, help="hidden size")
+    add("--tokens", type=int, default=4096, help="of the timed forward")
     add("--json", type=Path, metavar="FILE", help="where the report goes")
     args = parser.parse_args(argv)
     if args.tokens < 2 * _DECODED:
         parser.error(f"--tokens must be at least {2 * _DECODED}, got {args.tokens}")
+    require_writable(files={"--json": args.json})
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -52,10 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = _report(args)
     text = json.dumps(report)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(text)
-    return int(any(report["differs"].values()))
+    differing = {name: ways for name, ways in report["differs"].items() if ways}
+    if differing:
+        raise Failure(f"other bits than the training forward's: {differing}")
 
 
 def _report(args: argparse.Namespace) -> dict:
@@ -165,4 +174,4 @@ def _seconds(run: Callable[[], object], repetitions: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -108,3 +108,9 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+if __name__ == "__main__":
+    from console.script import no_script
+
+    no_script(__file__, __doc__)

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     # Megatron warns about every optional package it does not find.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from rollout.gap import main
+    from console.script import leave
+    from rollout.gap_entry import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     # Megatron warns about every optional package it does not find.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    from console.script import leave
     from rollout.entry import main
 
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -13,10 +13,10 @@ from absorbed_mla.context_parallel.keys import ExchangedKeys
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.ring import RingKeys
 from absorbed_mla.core_attention import KeySource, LocalKeys
+from absorbed_mla.options import CP_COMM_TYPES
 from absorbed_mla.sequences import SequenceLayout
 
-_STRATEGIES: dict[str, type[ExchangedKeys]] = {"all_gather": AllGatheredKeys, "p2p": RingKeys}
-CP_COMM_TYPES = tuple(_STRATEGIES)
+_STRATEGIES: dict[str, type[ExchangedKeys]] = dict(zip(CP_COMM_TYPES, (AllGatheredKeys, RingKeys)))
 # Megatron's sparse attention spells it so.
 _ALIASES = {"allgather": "all_gather"}
 

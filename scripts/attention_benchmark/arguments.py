@@ -13,11 +13,11 @@ from attention_benchmark.cases import FORMS, LAYOUTS, CoreCase, LayerCase
 from context_parallel_benchmark.arguments import (
     DIMS,
     add_dims,
+    check_files,
     list_of,
     new_parser,
     one_of,
     parse_sizes,
-    require_files,
     seconds,
 )
 
@@ -29,64 +29,67 @@ SECONDS_PER_ROW, QUICK_SECONDS_PER_ROW = 0.5, 0.1
 # Implementation and recomputation. Like is compared with like, as ours is meant first.
 _RECOMPUTED = (("megatron", True), ("ours", True))
 _KEPT = (("megatron", False), ("ours", False))
-_SECONDS_HELP = f"for timed repetitions ({SECONDS_PER_ROW}, quick {QUICK_SECONDS_PER_ROW})"
+_SECONDS_HELP = f"of repetitions (default: {SECONDS_PER_ROW}, quick {QUICK_SECONDS_PER_ROW})"
 
 
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
-    """Parse ``argv``; wrong input ends the process with exit code 2.
+    """Parse ``argv``.
 
     Args:
         argv: Without the program's name.
         description: What ``--help`` begins with.
+
+    Raises:
+        ValueError: After wrong input.
     """
     parser = new_parser("bench_attention.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where attention.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
-    add("--suite", choices=SUITES, default="all", help="(%(default)s)")
-    add("--only", metavar="TEXT", help="attentions alone whose name has this, as hopper")
-    add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
+    add("--suite", choices=SUITES, default="all", help="what is measured")
+    add("--only", metavar="TEXT", help="of suite core, what has this in its name, as hopper")
+    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
     add("--quick", action="store_true", help=f"short: {QUICK_TOKENS} tokens, unless given")
-    add("--heads", type=parse_sizes, default="128,16", help="(%(default)s)")
+    add("--heads", type=parse_sizes, default="128,16", help="of the layer or attention")
     add(
         "--seq-lens",
         type=parse_sizes,
-        help=f"tokens, k is 1024 ({LAYER_TOKENS} for layers, {CORE_TOKENS} for attention alone)",
+        help="of a sequence or pack, k is 1024 "
+        f"(default: {LAYER_TOKENS} for layers, {CORE_TOKENS} for attention alone)",
     )
-    add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd,thd", help="(%(default)s)")
-    add("--form", choices=FORM_OPTIONS, default="auto", help="of our layer (%(default)s)")
+    add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd,thd", help="thd: packs")
+    add("--form", choices=FORM_OPTIONS, default="auto", help="how our layer is executed")
     add(
         "--backend",
         choices=CORE_ATTENTION_BACKENDS,
         default="auto",
-        help="core_attention_backend of our layer (%(default)s)",
+        help="core_attention_backend of our layer",
     )
-    add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
+    add("--rope-type", choices=("rope", "yarn"), default="rope", help="rotary embedding")
     add("--rope-fusion", action="store_true", help="of Megatron's layers; only with yarn")
     add("--seconds-per-row", type=seconds, help=_SECONDS_HELP)
     add(
         "--longest-step",
         type=seconds,
         default=5.0,
-        help="rows whose step will take longer, by the next smaller one's, are left out "
-        "(%(default)s s)",
+        help="rows whose step will take more seconds, by the next smaller one's, are left out",
     )
     add(
         "--time-limit",
         type=seconds,
         default=240.0,
-        help="s after the start from which rows are left out (%(default)s)",
+        help="s after the start from which rows are left out",
     )
-    add("--seed", type=int, default=1234, help="of weights, inputs and packs (%(default)s)")
+    add("--seed", type=int, default=1234, help="of weights, inputs and packs")
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    require_files(parser, args.render or ())
     if args.rope_fusion and args.rope_type != "yarn":
         parser.error("--rope-fusion needs --rope-type yarn: Megatron fuses no other in MLA")
     if args.quick and args.seq_lens is None:
         args.seq_lens = parse_sizes(QUICK_TOKENS)
     if args.seconds_per_row is None:
         args.seconds_per_row = QUICK_SECONDS_PER_ROW if args.quick else SECONDS_PER_ROW
+    check_files(args.folder, args.render or ())
     return args
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from absorbed_mla.context_parallel import CP_COMM_TYPES
-from absorbed_mla.options import FORMS
+from absorbed_mla.options import CP_COMM_TYPES, FORMS
+from console.outputs import require_writable
+from console.parser import Parser
 
 LAYOUTS = ("sbhd", "thd")
 IMPLEMENTATIONS = ("ours", "megatron")
@@ -25,6 +26,16 @@ DIMS = {
     "qk-head-dim": 128,
     "qk-pos-emb-head-dim": 64,
     "v-head-dim": 128,
+}
+
+
+_MEANING = {
+    "hidden-size": "width of the model",
+    "q-lora-rank": "width of the compressed query",
+    "kv-lora-rank": "width of the latent",
+    "qk-head-dim": "of a head's query and key, without RoPE",
+    "qk-pos-emb-head-dim": "of a head's query and key, with RoPE",
+    "v-head-dim": "of a head's value",
 }
 
 
@@ -61,62 +72,78 @@ class Case:
 
 
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
-    """Parse ``argv``; wrong input ends the process with exit code 2.
+    """Parse ``argv``.
 
     Args:
         argv: Without the program's name.
         description: What ``--help`` begins with.
+
+    Raises:
+        ValueError: After wrong input.
     """
     parser = new_parser("bench_context_parallel.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where context_parallel.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
-    add("--sizes", type=parse_sizes, default="16k,32k,64k,128k", help="tokens (%(default)s)")
-    add("--heads", type=list_of(count), default="16,128", help="(%(default)s)")
-    add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd", help="(%(default)s)")
-    add("--documents", type=count, default=4, help="equal ones in a thd pack (%(default)s)")
-    add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), default="ours,megatron")
-    add("--cp-comm-types", type=list_of(one_of(CP_COMM_TYPES)), default="all_gather,p2p")
-    add("--form", choices=FORMS, default="expanded", help="of ours (%(default)s)")
+    add(
+        "--sizes", type=parse_sizes, default="16k,32k,64k,128k", help="tokens of a sequence or pack"
+    )
+    add("--heads", type=list_of(count), default="16,128", help="of the layer")
+    add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd", help="thd: packs")
+    add("--documents", type=count, default=4, help="equal ones in a thd pack")
+    add(
+        "--implementations",
+        type=list_of(one_of(IMPLEMENTATIONS)),
+        default="ours,megatron",
+        help="whose layers",
+    )
+    add(
+        "--cp-comm-types",
+        type=list_of(one_of(CP_COMM_TYPES)),
+        default="all_gather,p2p",
+        help="how ranks exchange latents in ours",
+    )
+    add("--form", choices=FORMS, default="expanded", help="how ours is executed")
     add(
         "--recompute",
         type=list_of(one_of(RECOMPUTE)),
         default="none",
-        help="in both layers, none or mla_up_proj, or both for rows of each (%(default)s)",
+        help="in both layers, none or mla_up_proj, or both for rows of each",
     )
-    add("--rope-type", choices=("rope", "yarn"), default="rope", help="(%(default)s)")
-    add("--warmup", type=count, default=1, help="steps that are not timed (%(default)s)")
-    add("--seconds-per-row", type=seconds, default=5.0, help="for timed steps (%(default)s)")
-    add("--timeout", type=seconds, default=120.0, help="of a collective, in s (%(default)s)")
+    add("--rope-type", choices=("rope", "yarn"), default="rope", help="rotary embedding")
+    add("--warmup", type=count, default=1, help="steps that are not timed")
+    add("--seconds-per-row", type=seconds, default=5.0, help="for timed steps")
+    add("--timeout", type=seconds, default=120.0, help="of a collective, in s")
     add("--profile", action="store_true", help="measure the overlap of communication (ours, GPU)")
-    add("--seed", type=int, default=1234, help="(%(default)s)")
+    add("--seed", type=int, default=1234, help="of weights and inputs")
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    require_files(parser, args.render or ())
+    check_files(args.folder, args.render or ())
     return args
 
 
 def new_parser(script: str, description: str) -> argparse.ArgumentParser:
-    """A parser that prints ``description`` as it is, and accepts whole names only."""
-    return argparse.ArgumentParser(
-        prog=script,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """A parser that prints ``description`` as it is."""
+    return Parser(script, description)
 
 
 def add_dims(parser: argparse.ArgumentParser, dims: dict[str, int]) -> None:
     """An option for every dimension of the layer."""
     for name, size in dims.items():
-        parser.add_argument(f"--{name}", type=count, default=size, help="(%(default)s)")
+        parser.add_argument(f"--{name}", type=count, default=size, help=_MEANING[name])
 
 
-def require_files(parser: argparse.ArgumentParser, files: Iterable[Path]) -> None:
-    """End the process with exit code 2 unless all files to render are there."""
-    for file in files:
+def check_files(folder: Path | None, to_render: Iterable[Path]) -> None:
+    """Check that a report can be written, and that what it is made of is there.
+
+    Raises:
+        ValueError: Naming what is not so.
+    """
+    for file in to_render:
         if not file.is_file():
-            parser.error(f"--render must be JSON that this script wrote; got {file}")
+            raise ValueError(f"--render must be JSON that this script wrote; got {file}")
+    if folder is not None:
+        require_writable(folders={"folder": folder})
 
 
 def dims_of(args: argparse.Namespace) -> dict[str, int]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+from console.outputs import require_writable
 from context_parallel_benchmark.arguments import (
     DIMS,
     add_dims,
+    check_files,
     new_parser,
     one_of,
     parse_sizes,
-    require_files,
     seconds,
 )
 from decode_benchmark.cases import IMPLEMENTATIONS, DecodeCase
@@ -26,50 +27,58 @@ _QUICK = {"batches": "1,32,128", "kv": "8k", "block_sizes": "64"}
 
 
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
-    """Parse ``argv``; wrong input ends the process with exit code 2.
+    """Parse ``argv``.
 
     Args:
         argv: Without the program's name.
         description: What ``--help`` begins with.
+
+    Raises:
+        ValueError: After wrong input.
     """
     parser = new_parser("bench_decode.py", description)
     add = parser.add_argument
     add("--render", type=Path, metavar="FILE.json", help="measure nothing, show what this has")
     add("--json", type=Path, metavar="FILE", help="where the report goes, written after each case")
     add("--plot", type=Path, metavar="FILE", help="a PNG of rates over the batch")
-    add("--device", choices=("cuda", "cpu"), help="(a GPU if there is one)")
+    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
     add("--quick", action="store_true", help=_QUICK_TEXT)
-    add("--heads", type=parse_sizes, default="128,16", help="(%(default)s)")
-    add("--batches", type=parse_sizes, help=f"requests ({_DEFAULTS['batches']})")
-    add("--kv", type=parse_sizes, help=f"keys of each, k is 1024 ({_DEFAULTS['kv']})")
+    add("--heads", type=parse_sizes, default="128,16", help="query heads")
+    add("--batches", type=parse_sizes, help=f"requests (default: {_DEFAULTS['batches']})")
+    add("--kv", type=parse_sizes, help=f"keys of each, k is 1024 (default: {_DEFAULTS['kv']})")
     add("--uneven", action="store_true", help="requests of any number of keys up to --kv, too")
-    add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens (%(default)s)")
-    add("--block-sizes", type=parse_sizes, help=f"of the cache ({_DEFAULTS['block_sizes']})")
+    add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of a request")
+    add(
+        "--block-sizes",
+        type=parse_sizes,
+        help=f"of the cache (default: {_DEFAULTS['block_sizes']})",
+    )
     add(
         "--implementations",
         type=_implementations,
-        help=f"separated by ; (on a GPU {'; '.join(_FAST)})",
+        help=f"whose, separated by ; (default: on a GPU {'; '.join(_FAST)}; else all)",
     )
     add("--no-graph", action="store_true", help="launch calls from the host")
-    add("--seconds-per-row", type=seconds, default=0.1, help="of repetitions (%(default)s)")
+    add("--seconds-per-row", type=seconds, default=0.1, help="of repetitions")
     add(
         "--time-limit",
         type=seconds,
         default=400.0,
-        help="s after the start from which rows are left out (%(default)s)",
+        help="s after the start from which rows are left out",
     )
-    add("--seed", type=int, default=1234, help="(%(default)s)")
+    add("--seed", type=int, default=1234, help="of the inputs")
     add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
     args = parser.parse_args(argv)
     for name, text in (_QUICK if args.quick else _DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, parse_sizes(text))
-    require_files(parser, [args.render] if args.render else [])
+    check_files(None, [args.render] if args.render else [])
     if max(args.query_lengths) > min(args.kv):
         parser.error(
             f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
             f"tokens are more than {min(args.kv)}"
         )
+    require_writable(files={"--json": args.json, "--plot": args.plot})
     return args
 
 

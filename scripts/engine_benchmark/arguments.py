@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from absorbed_mla.options import FORMS, PAGED_ATTENTION_BACKENDS
+from console.outputs import require_writable
 from context_parallel_benchmark.arguments import (
     DIMS,
     add_dims,
@@ -46,39 +47,63 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
-    """Parse ``argv``; wrong input ends the process with exit code 2.
+    """Parse ``argv``.
 
     Args:
         argv: Without the program's name.
         description: What ``--help`` begins with.
+
+    Raises:
+        ValueError: After wrong input.
     """
     parser = new_parser("bench_engine.py", description)
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="where the report goes, after every case")
-    add("--device", choices=("cuda", "cpu"), help="(cuda if there is a GPU)")
-    add("--dtype", choices=DTYPES, help="(bfloat16 on a GPU, float32 on a CPU)")
-    add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), default="ours,standard")
-    add("--form", choices=FORMS, default="auto", help="of ours (%(default)s)")
-    add("--paged-attention-backend", choices=PAGED_ATTENTION_BACKENDS, default="auto")
-    add("--batch-invariant", action="store_true", help="ours in parity mode: no ties")
-    add("--requests", type=count, default=200, help="(%(default)s)")
-    add("--longest-prompt", type=count, default=1024, help="in tokens (%(default)s)")
-    add("--shared-prefix", type=count, default=256, help="of half of the prompts (%(default)s)")
-    add("--longest-output", type=count, default=128, help="in tokens (%(default)s)")
-    add("--max-requests", type=count, default=64, help="in one forward (%(default)s)")
-    add("--max-tokens", type=count, default=1024, help="in one forward (%(default)s)")
-    add("--blocks", type=count, help="of 64 tokens in the cache (too few for --max-requests)")
-    add("--num-cuda-graphs", type=_any_count, default=16, help="0 for none (%(default)s)")
-    add("--cuda-graph-scope", choices=SCOPES, default="layer", help="(%(default)s)")
-    add("--tie", type=seconds, help="log-probs this near are a tie (0.1; in float32 1e-3)")
-    add("--num-layers", type=count, default=4, help="(%(default)s)")
-    add("--heads", type=count, default=128, help="(%(default)s)")
-    add("--ffn-hidden-size", type=count, default=2048, help="(%(default)s)")
-    add("--vocab-size", type=count, default=32768, help="(%(default)s)")
+    add("--device", choices=("cuda", "cpu"), help="(default: cuda if there is a GPU)")
     add(
-        "--time-limit", type=seconds, default=480.0, help="no case begins later, in s (%(default)s)"
+        "--dtype",
+        choices=DTYPES,
+        help="of the model (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    add("--seed", type=int, default=1234, help="(%(default)s)")
+    add(
+        "--implementations",
+        type=list_of(one_of(IMPLEMENTATIONS)),
+        default="ours,standard",
+        help="whose attention",
+    )
+    add("--form", choices=FORMS, default="auto", help="how ours is executed")
+    add(
+        "--paged-attention-backend",
+        choices=PAGED_ATTENTION_BACKENDS,
+        default="auto",
+        help="of ours, over the cache",
+    )
+    add("--batch-invariant", action="store_true", help="ours in parity mode: no ties")
+    add("--requests", type=count, default=200, help="that come at once")
+    add("--longest-prompt", type=count, default=1024, help="in tokens")
+    add("--shared-prefix", type=count, default=256, help="tokens of half of the prompts")
+    add("--longest-output", type=count, default=128, help="in tokens")
+    add("--max-requests", type=count, default=64, help="in one forward")
+    add("--max-tokens", type=count, default=1024, help="in one forward")
+    add(
+        "--blocks",
+        type=count,
+        help="of 64 tokens in the cache (default: too few for --max-requests)",
+    )
+    add(
+        "--num-cuda-graphs",
+        type=_any_count,
+        default=16,
+        help="sizes of steps that are captured, 0 for none",
+    )
+    add("--cuda-graph-scope", choices=SCOPES, default="layer", help="what a graph holds")
+    add("--tie", type=seconds, help="log-probs this near are a tie (default: 0.1; in float32 1e-3)")
+    add("--num-layers", type=count, default=4, help="of the model")
+    add("--heads", type=count, default=128, help="of the model")
+    add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
+    add("--vocab-size", type=count, default=32768, help="rows of the embedding")
+    add("--time-limit", type=seconds, default=480.0, help="no case begins later, in s")
+    add("--seed", type=int, default=1234, help="of weights and requests")
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
     if args.max_tokens % 64:
@@ -93,6 +118,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
             f"--shared-prefix must be below --longest-prompt={args.longest_prompt}, "
             f"got {args.shared_prefix}"
         )
+    require_writable(files={"--json": args.json})
     return args
 
 

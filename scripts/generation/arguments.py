@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from absorbed_mla.options import (
@@ -13,8 +15,10 @@ from absorbed_mla.options import (
     PAGED_ATTENTION_BACKENDS,
     AbsorbedMLAOptions,
 )
+from console.parser import Parser
 from generation.sampling import Sampling
 from training import arguments as trainer
+from training.options_named import given_options
 from training.presets import ModelPreset
 
 _DEFAULTS = AbsorbedMLAOptions()
@@ -28,6 +32,13 @@ _MODEL_FLAGS = {
         *("transformer_impl", "moe_token_dispatcher_type", "moe_grouped_gemm"),
     )
 }
+_DESCRIPTION = """\
+Generate text with a model of (absorbed) multi-head latent attention, by torchrun: every process is
+a tensor-parallel rank."""
+_EPILOG = """\
+A checkpoint that does not describe its model needs train.py's --preset and, where they differ,
+single sizes such as --num-layers; train.py --help lists them. They and --transformer-impl,
+--moe-token-dispatcher-type and --moe-grouped-gemm mean here what they mean there."""
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
     "max_sequence_length",
@@ -60,48 +71,17 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         of_model = [*of_model, "--use-checkpoint-args"]
     model = trainer.parse_arguments([*of_model, "--load", own.load])
     args = argparse.Namespace(**{**vars(model), **vars(own)})
+    args.given = given_options(argv)
     if args.tensor_model_parallel_size is None:
         args.tensor_model_parallel_size = world_size
     _check(args, world_size)
     args.sampling = _sampling(args)
-    args.options = AbsorbedMLAOptions(
-        **{
-            name: getattr(args, name)
-            for name in vars(_DEFAULTS)
-            if name != "latent_norm_eps" and hasattr(args, name)
-        }
-    )
+    args.options = _attention(args)
     return args
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports like every other user error: one line, from one rank."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message} (--help lists all options)")
-
-
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults are shown where they are values."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="generate.py",
-        description="Generate text with a model of (absorbed) multi-head latent attention, by "
-        "torchrun: every process is a tensor-parallel rank.",
-        epilog="A checkpoint that does not describe its model needs train.py's --preset and, where "
-        "they differ, single sizes such as --num-layers; train.py --help lists them. They and "
-        "--transformer-impl, --moe-token-dispatcher-type and --moe-grouped-gemm mean here what "
-        "they mean there.",
-        formatter_class=_Formatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("generate.py", _DESCRIPTION, _EPILOG)
     for add in (_add_model, _add_prompts, _add_sampling, _add_engine, _add_attention, _add_output):
         add(parser)
     return parser
@@ -116,16 +96,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="checkpoint of train.py or of the conversion, or a folder of them",
     )
     group.add_argument(
-        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer; if left out: bytes"
+        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer (default: bytes)"
     )
     precision = group.add_mutually_exclusive_group()
-    precision.add_argument("--bf16", action="store_true", help="if left out: fp32")
-    precision.add_argument("--fp16", action="store_true", help="GPU only")
+    precision.add_argument("--bf16", action="store_true", help="compute in bf16 instead of fp32")
+    precision.add_argument("--fp16", action="store_true", help="compute in fp16; GPU only")
     group.add_argument(
         "--tensor-model-parallel-size",
         type=int,
         metavar="N",
-        help="if left out: the number of processes, which it must be",
+        help="ranks of the model (default: the number of processes, which it must be)",
     )
     group.add_argument(
         "--sequence-parallel", action="store_true", help="cut tokens over the ranks between layers"
@@ -136,9 +116,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts", "From stdin, one per line, unless given here.")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="may be given several times"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue, several times if wanted",
     )
-    source.add_argument("--prompt-file", metavar="FILE", help="one per line")
+    source.add_argument("--prompt-file", metavar="FILE", help="prompts, one per line")
     group.add_argument(
         "--add-bos",
         action="store_true",
@@ -170,8 +153,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--max-sequence-length",
         type=int,
         metavar="N",
-        help="tokens of a prompt and its continuation; if left out: what the prompts need, at most "
-        "the model's --max-position-embeddings",
+        help="tokens of a prompt and its continuation (default: what the prompts need, at most "
+        "the model's --max-position-embeddings)",
     )
     group.add_argument(
         "--max-requests", type=int, default=64, metavar="N", help="prompts at a time; others wait"
@@ -180,15 +163,15 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--cache-tokens",
         type=int,
         metavar="N",
-        help="tokens that the latent cache holds, over all prompts; if left out: what those that "
-        "run at a time need. If it fills up, some wait and are computed again",
+        help="tokens that the latent cache holds, over all prompts; if it fills up, some wait and "
+        "are computed again (default: what those that run at a time need)",
     )
     group.add_argument(
         "--step-tokens",
         type=int,
         default=2048,
         metavar="N",
-        help="of a forward, rounded up to 64",
+        help="tokens of a forward, rounded up to 64",
     )
     group.add_argument(
         "--no-chunked-prefill", action="store_true", help="refuse prompts above --step-tokens"
@@ -213,19 +196,19 @@ def _add_attention(parser: argparse.ArgumentParser) -> None:
         "--down-projection",
         choices=DOWN_PROJECTIONS,
         default=_DEFAULTS.down_projection,
-        help="whether every rank keeps them whole",
+        help="whether every rank keeps the down-projections whole",
     )
     group.add_argument(
         "--paged-attention-backend",
         choices=PAGED_ATTENTION_BACKENDS,
         default=_DEFAULTS.paged_attention_backend,
-        help="of the absorbed form, over the cache",
+        help="attention of the absorbed form, over the cache",
     )
     group.add_argument(
         "--core-attention-backend",
         choices=CORE_ATTENTION_BACKENDS,
         default=_DEFAULTS.core_attention_backend,
-        help="of the expanded form",
+        help="attention of the expanded form",
     )
     group.add_argument(
         "--context-chunk-size",
@@ -276,6 +259,21 @@ def _check(args: argparse.Namespace, world_size: int) -> None:
         raise ValueError(f"--prompt-file: there is no file {args.prompt_file}")
 
 
+def _attention(args: argparse.Namespace) -> AbsorbedMLAOptions:
+    names = [name for name in vars(_DEFAULTS) if name != "latent_norm_eps" and hasattr(args, name)]
+    try:
+        return AbsorbedMLAOptions(**{name: getattr(args, name) for name in names})
+    except ValueError as error:
+        raise ValueError(_with_flags(str(error), names)) from error
+
+
+def _with_flags(text: str, names: Iterable[str]) -> str:
+    """``text`` with options in place of the fields that they set."""
+    for name in names:
+        text = re.sub(rf"\b{name}\b", "--" + name.replace("_", "-"), text)
+    return text
+
+
 def _sampling(args: argparse.Namespace) -> Sampling:
     """The options under the names they have on the command line."""
     given = args.temperature != 1.0 or args.top_k or args.top_p
@@ -294,4 +292,5 @@ def _sampling(args: argparse.Namespace) -> Sampling:
             log_probs=args.return_log_probs,
         )
     except ValueError as error:
-        raise ValueError(f"{error}; see --temperature, --top-k and --top-p") from error
+        names = ("temperature", "top_k", "top_p")
+        raise ValueError(_with_flags(str(error), names)) from error

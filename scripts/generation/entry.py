@@ -1,217 +1,36 @@
-"""From the command line to the last token, with errors for people."""
+"""From the command line of generate.py to its exit code."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import dataclasses
 import logging
-import os
 import sys
-import time
 import warnings
 
-import torch
-import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
-
-from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.testing.engine import BLOCK_SIZE
+from console.ranks import world_size
+from console.script import run_script
 from generation.arguments import parse_arguments
-from generation.cuda_graphs import engine_fields, forgetting_graphs
-from generation.engine import Generation, GenerationEngine
-from generation.model import check_model, load_model
-from generation.output import JsonOutput, TextOutput, Totals
-from generation.prompts import read_prompts
-from generation.text import ByteText, HuggingFaceText, build_text
-from training import distributed
-from training.checkpoint import find_checkpoint
-from training.model_options import padded_vocab_size, resolve_model
-from training.presets import ModelPreset
-
-_USER_ERROR = 2
-_FAILED = 1
-_INTERRUPTED = 130
-_GRACE_SECONDS = 5
-# Rows of an embedding that no token has: Megatron's padding, and models' own reserve.
-_USUAL_PADDING = 1024
+from training.checkpoint_folder import find_checkpoint
 
 
 def main(argv: list[str]) -> int:
-    """Run the script.
+    """Run the script; returns the exit code.
 
-    Returns:
-        Exit code: 0; 1 if a prompt could not be continued, or a file not read or written; 2 if
-        nothing was started because of an error of the user's; 130 after Ctrl-C.
+    As ``run_script`` has it: 1 if a prompt could not be continued, too.
     """
-    warnings.filterwarnings("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     # Whatever the locale, and whatever the model writes.
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        code = generate(parse_arguments(argv, distributed.world_size()))
-    except BrokenPipeError:
-        # Whoever read the text has seen enough.
-        _discard_output()
-        return _FAILED
-    except ValueError as error:
-        return _report(error, _USER_ERROR)
-    except OSError as error:
-        return _report(error, _FAILED)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    distributed.finish()
-    return code
+    return run_script("generate.py", lambda: _generate(argv))
 
 
-def generate(args: argparse.Namespace) -> int:
-    """Everything after the command line is known to be right; returns the exit code."""
+def _generate(argv: list[str]) -> int:
+    args = parse_arguments(argv, world_size())
     find_checkpoint(args.load)
-    model = resolve_model(args)
-    tokenizer = build_text(args.tokenizer)
-    model = model.replace(vocab_size=_vocab_size(args, model, tokenizer))
-    if args.add_bos and tokenizer.bos is None:
-        raise ValueError("--add-bos: the tokenizer has no token that begins a text")
-    check_model(args, model)
-    limit = _max_sequence_length(args, model)
-    # Another rank would take some of stdin's.
-    given = read_prompts(args) if distributed.rank() == 0 else []
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Only here: the imports take seconds, and mistakes are told before.
+    from generation.run import generate
+    from training import distributed
 
-    device = distributed.initialize(args)
-    box = [[_encode(args, tokenizer, prompt) for prompt in given]]
-    dist.broadcast_object_list(box, src=0)
-    [prompts] = box
-    parity = batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext()
-    with parity, forgetting_graphs(args.cuda_graphs):
-        gpt = load_model(args, model, device)
-        engine = _engine(args, gpt, prompts, limit, tokenizer.vocab_size)
-        output = _output(args, tokenizer, given, prompts) if distributed.rank() == 0 else None
-        stop = None if args.ignore_eos else tokenizer.eod
-        begin = time.perf_counter()
-        results = engine.generate(
-            prompts, dataclasses.replace(args.sampling, stop_token=stop), output
-        )
-    if output is not None:
-        output.finish(_totals(prompts, results, time.perf_counter() - begin))
-    return _FAILED if any(result.error for result in results) else 0
-
-
-def _discard_output() -> None:
-    """Keep Python from complaining when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _output(
-    args: argparse.Namespace,
-    tokenizer: ByteText | HuggingFaceText,
-    given: list[bytes],
-    prompts: list[list[int]],
-) -> JsonOutput | TextOutput:
-    titles = [prompt.decode("utf-8", errors="replace") for prompt in given]
-    streams = [tokenizer.stream(prompt) for prompt in prompts]
-    if args.json:
-        return JsonOutput(titles, streams, sys.stdout)
-    return TextOutput(titles, streams, sys.stdout, sys.stderr)
-
-
-def _vocab_size(
-    args: argparse.Namespace, model: ModelPreset, tokenizer: ByteText | HuggingFaceText
-) -> int:
-    """Rows of the embedding.
-
-    Raises:
-        ValueError: If the tokenizer has more tokens.
-    """
-    own = args.use_checkpoint_args
-    size = model.vocab_size if own else padded_vocab_size(args, model, tokenizer.vocab_size)
-    what = f"the tokenizer in {args.tokenizer}" if args.tokenizer else "bytes (no --tokenizer)"
-    if size < tokenizer.vocab_size:
-        raise ValueError(
-            f"--tokenizer: {what} has {tokenizer.vocab_size} tokens, but the model in {args.load} "
-            f"{size}; give the one that the model was trained with"
-        )
-    if size > 2 * tokenizer.vocab_size + _USUAL_PADDING and distributed.rank() == 0:
-        print(
-            f"generate.py: warning: {what} has {tokenizer.vocab_size} tokens, but the model "
-            f"{size}; it was probably trained with another --tokenizer",
-            file=sys.stderr,
-            flush=True,
-        )
-    return size
-
-
-def _max_sequence_length(args: argparse.Namespace, model: ModelPreset) -> int:
-    """The most tokens of a prompt and its continuation."""
-    longest = model.max_position_embeddings
-    if args.max_sequence_length is None:
-        return longest
-    if not 2 <= args.max_sequence_length <= longest:
-        raise ValueError(
-            f"--max-sequence-length must be from 2 to the model's --max-position-embeddings "
-            f"{longest}, got {args.max_sequence_length}"
-        )
-    return args.max_sequence_length
-
-
-def _encode(
-    args: argparse.Namespace, tokenizer: ByteText | HuggingFaceText, prompt: bytes
-) -> list[int]:
-    begin = [tokenizer.bos] if args.add_bos and tokenizer.bos is not None else []
-    return begin + tokenizer.encode(prompt).tolist()
-
-
-def _engine(
-    args: argparse.Namespace, gpt: GPTModel, prompts: list[list[int]], limit: int, vocab_size: int
-) -> GenerationEngine:
-    """An engine with room for these prompts.
-
-    Raises:
-        ValueError: If there is not that much memory.
-    """
-    needed = [min(len(prompt) + args.sampling.num_tokens, limit) for prompt in prompts]
-    # A prompt that is too long gets none of the cache.
-    running = [n for n, prompt in zip(needed, prompts) if len(prompt) < limit]
-    at_a_time = min(args.max_requests, len(prompts))
-    blocks = sum(-(-n // BLOCK_SIZE) for n in sorted(running)[-at_a_time:])
-    cache_tokens = args.cache_tokens or max(1, blocks) * BLOCK_SIZE
-    try:
-        return GenerationEngine(
-            gpt,
-            max_sequence_length=max(2, *needed),
-            max_requests=at_a_time,
-            cache_tokens=cache_tokens,
-            step_tokens=args.step_tokens,
-            vocab_size=vocab_size,
-            seed=args.seed,
-            chunked_prefill=not args.no_chunked_prefill,
-            prefix_caching=not args.no_prefix_caching,
-            **engine_fields(args, gpt.config),
-        )
-    except torch.OutOfMemoryError as error:
-        graphs = " with --cuda-graphs" if args.cuda_graphs else ""
-        raise ValueError(
-            f"--cache-tokens: a cache of {cache_tokens} tokens{graphs} does not fit into this "
-            f"GPU's memory; fewer do, or a smaller --max-requests ({args.max_requests})"
-        ) from error
-
-
-def _totals(prompts: list[list[int]], results: list[Generation], seconds: float) -> Totals:
-    failed = [bool(result.error) for result in results]
-    return Totals(
-        prompts=len(prompts),
-        failed=sum(failed),
-        prompt_tokens=sum(len(p) for p, bad in zip(prompts, failed) if not bad),
-        generated_tokens=sum(len(result.tokens) for result in results),
-        seconds=seconds,
-    )
-
-
-def _report(error: Exception, code: int) -> int:
-    """Print an error once: rank 0's, or another rank's if rank 0 does not have it."""
-    rank = distributed.rank()
-    if rank:
-        # torchrun ends this process as soon as rank 0 has failed.
-        time.sleep(_GRACE_SECONDS)
-    where = f" (rank {rank})" if rank else ""
-    print(f"generate.py: error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    code = generate(args)
+    distributed.finish()
     return code

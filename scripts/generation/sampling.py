@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.core.inference.sampling_params import SamplingParams
+if TYPE_CHECKING:
+    from megatron.core.inference.sampling_params import SamplingParams
 
 # Megatron's -1: no token ends the request.
 _NO_STOP = -1
@@ -52,6 +54,8 @@ class Sampling:
 
     def to_host(self, num_tokens: int) -> SamplingParams:
         """Megatron's parameters of a request that has room for ``num_tokens`` new tokens."""
+        from megatron.core.inference.sampling_params import SamplingParams
+
         return SamplingParams(
             num_tokens_to_generate=num_tokens,
             temperature=float(self.temperature),

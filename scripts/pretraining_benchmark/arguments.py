@@ -9,12 +9,12 @@ from pathlib import Path
 from context_parallel_benchmark.arguments import DIMS as DEEPSEEK_DIMS
 from context_parallel_benchmark.arguments import (
     add_dims,
+    check_files,
     count,
     dims_of,
     list_of,
     new_parser,
     one_of,
-    require_files,
     seconds,
 )
 
@@ -30,37 +30,44 @@ _SPECS = {
 
 
 def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace:
-    """Parse ``argv``; wrong input ends the process with exit code 2.
+    """Parse ``argv``.
 
     Args:
         argv: Without the program's name.
         description: What ``--help`` begins with.
+
+    Raises:
+        ValueError: After wrong input.
     """
     parser = new_parser("bench_pretraining.py", description)
     add = parser.add_argument
     add("folder", type=Path, help="where pretraining.json, .md, .png and the logs go")
     add("--render", type=Path, metavar="FILE.json", help="train nothing, render this")
     both = ",".join(ATTENTIONS)
-    add("--attentions", type=list_of(one_of(ATTENTIONS)), default=both, help="(%(default)s)")
+    add("--attentions", type=list_of(one_of(ATTENTIONS)), default=both, help="whose, in turn")
     add("--noise", action="store_true", help="train the first attention twice: how far it repeats")
-    add("--iterations", type=count, default=60, help="(%(default)s)")
-    add("--skip", type=count, default=10, help="first ones, not in the throughput (%(default)s)")
-    add("--layers", type=count, default=8, help="(%(default)s)")
-    add("--heads", type=count, default=16, help="(%(default)s)")
-    add("--ffn-hidden-size", type=count, default=8192, help="(%(default)s)")
-    add("--vocab-size", type=count, default=32000, help="(%(default)s)")
-    add("--seq-length", type=count, default=4096, help="(%(default)s)")
-    add("--micro-batch-size", type=count, default=1, help="(%(default)s)")
-    add("--global-batch-size", type=count, default=4, help="(%(default)s)")
-    add("--learning-rate", type=seconds, default=3e-4, help="largest (%(default)s)")
-    add("--gpus", type=count, default=1, help="processes, data-parallel (%(default)s)")
-    add("--peak-tflops", type=seconds, default=PEAK_TFLOPS, help="for the MFU (%(default)s)")
-    add("--timeout", type=seconds, default=600.0, help="of one run, in s (%(default)s)")
-    add("--seed", type=count, default=1234, help="(%(default)s)")
-    add("--megatron", default="", metavar="'--OPTION ...'", help="more of Megatron's, for all runs")
+    add("--iterations", type=count, default=60, help="of a run")
+    add("--skip", type=count, default=10, help="first ones, not in the throughput")
+    add("--layers", type=count, default=8, help="of the model")
+    add("--heads", type=count, default=16, help="of the model")
+    add("--ffn-hidden-size", type=count, default=8192, help="width of the MLP")
+    add("--vocab-size", type=count, default=32000, help="rows of the embedding")
+    add("--seq-length", type=count, default=4096, help="tokens of a sequence")
+    add("--micro-batch-size", type=count, default=1, help="sequences of a forward")
+    add("--global-batch-size", type=count, default=4, help="sequences of an update")
+    add("--learning-rate", type=seconds, default=3e-4, help="the highest")
+    add("--gpus", type=count, default=1, help="processes, data-parallel")
+    add("--peak-tflops", type=seconds, default=PEAK_TFLOPS, help="of a GPU, for the MFU")
+    add("--timeout", type=seconds, default=600.0, help="of one run, in s")
+    add("--seed", type=count, default=1234, help="of weights and dropout")
+    add(
+        "--megatron",
+        default="",
+        metavar="'--OPTION ...'",
+        help="more of Megatron's options, for all runs (default: none)",
+    )
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    require_files(parser, [args.render] if args.render else ())
     if args.iterations <= args.skip:
         parser.error(f"--iterations must be more than --skip {args.skip}, got {args.iterations}")
     samples = args.micro_batch_size * args.gpus
@@ -69,6 +76,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
             f"--global-batch-size must be a multiple of --micro-batch-size x --gpus = {samples}, "
             f"got {args.global_batch_size}"
         )
+    check_files(args.folder, [args.render] if args.render else ())
     return args
 
 

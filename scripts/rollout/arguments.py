@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from console.parser import Parser
 from rollout.rewards import REWARDS
 from training import arguments as trainer
+from training.checkpoint_folder import find_checkpoint
 from training.model_options import resolve_model
+from training.options_named import given_options, name_of, value_of
 from training.schedule import DECAY_STYLES
 from training.validation import validate_arguments
 
@@ -21,6 +24,13 @@ _PROMPTS = (
     "1 + 1 =",
     "",
 )
+_DESCRIPTION = "Sample from a live model, score, update, repeat; by torchrun."
+_EPILOG = """\
+Options of the model, parallelism and optimizer are train.py's and mean what they mean there
+(train.py --help): --preset, --num-experts, --form, --tensor-model-parallel-size,
+--sequence-parallel, --clip-grad, --bf16, ... Ranks beyond tensor parallelism sample for other
+prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
+differs between rollout and training."""
 _AT_LEAST_ONE = ("num_prompts", "num_tokens_to_generate", "micro_batch_size", "max_requests")
 # Of train.py, what a rollout has no use for.
 _REFUSED = {
@@ -61,45 +71,26 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     for word in rest:
         flag = word.partition("=")[0]
         if flag in _REFUSED:
-            raise ValueError(f"rollout_train.py does not take {flag}: {_REFUSED[flag]}")
+            raise ValueError(f"a rollout does not take {flag}: {_REFUSED[flag]}")
     if own.load:
+        find_checkpoint(own.load)
         rest = [*rest, "--load", own.load]
     args = argparse.Namespace(**{**vars(trainer.parse_arguments(rest)), **vars(own)})
+    args.given = given_options(argv)
     _check(args)
     args.prompts = _prompts(args.prompts)
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
     # The last token is sampled, not read; sequence parallelism cuts the others evenly.
-    args.seq_length = longest + (-longest) % args.tensor_model_parallel_size
+    args.seq_length = longest + (-longest) % max(1, args.tensor_model_parallel_size)
     args.global_batch_size = args.num_prompts * args.group_size
     args.model = resolve_model(args)
+    _check_sizes(args, max(1, world_size // max(1, args.tensor_model_parallel_size)))
     validate_arguments(args, world_size)
-    dp = world_size // args.tensor_model_parallel_size
-    if args.num_prompts % dp:
-        raise ValueError(
-            f"--num-prompts must be divisible by the {dp} ranks that sample for different ones "
-            f"(processes / --tensor-model-parallel-size), got {args.num_prompts}"
-        )
     return args
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports like every other user error: one line, from one rank."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message} (--help lists all options)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="rollout_train.py",
-        description="Sample from a live model, score, update, repeat; by torchrun.",
-        epilog="Options of the model, parallelism and optimizer are train.py's and mean what they "
-        "mean there (train.py --help): --preset, --num-experts, --form, "
-        "--tensor-model-parallel-size, --sequence-parallel, --clip-grad, --bf16, ... Ranks beyond "
-        "tensor parallelism sample for other prompts. A token is a byte.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("rollout_train.py", _DESCRIPTION, _EPILOG)
     for add in (_add_rollout, _add_update, _add_io):
         add(parser)
     return parser
@@ -113,10 +104,18 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         default="digits",
         help="share of the sampled bytes, or of neighbouring ones, that are so",
     )
-    group.add_argument("--prompts", metavar="FILE", help="one per line; default: some short ones")
-    group.add_argument("--num-prompts", type=int, default=8, help="of a step, over all ranks")
+    group.add_argument("--prompts", metavar="FILE", help="one per line (default: some short ones)")
+    group.add_argument(
+        "--num-prompts", type=int, default=8, help="prompts of a step, over all ranks"
+    )
     group.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
-    group.add_argument("--num-tokens-to-generate", type=int, default=16, metavar="N")
+    group.add_argument(
+        "--num-tokens-to-generate",
+        type=int,
+        default=16,
+        metavar="N",
+        help="at most, of a sample",
+    )
     group.add_argument(
         "--max-requests", type=int, default=256, metavar="N", help="samples that run at a time"
     )
@@ -131,19 +130,27 @@ def _add_update(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("update")
     group.add_argument("--train-iters", type=int, default=40, help="rollouts, and updates")
     group.add_argument("--micro-batch-size", type=int, default=16, help="samples in a forward")
-    group.add_argument("--lr", type=float, default=3e-3)
-    group.add_argument("--lr-decay-style", choices=DECAY_STYLES, default="constant")
-    group.add_argument("--lr-warmup-iters", type=int, default=3)
-    group.add_argument("--weight-decay", type=float, default=0.0)
+    group.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
+    group.add_argument(
+        "--lr-decay-style", choices=DECAY_STYLES, default="constant", help="to a tenth of --lr"
+    )
+    group.add_argument("--lr-warmup-iters", type=int, default=3, help="steps until --lr is reached")
+    group.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's")
     group.add_argument("--seed", type=int, default=1234, help="of weights and samples")
 
 
 def _add_io(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints and reports")
     group.add_argument(
-        "--load", metavar="FOLDER", help="weights to start from: a checkpoint of train.py"
+        "--load",
+        metavar="FOLDER",
+        help="weights to start from, a checkpoint (default: random ones)",
     )
-    group.add_argument("--save", metavar="FOLDER", help="checkpoint at the end")
+    group.add_argument(
+        "--save",
+        metavar="FOLDER",
+        help="where a checkpoint goes at the end (default: none is written)",
+    )
     group.add_argument("--metrics", metavar="FILE", help="JSON lines, one per step")
     group.add_argument("--plot", metavar="FILE", help="PNG of rewards and gaps")
 
@@ -159,6 +166,27 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.prompts is not None and not Path(args.prompts).is_file():
         raise ValueError(f"--prompts: there is no file {args.prompts}")
+
+
+def _check_sizes(args: argparse.Namespace, dp: int) -> None:
+    """What train.py would say about options that a rollout does not have."""
+    if args.num_prompts % dp:
+        raise ValueError(
+            f"{value_of(args, '--num-prompts')} must be divisible by the {dp} ranks that sample "
+            "for different ones (processes / --tensor-model-parallel-size)"
+        )
+    if args.global_batch_size % (args.micro_batch_size * dp):
+        raise ValueError(
+            f"{value_of(args, '--num-prompts')} x {value_of(args, '--group-size')} samples must be "
+            f"divisible by {value_of(args, '--micro-batch-size')} x {dp} data-parallel ranks"
+        )
+    longest = args.model.max_position_embeddings
+    if args.seq_length > longest:
+        raise ValueError(
+            f"the longest prompt and {value_of(args, '--num-tokens-to-generate')} make "
+            f"{args.seq_length} tokens, and {name_of(args, '--max-position-embeddings')} allows "
+            f"{longest}"
+        )
 
 
 def _prompts(path: str | None) -> list[list[int]]:

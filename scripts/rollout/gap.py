@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from generation.engine import GenerationEngine
 from generation.sampling import Sampling
 from rollout.arguments import parse_arguments
+from rollout.gap_entry import CASES
 from rollout.model import build_policy_model
 from rollout.policy import token_log_probs
 from rollout.samples import Sample, SampleBatch
 from training import distributed
+from training.checkpoint_model import require_same_model
 from training.data import read_corpus
 from training.model import unwrap
 from training.model_options import padded_vocab_size
+from training.start import read_start
 from training.tokenizers import ByteTokenizer
-
-# Options of a run; parity mode, which stays with the process, comes last.
-CASES = tuple(
-    f"{precision} {how}".strip()
-    for how in ("--form absorbed", "--form expanded", "--form auto", "--batch-invariant")
-    for precision in ("", "--bf16")
-)
-_USER_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -60,37 +51,12 @@ class Gap:
     divergence: float
 
 
-def main(argv: list[str]) -> int:
-    """Print the table; returns the exit code."""
-    for name in ("megatron", "DynamicInferenceEngine"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    own, model_options = _parser().parse_known_args(argv)
-    rows: list[dict] = []
-    try:
-        for gap in measure_all(own, model_options):
-            if distributed.rank():
-                continue
-            rows.append(asdict(gap))
-            print(_line(gap), flush=True)
-            if own.json:
-                Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
-    except ValueError as error:
-        print(f"rollout_gap.py: error: {error}", file=sys.stderr)
-        return _USER_ERROR
-    distributed.finish()
-    return 0
-
-
 def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterator[Gap]:
     """Every case, for every length of the prompts; collective.
 
     Raises:
         ValueError: If options do not fit each other.
     """
-    for name in ("prompt_lengths", "samples", "num_tokens_to_generate"):
-        least = min(np.atleast_1d(getattr(own, name)))
-        if least < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {least}")
     text = read_corpus(own.data, ByteTokenizer()).tokens
     device = None
     for options in CASES:
@@ -100,6 +66,9 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
         vocab_size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
         args.model = args.model.replace(vocab_size=vocab_size)
         if device is None:
+            if args.load:
+                start = read_start(args.load, finetune=True)
+                require_same_model(args, start, args.model, "rollout_gap.py")
             device = distributed.initialize(args)
         if not runs(args, device):
             if not distributed.rank():
@@ -156,28 +125,4 @@ def measure(
         mean=difference.abs().mean().item(),
         equal=(difference == 0).double().mean().item(),
         divergence=difference.mean().item(),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rollout_gap.py",
-        description="Compare the log-probabilities of rollout and trainer, by torchrun or alone.",
-        epilog="Options of the model, --load and --use-checkpoint-args are rollout_train.py's.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--prompt-lengths", type=int, nargs="+", default=[16, 256])
-    parser.add_argument("--samples", type=int, default=16, help="of each case")
-    parser.add_argument("--num-tokens-to-generate", type=int, default=64)
-    parser.add_argument("--data", metavar="PATH", help="text of the prompts, as for train.py")
-    parser.add_argument("--json", metavar="FILE")
-    return parser
-
-
-def _line(gap: Gap) -> str:
-    return (
-        f"{gap.options:<26} prompt {gap.prompt_length:5d} | {gap.tokens} tokens, entropy "
-        f"{gap.entropy:.2f} | difference max {gap.largest:.1e} mean {gap.mean:.1e}, equal "
-        f"{100 * gap.equal:.1f} % | KL {gap.divergence:+.1e}"
     )

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import argparse
 
-from absorbed_mla.context_parallel import CP_COMM_TYPES
-from absorbed_mla.options import DOWN_PROJECTIONS, FORMS
+from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
+from console.parser import Parser
+from training.options_named import given_options
 from training.presets import PRESETS
 from training.schedule import DECAY_STYLES
 
-_SIZES = (
-    "num-layers",
-    "hidden-size",
-    "ffn-hidden-size",
-    "num-attention-heads",
-    "kv-lora-rank",
-    "qk-head-dim",
-    "qk-pos-emb-head-dim",
-    "v-head-dim",
-    "max-position-embeddings",
-    "vocab-size",
-)
+_SIZES = {
+    "num-layers": "transformer layers",
+    "hidden-size": "width of the model",
+    "ffn-hidden-size": "width of a dense layer's MLP",
+    "num-attention-heads": "heads of the attention",
+    "kv-lora-rank": "width of the latent",
+    "qk-head-dim": "of a head's query and key, without RoPE",
+    "qk-pos-emb-head-dim": "of a head's query and key, with RoPE",
+    "v-head-dim": "of a head's value",
+    "max-position-embeddings": "the longest sequence",
+}
+_OF_PRESET = "(default: the preset's)"
 _MODEL_DEFAULTS = {"preset": "tiny", "scale_down": 1, "make_vocab_size_divisible_by": 64}
 # What --use-checkpoint-args says instead. The length may be extended, and the balancing of experts
 # is no part of the model.
 _OF_THE_CHECKPOINT = (
     *_MODEL_DEFAULTS,
     *(name.replace("-", "_") for name in _SIZES if name != "max-position-embeddings"),
+    "vocab_size",
     "q_lora_rank",
     "norm_epsilon",
     "rope_type",
@@ -48,11 +50,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     Raises:
         ValueError: If an option is unknown, has no such value, or excludes another.
     """
-    parser = _Parser(
-        prog="train.py",
-        description="Train a GPT with (absorbed) multi-head latent attention, by torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    parser = Parser(
+        "train.py", "Train a GPT with (absorbed) multi-head latent attention, by torchrun."
     )
     for add in (
         _add_model,
@@ -65,6 +64,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     ):
         add(parser)
     args = parser.parse_args(argv)
+    args.given = given_options(argv)
     if args.use_checkpoint_args:
         _check_checkpoint_args(args)
     for name, default in _MODEL_DEFAULTS.items():
@@ -85,172 +85,205 @@ def _check_checkpoint_args(args: argparse.Namespace) -> None:
         )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports like every other user error: one line, from one rank."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message} (--help lists all options)")
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model", "Sizes left out come from the preset.")
-    group.add_argument(
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add(
         "--use-checkpoint-args",
         action="store_true",
         help="take the model from the checkpoint in --load, and not from the options below",
     )
-    group.add_argument("--preset", help=f"one of {', '.join(PRESETS)}; if left out: tiny")
-    group.add_argument(
-        "--scale-down", type=int, metavar="N", help="divide the preset's sizes by N; if left out: 1"
+    add("--preset", help=f"the model: one of {', '.join(PRESETS)} (default: tiny)")
+    add("--scale-down", type=int, metavar="N", help="divide the preset's sizes by N (default: 1)")
+    for name, text in _SIZES.items():
+        add(f"--{name}", type=int, help=f"{text} {_OF_PRESET}")
+    add(
+        "--vocab-size",
+        type=int,
+        help="rows of the embedding, before padding (default: the tokenizer's; a released model's "
+        "own at its real size)",
     )
-    for name in _SIZES:
-        group.add_argument(f"--{name}", type=int)
-    group.add_argument("--q-lora-rank", type=int, help="0 projects the query without compression")
-    group.add_argument("--norm-epsilon", type=float)
-    group.add_argument("--rope-type", choices=("rope", "yarn"))
-    group.add_argument("--rotary-base", type=float)
-    group.add_argument("--rotary-scaling-factor", type=float)
-    group.add_argument("--mscale", type=float)
-    group.add_argument("--mscale-all-dim", type=float)
-    group.add_argument(
-        "--make-vocab-size-divisible-by", type=int, help="vocabulary padding; if left out: 64"
+    add(
+        "--q-lora-rank",
+        type=int,
+        help=f"width of the compressed query; 0 projects it without compression {_OF_PRESET}",
     )
-    group.add_argument("--init-method-std", type=float, default=0.02)
-    group.add_argument("--attention-dropout", type=float, default=0.0)
-    group.add_argument("--hidden-dropout", type=float, default=0.0)
+    add("--norm-epsilon", type=float, help=f"of the layers' norms {_OF_PRESET}")
+    add("--rope-type", choices=("rope", "yarn"), help=f"rotary embedding {_OF_PRESET}")
+    add("--rotary-base", type=float, help=f"of the rotary frequencies {_OF_PRESET}")
+    add("--rotary-scaling-factor", type=float, help=f"YaRN's extension {_OF_PRESET}")
+    add("--mscale", type=float, help=f"YaRN's scale of the rotation {_OF_PRESET}")
+    add("--mscale-all-dim", type=float, help=f"YaRN's scale of the softmax {_OF_PRESET}")
+    add(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the embedding to a multiple of N rows (default: 64)",
+    )
+    add("--init-method-std", type=float, default=0.02, help="deviation of the first weights")
+    add("--attention-dropout", type=float, default=0.0, help="of the attention's probabilities")
+    add("--hidden-dropout", type=float, default=0.0, help="of what layers add to the residual")
 
 
 def _add_attention(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("attention")
-    group.add_argument(
+    add = parser.add_argument_group("attention").add_argument
+    add(
         "--attention",
         choices=("absorbed", "standard"),
         default="absorbed",
         help="standard is Megatron's own MLASelfAttention, to compare with",
     )
-    group.add_argument("--form", choices=FORMS, default="auto", help="how absorbed MLA is executed")
-    group.add_argument("--down-projection", choices=DOWN_PROJECTIONS, default="duplicated")
-    group.add_argument(
+    add("--form", choices=FORMS, default="auto", help="how absorbed MLA is executed")
+    add(
+        "--down-projection",
+        choices=DOWN_PROJECTIONS,
+        default="duplicated",
+        help="whether every tensor-parallel rank keeps them whole",
+    )
+    add(
         "--latent-norm-epsilon",
         type=float,
-        help="epsilon of the attention's own norms, if not the preset's",
+        help=f"epsilon of the attention's own norms {_OF_PRESET}",
     )
-    group.add_argument(
+    add(
         "--transformer-impl",
         choices=("local", "transformer_engine"),
-        help="if left out: transformer_engine where it is installed and a GPU is there, else local",
+        help="whose layers (default: transformer_engine where it is installed and a GPU is there, "
+        "else local)",
     )
 
 
 def _add_moe(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mixture of experts")
-    group.add_argument("--num-experts", type=int, help="0 for a dense model")
-    group.add_argument("--moe-layer-freq", help="every N-th layer, or a list like ([0]*1+[1]*2)")
-    group.add_argument("--moe-ffn-hidden-size", type=int)
-    group.add_argument("--moe-shared-expert-intermediate-size", type=int, help="0 for none")
-    group.add_argument("--moe-router-topk", type=int)
-    group.add_argument("--moe-aux-loss-coeff", type=float)
-    group.add_argument(
+    add = parser.add_argument_group("mixture of experts").add_argument
+    add("--num-experts", type=int, help=f"of a layer; 0 for a dense model {_OF_PRESET}")
+    add(
+        "--moe-layer-freq",
+        metavar="N|LIST",
+        help="layers with experts: every N-th, or a list like ([0]*1+[1]*2) (default: the "
+        "preset's first layers are dense)",
+    )
+    add("--moe-ffn-hidden-size", type=int, help=f"width of an expert {_OF_PRESET}")
+    add(
+        "--moe-shared-expert-intermediate-size",
+        type=int,
+        help=f"width of all shared experts together, 0 for none {_OF_PRESET}",
+    )
+    add("--moe-router-topk", type=int, help=f"experts of a token {_OF_PRESET}")
+    add("--moe-aux-loss-coeff", type=float, help=f"of the balancing loss {_OF_PRESET}")
+    add(
         "--moe-token-dispatcher-type",
         choices=("allgather", "alltoall"),
-        help="default: alltoall on a GPU; only allgather works without",
+        help="how tokens reach their experts (default: alltoall on a GPU; only allgather works "
+        "without)",
     )
-    group.add_argument("--moe-grouped-gemm", action="store_true", help="GPU only")
+    add("--moe-grouped-gemm", action="store_true", help="all experts in one product; GPU only")
 
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parallelism and recomputation")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    group.add_argument("--expert-model-parallel-size", type=int, default=1)
-    group.add_argument(
-        "--context-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that each sequence is cut over, in an early and a late chunk for each",
-    )
-    group.add_argument(
+    add = parser.add_argument_group("parallelism and recomputation").add_argument
+    for name, text in (
+        ("tensor-model", "ranks that heads and widths are cut over"),
+        ("pipeline-model", "ranks that the layers are cut over"),
+        ("expert-model", "ranks that the experts are cut over"),
+        ("context", "ranks that each sequence is cut over, an early and a late chunk for each"),
+    ):
+        add(f"--{name}-parallel-size", type=int, default=1, metavar="N", help=text)
+    add(
         "--cp-comm-type",
         nargs="+",
         default=["all_gather"],
         metavar="TYPE",
-        help=f"how they exchange latents: {' or '.join(CP_COMM_TYPES)}, one for all layers or one "
-        "for each layer",
+        help=f"how context-parallel ranks exchange latents: {' or '.join(CP_COMM_TYPES)}, one for "
+        "all layers or one for each layer (default: all_gather)",
     )
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--overlap-grad-reduce", action="store_true")
-    group.add_argument("--recompute-granularity", choices=("selective", "full"))
-    group.add_argument(
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="cut tokens over the tensor-parallel ranks between layers",
+    )
+    add("--overlap-grad-reduce", action="store_true", help="sum gradients during the backward")
+    add(
+        "--recompute-granularity",
+        choices=("selective", "full"),
+        help="compute parts again in the backward instead of keeping them",
+    )
+    add(
         "--recompute-modules",
         nargs="+",
-        help="for selective: core_attn, mla_up_proj, mlp, moe, ...",
+        metavar="MODULE",
+        help="for selective: core_attn, mla_up_proj, mlp, moe, ... (default: core_attn)",
     )
-    group.add_argument("--recompute-method", choices=("uniform", "block"), help="for full")
-    group.add_argument("--recompute-num-layers", type=int, help="for full")
+    add(
+        "--recompute-method",
+        choices=("uniform", "block"),
+        help="for full: all layers in groups, or the first of each pipeline stage",
+    )
+    add("--recompute-num-layers", type=int, metavar="N", help="for full: layers of a group")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--seq-length", type=int, default=128)
-    group.add_argument("--micro-batch-size", type=int, default=None, help="default: 8, packed: 1")
-    group.add_argument(
-        "--global-batch-size", type=int, help="default: one micro-batch per data-parallel rank"
+    add = group.add_argument
+    add("--seq-length", type=int, default=128, help="tokens of a sequence")
+    add("--micro-batch-size", type=int, help="sequences of a forward (default: 8, packed: 1)")
+    add(
+        "--global-batch-size",
+        type=int,
+        help="sequences of an update (default: one micro-batch per data-parallel rank)",
     )
-    group.add_argument("--train-iters", type=int, default=200)
-    group.add_argument("--exit-interval", type=int, help="save and stop at a multiple of this")
-    group.add_argument("--lr", type=float, default=2e-3)
-    group.add_argument("--min-lr", type=float, default=None, help="default: a tenth of --lr")
-    group.add_argument("--lr-warmup-iters", type=int, default=10)
-    group.add_argument("--lr-decay-iters", type=int, help="default: --train-iters")
-    group.add_argument("--lr-decay-style", choices=DECAY_STYLES, default="cosine")
-    group.add_argument("--weight-decay", type=float, default=0.1)
-    group.add_argument("--adam-beta1", type=float, default=0.9)
-    group.add_argument("--adam-beta2", type=float, default=0.95)
-    group.add_argument("--adam-eps", type=float, default=1e-8)
-    group.add_argument(
-        "--clip-grad", type=float, default=1.0, help="0 to leave gradients as they are"
-    )
-    group.add_argument("--seed", type=int, default=1234)
+    add("--train-iters", type=int, default=200, help="updates of the run")
+    add("--exit-interval", type=int, metavar="N", help="save and stop at a multiple of N")
+    add("--lr", type=float, default=2e-3, help="the highest learning rate")
+    add("--min-lr", type=float, help="the last learning rate (default: a tenth of --lr)")
+    add("--lr-warmup-iters", type=int, default=10, help="updates until --lr is reached")
+    add("--lr-decay-iters", type=int, help="updates until --min-lr (default: --train-iters)")
+    add("--lr-decay-style", choices=DECAY_STYLES, default="cosine", help="between the two")
+    add("--weight-decay", type=float, default=0.1, help="AdamW's")
+    add("--adam-beta1", type=float, default=0.9, help="decay of the gradients' mean")
+    add("--adam-beta2", type=float, default=0.95, help="decay of the squared gradients' mean")
+    add("--adam-eps", type=float, default=1e-8, help="added to the root of the latter")
+    add("--clip-grad", type=float, default=1.0, help="largest gradient norm, 0 for any")
+    add("--seed", type=int, default=1234, help="of weights, data order and dropout")
     precision = group.add_mutually_exclusive_group()
-    precision.add_argument("--bf16", action="store_true")
-    precision.add_argument("--fp16", action="store_true", help="GPU only")
+    precision.add_argument("--bf16", action="store_true", help="compute in bf16 instead of fp32")
+    precision.add_argument("--fp16", action="store_true", help="compute in fp16; GPU only")
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("data")
-    group.add_argument(
+    add = parser.add_argument_group("data").add_argument
+    add(
         "--data",
         metavar="PATH",
-        help="text file or folder; default: the standard library's sources",
+        help="text file or folder (default: the standard library's sources)",
     )
-    group.add_argument(
-        "--tokenizer", metavar="FOLDER", help="Hugging Face tokenizer; default: every byte a token"
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="Hugging Face tokenizer (default: every byte is a token)",
     )
-    group.add_argument("--split", default="95,5", help="percent for training, for validation")
-    group.add_argument(
-        "--packed", action="store_true", help="every document its own sequence (thd), batch of 1"
-    )
+    add("--split", default="95,5", help="percent for training, for validation")
+    add("--packed", action="store_true", help="every document its own sequence (thd), batch of 1")
 
 
 def _add_io(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoints, validation and reports")
-    group.add_argument(
-        "--load", metavar="FOLDER", help="checkpoint to resume, or weights to start from"
+    add = parser.add_argument_group("checkpoints, validation and reports").add_argument
+    add("--load", metavar="FOLDER", help="checkpoint to resume, or weights to start from")
+    add("--finetune", action="store_true", help="take only the weights of --load and start at 0")
+    add("--save", metavar="FOLDER", help="where checkpoints go (default: none are written)")
+    add(
+        "--save-interval",
+        type=int,
+        metavar="N",
+        help="save every N updates, too (default: at the end only)",
     )
-    group.add_argument(
-        "--finetune", action="store_true", help="take only the weights of --load and start at 0"
-    )
-    group.add_argument("--save", metavar="FOLDER")
-    group.add_argument("--save-interval", type=int, help="default: at the end only")
-    group.add_argument("--eval-interval", type=int, default=100)
-    group.add_argument("--eval-iters", type=int, default=4, help="0 for no validation")
-    group.add_argument("--log-interval", type=int, default=10)
-    group.add_argument("--metrics", metavar="FILE", help="JSON lines, one per iteration")
-    group.add_argument("--plot", metavar="FILE", help="PNG of the losses")
-    group.add_argument(
+    add("--eval-interval", type=int, default=100, metavar="N", help="validate every N updates")
+    add("--eval-iters", type=int, default=4, help="batches of a validation, 0 for none")
+    add("--log-interval", type=int, default=10, metavar="N", help="print every N-th update")
+    add("--metrics", metavar="FILE", help="JSON lines, one per update")
+    add("--plot", metavar="FILE", help="PNG of the losses")
+    add(
         "--compare-metrics",
         metavar="FILE",
         help="another run's --metrics, shown beside this run's at the end and in the plot",
     )
-    group.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add("--no-progress", action="store_true", help="no progress bar")

@@ -1,9 +1,8 @@
-"""Distributed checkpoints of a training run, and starting from one."""
+"""Distributed checkpoints of a training run: saving, and restoring all of its state."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,11 +18,7 @@ from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
 from training.rng import restore_rng, rng_entry
-
-# Of the command line, what must not change for a resumed run to continue the interrupted one.
-_RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
-# Of the model, what may: execution and initialisation, not the function that is trained.
-_FREE_MODEL_FIELDS = {"max_position_embeddings"}
+from training.start import read_start, require_same_run, run_options
 
 
 class Checkpointer:
@@ -48,12 +43,8 @@ class Checkpointer:
         self._args = args
         self._model = unwrap(model)
         self._optimizer = optimizer
-        self._run = {name: getattr(args, name) for name in _RUN_OPTIONS}
-        self._run["data"] = data_fingerprint
-        model_fields = dataclasses.asdict(preset)
-        model_fields["moe_layer_freq"] = list(preset.moe_layer_freq)
+        self._run = run_options(args, preset, data_fingerprint)
         self._model_args = checkpoint_args(args, preset)
-        self._run |= {k: v for k, v in model_fields.items() if k not in _FREE_MODEL_FIELDS}
 
     def save(self, iteration: int) -> None:
         """Write a checkpoint after ``iteration`` iterations; collective over all ranks."""
@@ -84,29 +75,16 @@ class Checkpointer:
         Raises:
             ValueError: If there is no checkpoint, or it does not fit this run.
         """
-        path = find_checkpoint(self._args.load)
+        start = read_start(self._args.load, finetune=self._args.finetune)
         try:
-            return self._load(path)
+            if start.resumed is None:
+                load_model_weights(self._model, start.path)
+                return 0
+            require_same_run(start, self._run)
+            self._resume(start.path, start.resumed)
         except CheckpointingException as error:
-            raise ValueError(f"--load: {path} cannot be read: {error}") from error
-
-    def _load(self, path: Path) -> int:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-        training = common.get("training")
-        # A release belongs to no run; neither need a checkpoint that is named itself.
-        release = path.name == checkpoint_folder.RELEASE
-        named = training is None and path == Path(self._args.load)
-        if self._args.finetune or release or named:
-            load_model_weights(self._model, path)
-            return 0
-        if training is None:
-            raise ValueError(
-                f"--load: {path} was not written by this script, so it cannot be resumed; "
-                "--finetune takes its weights"
-            )
-        self._check_same_run(training["run"], path)
-        self._resume(path, training)
-        return training["iteration"]
+            raise ValueError(f"--load: {start.path} cannot be read: {error}") from error
+        return start.resumed["iteration"]
 
     def _resume(self, path: Path, training: dict) -> None:
         state = self._state(is_loading=True)
@@ -129,58 +107,6 @@ class Checkpointer:
             "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading),
             "rng": rng_entry(),
         }
-
-    def _check_same_run(self, saved: dict, path: Path) -> None:
-        for name, here in self._run.items():
-            there = saved.get(name)
-            if isinstance(there, tuple):
-                there = list(there)
-            if there != here:
-                what = "the data" if name == "data" else "--" + name.replace("_", "-")
-                values = "" if name == "data" else f": {there!r} there, {here!r} here"
-                raise ValueError(
-                    f"--load: {what} differs from the run in {path}{values}. To resume, use the "
-                    "same; --finetune takes the weights only and starts anew"
-                )
-
-
-def find_checkpoint(folder: str) -> Path:
-    """The checkpoint to load from ``folder``: the latest of a run, or the folder itself.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    root = Path(folder)
-    if not root.is_dir():
-        raise ValueError(f"--load: there is no folder {folder}")
-    path = root
-    iteration = checkpoint_folder.latest_iteration(root)
-    if iteration is not None:
-        checkpoint_folder.recover(root, iteration)
-        path = checkpoint_folder.checkpoint_path(root, iteration)
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ValueError(f"--load: there is no distributed checkpoint in {path} (no metadata.json)")
-    return path
-
-
-def load_model_args(folder: str) -> argparse.Namespace:
-    """The arguments that the checkpoint in ``folder`` carries about its model.
-
-    Raises:
-        ValueError: If there is no checkpoint, or it carries none.
-    """
-    path = find_checkpoint(folder)
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-    except CheckpointingException as error:
-        raise ValueError(f"--load: {path} cannot be read: {error}") from error
-    args = common.get("args")
-    if not isinstance(args, argparse.Namespace):
-        raise ValueError(
-            f"--use-checkpoint-args: {path} carries no arguments; describe the model by --preset "
-            "and the options for single sizes"
-        )
-    return args
 
 
 def _from_rank_0(value: str) -> str:

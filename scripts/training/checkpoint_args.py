@@ -102,7 +102,7 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
         latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
         **_experts(fields),
     )
-    fields.raise_problems("--use-checkpoint-args: this script cannot train the checkpoint's model:")
+    fields.raise_problems("--load: this script cannot train the checkpoint's model:")
     return preset
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,43 @@ def latest_iteration(folder: Path) -> Iteration | None:
     if not text.isdigit():
         raise ValueError(f"{folder / LATEST} should hold an iteration or 'release', got {text!r}")
     return int(text)
+
+
+def find_checkpoint(folder: str) -> Path:
+    """The checkpoint to load from ``folder``: the latest of a run, or the folder itself.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        what = "it is no folder" if root.exists() else "there is no such folder"
+        raise ValueError(f"--load {folder}: {what}")
+    path = root
+    iteration = latest_iteration(root)
+    if iteration is not None:
+        recover(root, iteration)
+        path = checkpoint_path(root, iteration)
+    if not (path / "metadata.json").is_file():
+        raise ValueError(
+            f"--load: there is no distributed checkpoint in {path} (no metadata.json)"
+            + _conversion_hint(root, path)
+        )
+    return path
+
+
+def _conversion_hint(*folders: Path) -> str:
+    """What to do with the first of ``folders`` that holds another format, or an empty string."""
+    for folder in folders:
+        what = ""
+        if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
+            what = "a Hugging Face checkpoint"
+        elif any(folder.glob("mp_rank_*")) or any(folder.glob("*/mp_rank_*")):
+            what = "a checkpoint with a file for each rank"
+        if what:
+            command = f"absorbed-mla-convert convert {shlex.quote(str(folder))} OUT --to absorbed"
+            return f"; it is {what}: {command} makes one"
+    return ""
 
 
 def begin(folder: Path, iteration: int) -> Path:

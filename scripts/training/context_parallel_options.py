@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
-
-from absorbed_mla.context_parallel import CP_COMM_TYPES
+from absorbed_mla.options import CP_COMM_TYPES
 
 
 def cp_comm_type(args: argparse.Namespace) -> str | list[str]:
@@ -30,7 +27,11 @@ def transformer_impl(args: argparse.Namespace, device_type: str) -> str:
     """``--transformer-impl``, or its default on this machine."""
     if args.transformer_impl is not None:
         return args.transformer_impl
-    return "transformer_engine" if HAVE_TE and device_type == "cuda" else "local"
+    if device_type != "cuda":
+        return "local"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE else "local"
 
 
 def token_dispatcher(args: argparse.Namespace, device_type: str) -> str:
@@ -49,6 +50,9 @@ def check_context_parallelism(args: argparse.Namespace) -> None:
     _check_comm_types(args)
     if args.context_parallel_size == 1:
         return
+    # Only here: it takes seconds, and most command lines do without.
+    import torch
+
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if args.packed:
         _check_packed(args, token_dispatcher(args, device_type))

@@ -14,16 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from absorbed_mla.testing.cpu_host import enable_cpu_host
-
-
-def world_size() -> int:
-    """Number of processes, from torchrun; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def rank() -> int:
-    """This process, from torchrun; 0 without it."""
-    return int(os.environ.get("RANK", 0))
+from console.ranks import rank as rank
+from console.ranks import world_size as world_size
 
 
 def initialize(args: argparse.Namespace) -> torch.device:

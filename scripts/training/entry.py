@@ -1,135 +1,34 @@
-"""From the command line to a finished run, with errors for people."""
+"""From the command line of train.py to its exit code."""
 
 from __future__ import annotations
 
-import argparse
 import logging
-import sys
-import time
 import warnings
-from pathlib import Path
 
-import torch
-from megatron.core import parallel_state
-
-from training import distributed
+from console.ranks import world_size
+from console.script import run_script
 from training.arguments import parse_arguments
-from training.batch import BatchSource
-from training.checkpoint import Checkpointer, find_checkpoint
-from training.context_parallel import own_part
-from training.data import Windows, read_corpus, split_corpus
-from training.loop import Trainer
-from training.metrics import read_metrics
-from training.model import build_config, build_model, count_parameters
-from training.model_options import padded_vocab_size, resolve_model
-from training.optimizer import build_optimizer
-from training.plot import plot_losses
-from training.report import comparison_table, run_header
-from training.tokenizers import build_tokenizer
+from training.checkpoint_folder import find_checkpoint
+from training.model_options import resolve_model
 from training.validation import validate_arguments
-
-_USER_ERROR = 2
-_FAILED = 1
-_GRACE_SECONDS = 5
 
 
 def main(argv: list[str]) -> int:
-    """Run the training script.
-
-    Returns:
-        Exit code: 0, or 2 after an error of the user's, or 1 if training diverged or a file
-        could not be written.
-    """
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    try:
-        args = parse_arguments(argv)
-        args.model = resolve_model(args)
-        validate_arguments(args, distributed.world_size())
-        train(args)
-    except ValueError as error:
-        return _report(error, _USER_ERROR)
-    except (FloatingPointError, OSError) as error:
-        return _report(error, _FAILED)
-    distributed.finish()
-    return 0
+    """Run the training script; returns the exit code, as ``run_script`` has it."""
+    return run_script("train.py", lambda: _train(argv))
 
 
-def train(args: argparse.Namespace) -> None:
-    """Everything after the command line is known to be right."""
+def _train(argv: list[str]) -> None:
+    args = parse_arguments(argv)
     if args.load:
         find_checkpoint(args.load)
-    tokenizer = build_tokenizer(args.tokenizer)
-    corpus = read_corpus(args.data, tokenizer)
-    train_tokens, valid_tokens = split_corpus(corpus.tokens, args.split_percent)
-    train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
-    valid_windows = None
-    if args.eval_iters:
-        # Always the same windows, so that runs with other seeds can be compared.
-        valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
+    args.model = resolve_model(args)
+    validate_arguments(args, world_size())
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # Only here: the imports take seconds, and mistakes are told before.
+    from training import distributed
+    from training.run import train
 
-    preset = args.model.replace(
-        vocab_size=padded_vocab_size(args, args.model, tokenizer.vocab_size)
-    )
-    device = distributed.initialize(args)
-    config = build_config(args, preset, device)
-    model = build_model(args, config, preset, device)
-    optimizer = build_optimizer(args, model)
-    checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
-    start = checkpointer.load() if args.load else 0
-    if distributed.rank() == 0:
-        print(run_header(args, preset, corpus, start), flush=True)
-    parameters = count_parameters(model)
-    if distributed.rank() == 0:
-        print(f"{parameters:,} parameters", flush=True)
-
-    eod = tokenizer.eod if args.packed else None
-    trainer = Trainer(
-        args,
-        model,
-        optimizer,
-        _source(args, train_windows, device, eod),
-        _source(args, valid_windows, device, eod) if valid_windows else None,
-        checkpointer,
-        start,
-    )
-    trainer.run()
-    if distributed.rank() == 0:
-        _report_losses(args, trainer.metrics.records)
-
-
-def _source(
-    args: argparse.Namespace, windows: Windows, device: torch.device, eod: int | None
-) -> BatchSource:
-    return BatchSource(
-        windows=windows,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        device=device,
-        packed_eod=eod,
-        part=own_part(args),
-    )
-
-
-def _report_losses(args: argparse.Namespace, records: list[dict]) -> None:
-    runs = {f"{args.attention} MLA": records}
-    if args.compare_metrics:
-        other = f"{Path(args.compare_metrics).stem} (--compare-metrics)"
-        runs[other] = read_metrics(args.compare_metrics)
-        print(comparison_table(runs), flush=True)
-    if args.plot:
-        plot_losses(runs, args.plot)
-        print(f"loss curves: {args.plot}", flush=True)
-
-
-def _report(error: Exception, code: int) -> int:
-    """Print an error once: rank 0's, or another rank's if rank 0 does not have it."""
-    rank = distributed.rank()
-    if rank:
-        # torchrun ends this process as soon as rank 0 has failed.
-        time.sleep(_GRACE_SECONDS)
-    where = f" (rank {rank})" if rank else ""
-    print(f"train.py: error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code
+    train(args)
+    distributed.finish()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from training.checkpoint import load_model_args
-from training.checkpoint_args import preset_from_args
+from training.options_named import name_of
 from training.presets import ModelPreset, get_preset, scale_down
 
 # Option: field of the preset, where the names differ.
@@ -56,16 +55,21 @@ def resolve_model(args: argparse.Namespace) -> ModelPreset:
             changes[field] = value or None
     _require_positive(changes)
     model = model.replace(**changes)
-    return _checked_moe(model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before)))
+    model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before))
+    return _checked_moe(args, model)
 
 
 def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
+    # Only here: Megatron takes seconds to import, and other command lines do without.
+    from training.checkpoint_args import preset_from_args
+    from training.start import load_model_args
+
     model = preset_from_args(load_model_args(args.load))
     # The embedding has the checkpoint's rows, whatever the tokenizer needs.
     args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
     changes = _overrides(args)
     _require_positive(changes)
-    return _checked_moe(model.replace(**changes))
+    return _checked_moe(args, model.replace(**changes))
 
 
 def _overrides(args: argparse.Namespace) -> dict:
@@ -91,12 +95,13 @@ def _moe_layer_freq(
     return (0,) * dense + (1,) * (model.num_layers - dense)
 
 
-def _checked_moe(model: ModelPreset) -> ModelPreset:
+def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
     if not any(model.moe_layer_freq):
         return model.replace(num_moe_experts=None, moe_layer_freq=())
     if model.moe_router_topk > model.num_moe_experts:
         raise ValueError(
-            f"--moe-router-topk must be at most --num-experts {model.num_moe_experts}, "
+            f"{name_of(args, '--moe-router-topk')} must be at most "
+            f"{name_of(args, '--num-experts')}, {model.num_moe_experts}, "
             f"got {model.moe_router_topk}"
         )
     groups = model.moe_router_num_groups
@@ -140,7 +145,8 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
         size = model.vocab_size if real else tokenizer_size
     if size < tokenizer_size:
         raise ValueError(
-            f"--vocab-size must be at least the tokenizer's {tokenizer_size}, got {size}"
+            f"{name_of(args, '--vocab-size')} must be at least the tokenizer's {tokenizer_size}, "
+            f"got {size}"
         )
     multiple = args.make_vocab_size_divisible_by
     return -(-size // multiple) * multiple

@@ -6,9 +6,9 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-import torch
-
+from console.outputs import require_writable
 from training.context_parallel_options import check_context_parallelism
+from training.options_named import name_of, value_of
 
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
@@ -53,8 +53,8 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
     _check_batch(args, world_size)
     _check_precision_and_device(args)
     _check_recompute(args)
-    _check_files(args)
     args.split_percent = parse_split(args.split)
+    _check_files(args)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.lr_decay_iters is None:
@@ -89,8 +89,8 @@ def _check_ranges(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)} must be in [0, 1), got {getattr(args, name)}")
     if args.seq_length > args.model.max_position_embeddings:
         raise ValueError(
-            f"--seq-length must be at most --max-position-embeddings "
-            f"{args.model.max_position_embeddings}, got {args.seq_length}"
+            f"{value_of(args, '--seq-length')} must be at most "
+            f"{name_of(args, '--max-position-embeddings')}, {args.model.max_position_embeddings}"
         )
 
 
@@ -108,8 +108,8 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             f"(torchrun --nproc-per-node), got {world_size}"
         )
     divisible = [
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
+        (name_of(args, "--num-attention-heads"), model.num_attention_heads),
+        (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
         (
             "the padded vocabulary (--make-vocab-size-divisible-by)",
             args.make_vocab_size_divisible_by,
@@ -118,9 +118,9 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     if args.sequence_parallel and cp == 1:
         divisible.append(("--seq-length with --sequence-parallel", args.seq_length))
     if model.num_moe_experts:
-        divisible.append(("--moe-ffn-hidden-size", model.moe_ffn_hidden_size))
+        divisible.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
         shared = model.moe_shared_expert_intermediate_size
-        divisible.append(("--moe-shared-expert-intermediate-size", shared or 0))
+        divisible.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared or 0))
     for what, value in divisible:
         if value % tp:
             raise ValueError(
@@ -128,15 +128,16 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             )
     if model.num_layers % pp:
         raise ValueError(
-            f"--num-layers must be divisible by --pipeline-model-parallel-size {pp}, "
-            f"got {model.num_layers}"
+            f"{name_of(args, '--num-layers')} must be divisible by "
+            f"--pipeline-model-parallel-size {pp}, got {model.num_layers}"
         )
     if args.sequence_parallel and tp == 1:
         raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
     if model.num_moe_experts and tp > 1 and not args.sequence_parallel:
         raise ValueError(
-            f"--num-experts {model.num_moe_experts} with --tensor-model-parallel-size {tp} needs "
-            "--sequence-parallel: Megatron trains MoE layers under tensor parallelism only so "
+            f"{name_of(args, '--num-experts')}, {model.num_moe_experts}, with "
+            f"--tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron trains MoE "
+            "layers under tensor parallelism only so "
             "(--num-experts 0 makes the model dense)"
         )
     check_context_parallelism(args)
@@ -150,8 +151,8 @@ def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None
     experts = args.model.num_moe_experts
     if not experts or experts % ep:
         raise ValueError(
-            f"--num-experts must be divisible by --expert-model-parallel-size {ep}, "
-            f"got {experts or 0}"
+            f"{name_of(args, '--num-experts')} must be divisible by "
+            f"--expert-model-parallel-size {ep}, got {experts or 0}"
         )
     # Experts are not cut over context-parallel ranks, so these are as good as data-parallel ones.
     ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
@@ -177,13 +178,23 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
         args.global_batch_size = step * args.pipeline_model_parallel_size
     if args.global_batch_size % step:
         raise ValueError(
-            "--global-batch-size must be divisible by "
-            f"--micro-batch-size {args.micro_batch_size} x {dp} data-parallel ranks, "
-            f"got {args.global_batch_size}"
+            f"--global-batch-size must be divisible by {value_of(args, '--micro-batch-size')} x "
+            f"{dp} data-parallel ranks, got {args.global_batch_size}"
         )
 
 
 def _check_precision_and_device(args: argparse.Namespace) -> None:
+    on_gpu = (
+        args.fp16,
+        args.moe_grouped_gemm,
+        args.moe_token_dispatcher_type == "alltoall",
+        args.transformer_impl == "transformer_engine",
+    )
+    if not any(on_gpu):
+        return
+    # Only here: it takes seconds, and most command lines do without.
+    import torch
+
     if torch.cuda.is_available():
         return
     if args.moe_token_dispatcher_type == "alltoall":
@@ -231,6 +242,9 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if args.compare_metrics and not Path(args.compare_metrics).is_file():
         raise ValueError(f"--compare-metrics: there is no file {args.compare_metrics}")
+    # Last: it makes folders.
+    require_writable(folders={"--save": args.save})
+    require_writable(files={"--metrics": args.metrics, "--plot": args.plot})
 
 
 def _flag(name: str) -> str:

@@ -21,6 +21,7 @@ sys.modules.update(apex=None, transformer_engine=None)
 import megatron.core
 before, start = set(sys.modules), time.process_time()
 import absorbed_mla
+public = [getattr(absorbed_mla, name) for name in absorbed_mla.__all__]
 seconds = time.process_time() - start
 added = sorted(set(sys.modules) - before)
 import specs.absorbed_mla_layer_specs, checkpoint_conversion

@@ -1,0 +1,1 @@
+"""What all scripts do alike at their outer edge; nothing here imports torch."""

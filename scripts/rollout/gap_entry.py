@@ -1,0 +1,109 @@
+"""From the command line of rollout_gap.py to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from console.outputs import require_writable
+from console.parser import Parser
+from console.ranks import rank, world_size
+from console.script import Failure, run_script
+from rollout.arguments import parse_arguments
+
+if TYPE_CHECKING:
+    from rollout.gap import Gap
+
+# Options of a run; parity mode, which stays with the process, comes last.
+CASES = tuple(
+    f"{precision} {how}".strip()
+    for how in ("--form absorbed", "--form expanded", "--form auto", "--batch-invariant")
+    for precision in ("", "--bf16")
+)
+_EPILOG = """\
+Options of the model, --load and --use-checkpoint-args are rollout_train.py's. The exit code is 1 if
+a log-probability differs in parity mode."""
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; returns the exit code, as ``run_script`` has it."""
+    return run_script("rollout_gap.py", lambda: _measure(argv))
+
+
+def _measure(argv: list[str]) -> None:
+    own, model_options = _parser().parse_known_args(argv)
+    _check(own, model_options)
+    for name in ("megatron", "DynamicInferenceEngine"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # Only here: the imports take seconds, and mistakes are told before.
+    from rollout.gap import measure_all
+    from training import distributed
+
+    rows: list[dict] = []
+    for gap in measure_all(own, model_options):
+        rows.append(asdict(gap))
+        if rank():
+            continue
+        print(_line(gap), flush=True)
+        if own.json:
+            Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
+    require_parity(rows)
+    distributed.finish()
+
+
+def require_parity(rows: list[dict]) -> None:
+    """Refuse a gap in parity mode.
+
+    Args:
+        rows: Of the table.
+
+    Raises:
+        Failure: If there is one; NaN is a difference.
+    """
+    for row in rows:
+        if "--batch-invariant" in row["options"] and row["largest"] != 0:
+            raise Failure(
+                f"{row['options']}: the log-probabilities of rollout and trainer differ by "
+                f"{row['largest']:.1e} at prompts of {row['prompt_length']} tokens"
+            )
+
+
+def _check(own: argparse.Namespace, model_options: list[str]) -> None:
+    sizes = {
+        "--prompt-lengths": min(own.prompt_lengths),
+        "--samples": own.samples,
+        "--num-tokens-to-generate": own.num_tokens_to_generate,
+    }
+    for option, least in sizes.items():
+        if least < 1:
+            raise ValueError(f"{option} must be at least 1, got {least}")
+    # Every case has these.
+    parse_arguments([*model_options, *CASES[0].split()], world_size())
+    require_writable(files={"--json": own.json})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "rollout_gap.py",
+        "Compare the log-probabilities of rollout and trainer, by torchrun or alone.",
+        _EPILOG,
+    )
+    add = parser.add_argument
+    add("--prompt-lengths", type=int, nargs="+", default=[16, 256], help="tokens before a sample")
+    add("--samples", type=int, default=16, help="of each case")
+    add("--num-tokens-to-generate", type=int, default=64, help="tokens of a sample")
+    add("--data", metavar="PATH", help="text of the prompts (default: as of train.py)")
+    add("--json", metavar="FILE", help="where the table goes, too, after every row")
+    return parser
+
+
+def _line(gap: Gap) -> str:
+    return (
+        f"{gap.options:<26} prompt {gap.prompt_length:5d} | {gap.tokens} tokens, entropy "
+        f"{gap.entropy:.2f} | difference max {gap.largest:.1e} mean {gap.mean:.1e}, equal "
+        f"{100 * gap.equal:.1f} % | KL {gap.divergence:+.1e}"
+    )

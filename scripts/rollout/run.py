@@ -1,0 +1,100 @@
+"""A run of rollout_train.py, after its command line."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from console.script import Failure
+from rollout.loop import RolloutTrainer
+from rollout.model import build_policy_model
+from rollout.plot import plot_rollouts
+from training import distributed
+from training.checkpoint import Checkpointer
+from training.checkpoint_model import require_same_model
+from training.model import count_parameters
+from training.model_options import padded_vocab_size
+from training.optimizer import build_optimizer
+from training.start import read_start
+from training.tokenizers import ByteTokenizer
+
+
+def rollout_train(args: argparse.Namespace) -> None:
+    """Everything after the command line is known to be right.
+
+    Raises:
+        Failure: If parity mode was asked for and any log-probability differs.
+    """
+    set_vocabulary(args)
+    if args.load:
+        start = read_start(args.load, finetune=True)
+        require_same_model(args, start, args.model, "rollout_train.py")
+    device = distributed.initialize(args)
+    trainer = build_trainer(args, device)
+    parameters = count_parameters(trainer.model)
+    if distributed.rank() == 0:
+        print(_header(args, parameters), flush=True)
+    trainer.run()
+    if args.save:
+        run = f"reward {args.reward}"
+        Checkpointer(args, args.model, trainer.model, trainer.optimizer, run).save(args.train_iters)
+    if args.plot and distributed.rank() == 0:
+        plot_rollouts(trainer.metrics.records, args.plot, args.reward)
+        print(f"rewards and gaps: {args.plot}", flush=True)
+    if args.batch_invariant:
+        require_no_gap(trainer.metrics.records)
+
+
+def require_no_gap(records: list[dict]) -> None:
+    """Of parity mode.
+
+    Args:
+        records: Of the metrics file; every rank has them.
+
+    Raises:
+        Failure: If rollout and trainer differ in any step; NaN is a difference.
+    """
+    different = [record for record in records if record["log_prob_gap_max"] != 0]
+    if different:
+        first = different[0]
+        raise Failure(
+            "--batch-invariant: the log-probabilities of rollout and trainer differ in "
+            f"{len(different)} of {len(records)} steps, first in step {first['iteration']}, by "
+            f"{first['log_prob_gap_max']:.1e}"
+        )
+
+
+def set_vocabulary(args: argparse.Namespace) -> None:
+    """Give the model an embedding with a row for every byte.
+
+    Raises:
+        ValueError: If ``--vocab-size``, or the checkpoint's, is too small.
+    """
+    size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
+    args.model = args.model.replace(vocab_size=size)
+
+
+def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrainer:
+    """Model, optimizer and engine; collective.
+
+    Raises:
+        ValueError: If Megatron refuses the options, or ``--load`` does not fit them.
+    """
+    set_vocabulary(args)
+    model = build_policy_model(args, device)
+    return RolloutTrainer(args, model, build_optimizer(args, model), device)
+
+
+def _header(args: argparse.Namespace, parameters: int) -> str:
+    tp = args.tensor_model_parallel_size
+    start = f"the weights of {args.load}" if args.load else "random weights"
+    parallel = " with sequence parallelism" if args.sequence_parallel else ""
+    parity = ", parity mode" if args.batch_invariant else ""
+    return (
+        f"model    {parameters:,} parameters, from {start}{parity}\n"
+        f"ranks    {distributed.world_size()}: TP {tp}{parallel}, "
+        f"DP {distributed.world_size() // tp}\n"
+        f"rollout  {args.num_prompts} prompts x {args.group_size} samples of "
+        f"{args.num_tokens_to_generate} tokens; reward: {args.reward}"
+    )

@@ -1,0 +1,97 @@
+"""A run of train.py, after its command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from training import distributed
+from training.batch import BatchSource
+from training.checkpoint import Checkpointer
+from training.checkpoint_model import require_same_model
+from training.context_parallel import own_part
+from training.data import Windows, read_corpus, split_corpus
+from training.loop import Trainer
+from training.metrics import read_metrics
+from training.model import build_config, build_model, count_parameters
+from training.model_options import padded_vocab_size
+from training.optimizer import build_optimizer
+from training.plot import plot_losses
+from training.report import comparison_table, run_header
+from training.start import read_start, require_same_run, run_options
+from training.tokenizers import build_tokenizer
+
+
+def train(args: argparse.Namespace) -> None:
+    """Everything after the command line is known to be right."""
+    start_from = read_start(args.load, finetune=args.finetune) if args.load else None
+    tokenizer = build_tokenizer(args.tokenizer)
+    preset = args.model.replace(
+        vocab_size=padded_vocab_size(args, args.model, tokenizer.vocab_size)
+    )
+    if start_from and start_from.resumed is None:
+        require_same_model(args, start_from, preset, "train.py")
+    corpus = read_corpus(args.data, tokenizer)
+    if start_from and start_from.resumed:
+        require_same_run(start_from, run_options(args, preset, corpus.fingerprint))
+    train_tokens, valid_tokens = split_corpus(corpus.tokens, args.split_percent)
+    train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
+    valid_windows = None
+    if args.eval_iters:
+        # Always the same windows, so that runs with other seeds can be compared.
+        valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
+
+    device = distributed.initialize(args)
+    config = build_config(args, preset, device)
+    model = build_model(args, config, preset, device)
+    optimizer = build_optimizer(args, model)
+    checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
+    start = checkpointer.load() if args.load else 0
+    if distributed.rank() == 0:
+        print(run_header(args, preset, corpus, start), flush=True)
+    parameters = count_parameters(model)
+    if distributed.rank() == 0:
+        print(f"{parameters:,} parameters", flush=True)
+
+    eod = tokenizer.eod if args.packed else None
+    trainer = Trainer(
+        args,
+        model,
+        optimizer,
+        _source(args, train_windows, device, eod),
+        _source(args, valid_windows, device, eod) if valid_windows else None,
+        checkpointer,
+        start,
+    )
+    trainer.run()
+    if distributed.rank() == 0:
+        _report_losses(args, trainer.metrics.records)
+
+
+def _source(
+    args: argparse.Namespace, windows: Windows, device: torch.device, eod: int | None
+) -> BatchSource:
+    return BatchSource(
+        windows=windows,
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+        packed_eod=eod,
+        part=own_part(args),
+    )
+
+
+def _report_losses(args: argparse.Namespace, records: list[dict]) -> None:
+    runs = {f"{args.attention} MLA": records}
+    if args.compare_metrics:
+        other = f"{Path(args.compare_metrics).stem} (--compare-metrics)"
+        runs[other] = read_metrics(args.compare_metrics)
+        print(comparison_table(runs), flush=True)
+    if args.plot:
+        plot_losses(runs, args.plot)
+        print(f"loss curves: {args.plot}", flush=True)

@@ -1,0 +1,139 @@
+"""The checkpoint that a run starts from: found, and compared before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from training.checkpoint_folder import RELEASE, find_checkpoint
+from training.presets import ModelPreset
+
+# Of the command line, what must not change for a resumed run to continue the interrupted one.
+_RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
+# Of the model, what may: execution and initialisation, not the function that is trained.
+_FREE_MODEL_FIELDS = {"max_position_embeddings"}
+# Names of options that are not those of a preset's fields.
+_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "latent_norm_eps": "--latent-norm-epsilon",
+    "num_moe_experts": "--num-experts",
+    "split_percent": "--split",
+    "data": "the data (--data, --tokenizer)",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint to start from.
+
+    Attributes:
+        path: Its folder.
+        args: What it says about its model; None if it says nothing.
+        resumed: Iteration, options and number of ranks of the run that it goes on with; None if
+            only its weights are taken.
+    """
+
+    path: Path
+    args: argparse.Namespace | None
+    resumed: dict | None
+
+
+def read_start(folder: str, *, finetune: bool) -> Start:
+    """What the checkpoint in ``folder`` says about itself.
+
+    Args:
+        folder: Of ``--load``.
+        finetune: Whether only its weights are wanted.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it cannot be read, or not be resumed.
+    """
+    path = find_checkpoint(folder)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    except CheckpointingException as error:
+        raise ValueError(f"--load: {path} cannot be read: {error}") from error
+    args = common.get("args")
+    if not isinstance(args, argparse.Namespace):
+        args = None
+    training = common.get("training")
+    # A release belongs to no run; neither need a checkpoint that is named itself.
+    release = path.name == RELEASE
+    named = training is None and path == Path(folder)
+    if finetune or release or named:
+        return Start(path, args, None)
+    if training is None:
+        raise ValueError(
+            f"--load: {path} was not written by this script, so it cannot be resumed; "
+            "--finetune takes its weights"
+        )
+    return Start(path, args, training)
+
+
+def load_model_args(folder: str) -> argparse.Namespace:
+    """The arguments that the checkpoint in ``folder`` carries about its model.
+
+    Raises:
+        ValueError: If there is no checkpoint, or it carries none.
+    """
+    start = read_start(folder, finetune=True)
+    if start.args is None:
+        raise ValueError(
+            f"--load: {start.path} carries no arguments that say what its model is; describe it by "
+            "--preset and the options for single sizes"
+        )
+    return start.args
+
+
+def run_options(args: argparse.Namespace, preset: ModelPreset, data: str) -> dict:
+    """What a run and one that resumes it must have in common.
+
+    Args:
+        args: The command line.
+        preset: The model's dimensions.
+        data: Fingerprint of the tokens.
+    """
+    model = dataclasses.asdict(preset)
+    model["moe_layer_freq"] = list(preset.moe_layer_freq)
+    options = {name: getattr(args, name) for name in _RUN_OPTIONS}
+    return {
+        **options,
+        "data": data,
+        **{name: value for name, value in model.items() if name not in _FREE_MODEL_FIELDS},
+    }
+
+
+def require_same_run(start: Start, here: dict) -> None:
+    """Refuse to resume a run with other options than it had.
+
+    Args:
+        start: A checkpoint of that run.
+        here: Of :func:`run_options`.
+
+    Raises:
+        ValueError: Naming all options that differ, in one line.
+    """
+    assert start.resumed is not None
+    there = start.resumed["run"]
+    problems = []
+    for name, value in here.items():
+        saved = there.get(name)
+        saved = list(saved) if isinstance(saved, tuple) else saved
+        if saved != value:
+            values = "" if name == "data" else f" {saved} there, {value} here"
+            problems.append(f"{flag_of(name)}{values}")
+    if problems:
+        raise ValueError(
+            f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
+            "To resume, use the same; --finetune takes the weights only and starts anew"
+        )
+
+
+def flag_of(name: str) -> str:
+    """The option that sets a field of a preset, or of a run."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
