@@ -57,6 +57,24 @@ def interpret_kernel(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -
         patch.setattr(module, name, interpreted)
 
 
+def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
+    """Have interpreted kernels sum every element of a product in the same order, as a GPU does.
+
+    The interpreter leaves products to numpy's BLAS, which on some CPUs gives a row other bits at
+    another place in its block (OpenBLAS on AMD's).
+    """
+    from triton.runtime import interpreter
+
+    def create_dot(_builder, left, right, total, *_):
+        dtype = total.data.dtype
+        a, b, found = left.data.astype(dtype), right.data.astype(dtype), total.data.copy()
+        for k in range(a.shape[-1]):
+            found += a[..., :, k, None] * b[..., None, k, :]
+        return interpreter.TensorHandle(found, total.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot attend in a layer of this shape on this machine, or None."""
     dims = MLADims.from_config(config_for(mla, dtype), world.tp_size())

@@ -20,7 +20,7 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.testing.engine import dynamic_engine, generate
 from absorbed_mla.testing.request import Request
 from tests.support import world
-from tests.support.backends import determinism, triton_interpreter
+from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
 from tests.support.cases import INTERPRETED, TINY, config_for
 from tests.support.generation import prompts_of
 from tests.support.models import token_batch
@@ -264,7 +264,8 @@ class TestTriton:
     @pytest.mark.parametrize(
         ("dtype", "count"), [pytest.param(torch.float32, 18, marks=fp32), (torch.bfloat16, 66)]
     )
-    def test_every_way_gives_them(self, _on, dtype, count):
+    def test_every_way_gives_them(self, _on, monkeypatch, dtype, count):
+        multiply_in_one_order(monkeypatch)
         with triton_interpreter():
             options = {"core_attention_backend": "triton"}
             model = parity_model(dtype, mla=INTERPRETED, options=options)
