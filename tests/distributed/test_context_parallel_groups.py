@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.certify import execute
 from tests.support.harness import Setup, build_attention, worst_over_ranks
@@ -21,7 +21,7 @@ from tests.support.refusal import refusal
 BOUND = 1e-9
 
 
-@pytest.mark.skipif(world.size() != 4, reason="two groups of two need 4 processes")
+@needs.processes(4)
 @pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 def test_groups_that_are_not_the_first_ranks(cp_comm_type):
     """At TP=2 and CP=2 the groups are {0, 2} and {1, 3}: a group's rank is no rank of the job."""
@@ -34,7 +34,7 @@ def test_groups_that_are_not_the_first_ranks(cp_comm_type):
         worst_over_ranks(compare(execution.tensors, truth, BOUND)).check()
 
 
-@pytest.mark.skipif(world.size() not in (2, 4), reason="tested with 2 and 4 processes")
+@needs.processes(2, 4)
 @pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 @torch.inference_mode()
 def test_inference_is_refused(cp_comm_type):

@@ -15,7 +15,7 @@ from absorbed_mla.core_attention import AttentionRequest
 from absorbed_mla.core_attention.backend import examine
 from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm
 from tests.oracle import OracleMLA
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import INTERPRETED, WIDE, config_for
 from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS
@@ -162,6 +162,8 @@ def kernels_running(case: KernelCase) -> Iterator[None]:
     """
     with triton_interpreter(), determinism(True, warn_only=True):
         reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)
+        if reason and not needs.HAS_GPU:
+            pytest.skip(needs.NEEDS_GPU)
         if reason:
             pytest.skip(f"{case.core_attention_backend}: {reason}")
         yield

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla import absorb
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from tests.support import world
+from tests.support import needs, world
 from tests.support.backends import triton_interpreter
 from tests.support.cases import INTERPRETED
 from tests.support.numerics import relative_error
@@ -22,7 +22,6 @@ with triton_interpreter():
     import absorbed_mla.kernels.invariant.product  # noqa: F401
 
 TOKENS, BATCH, HEADS, NOPE, LATENT, VALUE = 5, 2, 3, 12, 40, 20
-ON_GPU = torch.cuda.is_available()
 
 # Step -> width of its input, shape of a head's matrix, and the equation.
 STEPS = {
@@ -72,7 +71,7 @@ def parameter_gradients(dtype: torch.dtype, batch_invariant: bool) -> dict[str, 
     return {name: p.grad.double() for name, p in model.named_parameters()}
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@needs.gpu
 def test_a_models_gradients_on_a_gpu():
     """Parity mode on and off, in bf16: they differ by rounding, W_UK and W_UV like the others."""
     with batch_invariant_mode():
@@ -83,7 +82,7 @@ def test_a_models_gradients_on_a_gpu():
         assert error < 0.05, f"{name}: {error:.1e}"
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@needs.gpu
 def test_parity_mode_takes_the_product_on_a_gpu():
     """The tests above look at what runs."""
     x, w = random(TOKENS, BATCH, HEADS, NOPE, seed=1), random(HEADS, NOPE, LATENT, seed=2)

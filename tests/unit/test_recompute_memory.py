@@ -20,7 +20,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention import ScoreRules, Span
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.differentiable import attention as differentiable_attention
 from tests.support.harness import Setup, build_attention, load_weights, named_tensors, run
@@ -123,7 +123,7 @@ KEPT_V3 = {
 }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the operators of a CPU keep")
+@needs.no_gpu
 @pytest.mark.parametrize("form, recompute", KEPT_V3, ids=str)
 def test_recomputation_is_worth_it(monkeypatch, form, recompute):
     """A real layer of DeepSeek-V3's size, of tensors that have storages without memory."""
