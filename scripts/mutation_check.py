@@ -248,6 +248,51 @@ MUTATIONS = {
         "gl.where(row < count, part.load(layout), 0.0)",
         "part.load(layout)",
     ),
+    "head_product_of_one_token": Mutation(
+        "absorbed_mla/absorb.py",
+        '"sbnk,sbnc->nkc", x, grad',
+        '"sbnk,sbnc->nkc", x[:1], grad[:1]',
+    ),
+    "inference_under_context_parallelism": Mutation(
+        "absorbed_mla/attention.py",
+        "causal=self.core_attention.causal, cp_size=cp_size\n",
+        "causal=self.core_attention.causal, cp_size=1\n",
+    ),
+    "angles_in_fp32": Mutation(
+        "absorbed_mla/rope.py",
+        "torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())",
+        "torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())",
+    ),
+    "yarn_clamped_to_pairs": Mutation(
+        "absorbed_mla/rope.py",
+        "parameters.qk_pos_emb_head_dim - 1)",
+        "parameters.qk_pos_emb_head_dim // 2 - 1)",
+    ),
+    "fused_accumulation_off_for_all": Mutation(
+        "absorbed_mla/linear.py",
+        "maker_config = copy.copy(config)",
+        "maker_config = config",
+    ),
+    "ring_passes_on_in_bf16": Mutation(
+        "absorbed_mla/context_parallel/ring.py",
+        "grad.add_(transfer.received())",
+        "grad.bfloat16().add_(transfer.received()).to(grad.dtype)",
+    ),
+    "ring_ends_in_bf16": Mutation(
+        "absorbed_mla/context_parallel/ring.py",
+        "return own + transfer.received()",
+        "return (own.bfloat16() + transfer.received().bfloat16()).to(own.dtype)",
+    ),
+    "ring_of_group_ranks": Mutation(
+        "absorbed_mla/context_parallel/ring.py",
+        "dist.get_global_rank(group, (rank + by) % size)",
+        "(rank + by) % size",
+    ),
+    "output_projection_initialised_too_wide": Mutation(
+        "absorbed_mla/projections.py",
+        "init_method=config.output_layer_init_method",
+        "init_method=config.init_method",
+    ),
 }
 
 

@@ -19,7 +19,7 @@ enable_cpu_host()
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from tests.support import world  # noqa: E402
+from tests.support import report, world  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 
 _TABLE = pytest.StashKey[ErrorTable]()
@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if world.rank():
         config.pluginmanager.unregister(name="terminalreporter")
         config.pluginmanager.register(_FailuresOnly())
+    else:
+        report.record(config)
     # Under torchrun every process would otherwise take all cores.
     if world.size() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)

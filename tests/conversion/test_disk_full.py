@@ -57,7 +57,7 @@ class Disk:
 def disk(tmp_path):
     disk = Disk(tmp_path / "disk")
     if shutil.which("mount") is None or not disk.mount():
-        pytest.skip("this user may not mount a tmpfs")
+        pytest.skip("needs a user who may mount a tmpfs")
     yield disk
     disk.unmount()
 

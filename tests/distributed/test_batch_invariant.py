@@ -8,12 +8,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 
 from absorbed_mla.batch_invariant import batch_invariant_mode, collectives
-from tests.support import world
+from tests.support import needs, world
 from tests.support.parity import LAYERS, differences, parity_model
 
 # On a GPU the kernels compute in bf16 and fp16.
-fp32 = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 is for the CPU")
-pytestmark = pytest.mark.skipif(world.size() < 2, reason="needs ranks")
+fp32 = needs.no_gpu
+pytestmark = needs.processes(2, 4)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from absorbed_mla.context_parallel import agreement
 from absorbed_mla.testing.traffic import count_traffic
 from tests import oracle
 from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.certify import execute
 from tests.support.harness import (
@@ -40,11 +40,9 @@ from tests.support.models import BATCH, TOKENS, gpt_model, token_batch
 from tests.support.numerics import compare, relative_error
 from tests.support.refusal import refusal
 
-pytestmark = pytest.mark.skipif(
-    world.size() not in (2, 4), reason="context parallelism is tested with 2 and 4 processes"
-)
+pytestmark = needs.processes(2, 4)
 # The oracle grid sees to the rest of the sizes.
-two_processes_suffice = pytest.mark.skipif(world.size() != 2, reason="tested with 2 processes")
+two_processes_suffice = needs.processes(2)
 cp_comm_type = pytest.mark.parametrize("cp_comm_type", ["all_gather", "p2p"])
 
 
@@ -148,7 +146,7 @@ class TestDynamic:
         }
         agrees_with_oracle(Setup(form=form), cut_layout(layout, world.size()), cp=call)
 
-    @pytest.mark.skipif(world.size() != 4, reason="two groups of two")
+    @needs.processes(4)
     def test_part_of_the_ranks(self, whole_world_dp):
         """Each half of the processes has a pack of its own."""
         tokens = cut_layout("thd_padded", 2)
@@ -263,7 +261,7 @@ class TestDisagreement:
     def expected(self, values) -> str:
         return ", ".join(str(value) for value in values)
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="known input is not compared on a GPU")
+    @needs.no_gpu
     def test_again(self, whole_world_cp):
         self.test_number_of_tokens(whole_world_cp)
         self.attempt(4)

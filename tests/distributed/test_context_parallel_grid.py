@@ -18,7 +18,7 @@ from tests.distributed.test_oracle_grid import (
     backends,
     precision_shapes,
 )
-from tests.support import world
+from tests.support import needs, world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.certify import Execution, execute
 from tests.support.combinations import grid
@@ -30,7 +30,7 @@ from tests.support.numerics import bounds_from_eager, compare
 SIZES = {2: [(1, 2)], 4: [(1, 4), (2, 2)], 8: [(2, 4)]}.get(world.size(), [])
 NAMED_SIZES = {f"tp{tp}-cp{cp}": (tp, cp) for tp, cp in SIZES}
 
-pytestmark = pytest.mark.skipif(not SIZES, reason="context parallelism needs 2, 4 or 8 processes")
+pytestmark = needs.processes(2, 4, 8)
 
 
 @pytest.fixture

@@ -6,14 +6,12 @@ distributed checkpoint with Megatron's loader and evaluate it together.
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from tests.conversion.converted import converted, loaded_logits
 from tests.conversion.models import ARCHITECTURES
+from tests.support import needs
 from tests.support.combinations import grid
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on the CPU")
+pytestmark = needs.no_gpu
 
 # Of the largest logit; float32 sums in another order stay 10 times below.
 TOLERANCE = 1e-4

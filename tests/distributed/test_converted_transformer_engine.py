@@ -33,11 +33,9 @@ from checkpoint_conversion.model_config import ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.conversion.megatron_models import load_strictly
 from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch
-from tests.support import world
+from tests.support import needs, world
 
-pytestmark = pytest.mark.skipif(
-    not (HAVE_TE and torch.cuda.is_available()), reason="needs TransformerEngine and a GPU"
-)
+pytestmark = needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed")
 
 CASES = [
     # Megatron's own model with TransformerEngine's layers has a query norm that no Hugging Face
@@ -100,11 +98,13 @@ def te_model(config: ModelConfig, attention: str, grouped: bool) -> GPTModel:
     ).to(world.device())
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
-@pytest.mark.parametrize(("attention", "to", "architecture"), CASES, ids=str)
+# Only experts can be grouped.
+@pytest.mark.parametrize(
+    ("attention", "to", "architecture", "grouped"),
+    [(*case, grouped) for case in CASES for grouped in ([False, True] if case[2].moe else [False])],
+    ids=str,
+)
 def test_logits_of_transformers(attention, to, architecture, grouped):
-    if grouped and not architecture.moe:
-        pytest.skip("there are no experts to group")
     with converted(architecture, to) as (folder, tokens, expected):
         config = open_checkpoint(folder).config
         model = te_model(config, attention, grouped).eval()

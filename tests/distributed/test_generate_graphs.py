@@ -16,14 +16,11 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from absorbed_mla.testing import cpu_host
-from tests.support import world
+from tests.support import needs, world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
 
 pytestmark = few_ranks
-
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 
 _LAYERS, _NEW = 2, 10
 _WORDS = (
@@ -42,7 +39,8 @@ _DENSE = ("--num-experts", 0)
 _EXPERTS = ("--moe-layer-freq", "[0,1]", "--moe-token-dispatcher-type", "alltoall")
 
 models = pytest.mark.parametrize("model", [_DENSE, _EXPERTS], ids=["dense", "experts"])
-layouts = pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)], ids=["", "sp"])
+_LAYOUTS = {"": (), "sp": ("--sequence-parallel",)} if world.size() > 1 else {"": ()}
+layouts = pytest.mark.parametrize("layout", _LAYOUTS.values(), ids=_LAYOUTS)
 
 
 @torch.no_grad()
@@ -69,8 +67,6 @@ def tokens(monkeypatch, tmp_path):
         monkeypatch.setattr(cpu_host._NoStream, "record_event", event, raising=False)
 
     def run(*words: object) -> list[list[int]]:
-        if "--sequence-parallel" in words and world.size() == 1:
-            pytest.skip("there are no ranks to cut sequences over")
         # Of the first model in the process, which elsewhere is the only one.
         monkeypatch.setattr(host_utils, "moe_layer_cache", None)
         done = generate("--load", tmp_path, *_WORDS, *words)
@@ -111,7 +107,7 @@ def from_the_host(monkeypatch):
     return lambda: monkeypatch.setattr("generation.cuda_graphs.graph_fields", lambda scope: {})
 
 
-@on_cpu
+@needs.no_gpu
 @models
 @layouts
 def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
@@ -125,7 +121,7 @@ def test_steps_as_of_graphs(tokens, steps, from_the_host, model, layout):
     assert sum(padded for padded, _ in steps) >= _NEW - 2
 
 
-@on_gpu
+@needs.gpu
 @models
 @layouts
 def test_captured(tokens, steps, from_the_host, model, layout):
@@ -140,7 +136,7 @@ def test_captured(tokens, steps, from_the_host, model, layout):
     assert not any(replays for _, replays in steps)
 
 
-@on_gpu
+@needs.gpu
 @layouts
 def test_captured_in_parity_mode(tokens, steps, layout):
     """Whatever a step is padded to."""

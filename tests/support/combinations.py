@@ -56,7 +56,7 @@ def thinned() -> bool:
 
 
 # For whole models and engines, of which more ranks run the same code.
-few_ranks = pytest.mark.skipif(thinned(), reason=f"runs with 1 and 2 processes ({VARIABLE}=1: all)")
+few_ranks = pytest.mark.skipif(thinned(), reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)")
 
 
 def covering(rows: Sequence[tuple[str, ...]], strength: int) -> list[tuple[str, ...]]:

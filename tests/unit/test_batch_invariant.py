@@ -21,8 +21,8 @@ from absorbed_mla.core_attention.choice import choose_batch_invariant
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.testing.engine import dynamic_engine, generate
 from absorbed_mla.testing.request import Request
-from tests.support import world
-from tests.support.backends import determinism, triton_interpreter
+from tests.support import needs, world
+from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
 from tests.support.cases import INTERPRETED, TINY, config_for
 from tests.support.generation import prompts_of
 from tests.support.models import token_batch
@@ -44,7 +44,7 @@ with triton_interpreter():
 ENGINE = {"blocks": 24, "max_sequence_length": 256, "max_requests": 8, "max_tokens": 64}
 layers = pytest.mark.parametrize("layers", LAYERS.values(), ids=list(LAYERS))
 # On a GPU the kernels compute in bf16 and fp16.
-fp32 = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 is for the CPU")
+fp32 = needs.no_gpu
 dtypes = pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=fp32), torch.bfloat16], ids=["fp32", "bf16"]
 )
@@ -73,7 +73,7 @@ class TestBits:
         model = parity_model(torch.float32, mla=mla, **LAYERS["dense"])
         assert differences(model) == []
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may sum so little in one order")
+    @needs.no_gpu
     @dtypes
     def test_they_depend_on_the_way_otherwise(self, dtype):
         """Without the mode: the comparison can fail, and decode is among what differs."""
@@ -275,7 +275,8 @@ class TestTriton:
     @pytest.mark.parametrize(
         ("dtype", "count"), [pytest.param(torch.float32, 18, marks=fp32), (torch.bfloat16, 66)]
     )
-    def test_every_way_gives_them(self, _on, dtype, count):
+    def test_every_way_gives_them(self, _on, monkeypatch, dtype, count):
+        multiply_in_one_order(monkeypatch)
         with triton_interpreter():
             options = {"core_attention_backend": "triton"}
             model = parity_model(dtype, mla=INTERPRETED, options=options)

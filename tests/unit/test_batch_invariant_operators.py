@@ -17,7 +17,7 @@ from absorbed_mla.batch_invariant import (
     mode,
 )
 from absorbed_mla.kernels.invariant import cpu
-from tests.support.backends import triton_interpreter
+from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.numerics import relative_error
 
 with triton_interpreter():
@@ -227,7 +227,8 @@ class TestHeadProduct:
         if tokens:
             assert relative_error(found.double(), expected) < BOUNDS[dtype]
 
-    def test_tokens_do_not_know_of_each_other(self):
+    def test_tokens_do_not_know_of_each_other(self, monkeypatch):
+        multiply_in_one_order(monkeypatch)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         x, w = random(70, 1, WIDTH).to(device), random(1, WIDTH, OUTPUTS, seed=1).to(device)
         with triton_interpreter():

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -23,6 +22,7 @@ from attention_benchmark.arguments import (
 )
 from attention_benchmark.cases import CoreCase, LayerCase
 from attention_benchmark.report import Report
+from tests.support import needs
 from tests.support.attention_rows import TINY
 
 
@@ -136,7 +136,7 @@ def test_wrong_input(options, message, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@needs.no_gpu
 def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert bench_attention.main([str(tmp_path / "out"), "--device", "cuda"]) == 2
     expected = "error: --device cuda needs a GPU, and there is none; give --device cpu\n"

@@ -19,6 +19,7 @@ from decode_benchmark import measure, peers
 from decode_benchmark.arguments import cases, parse_arguments
 from decode_benchmark.cases import IMPLEMENTATIONS, OURS, PEERS, DecodeCase
 from decode_benchmark.report import Report
+from tests.support import needs
 from tests.support.paged import PagedCase
 from tests.unit.test_paged_backends import decode_of_flash_mla
 
@@ -120,7 +121,7 @@ def test_wrong_input(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@needs.no_gpu
 def test_a_gpu_that_is_not_there(capsys):
     assert bench_decode.main(["--device", "cuda"]) == 2
     assert "--device cuda needs a GPU" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention
 
@@ -43,7 +43,7 @@ def test_compiled_layer(form):
     assert graphs
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@needs.gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_captured_step(form):
     """Replayed on other input, a graph gives what the layer gives."""

@@ -12,10 +12,11 @@ from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.testing.engine import Request, dynamic_engine, generate, require_no_leak
+from tests.support import needs
 from tests.support.cases import WIDE
 from tests.support.engine import generating_model, prompt
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+pytestmark = needs.gpu
 
 SIZES = {
     "blocks": 13,

@@ -20,6 +20,7 @@ from absorbed_mla.core_attention.flash_attention import FlashAttention4
 from absorbed_mla.core_attention.spans import self_attention_spans
 from absorbed_mla.core_attention.waves import boundaries, waves
 from absorbed_mla.sequences import SequenceLayout
+from tests.support import needs
 from tests.support.backends import determinism
 from tests.support.numerics import bounds_from_eager, compare, relative_error
 from tests.unit.test_context_parallel_layout import pairs_in
@@ -175,10 +176,7 @@ def test_repeats_to_the_bit_where_it_must(demanded, warn_only, expected, stand_i
     assert stand_in.deterministic == {expected}
 
 
-@pytest.mark.skipif(
-    flash_attention.refusal(192, 128) is not None or not torch.cuda.is_available(),
-    reason="flash-attn-4 and a GPU are needed",
-)
+@needs.gpu_with("flash-attn-4", flash_attention.refusal(192, 128))
 class TestOnAGPU:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("lse_weight", [0.0, 0.3])

@@ -22,6 +22,7 @@ from absorbed_mla.core_attention.flash_attention_3 import FlashAttention3
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.waves import waves
 from absorbed_mla.kernels import operators
+from tests.support import needs
 from tests.support.backends import KernelCase, determinism, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED
 from tests.support.certify import execute
@@ -108,7 +109,7 @@ def test_whose_backward(demanded, expected, calls, monkeypatch):
     assert asked == [expected]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off beside a GPU")
+@needs.no_gpu
 @pytest.mark.parametrize("name", ["padding", "zigzag"])
 def test_gradients(name, calls):
     """Of all operands, from the output and LSE that the operator gave."""
@@ -233,16 +234,12 @@ class TestRefusals:
 
 
 def _why_not_on_this_machine() -> str | None:
+    if not needs.HAS_GPU:
+        return needs.NEEDS_GPU
     return backend.flash_attention_3_refuses(replace(REQUEST, device=torch.device("cuda")))
 
 
-ON_GPU = torch.cuda.is_available()
-
-
-@pytest.mark.skipif(
-    not ON_GPU or _why_not_on_this_machine() is not None,
-    reason=f"flash_attention_3: {_why_not_on_this_machine() if ON_GPU else 'it needs a GPU'}",
-)
+@needs.gpu_with("FlashAttention-3", _why_not_on_this_machine())
 class TestOnAGPU:
     @pytest.mark.parametrize(
         ("content", "dtype"), [(512, torch.bfloat16), (512, torch.float16), (256, torch.bfloat16)]

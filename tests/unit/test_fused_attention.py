@@ -16,7 +16,7 @@ from absorbed_mla.core_attention import ReferenceBackend, ScoreRules, Span
 from absorbed_mla.core_attention.cudnn import CudnnKernel
 from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.pieces import pieces
-from tests.support import world
+from tests.support import needs, world
 from tests.support.differentiable import attention
 from tests.support.numerics import bounds_from_eager, compare, relative_error
 from tests.unit.test_context_parallel_layout import pairs_in
@@ -115,7 +115,7 @@ def test_equals_the_reference(name, lse_weight):
         assert relative_error(actual[key].double(), tensor.double()) < 1e-6, key
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN needs a GPU")
+@needs.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SPANS)
 def test_cudnn(name, dtype):

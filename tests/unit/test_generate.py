@@ -13,10 +13,11 @@ import pytest
 import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 
+from tests.support import needs
 from tests.support.generate import generate, train
 from tests.unit.test_generation_text import byte_level
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
+pytestmark = needs.no_gpu
 
 SMALL = (
     *("--num-layers", 2, "--moe-layer-freq", "[0,1]", "--hidden-size", 32),

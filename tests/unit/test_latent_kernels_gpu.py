@@ -11,11 +11,12 @@ import torch
 from absorbed_mla.core_attention import Span
 from absorbed_mla.core_attention import latent_kernels as backends
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
+from tests.support import needs
 from tests.support.hostile import Case, named
-from tests.unit.test_latent_kernels import DEVICE, ON_GPU, backend_for, compute
+from tests.unit.test_latent_kernels import DEVICE, backend_for, compute
 
 pytestmark = [
-    pytest.mark.skipif(not ON_GPU, reason="it needs a GPU"),
+    needs.gpu,
     pytest.mark.parametrize("kernel", ["triton", "hopper"]),
 ]
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support import needs
+
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("it needs a GPU of compute capability 9.0", allow_module_level=True)
+    pytest.skip(needs.NEEDS_HOPPER, allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
 from absorbed_mla.core_attention import Span

@@ -18,6 +18,7 @@ from absorbed_mla.core_attention import Span
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.inference.paged_reference import paged_reference
 from absorbed_mla.inference.rows import Rows
+from tests.support.backends import multiply_in_one_order
 from tests.support.hostile import poisoned_memory
 from tests.support.paged import PagedCase
 
@@ -355,6 +356,10 @@ class TestPlan:
 
 class TestBatchInvariance:
     CASE = PagedCase((40,), (90,), heads=4, block_size=16)
+
+    @pytest.fixture(autouse=True)
+    def _products(self, monkeypatch):
+        multiply_in_one_order(monkeypatch)
 
     def alone(self):
         inputs = self.CASE.inputs(DEVICE)

@@ -10,9 +10,10 @@ import torch
 from absorbed_mla.inference.paged_backends import PagedRequest, choose, examine
 from absorbed_mla.inference.paged_reference import paged_reference
 from absorbed_mla.inference.rows import Rows
+from tests.support import needs
 from tests.support.paged import PagedCase
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs.gpu
 
 DEVICE = torch.device("cuda")
 CASE = PagedCase(

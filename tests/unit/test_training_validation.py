@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from tests.support import needs
 from training.arguments import parse_arguments
 from training.model_options import resolve_model
 from training.schedule import learning_rate
@@ -118,7 +118,7 @@ def test_context_parallel_ranks_are_no_data_parallel_ranks():
     _validate(*_CP2, "--packed", "--seq-length", "127", world_size=2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="these work with a GPU")
+@needs.no_gpu
 @pytest.mark.parametrize(
     "argv",
     [

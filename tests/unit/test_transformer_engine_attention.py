@@ -21,6 +21,7 @@ from absorbed_mla.core_attention import transformer_engine as backend
 from absorbed_mla.core_attention.backend import _BACKENDS, examine
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.transformer_engine import TransformerEngineAttention
+from tests.support import needs
 from tests.support.backends import KernelCase, determinism, kernels_running
 from tests.support.cases import INTERPRETED
 from tests.support.certify import execute
@@ -235,15 +236,12 @@ _KERNELS = "F16_arbitrary_seqlen"
 
 
 def _why_not_on_this_machine() -> str | None:
-    if not torch.cuda.is_available():
-        return "a GPU is needed"
+    if not needs.HAS_GPU:
+        return needs.NEEDS_GPU
     return backend.refusal(192, 128, torch.bfloat16, False)
 
 
-@pytest.mark.skipif(
-    _why_not_on_this_machine() is not None,
-    reason=f"transformer_engine: {_why_not_on_this_machine()}",
-)
+@needs.gpu_with("TransformerEngine", _why_not_on_this_machine())
 class TestOnAGPU:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("batch", [1, 2])

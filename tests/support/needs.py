@@ -1,0 +1,29 @@
+"""What a test needs of the machine, or of the run; skips say in these words what is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import world
+
+HAS_GPU = torch.cuda.is_available()
+NEEDS_GPU, NEEDS_NO_GPU = "needs a GPU", "needs a machine without a GPU"
+NEEDS_HOPPER = "needs a GPU of compute capability 9.0 (Hopper)"
+
+gpu = pytest.mark.skipif(not HAS_GPU, reason=NEEDS_GPU)
+no_gpu = pytest.mark.skipif(HAS_GPU, reason=NEEDS_NO_GPU)
+
+
+def gpu_with(what: str, refused: str | None = None) -> pytest.MarkDecorator:
+    """A GPU with a package; ``refused`` says why the package does not run on the GPU there is."""
+    reason = f"needs a GPU with {what}"
+    if HAS_GPU and refused:
+        reason += f": {refused}"
+    return pytest.mark.skipif(not HAS_GPU or refused is not None, reason=reason)
+
+
+def processes(*counts: int) -> pytest.MarkDecorator:
+    """One of these numbers of processes, which the layers of scripts/run_tests.sh differ in."""
+    named = " or ".join(str(count) for count in counts)
+    return pytest.mark.skipif(world.size() not in counts, reason=f"needs {named} processes")

@@ -1,0 +1,92 @@
+"""Parity mode's product of every head with its matrix: gradients as einsum's autograd has them.
+
+On a GPU the module takes it by itself; elsewhere it is made to, with the kernel interpreted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from absorbed_mla import absorb
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from tests.support import needs, world
+from tests.support.backends import triton_interpreter
+from tests.support.cases import INTERPRETED
+from tests.support.numerics import relative_error
+from tests.support.parity import parity_model, tokens_of
+
+# Triton decides when a kernel is decorated.
+with triton_interpreter():
+    import absorbed_mla.kernels.invariant.product  # noqa: F401
+
+TOKENS, BATCH, HEADS, NOPE, LATENT, VALUE = 5, 2, 3, 12, 40, 20
+
+# Step -> width of its input, shape of a head's matrix, and the equation.
+STEPS = {
+    "absorb_query": (NOPE, (NOPE, LATENT), "sbnd,ndc->sbnc"),
+    "up_project_value": (LATENT, (VALUE, LATENT), "sbnc,nvc->sbnv"),
+}
+
+
+@pytest.fixture
+def own_product(monkeypatch):
+    """Both steps through the product of parity mode, whatever the device."""
+    monkeypatch.setattr(absorb, "_needs_own_product", lambda x: True)
+    with triton_interpreter():
+        yield
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(world.device())
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_value_and_gradients(own_product, step):
+    """Of all tokens and of all rows of a batch."""
+    width, matrix, equation = STEPS[step]
+    x = random(TOKENS, BATCH, HEADS, width, seed=1).requires_grad_()
+    weight = random(HEADS, *matrix, seed=2).requires_grad_()
+    found = getattr(absorb, step)(x, weight)
+    assert "HeadProduct" in str(found.grad_fn), "einsum ran instead"
+    output_grad = random(*found.shape, seed=3)
+    gradients = torch.autograd.grad(found, [x, weight], output_grad)
+
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    expected = torch.einsum(equation, *exact)
+    truth = torch.autograd.grad(expected, exact, output_grad.double())
+    for actual, wanted in zip((found, *gradients), (expected, *truth)):
+        assert relative_error(actual.detach(), wanted.detach()) < 1e-5
+
+
+def parameter_gradients(dtype: torch.dtype, batch_invariant: bool) -> dict[str, Tensor]:
+    """Of a model's loss."""
+    options = {"form": "absorbed"}
+    model = parity_model(dtype, mla=INTERPRETED, batch_invariant=batch_invariant, options=options)
+    tokens = tokens_of(2, 16)
+    positions = torch.arange(16, device=tokens.device).expand_as(tokens)
+    model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean().backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+@needs.gpu
+def test_a_models_gradients_on_a_gpu():
+    """Parity mode on and off, in bf16: they differ by rounding, W_UK and W_UV like the others."""
+    with batch_invariant_mode():
+        found = parameter_gradients(torch.bfloat16, True)
+    expected = parameter_gradients(torch.bfloat16, False)
+    for name, gradient in expected.items():
+        error = relative_error(found[name], gradient)
+        assert error < 0.05, f"{name}: {error:.1e}"
+
+
+@needs.gpu
+def test_parity_mode_takes_the_product_on_a_gpu():
+    """The tests above look at what runs."""
+    x, w = random(TOKENS, BATCH, HEADS, NOPE, seed=1), random(HEADS, NOPE, LATENT, seed=2)
+    x.requires_grad_()
+    assert "HeadProduct" not in str(absorb.absorb_query(x, w).grad_fn)
+    with batch_invariant_mode():
+        assert "HeadProduct" in str(absorb.absorb_query(x, w).grad_fn)
