@@ -93,7 +93,8 @@ class Inspection:
         yield "files", f"{self.files:,}, {format_bytes(self.file_bytes)}"
         if self.left_alone.tensors:
             size = format_bytes(self.left_alone.bytes)
-            yield "no weights", f"{self.left_alone.tensors:,} entries (training state), {size}"
+            number = f"{self.left_alone.tensors:,}"
+            yield "left alone", f"{number} entries (training state, images), {size}"
         yield "beside them", ", ".join(self.auxiliary) or "nothing"
         yield "manifest", self.manifest or "none"
         for note in self.notes:

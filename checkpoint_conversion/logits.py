@@ -20,6 +20,7 @@ from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.hugging_face_names import stacked
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
@@ -28,6 +29,8 @@ from checkpoint_conversion.model_config import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
+# Transformers' names of models that are no DeepSeek-V3s.
+_FAMILIES = {"deepseek_v2": "DeepseekV2", "glm4_moe_lite": "Glm4MoeLite", "mistral4": "Mistral4"}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS_OFF = {
     "masked_softmax_fusion": False,
@@ -78,7 +81,7 @@ def without_mtp(
 
 
 def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> Any:
-    """A ``DeepseekV2ForCausalLM`` or ``DeepseekV3ForCausalLM`` with these weights, in float32.
+    """The model of transformers with these weights, in float32; Kimi-K2 is a DeepSeek-V3.
 
     Args:
         config: With its config.json.
@@ -89,11 +92,11 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     """
     import transformers
 
-    family = "DeepseekV2" if config.model_type == "deepseek_v2" else "DeepseekV3"
-    # The classes are named, so that no code of the checkpoint's runs and Kimi-K2 is a DeepSeek-V3.
-    # FP8 has been dequantised.
+    # The classes are named, so that no code of the checkpoint's runs. FP8 has been dequantised.
     fields = dict(config.without_quantisation().hugging_face)
     del fields["model_type"]
+    family = _FAMILIES.get(config.model_type, "DeepseekV3")
+    tensors = stacked(tensors, config)
     with ReadSession() as session:
         model, report = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
             None,

@@ -106,7 +106,7 @@ def routing_notes(config: ModelConfig) -> list[str]:
         CheckpointError: If config.json does not say what the model computes.
     """
     routing = _function(config).routing
-    return routing_differences(routing) if routing else []
+    return routing_differences(routing, config.model_type) if routing else []
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:

@@ -14,9 +14,10 @@ from checkpoint_conversion.rotary import Rotary, read_rotary
 from checkpoint_conversion.routing import MOST_EXPERTS, Routing, read_routing
 from checkpoint_conversion.supported_models import (
     FP8_BLOCK,
-    MODEL_TYPES,
+    check_known,
     check_supported,
     read_dtype,
+    text_fields,
 )
 
 # No model is near these; beyond them a broken file would only fill the memory with names.
@@ -32,7 +33,7 @@ class ModelConfig:
     """What decides which tensors a model has, and their shapes.
 
     Attributes:
-        model_type: ``"deepseek_v2"``, ``"deepseek_v3"`` or ``"kimi_k2"``.
+        model_type: As config.json has it, one of ``supported_models.MODEL_TYPES``.
         vocab_size: Rows of the embedding, without padding.
         ffn_hidden_size: Width of dense layers.
         q_lora_rank: None if the query is projected directly.
@@ -43,8 +44,8 @@ class ModelConfig:
         router_bias: Whether MoE layers have an ``e_score_correction_bias``.
         mtp_layers: Multi-token-prediction layers that the checkpoint holds.
         tied_embeddings: Whether the output layer is the embedding.
-        hugging_face: The whole config.json, as read or as it would be written; never changed in
-            place.
+        hugging_face: The whole config.json, as read or as it would be written, of a model with
+            images that of its text model; never changed in place.
     """
 
     model_type: str
@@ -79,8 +80,9 @@ class ModelConfig:
         """
         if not isinstance(config, Mapping):
             raise CheckpointError(f"config.json must hold an object, got {shown(config)}")
+        config = text_fields(config)
         fields = Fields(config, [])
-        model_type = fields.choice("model_type", MODEL_TYPES)
+        model_type = check_known(fields)
         # Of another model, everything else would be wrong as well.
         fields.raise_problems(_SUMMARY)
         check_supported(fields, model_type)
@@ -176,11 +178,18 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
     if config.num_experts:
         routing = read_routing(fields, config.model_type, config.num_experts)
     return ModelFunction(
-        rotary=read_rotary(fields),
+        rotary=read_rotary(fields, _rotary_part(config)),
         norm_epsilon=fields.number("rms_norm_eps", 1e-12, 1.0),
         max_position_embeddings=fields.integer("max_position_embeddings", MOST_POSITIONS),
         routing=routing,
     )
+
+
+def _rotary_part(config: ModelConfig) -> float:
+    """``partial_rotary_factor``: the rotary channels' part of what transformers calls a head."""
+    if config.model_type != "mistral4":
+        return 1.0
+    return config.qk_rope_head_dim / (config.qk_nope_head_dim + config.qk_rope_head_dim)
 
 
 def _dimensions(fields: Fields) -> dict:
@@ -208,9 +217,7 @@ def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
     dense: dict = {"moe_layers": (False,) * layers}
     if fields.null("n_routed_experts"):
         return dense
-    first = fields.integer("first_k_dense_replace", MOST_LAYERS, least=0)
-    every = fields.integer("moe_layer_freq", MOST_LAYERS, default=1)
-    moe_layers = tuple(layer >= first and layer % every == 0 for layer in range(layers))
+    moe_layers = _moe_layers(fields, model_type, layers)
     if not any(moe_layers):
         return dense
     experts = fields.integer("n_routed_experts", MOST_EXPERTS)
@@ -225,5 +232,20 @@ def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
         "num_experts": experts,
         "moe_ffn_hidden_size": fields.integer("moe_intermediate_size", MOST_WIDTH),
         "num_shared_experts": shared or 0,
-        "router_bias": model_type != "deepseek_v2",
+        "router_bias": model_type not in ("deepseek_v2", "mistral4"),
     }
+
+
+def _moe_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
+    """Per layer, whether it is a mixture of experts."""
+    if model_type == "glm4_moe_lite" and fields.given("mlp_layer_types"):
+        kinds = fields.raw("mlp_layer_types")
+        whole = isinstance(kinds, list) and len(kinds) == layers
+        if whole and all(kind in ("dense", "sparse") for kind in kinds):
+            return tuple(kind == "sparse" for kind in kinds)
+        fields.wrong("mlp_layer_types", f"a list of {layers}, each 'dense' or 'sparse'")
+        return (False,) * layers
+    default = 1 if model_type == "glm4_moe_lite" else None
+    first = fields.integer("first_k_dense_replace", MOST_LAYERS, least=0, default=default)
+    every = fields.integer("moe_layer_freq", MOST_LAYERS, default=1)
+    return tuple(layer >= first and layer % every == 0 for layer in range(layers))

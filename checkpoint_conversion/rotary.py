@@ -52,10 +52,16 @@ class Rotary:
         return {"rope_theta": self.rotary_base, "rope_scaling": scaling}
 
 
-def read_rotary(fields: Fields) -> Rotary:
-    """Read the embedding from the fields of config.json."""
+def read_rotary(fields: Fields, part: float = 1.0) -> Rotary:
+    """Read the embedding from the fields of config.json.
+
+    Args:
+        fields: Of the whole file.
+        part: What ``partial_rotary_factor`` has to be where it is given.
+    """
+    _check_part(fields, part)
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    found = [_read_scaling(fields, section) for section in (new, old) if section is not None]
+    found = [_read_scaling(fields, section, part) for section in (new, old) if section is not None]
     if len(found) == 2 and found[0] != found[1]:
         fields.problems.append(
             "rope_parameters and rope_scaling must agree, got "
@@ -64,7 +70,14 @@ def read_rotary(fields: Fields) -> Rotary:
     return found[0] if found else Rotary(rotary_base=_base(fields))
 
 
-def _read_scaling(fields: Fields, section: Fields) -> Rotary:
+def _check_part(fields: Fields, part: float) -> None:
+    """Record a ``partial_rotary_factor`` that leaves some of the rotary channels as they are."""
+    if fields.given("partial_rotary_factor") and not fields.equals("partial_rotary_factor", part):
+        fields.wrong("partial_rotary_factor", f"{part:g}")
+
+
+def _read_scaling(fields: Fields, section: Fields, part: float) -> Rotary:
+    _check_part(section, part)
     base = _base(section if section.given("rope_theta") else fields)
     kind = "rope_type" if section.given("rope_type") else "type"
     if section.choice(kind, ("yarn", "default"), "default") == "default":
@@ -73,7 +86,6 @@ def _read_scaling(fields: Fields, section: Fields) -> Rotary:
     for name, neutral in (("attention_factor", None), ("truncate", True)):
         if section.given(name) and section.raw(name) is not neutral:
             section.wrong(name, "left out: Megatron's MLA has no such option")
-    section.number("partial_rotary_factor", 1.0, 1.0, default=1.0)
     mscale_all_dim = section.number("mscale_all_dim", 0.0, _MOST, default=0.0)
     if mscale_all_dim:
         mscale = section.number("mscale", 1e-6, _MOST)

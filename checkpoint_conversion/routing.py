@@ -8,11 +8,19 @@ from checkpoint_conversion.config_fields import Fields
 
 MOST_EXPERTS = 2**16
 # Per kind of model: scoring_func, and topk_method with its default first.
-_SCORING = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid", "kimi_k2": "sigmoid"}
+_SCORING = {
+    "deepseek_v2": "softmax",
+    "deepseek_v3": "sigmoid",
+    "kimi_k2": "sigmoid",
+    "glm4_moe_lite": "sigmoid",
+    "mistral4": "softmax",
+}
 _METHODS = {
     "deepseek_v2": ("greedy", "group_limited_greedy"),
     "deepseek_v3": ("noaux_tc",),
     "kimi_k2": ("noaux_tc",),
+    "glm4_moe_lite": ("noaux_tc",),
+    "mistral4": ("greedy",),
 }
 
 
@@ -71,7 +79,7 @@ def _check_sizes(fields: Fields, topk: int, groups: int, limit: int, num_experts
         fields.wrong("topk_group", f"at most n_group {groups}")
 
 
-def routing_differences(routing: Routing) -> list[str]:
+def routing_differences(routing: Routing, model_type: str) -> list[str]:
     """What Megatron's router would do differently with the same weights, one line each."""
     topk, groups = routing.num_experts_per_tok, routing.topk_group
     notes = []
@@ -90,7 +98,7 @@ def routing_differences(routing: Routing) -> list[str]:
             f"norm_topk_prob is {str(routing.norm_topk_prob).lower()}: the model {not_} normalise "
             f"the scores of a token's experts, Megatron {does} with num_experts_per_tok {topk}"
         )
-    if routing.scoring_func == "softmax" and routing.norm_topk_prob:
+    if model_type == "deepseek_v2" and routing.norm_topk_prob:
         notes.append(
             "norm_topk_prob is true: Megatron normalises the scores of a token's experts "
             "(moe_router_pre_softmax false), transformers ignores the field in DeepSeek-V2"

@@ -20,6 +20,8 @@ Layers:
   distributed-8  the grid of context parallelism with 8 processes
   distributed    the four of them
   training       tests/training
+  old-megatron   tests/old_megatron with megatron-core 0.18.0, installed once beside the environment;
+                 without a package index skipped, but an error where CI is set
 
 Options:
   --fail-under PERCENT  coverage that a run of all layers must reach (default 95; 0: only print)
@@ -33,8 +35,10 @@ TEXT
 }
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$ROOT/scripts/old_megatron.sh"
 
-ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training)
+ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training
+  old-megatron)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -74,6 +78,7 @@ run_layer() {
     distributed-1) run_in_parallel "$1" tests/distributed ;;
     # These tests start processes themselves.
     training) run_pytest "$1" tests/training ;;
+    old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" ;;
   esac
 }

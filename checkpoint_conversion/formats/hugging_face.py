@@ -15,9 +15,11 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.safetensors_file import SUFFIX, read_header
 from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pair_problems
+from checkpoint_conversion.hugging_face_names import image_tensors, text_name, unstacked
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
 from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json, shown_name
 
 CONFIG = "config.json"
@@ -53,14 +55,21 @@ class HuggingFaceCheckpoint(Checkpoint):
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
         config = ModelConfig.from_hugging_face(read_json(files[CONFIG], _MAX_CONFIG_BYTES))
         tensors, shards = _read_shards(path, files, follow_links)
-        buffers = [name for name in tensors if _BUFFER.fullmatch(name)]
+        images = image_tensors(list(tensors))
+        buffers = [name for name in tensors if _BUFFER.fullmatch(text_name(name))] + images
         self.left_alone = {name: tensors.pop(name).nbytes for name in buffers}
         self.stored = tensors
-        mtp_layers = _mtp_layers(self.stored, config.num_layers)
+        mtp_layers = _mtp_layers(map(text_name, self.stored), config.num_layers)
         self.config = dataclasses.replace(config, mtp_layers=mtp_layers)
         self.auxiliary = {name: file for name, file in files.items() if is_auxiliary(name)}
         self.layout = layout_of(self.stored.values(), shards, config.fp8_scales)
         self.notes = list(_notes(path, files, config, self))
+        if images:
+            size = format_bytes(sum(self.left_alone[name] for name in images))
+            self.notes.append(
+                f"only the text model is read; {len(images)} tensors for images ({size}) are left "
+                "out"
+            )
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
@@ -70,7 +79,9 @@ class HuggingFaceCheckpoint(Checkpoint):
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """Every weight of the model, FP8 dequantised; see the base class."""
         problems: list[str] = []
-        tensors = _dequantised(self.stored, dtype or torch.bfloat16, problems)
+        named = {text_name(name): tensor for name, tensor in self.stored.items()}
+        named = unstacked(named, self.config)
+        tensors = _dequantised(named, dtype or torch.bfloat16, problems)
         try:
             check_complete(tensors, hugging_face_shapes(self.config), "The tensors")
         except CheckpointError as error:

@@ -31,6 +31,7 @@ from checkpoint_conversion.fp8 import (
     is_quantised,
     quantised,
 )
+from checkpoint_conversion.hugging_face_names import stacked, stacks_experts
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
 from checkpoint_conversion.model_config import ModelConfig
@@ -55,6 +56,11 @@ class HuggingFaceWriter(Writer):
 
     def __init__(self, config: ModelConfig, options: TargetOptions, format: str = "hf") -> None:
         _check_options(options)
+        if options.fp8 and stacks_experts(config):
+            raise CheckpointError(
+                f"--fp8 {options.fp8}: {config.model_type} stores its experts as one tensor, which "
+                "DeepSeek's FP8 has no place for"
+            )
         self.config, self.options, self.format = config, options, format
         self._parts: list[Part] = []
         self._quantised: dict[str, QuantisedTensor] = {}
@@ -63,9 +69,10 @@ class HuggingFaceWriter(Writer):
         """Fill shards with the tensors in the order of the model; see the base class."""
         shapes = hugging_face_shapes(self.config)
         check_complete(tensors, shapes, "The tensors to write")
-        self.config = self._written_config({name: tensors[name] for name in shapes})
+        written = stacked({name: tensors[name] for name in shapes}, self.config)
+        self.config = self._written_config(written)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
-        shards = list(_filled((self._entries(name, tensors[name]) for name in shapes), limit))
+        shards = list(_filled((self._entries(name, t) for name, t in written.items()), limit))
         self._parts = [
             Part(f"model-{i:05d}-of-{len(shards):05d}{SUFFIX}", shard, _peak(shard))
             for i, shard in enumerate(shards, 1)

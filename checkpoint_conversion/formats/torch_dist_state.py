@@ -1,7 +1,7 @@
 """What a distributed checkpoint holds beside its tensors: arguments, iteration, modules' states.
 
 Megatron-Core 0.19 keeps the common state as an object of the checkpoint, earlier releases in a file
-of its own.
+of its own, ``common.pt``. What is written has both: 0.19 takes the file where there is one.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ def states_in_use(storage: Storage) -> dict[str, int]:
 def is_extra_state(name: str) -> bool:
     """Whether an object is the state of a module."""
     return f"{EXTRA_STATE}/shard_" in name
+
+
+def write_common_file(folder: Path, common: Mapping[str, object]) -> None:
+    """Write the common state as Megatron-Core 0.18 and earlier load it."""
+    torch.save(dict(common), folder / _COMMON_FILE)
 
 
 def saved(value: object) -> bytes:

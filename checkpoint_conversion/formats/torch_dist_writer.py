@@ -37,6 +37,7 @@ from checkpoint_conversion.formats.torch_dist_state import (
     BACKEND_FILE,
     COMMON_STATE,
     saved,
+    write_common_file,
 )
 from checkpoint_conversion.layouts import KV_UP, MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
@@ -71,6 +72,7 @@ class TorchDistWriter(Writer):
             options.layers is None and not any(config.moe_layers)
         )
         self._vocab_rows = padded_size(config.vocab_size, options.vocab_multiple or 1)
+        self._common: dict[str, object] = {}
         self._objects: dict[str, bytes] = {}
         self._plans: dict[str, SavePlan] = {}
         self._refuse_unsupported()
@@ -79,6 +81,7 @@ class TorchDistWriter(Writer):
         """See :meth:`Writer.plan`."""
         padded = with_padding(to_megatron(tensors, self.config), self._vocab_rows)
         whole = laid_out_tensors(padded, self._layout, self.config)
+        self._common = self._common_state(whole)
         self._objects = self._make_objects(whole)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
         parts: list[Part] = []
@@ -126,6 +129,7 @@ class TorchDistWriter(Writer):
         inner = folder / inner_name(self.options.iteration)
         plans = [self._plans[result.name] for result in results]
         write_metadata(inner, plans, [result.storage["written"] for result in results])
+        write_common_file(inner, self._common)
         (inner / BACKEND_FILE).write_text(json.dumps(BACKEND))
         write_around(folder, self.options.iteration, self.config, auxiliary)
 
@@ -163,10 +167,10 @@ class TorchDistWriter(Writer):
             return [rows // 2] * 2
         return [rows]
 
-    def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
-        """What is stored beside the tensors: modules' states, which are empty, and arguments."""
+    def _common_state(self, tensors: Mapping[str, LazyTensor]) -> dict[str, object]:
+        """Arguments, iteration, and how Megatron finds the tensors."""
         largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
-        common = {
+        return {
             "args": self._args(largest.dtype),
             "checkpoint_version": 3.0,
             "iteration": self.options.iteration or 0,
@@ -178,8 +182,11 @@ class TorchDistWriter(Writer):
                 "chained_optim_avoid_prefix": True,
             },
         }
+
+    def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
+        """What is stored beside the tensors: modules' states, which are empty, and arguments."""
         states = extra_state_names(tensors, self._layout.norms, self._stacked, self.config)
-        return {**dict.fromkeys(states, saved(None)), COMMON_STATE: saved(common)}
+        return {**dict.fromkeys(states, saved(None)), COMMON_STATE: saved(self._common)}
 
     def _args(self, dtype: torch.dtype) -> argparse.Namespace:
         """The arguments of a training that would have saved the checkpoint."""

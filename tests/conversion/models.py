@@ -27,12 +27,21 @@ VOCABULARY = 128
 _BATCH = 2
 
 
+# Transformers' names of the classes.
+FAMILIES = {
+    "v2": "DeepseekV2",
+    "v3": "DeepseekV3",
+    "glm": "Glm4MoeLite",
+    "mistral4": "Mistral4",
+}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One kind of model.
 
     Attributes:
-        family: ``"v2"`` or ``"v3"``.
+        family: One of ``FAMILIES``.
         q_lora: Whether the query is compressed.
         moe: Whether all layers but the first are mixtures of experts.
         rope: ``"rope"`` or ``"yarn"``.
@@ -58,11 +67,33 @@ ARCHITECTURES = [
 
 def make_model(architecture: Architecture, seed: int = 0, **changes) -> Any:
     """The model in float32, for inference; ``changes`` are fields of its config."""
-    family = {"v2": "DeepseekV2", "v3": "DeepseekV3"}[architecture.family]
+    family = FAMILIES[architecture.family]
     fields = {**_fields(architecture), **changes}
     config = getattr(transformers, f"{family}Config")(**fields)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    _randomise(model, seed)
+    return model
+
+
+def make_kimi_k25(architecture: Architecture, seed: int = 0) -> Any:
+    """A model of text and images whose text model is a DeepSeek-V3, likewise."""
+    config = transformers.Kimi_K25Config(
+        text_config={"model_type": "deepseek_v3", **_fields(architecture)},
+        vision_config={
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "patch_size": 2,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "eager"
+    model = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
     _randomise(model, seed)
     return model
 
@@ -146,6 +177,12 @@ def _fields(architecture: Architecture) -> dict:
     }
     if architecture.family == "v2":
         return fields | {"topk_method": "greedy", "routed_scaling_factor": 1.5}
+    if architecture.family == "glm":
+        kinds = ["dense", *["sparse" if architecture.moe else "dense"] * 2]
+        return fields | {"mlp_layer_types": kinds, "routed_scaling_factor": 1.8}
+    if architecture.family == "mistral4":
+        rope = {**fields["rope_parameters"], "llama_4_scaling_beta": 0.0}
+        return fields | {"rope_parameters": rope, "routed_scaling_factor": 1.5}
     return fields | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
 
 
