@@ -4,12 +4,14 @@
 #   1. $ABSORBED_MLA_PYTHON, where that is set;
 #   2. python3 itself, on a machine whose GPU it can use with torch and megatron-core in place;
 #   3. a virtual environment in $ABSORBED_MLA_ENV (default: .venv in the repository), made the first
-#      time (1 to 2 minutes, needs the package index) and reused without a network afterwards.
+#      time (1 to 2 minutes, needs the package index) and reused without a network afterwards. This
+#      project is installed in it, so that an activated shell has its modules and commands.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ENVIRONMENT=${ABSORBED_MLA_ENV:-$ROOT/.venv}
 [[ $ENVIRONMENT == /* ]] || ENVIRONMENT=$PWD/$ENVIRONMENT
 STAMP=.absorbed-mla-requirements # requirements a finished environment was made from
+PROJECT_STAMP=.absorbed-mla-project # which project, in which version, is installed in it
 UNFINISHED=.absorbed-mla-unfinished
 
 # torch's version is exact because triton's must fit it, ruff's because formatting changes with it.
@@ -77,12 +79,13 @@ use_virtual_environment() {
   [[ $(uname -s) == Linux ]] ||
     fail "megatron-core needs triton, which exists for Linux only; this is $(uname -s)"
   PYTHON=$ENVIRONMENT/bin/python
-  environment_is_ready && return
+  environment_is_ready && project_is_installed && return
   mkdir -p "$(dirname "$ENVIRONMENT")" 2>/dev/null || fail "cannot create $(dirname "$ENVIRONMENT")"
   # A second command started meanwhile waits for the first one's environment.
   exec {lock}>"$ENVIRONMENT.lock" || fail "cannot write $ENVIRONMENT.lock"
   if command -v flock >/dev/null; then flock "$lock"; fi
   environment_is_ready || make_environment
+  project_is_installed || install_project
   exec {lock}>&-
 }
 
@@ -97,6 +100,35 @@ environment_is_ready() {
   "$PYTHON" -c '' 2>/dev/null
 }
 
+# Prints the commands after which a shell has this project's modules and commands.
+activation() {
+  if [[ $PYTHON == "$ENVIRONMENT/bin/python" ]]; then
+    printf 'source %q\n' "${ENVIRONMENT#"$PWD"/}/bin/activate"
+  else
+    # An environment of the user's, in which nothing is installed without being asked for.
+    printf '%q -m pip install --no-deps --editable %q\n' "$PYTHON" "$ROOT"
+    printf 'PATH=%q:$PATH\n' "$(dirname "$PYTHON")"
+  fi
+}
+
+# Which folder, and everything that decides what its installation looks like.
+wanted_project_stamp() {
+  printf '%s\n' "$ROOT" "$(<"$ROOT/pyproject.toml")"
+}
+
+project_is_installed() {
+  [[ -f $ENVIRONMENT/$PROJECT_STAMP ]] || return 1
+  [[ $(<"$ENVIRONMENT/$PROJECT_STAMP") == "$(wanted_project_stamp)" ]]
+}
+
+# Editable, and from what the environment holds: needs no network.
+install_project() {
+  [[ -w $ROOT ]] || fail "cannot write $ROOT, which the installation of the project needs"
+  choose_pip
+  install --no-deps --no-build-isolation --editable "$ROOT"
+  wanted_project_stamp >"$ENVIRONMENT/$PROJECT_STAMP"
+}
+
 make_environment() {
   remove_own_environment
   choose_base_python
@@ -105,6 +137,7 @@ make_environment() {
   mkdir -p "$ENVIRONMENT" || fail "cannot create $ENVIRONMENT"
   touch "$ENVIRONMENT/$UNFINISHED"
   create_venv
+  choose_pip
   install "${REQUIREMENTS[@]}"
   install --no-deps "$TRITON"
   if [[ $BASE_VERSION == 3.11 ]]; then
@@ -164,12 +197,17 @@ require_disk_space() {
 
 create_venv() {
   local log=$ENVIRONMENT/install.log
-  if "$BASE_PYTHON" -m venv "$ENVIRONMENT" >>"$log" 2>&1; then
-    PIP=("$PYTHON" -m pip)
-  elif "$BASE_PYTHON" -m venv --without-pip "$ENVIRONMENT" >>"$log" 2>&1; then
-    PIP=("$BASE_PYTHON" -m pip --python "$PYTHON")
-  else
+  "$BASE_PYTHON" -m venv "$ENVIRONMENT" >>"$log" 2>&1 ||
+    "$BASE_PYTHON" -m venv --without-pip "$ENVIRONMENT" >>"$log" 2>&1 ||
     fail "$BASE_PYTHON could not make a virtual environment: $(tail -n 1 "$log")"
+}
+
+# The environment's own pip, or that of the Python which it was made from.
+choose_pip() {
+  PIP=("$PYTHON" -m pip)
+  if ! "$PYTHON" -c 'import pip' 2>/dev/null; then
+    choose_base_python
+    PIP=("$BASE_PYTHON" -m pip --python "$PYTHON")
   fi
 }
 

@@ -8,10 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+
+from counting import continuation, count_from, right_numbers, write_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -20,16 +26,18 @@ sys.path.append(str(ROOT))
 LOGITS_TOLERANCE = 1e-4
 # Rounding separates the two trainings slowly, and expert routing amplifies it.
 LOSS_TOLERANCE = 0.05
-PROMPT = "def main("
+PROMPTS = tuple(count_from(number, 3) + ", " for number in (25, 66, 96))
 NEW_TOKENS = 60
 STEPS = 7
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+CONVERTER = [sys.executable, "-m", "checkpoint_conversion"]
 
 
 def main() -> int:
     """Run all steps; the exit code is 1 if one of them shows something wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train-iters", type=int, default=150)
+    parser.add_argument("--train-iters", type=int, default=200)
     args = parser.parse_args()
     output = args.output.resolve()
     try:
@@ -39,6 +47,7 @@ def main() -> int:
         convert(output / "hugging_face", output / "absorbed", "absorbed")
         check_logits(output / "hugging_face", output / "absorbed")
         _announce(3, "train with Megatron's own standard MLA, TP=1, to compare with")
+        write_texts(output / "text")
         train(output, "standard", args.train_iters)
         _announce(4, "train the absorbed model, TP=2 with SP, from the same checkpoint")
         train(output, "absorbed", args.train_iters)
@@ -46,9 +55,9 @@ def main() -> int:
         report(output)
         _announce(6, "convert back; transformers loads what Megatron trained, and writes")
         convert(output / "trained", output / "trained_hugging_face", "hf")
-        written = generate(output / "trained_hugging_face")
+        expected = generate(output / "trained_hugging_face")
         _announce(7, "our model writes too, from a cache of latents in Megatron's engine, TP=2")
-        generate_from_latents(output / "trained", written)
+        generate_from_latents(output / "trained", expected)
     except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -111,33 +120,60 @@ def check_logits(hugging_face: Path, absorbed: Path) -> None:
 
 
 def _converter(*arguments: str, quiet: bool = False) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "checkpoint_conversion", *arguments]
-    print("$ " + " ".join(["python", *command[1:]]).replace(str(ROOT) + "/", ""), flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE if quiet else None, text=True)
-    if done.returncode:
-        raise RuntimeError(f"checkpoint_conversion {arguments[0]} failed")
-    return done
+    return _run([*CONVERTER, *arguments], quiet=quiet)
 
 
 def train(output: Path, attention: str, iterations: int) -> None:
     """Train one of the models from the converted checkpoint by scripts/train.py."""
     processes = 2 if attention == "absorbed" else 1
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(processes), str(ROOT / "scripts/train.py")]
-    command += ["--load", str(output / "absorbed"), "--finetune", "--use-checkpoint-args"]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(ROOT / "scripts/train.py"), "--load", str(output / "absorbed")]
+    command += ["--finetune", "--use-checkpoint-args", "--data", str(output / "text")]
     command += ["--attention", attention, "--train-iters", str(iterations)]
+    command += ["--micro-batch-size", "16", "--lr", "4e-3"]
     command += ["--metrics", str(output / f"{attention}.jsonl")]
     command += ["--eval-interval", str(iterations // 5)]
     if processes > 1:
         command += ["--tensor-model-parallel-size", str(processes), "--sequence-parallel"]
         command += ["--save", str(output / "trained")]
-    print("$ " + " ".join(["torchrun", *command[3:]]).replace(str(ROOT) + "/", ""), flush=True)
-    if not sys.stdout.isatty():
-        command += ["--no-progress"]
+    _run(command, hidden=[] if sys.stdout.isatty() else ["--no-progress"])
+
+
+def _run(
+    command: list[str], *, quiet: bool = False, hidden: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    """Print a command as an activated shell takes it, and run it.
+
+    Args:
+        command: What to run.
+        quiet: Capture its output instead of showing it.
+        hidden: More options, which are not printed.
+    """
+    distributed = command[: len(TORCHRUN)] == TORCHRUN
     # More threads would wait for each other on a machine that is doing something else.
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    variables = {"OMP_NUM_THREADS": "1"} if distributed else {}
+    if distributed and shutil.which("nvidia-smi"):
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    print("$ " + shown(command, variables), flush=True)
+    done = subprocess.run(
+        [*command, *hidden],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE if quiet else None,
+        text=True,
+    )
     if done.returncode:
-        raise RuntimeError(f"training the {attention} model failed")
+        raise RuntimeError(f"this command failed: {shown(command, variables)}")
+    return done
+
+
+def shown(command: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The line that does the same in an activated shell, in the current folder."""
+    for start, name in ((TORCHRUN, "torchrun"), (CONVERTER, "absorbed-mla-convert")):
+        if command[: len(start)] == start:
+            command = [name, *command[len(start) :]]
+    here = f"{Path.cwd()}{os.sep}"
+    words = [word.removeprefix(here) for word in command]
+    return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(words)])
 
 
 def report(output: Path) -> None:
@@ -158,7 +194,8 @@ def report(output: Path) -> None:
         print(f"{'held out':>9}  {valid[0][last]:>9.4f}  {valid[1][last]:>9.4f}")
     plot = output / "loss.png"
     names = {"standard": "standard MLA, TP=1", "absorbed": "absorbed MLA, TP=2, SP"}
-    plot_losses({names[name]: r for name, r in records.items()}, plot)
+    title = "A tiny DeepSeek-V3, trained from the same weights on the same batches"
+    plot_losses({names[name]: r for name, r in records.items()}, plot, title=title)
     worst = max(abs(absorbed[i] - standard[i]) for i in standard)
     print(f"the loss fell from {absorbed[1]:.3f} to {absorbed[last]:.3f}; plot: {plot}")
     if not absorbed[last] < absorbed[1]:
@@ -167,43 +204,60 @@ def report(output: Path) -> None:
         raise RuntimeError(f"the losses differ by up to {worst:.3f}, more than {LOSS_TOLERANCE}")
 
 
-def generate(folder: Path) -> list[int]:
-    """Let transformers continue some source code with the trained weights; the new tokens."""
+def generate(folder: Path) -> list[list[int]]:
+    """Let transformers continue the prompts with the trained weights; the new tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = torch.tensor([list(PROMPT.encode())])
-    with torch.no_grad():
-        loss = float(model(prompt, labels=prompt).loss)
+    continuations = []
+    for text in PROMPTS:
+        prompt = torch.tensor([list(text.encode())])
         written = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
         )
-    text = bytes(token for token in written[0].tolist() if token < 256)
-    print(f"{type(model).__name__}, {loss:.2f} nats per byte on its prompt, continues:")
-    print(repr(text.decode(errors="replace")))
-    return written[0].tolist()[len(PROMPT) :]
+        continuations.append(written[0].tolist()[prompt.shape[1] :])
+        print(f"{type(model).__name__}: {text}|{as_text(continuations[-1])}")
+    return continuations
 
 
-def generate_from_latents(folder: Path, expected: list[int]) -> None:
-    """Continue the same prompt by scripts/generate.py; raise if the tokens are others."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(ROOT / "scripts/generate.py"), "--load", str(folder)]
-    command += ["--tensor-model-parallel-size", "2", "--prompt", PROMPT, "--greedy", "--json"]
+def generate_from_latents(folder: Path, expected: list[list[int]]) -> None:
+    """Continue the same prompts by scripts/generate.py; raise if the tokens are others."""
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "scripts/generate.py"), "--load", str(folder)]
+    command += ["--tensor-model-parallel-size", "2", "--greedy", "--json"]
     command += ["--num-tokens-to-generate", str(NEW_TOKENS), "--ignore-eos"]
-    print("$ " + " ".join(["torchrun", *command[3:]]).replace(str(ROOT) + "/", ""), flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError("generate.py failed")
-    found, total = (json.loads(line) for line in done.stdout.splitlines())
-    print(f"{found['text']!r}\n{total['tokens_per_second']:.0f} tokens/s")
-    if found["tokens"] != expected:
-        raise RuntimeError(f"transformers wrote other tokens: {expected}, not {found['tokens']}")
-    print("the same tokens as transformers'")
+    command += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    *rows, total = map(json.loads, _run(command, quiet=True).stdout.splitlines())
+    found = [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])]
+    print(
+        f"{total['tokens_per_second']:.0f} tokens/s. The models have learned to count in words:\n"
+    )
+    print(side_by_side(expected, found))
+    if found != expected:
+        raise RuntimeError(f"transformers wrote other tokens: {expected}, not {found}")
+    print("our model wrote the same tokens as transformers")
+
+
+def side_by_side(expected: list[list[int]], found: list[list[int]]) -> str:
+    """For each prompt what transformers wrote, what our model wrote, and what is right."""
+    lines, right, numbers = [], 0, 0
+    for prompt, theirs, ours in zip(PROMPTS, map(as_text, expected), map(as_text, found)):
+        lines += [f"prompt        {prompt}"]
+        lines += [f"transformers  {theirs}", f"our model     {ours}"]
+        lines += [f"right         {continuation(prompt, NEW_TOKENS)}", ""]
+        counted = right_numbers(ours, prompt)
+        right, numbers = right + counted[0], numbers + counted[1]
+    return "\n".join([*lines, f"{right} of {numbers} numbers are right"])
+
+
+def as_text(tokens: list[int]) -> str:
+    """Bytes as one line of text; other tokens are left out."""
+    text = bytes(token for token in tokens if token < 256).decode(errors="replace")
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _announce(step: int, what: str) -> None:

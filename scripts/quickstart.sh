@@ -9,18 +9,21 @@ Usage: bash scripts/quickstart.sh [options]
 Makes its environment if there is none, then, on the CPU and in under 5 minutes on 2 cores:
   1. transformers makes a tiny DeepSeek-V3 and saves it;
   2. converts it to absorbed MLA and compares the logits with those of transformers;
-  3. trains Megatron's own standard MLA from it on one process, on the source code of Python's
-     standard library;
+  3. trains Megatron's own standard MLA from it on one process, on texts that count in words;
   4. trains the absorbed model beside it, tensor-parallel over two processes with sequence
      parallelism, on the same batches;
   5. prints both losses and draws them;
-  6. converts the trained model back; transformers loads it and writes;
-  7. lets our model write the same from a cache of latents, in Megatron's engine.
+  6. converts the trained model back; transformers loads it and goes on counting;
+  7. lets our model do the same from a cache of latents, in Megatron's engine, and shows both
+     beside what is right.
+Every command that it prints can be run again in an activated shell; the last lines say how to
+activate one.
 
 Options:
   --output DIR      where to leave checkpoints, metrics and loss.png (default: quickstart_output
                     in the repository)
-  --train-iters N   iterations of each training, at least 10 (default 150)
+  --train-iters N   iterations of each training, at least 10 (default 200;
+                    with few the model does not learn to count)
   -h, --help        this text
 
 Environment variables:
@@ -31,7 +34,7 @@ TEXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-OUTPUT=$ROOT/quickstart_output TRAIN_ITERS=150
+OUTPUT=$ROOT/quickstart_output TRAIN_ITERS=200
 while (($#)); do
   case $1 in
     -h | --help) usage && exit ;;
@@ -55,4 +58,5 @@ prepare_environment matplotlib tqdm safetensors transformers rich xxhash
 # The same everywhere: two tensor-parallel processes would need two GPUs.
 export CUDA_VISIBLE_DEVICES=
 "$PYTHON" "$ROOT/scripts/quickstart.py" --output "$OUTPUT" --train-iters "$TRAIN_ITERS"
-echo "done in ${SECONDS}s"
+echo "done in ${SECONDS}s. To run these commands, and those of README.md, in this shell:"
+activation

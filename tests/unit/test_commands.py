@@ -92,7 +92,54 @@ class TestEnvironment:
             done = machine.prepare()
             assert done.returncode == 0, done.stderr
             assert done.stdout.splitlines()[-1] == str(machine.environment / "bin/python")
-            assert len(machine.pip_calls()) == 3
+            assert len(machine.pip_calls()) == 4
+
+    def test_the_project_is_installed(self, machine):
+        """An activated shell then has its modules and commands; nothing else is installed anew."""
+        machine.add_python("3.11")
+        machine.prepare()
+        *_, project = machine.pip_calls()
+        words = project.split()
+        assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(words)
+        assert project.endswith(str(SCRIPTS.parent))
+
+    @pytest.mark.parametrize("stamp", [None, "/another/checkout\n[project]\n"])
+    def test_the_project_comes_into_an_older_environment(self, machine, stamp):
+        machine.add_python("3.11")
+        machine.prepare()
+        before = machine.pip_calls()
+        path = machine.environment / ".absorbed-mla-project"
+        path.unlink()
+        if stamp is not None:
+            path.write_text(stamp)
+        for _ in range(2):
+            assert machine.prepare().returncode == 0
+            assert machine.pip_calls() == [*before, before[-1]]
+
+    def test_a_failed_installation_of_the_project_is_tried_again(self, machine):
+        machine.add_python("3.11")
+        machine.prepare()
+        (machine.environment / ".absorbed-mla-project").unlink()
+        machine.env["STUB_PIP_ERROR"] = "ERROR: killed"
+        assert_one_line_error(machine.prepare(), "killed", "--editable")
+        machine.env["STUB_PIP_ERROR"] = ""
+        assert machine.prepare().returncode == 0
+        assert len(machine.pip_calls()) == 6
+
+    def test_an_environment_without_pip_uses_the_one_it_was_made_by(self, machine):
+        machine.add_python("3.12")
+        stub = PYTHON.replace(
+            'case "$*" in',
+            'case "$*" in\n  "-c import pip") [[ $0 != */environment/* ]]; exit ;;',
+        ).replace('"-m pip install "*)', '"-m pip "*)')
+        machine.add("python3.12", stub)
+        machine.environment = machine.environment.parent / "environment"
+        machine.env["ABSORBED_MLA_ENV"] = str(machine.environment)
+        done = machine.prepare()
+        assert done.returncode == 0, done.stderr
+        calls = machine.pip_calls()
+        assert len(calls) == 4
+        assert all(f"pip --python {machine.environment}/bin/python install" in c for c in calls)
 
     @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
     def test_python_requirement_is_ignored_on_3_11_only(self, machine, version):
@@ -124,7 +171,7 @@ class TestEnvironment:
         machine.prepare()
         (machine.environment / ".absorbed-mla-requirements").write_text("torch==1.0\n")
         machine.prepare()
-        assert len(machine.pip_calls()) == 6
+        assert len(machine.pip_calls()) == 8
 
     def test_somebody_elses_folder_is_left_alone(self, machine):
         machine.add_python("3.11")
