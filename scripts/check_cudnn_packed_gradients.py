@@ -28,14 +28,14 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 import provenance  # noqa: E402
-from benchmark_report import exit_code  # noqa: E402
+from console.script import run_script  # noqa: E402
 from context_parallel_benchmark.arguments import (  # noqa: E402
     DIMS,
     add_dims,
+    check_files,
     count,
     dims_of,
     new_parser,
-    require_files,
 )
 from packed_gradients import report  # noqa: E402
 from packed_gradients.row import Findings  # noqa: E402
@@ -45,6 +45,11 @@ LEAST_TOKENS = 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or render what was measured; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return run_script("check_cudnn_packed_gradients.py", lambda: _run(arguments))
+
+
+def _run(argv: Sequence[str]) -> int | None:
     parser = new_parser("check_cudnn_packed_gradients.py", __doc__)
     add = parser.add_argument
     add("folder", type=Path, help=f"where {report.NAME}-cudnn-VERSION.json and .md go")
@@ -53,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--heads", type=count, default=16, help="of the layers (%(default)s)")
     add_dims(parser, DIMS)
     args = parser.parse_args(argv)
-    require_files(parser, args.render or ())
     if args.tokens < LEAST_TOKENS:
         parser.error(f"--tokens must be at least {LEAST_TOKENS}, got {args.tokens}")
+    check_files(args.folder, args.render or ())
     if args.render:
-        return exit_code(lambda: publish(args.folder, [report.read(f) for f in args.render]))
-    return exit_code(lambda: measure(args))
+        return publish(args.folder, [report.read(f) for f in args.render])
+    return measure(args)
 
 
 def measure(args) -> int:

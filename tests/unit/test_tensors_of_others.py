@@ -9,7 +9,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
 
 from absorbed_mla.sequences import SequenceLayout
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.layouts import dense, packed
@@ -122,7 +122,7 @@ class TestBoundaries:
         return attention(x, None, packed_seq_params=params)[0].detach()
 
     @pytest.mark.parametrize("write", ["numpy", "data", "in place"])
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="numpy shares host memory")
+    @needs.no_gpu
     def test_rewritten(self, write):
         attention = layer("absorbed")
         old, new = (packed(lengths).packed_seq_params(world.device()) for lengths in self.LENGTHS)
@@ -140,7 +140,7 @@ class TestBoundaries:
         assert not torch.equal(first, expected)
         assert torch.equal(self.outputs(attention, old), expected)
 
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="host tensors are read every time")
+    @needs.gpu
     def test_on_a_gpu_they_are_read_once(self, monkeypatch):
         """Reading waits for everything that the GPU has to do."""
         params, reads = packed((4, 5)).packed_seq_params(world.device()), []
