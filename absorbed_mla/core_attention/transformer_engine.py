@@ -270,8 +270,8 @@ def refusal(
     if packed and value_width > _WIDEST_PACKED_VALUE and cudnn < _OLDEST_CUDNN_FOR_WIDER:
         loaded = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
         return (
-            f"TransformerEngine {version} loaded cuDNN {loaded}, whose gradients of packs and "
-            f"under context parallelism are wrong where values are wider than {_WIDEST_PACKED_VALUE} "
+            f"TransformerEngine {version} loaded cuDNN {loaded}, whose gradients of packs, and "
+            f"under context parallelism, are wrong for values wider than {_WIDEST_PACKED_VALUE} "
             f"(here {value_width}); cuDNN 9.19 or newer is needed (LD_LIBRARY_PATH, CUDNN_HOME)"
         )
     for layout, mask in _ASKED:
