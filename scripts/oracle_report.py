@@ -83,7 +83,7 @@ def summary_table(rows: list[dict]) -> str:
         groups[tuple(str(row[c]) for c in PRECISION)].append(row)
     lines = []
     for key, group in sorted(groups.items()):
-        worst = max(group, key=lambda r: r["worst_relative_error"] / r["bound"])
+        worst = max(group, key=share_of_bound)
         lines.append(
             [*key, len(group), f"{worst['worst_relative_error']:.1e}", f"{worst['bound']:.1e}",
              worst["tensor"]]
@@ -124,7 +124,10 @@ def _table(head: list[str], lines: list[list]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Every combination's worst error beside its bound, by precision."""
+    """Every combination's worst error over its own bound, by precision: below 1 is within it.
+
+    Bounds differ from tensor to tensor, so an error may only be held against its own.
+    """
     groups = defaultdict(list)
     for row in rows:
         table = "" if row["dtype"] != "float64" else f"\n{row['rotary_table'].split()[0]} table"
@@ -132,19 +135,25 @@ def plot(rows: list[dict], path: Path) -> None:
     names = sorted(groups)
     with figure(path, 1, 1, (max(6, 1.6 * len(names)), 4.5)) as [[axes]]:
         for i, name in enumerate(names):
-            errors = [row["worst_relative_error"] for row in groups[name]]
-            spread = [i + 0.5 * (j / max(len(errors) - 1, 1) - 0.5) for j in range(len(errors))]
+            shares = [share_of_bound(row) for row in groups[name]]
+            spread = [i + 0.5 * (j / max(len(shares) - 1, 1) - 0.5) for j in range(len(shares))]
             label = None if i else "combination"
-            axes.scatter(spread, errors, s=6, color="tab:blue", label=label)
-            bound = min(row["bound"] for row in groups[name])
-            label = None if i else "smallest bound"
-            axes.hlines(bound, i - 0.4, i + 0.4, color="tab:red", label=label)
+            axes.scatter(spread, shares, s=6, color="tab:blue", label=label)
+            # Above the line of the bound, which they would cross beside the points.
+            axes.text(i, 1.6, f"worst {max(shares):.2g}", ha="center", fontsize=8)
+        axes.axhline(1, color="tab:red", label="bound: above it a test fails")
         axes.set_yscale("log")
+        axes.set_ylim(top=10)
         axes.set_xticks(range(len(names)), names, fontsize=7)
-        axes.set_ylabel("worst relative error of any tensor")
-        axes.set_title("Absorbed MLA against the float64 oracle")
+        axes.set_ylabel("error / bound (below 1 is good)")
+        axes.set_title("Absorbed MLA against the float64 oracle: worst tensor of each combination")
         axes.legend(loc="lower left", fontsize=8)
         axes.grid(axis="y", alpha=0.3)
+
+
+def share_of_bound(row: dict) -> float:
+    """Error over bound; above 1 the test has failed."""
+    return row["worst_relative_error"] / row["bound"]
 
 
 if __name__ == "__main__":

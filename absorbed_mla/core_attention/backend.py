@@ -57,6 +57,8 @@ class AttentionRequest:
         latent: Whether all heads share one key, which is the value too.
         masked: Whether there is an attention mask.
         dropout: Whether probabilities are dropped.
+        packed: Whether a call may hold several sequences, or several pieces of one, whose gradients
+            are wanted: packs and context parallelism. Over a cache there are no gradients.
     """
 
     device: torch.device
@@ -66,6 +68,7 @@ class AttentionRequest:
     latent: bool
     masked: bool
     dropout: bool
+    packed: bool = False
 
 
 class ReferenceBackend:
@@ -115,7 +118,7 @@ def _flash_attention_refuses(request: AttentionRequest) -> str | None:
 def _transformer_engine_refuses(request: AttentionRequest) -> str | None:
     """Why TransformerEngine cannot do this, or None."""
     return _fused_refuses(request) or transformer_engine.refusal(
-        request.key_width, request.value_width, request.dtype, is_demanded()
+        request.key_width, request.value_width, request.dtype, is_demanded(), request.packed
     )
 
 

@@ -95,9 +95,13 @@ class LatentCoreAttention(nn.Module):
         )
         # Not whether gradients are on: recomputation runs the first forward without them, and must
         # repeat it.
-        work = _work(layout, hidden_states.shape[1], cp_size, self.causal, self.training)
+        batch = hidden_states.shape[1]
+        work = _work(layout, batch, cp_size, self.causal, self.training)
+        # Under context parallelism a rank has two pieces of each sequence.
+        packed = layout.packed or (cp_size > 1 and batch == 1)
+        described = (hidden_states, attention_mask, bool(dropout), packed)
         requests = {
-            name: self._request(self._forms[name], hidden_states, attention_mask, bool(dropout))
+            name: self._request(self._forms[name], *described)
             for name in (FORMS[1:] if self.options.form == "auto" else (self.options.form,))
         }
         asked = self.options.core_attention_backend
@@ -111,7 +115,12 @@ class LatentCoreAttention(nn.Module):
         return AttentionPlan(self._forms[form], backend, keys, rules, layout.max_position)
 
     def _request(
-        self, form: Form, hidden_states: Tensor, attention_mask: Tensor | None, dropout: bool
+        self,
+        form: Form,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        dropout: bool,
+        packed: bool,
     ) -> AttentionRequest:
         key_width, value_width, latent = form.widths(self.dims)
         return AttentionRequest(
@@ -122,6 +131,7 @@ class LatentCoreAttention(nn.Module):
             latent=latent,
             masked=attention_mask is not None,
             dropout=dropout,
+            packed=packed,
         )
 
     def forward(

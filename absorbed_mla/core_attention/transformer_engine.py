@@ -240,13 +240,17 @@ def _dtype(dtype: torch.dtype):
 _OLDEST, _TOO_NEW = "2.12", "2.14"
 # The first one that aligns masks of any lengths at the bottom right.
 _OLDEST_CUDNN = 90700
+# cuDNN 9.14 computes wrong gradients of packs (thd) with values 192 wide, 16 to 23 % off, and says
+# nothing; up to 128 they are right. The first one seen to be right there is 9.19.
+_WIDEST_PACKED_VALUE = 128
+_OLDEST_CUDNN_FOR_WIDER = 91900
 _INTERFACE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 _ASKED = (("sbhd_sbhd_sbhd", "causal_bottom_right"), ("thd_thd_thd", "padding_causal_bottom_right"))
 
 
 @functools.cache
 def refusal(
-    key_width: int, value_width: int, dtype: torch.dtype, deterministic: bool
+    key_width: int, value_width: int, dtype: torch.dtype, deterministic: bool, packed: bool
 ) -> str | None:
     """Why TransformerEngine cannot attend with these head widths, or None."""
     try:
@@ -263,6 +267,13 @@ def refusal(
         return f"TransformerEngine {version} cannot be imported ({type(error).__name__}: {error})"
     if (cudnn := library.get_cudnn_version()) < _OLDEST_CUDNN:
         return f"cuDNN 9.7 or newer is needed, TransformerEngine found {cudnn}"
+    if packed and value_width > _WIDEST_PACKED_VALUE and cudnn < _OLDEST_CUDNN_FOR_WIDER:
+        loaded = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        return (
+            f"TransformerEngine {version} loaded cuDNN {loaded}, whose gradients of packs, and "
+            f"under context parallelism, are wrong for values wider than {_WIDEST_PACKED_VALUE} "
+            f"(here {value_width}); cuDNN 9.19 or newer is needed (LD_LIBRARY_PATH, CUDNN_HOME)"
+        )
     for layout, mask in _ASKED:
         found = library.get_fused_attn_backend(
             True,  # training

@@ -13,17 +13,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
+from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.context_parallel import strategy
-from absorbed_mla.core_attention import AttentionRequest, ReferenceBackend, ScoreRules, Span
+from absorbed_mla.core_attention import (
+    AttentionRequest,
+    LatentCoreAttention,
+    LocalKeys,
+    ReferenceBackend,
+    ScoreRules,
+    Span,
+    latent_attention,
+)
 from absorbed_mla.core_attention import transformer_engine as backend
 from absorbed_mla.core_attention.backend import _BACKENDS, examine
 from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
 from absorbed_mla.core_attention.transformer_engine import TransformerEngineAttention
+from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs
 from tests.support.backends import KernelCase, determinism, kernels_running
-from tests.support.cases import INTERPRETED
+from tests.support.cases import INTERPRETED, config_for
 from tests.support.certify import execute
 from tests.support.fake_transformer_engine import install
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
@@ -215,6 +226,28 @@ class TestRefusals:
         install(monkeypatch, cudnn=90600)
         assert self.reason() == "cuDNN 9.7 or newer is needed, TransformerEngine found 90600"
 
+    @pytest.mark.parametrize(
+        ("cudnn", "value_width", "packed", "refused"),
+        [
+            (91400, 192, True, True),
+            (91400, 256, True, True),
+            (91899, 136, True, True),
+            (91400, 128, True, False),
+            (91400, 192, False, False),
+            (91900, 192, True, False),
+        ],
+    )
+    def test_wrong_gradients_of_packs(self, cudnn, value_width, packed, refused, monkeypatch):
+        """What an older cuDNN computes wrongly without a word, it is not asked."""
+        install(monkeypatch, cudnn=cudnn)
+        reason = self.reason(key_width=value_width, value_width=value_width, packed=packed)
+        if not refused:
+            assert reason is None
+            return
+        loaded = {91400: "9.14.0", 91899: "9.18.99"}[cudnn]
+        assert f"TransformerEngine 2.12.0 loaded cuDNN {loaded}" in reason
+        assert "cuDNN 9.19 or newer is needed" in reason and f"(here {value_width})" in reason
+
     def test_no_kernel(self, fused, monkeypatch):
         """The widths, layout, mask and determinism that TransformerEngine is asked about."""
         asked = []
@@ -232,13 +265,39 @@ class TestRefusals:
         assert [what[1] for what in asked] == ["kBFloat16"] * 2
 
 
+@pytest.mark.parametrize(
+    ("layout", "cp_size", "batch", "expected"),
+    [
+        (SequenceLayout.dense(8), 1, 1, False),
+        (SequenceLayout.dense(8), 2, 1, True),
+        (SequenceLayout.dense(8), 2, 2, False),
+        (SequenceLayout(8, (0, 3), (3, 5), (3, 5), packed=True), 1, 1, True),
+    ],
+)
+def test_who_is_told_of_packs(layout, cp_size, batch, expected, monkeypatch):
+    """Packs, and the two pieces that a context-parallel rank has of one sequence."""
+    seen = []
+
+    def choose(requests, *_):
+        seen.extend(request.packed for request in requests.values())
+        return "expanded", ReferenceBackend()
+
+    monkeypatch.setattr(latent_attention, "choose", choose)
+    config = config_for(INTERPRETED)
+    dims = MLADims.from_config(config, 1)
+    core = LatentCoreAttention(config, dims, AttnMaskType.causal, 0.2, AbsorbedMLAOptions())
+    keys = LocalKeys(layout, causal=True)
+    core.plan(keys, layout, cp_size, torch.zeros(8, batch, 32), None)
+    assert seen == [expected] * 2
+
+
 _KERNELS = "F16_arbitrary_seqlen"
 
 
 def _why_not_on_this_machine() -> str | None:
     if not needs.HAS_GPU:
         return needs.NEEDS_GPU
-    return backend.refusal(192, 128, torch.bfloat16, False)
+    return backend.refusal(192, 128, torch.bfloat16, deterministic=False, packed=True)
 
 
 @needs.gpu_with("TransformerEngine", _why_not_on_this_machine())
