@@ -21,7 +21,7 @@ from absorbed_mla.core_attention import CAUSAL_MASKS, AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference import CachedAttention, open_step
-from absorbed_mla.linear import own_output
+from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.parameter_marks import ParameterMarks
@@ -168,6 +168,7 @@ class AbsorbedMLASelfAttention(Attention):
             sequence_len_offset=sequence_len_offset,
         )
         refuse_unsupported_input(hidden_states, self.dims, self.linear_k_up_proj.weight.dtype)
+        refuse_sharded_alone(self.linear_k_up_proj, self.linear_v_up_proj)
         if self.options.batch_invariant:
             require_enabled(hidden_states.device, self.config)
         if inference_context is None:

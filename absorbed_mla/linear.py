@@ -110,18 +110,7 @@ class HeadwiseUpProjection(nn.Module):
         self.head_dim = head_dim
 
     def forward(self) -> Tensor:
-        """The live weight as [N, head_dim, C], a view of the parameter.
-
-        Raises:
-            ValueError: If ``fully_shard`` was applied to this layer alone, which would free the
-                weight after the call, before the attention has used it.
-        """
-        if isinstance(self, FSDPModule):
-            raise ValueError(
-                "fully_shard cannot be applied to a HeadwiseUpProjection (linear_k_up_proj, "
-                "linear_v_up_proj), which hands out its weight; apply it to the "
-                "AbsorbedMLASelfAttention or to the layer around it"
-            )
+        """The live weight as [N, head_dim, C], a view of the parameter."""
         return self.weight.unflatten(0, (-1, self.head_dim))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -133,6 +122,20 @@ class HeadwiseUpProjection(nn.Module):
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+def refuse_sharded_alone(*layers: nn.Module) -> None:
+    """Refuse ``fully_shard`` of layers whose weight is used after their call, when it is freed.
+
+    Raises:
+        ValueError: Naming the layers and what to shard instead.
+    """
+    if any(isinstance(layer, FSDPModule) for layer in layers):
+        raise ValueError(
+            "fully_shard cannot be applied to a HeadwiseUpProjection (linear_k_up_proj, "
+            "linear_v_up_proj), which hands out its weight; apply it to the "
+            "AbsorbedMLASelfAttention or to the layer around it"
         )
 
 

@@ -11,6 +11,7 @@ from tests.distributed.test_oracle_grid import (
     down_projection,
     sequence_parallel,
 )
+from tests.support import world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import (
     Setup,
@@ -36,6 +37,7 @@ def test_gradients(sequence_parallel, down_projection, layout):
     attention = build_attention(TINY, setup)
     if layout == "standard":
         state = standard_state_dict(TINY, setup, weights)
+        state = {name: weight.to(world.device()) for name, weight in state.items()}
     else:
         load_weights(attention, TINY, setup, weights)
         state = {k: v.clone() for k, v in attention.state_dict().items() if v is not None}
