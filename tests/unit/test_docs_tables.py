@@ -37,18 +37,21 @@ def copied(tmp_path) -> Path:
 def test_a_table_that_differs_is_found_and_written(copied, capsys):
     file = copied / "attention" / "layer.json"
     content = json.loads(file.read_text())
-    case = {"implementation": "ours", "recompute": True, "heads": 128, "tokens": 8192}
-    [row] = [r for r in content["rows"] if r["case"] == {**case, "layout": "sbhd"}]
-    row["step"]["median"] = 0.02178
+    # Implementation and recomputation -> milliseconds and MiB.
+    figures = {("megatron", True): (40, 400), ("ours", True): (20, 300)}
+    figures |= {("megatron", False): (30, 1000), ("ours", False): (15, 500)}
+    for (implementation, recompute), (milliseconds, mebibytes) in figures.items():
+        case = {"implementation": implementation, "recompute": recompute, "heads": 128}
+        case |= {"tokens": 8192, "layout": "sbhd"}
+        [row] = [r for r in content["rows"] if r["case"] == case]
+        row["step"]["median"], row["kept_bytes"] = milliseconds / 1e3, mebibytes * 2**20
     file.write_text(json.dumps(content))
     assert docs_tables.main(["--docs", str(copied), "--check"]) == 1
     assert docs_tables.main(["--docs", str(copied)]) == 0
     assert capsys.readouterr().out == "Differ: attention.md\nWritten: attention.md\n"
-    # Beside Megatron's recomputed 43.56 ms, not its 38.89.
-    assert (
-        "| 128 | 8k | sbhd | 43.56 | 21.78 | 0.50 | 405 | 405 | 1.00 | 38.89 |"
-        in (copied / "attention.md").read_text()
-    )
+    recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
+    line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
+    assert line in (copied / "attention.md").read_text()
     assert docs_tables.main(["--docs", str(copied), "--check"]) == 0
 
 
@@ -74,7 +77,7 @@ def test_only_like_is_compared_with_like(copied, recompute):
     content = json.loads((folder / "h200-x2.json").read_text())
     ours, theirs = ring(copied, "ours", "mla_up_proj"), ring(copied, "megatron", recompute)
     ours["step_seconds"], theirs["step_seconds"] = [0.01], [0.02]
-    output = 16384 // 2 * 7168 * 2
+    output = ours["case"]["tokens"] // 2 * 7168 * 2
     ours["kept_bytes"], theirs["kept_bytes"] = output + 2**20, output + 4 * 2**20
     for file in folder.glob("*.json"):
         file.unlink()
