@@ -15,16 +15,22 @@ import argparse
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from attention_benchmark.report import Report as LayerReport
-from benchmark_report import markdown_table
-from context_parallel_benchmark.report import Report as RingReport
-from context_parallel_benchmark.report import tokens_text
-from context_parallel_benchmark.row import Row as RingRow
-from oracle_report import share_of_bound
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+# Megatron warns about every optional package it does not find.
+warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+
+from attention_benchmark.report import Report as LayerReport  # noqa: E402
+from benchmark_report import markdown_table  # noqa: E402
+from context_parallel_benchmark.report import Report as RingReport  # noqa: E402
+from context_parallel_benchmark.report import tokens_text  # noqa: E402
+from context_parallel_benchmark.row import Row as RingRow  # noqa: E402
+from oracle_report import share_of_bound  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -16,7 +16,7 @@ Panels = dict[str, dict[str, list[tuple[int, float]]]]
 
 
 def plot(reports: Sequence[Report], path: Path) -> bool:
-    """Draw ratios to Megatron's layer, and TFLOP/s of attention alone.
+    """Draw ratios of ours to Megatron's layer, and TFLOP/s of attention alone.
 
     Returns:
         False if there is nothing to draw, or matplotlib is missing.
@@ -39,7 +39,8 @@ def _layer_panels(reports: Sequence[Report]) -> Panels:
         for row in report.measured("layer"):
             case = row.case
             assert isinstance(case, LayerCase)
-            name = f"{case.implementation}{', recompute' if case.recompute else ''}"
+            # Only ours has ratios: Megatron's are what they are of.
+            name = "both layers recompute" if case.recompute else "neither recomputes"
             for what, ratio in report.ratios(row).items():
                 if what != "forward":
                     title = f"{what} of megatron's, {case.layout}, {case.heads} heads"
@@ -70,7 +71,7 @@ def _draw(axes, title: str, lines: dict[str, list[tuple[int, float]]]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [tokens_text(size) for size in sizes])
     axes.set_xticks([], minor=True)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.05 * axes.get_ylim()[1])
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("tokens")
     axes.grid(alpha=0.3)

@@ -14,6 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_context_parallel
+from context_parallel_benchmark import layers
 from context_parallel_benchmark.arguments import Case, cases, parse_arguments, parse_sizes
 from context_parallel_benchmark.measure import CaseError, _together, repetitions
 from context_parallel_benchmark.overlap import covered_fraction, kernels, merged
@@ -139,6 +140,25 @@ def test_both_layers_recompute():
     expected = [(i, r) for r in ("none", "mla_up_proj") for i in ("ours", "megatron")]
     assert [(case.implementation, case.recompute) for case in found] == expected
     assert str(found[3]) == "megatron p2p expanded recompute mla_up_proj sbhd S=16 n=2"
+
+
+@pytest.mark.parametrize("implementation", ["ours", "megatron"])
+@pytest.mark.parametrize(("recompute", "expected"), [("none", None), ("mla_up_proj",) * 2])
+def test_the_layer_is_told_what_its_case_recomputes(
+    implementation, recompute, expected, monkeypatch
+):
+    """Also Megatron's, which no machine without TransformerEngine builds."""
+    told = []
+
+    def layer_config(case, args, processes, recompute):
+        told.append(recompute)
+        raise InterruptedError
+
+    monkeypatch.setattr(layers, "layer_config", layer_config)
+    case = Case(implementation, "p2p", "expanded", 16, 2, "sbhd", 1, recompute)
+    with pytest.raises(InterruptedError):
+        layers.build(case, parse_arguments(["out"], ""), None)
+    assert told == [expected]
 
 
 def test_sizes():
