@@ -143,11 +143,12 @@ class TargetFolder:
         """Bring everything to the disk and give the target its name."""
         sync_tree(self.contents)
         self.refuse_existing()
-        if self.path.exists():
-            self.path.rename(self._replaced)
         try:
+            if self.path.exists():
+                self.path.rename(self._replaced)
             self.contents.rename(self.path)
-        except OSError:
+        except BaseException:
+            # Also after Ctrl-C: the old target is where it was, or its successor is.
             self._recover()
             raise
         sync_path(self.path.parent)
