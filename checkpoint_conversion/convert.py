@@ -115,6 +115,7 @@ def convert(
             raise
         reporter.say("interrupted when the conversion was complete; nothing was left to do")
         folder.remove_replaced()
+        folder.close()
         manifest = read_manifest(weights_folder(target) / MANIFEST)
     return ConversionReport(
         plan=plan,

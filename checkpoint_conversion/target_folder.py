@@ -80,21 +80,25 @@ class TargetFolder:
         try:
             self._recover()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlock, and remove what is of no use to a later start; again after an interruption."""
         if self._descriptor is None:
             return
         if not self.contents.exists():
             self.journal.unlink(missing_ok=True)
             # Whoever waits for this lock file sees that it is gone, and makes a new one.
-            self._lock_file.unlink()
+            self._lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._work.rmdir()
-        os.close(self._descriptor)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        os.close(descriptor)
 
     def refuse_existing(self) -> None:
         """Refuse a target that exists and may not be replaced; see :func:`refuse_existing`."""
