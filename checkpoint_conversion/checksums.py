@@ -1,4 +1,7 @@
-"""Checksums of tensors: the bytes of the values, in order, whatever file they are in."""
+"""Checksums of tensors: the bytes of the values, in order, whatever file they are in.
+
+Values that are not finite are counted on the way, while they are in the processor's cache.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,53 @@ import xxhash
 from torch import Tensor
 
 ALGORITHM = "xxh3_128"
+# Values that are hashed and looked at together.
+_CHUNK = 1 << 20
+# Types without infinity: which bits are not a number, and which bits of a value are looked at.
+_NO_NUMBER = {torch.float8_e4m3fn: (0x7F, 0x7F), torch.float8_e8m0fnu: (0xFF, 0xFF)}
 
 
 class RunningChecksum:
-    """The checksum of a tensor whose values come one part after the other, in order."""
+    """The checksum of a tensor whose values come one part after the other, in order.
+
+    Attributes:
+        nan: How many values so far are not a number.
+        infinite: How many are infinite.
+    """
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
+        self.nan = self.infinite = 0
 
     def update(self, tensor: Tensor) -> None:
         """Add the next values."""
-        values = tensor.detach().contiguous()
-        if values.numel():
-            self._hash.update(values.flatten().view(torch.uint8).numpy().data)
+        if not tensor.numel():
+            return
+        for values in tensor.detach().contiguous().flatten().split(_CHUNK):
+            self._hash.update(values.view(torch.uint8).numpy().data)
+            self._count(values)
 
     def hexdigest(self) -> str:
         """Of all values so far, in hexadecimal."""
         return self._hash.hexdigest()
+
+    def not_finite(self) -> dict[str, int]:
+        """How many values so far are ``nan`` and ``infinite``; empty if all are finite."""
+        counts = {"nan": self.nan, "infinite": self.infinite}
+        return {kind: count for kind, count in counts.items() if count}
+
+    def _count(self, values: Tensor) -> None:
+        if values.dtype in _NO_NUMBER:
+            pattern, mask = _NO_NUMBER[values.dtype]
+            self.nan += int((values.view(torch.uint8) & mask).eq(pattern).sum())
+        elif values.is_floating_point() and not _all_finite(values):
+            self.nan += int(values.isnan().sum())
+            self.infinite += int(values.isinf().sum())
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Infinity is the largest or the smallest value; what is not a number gets through as both."""
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def tensor_checksum(tensor: Tensor) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from checkpoint_conversion.command_line import parse_arguments
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.path_checks import check_paths
 from checkpoint_conversion.target_flags import target_options
 
 DONE, DIFFERENT, REFUSED, FILE_SYSTEM, BUG, INTERRUPTED = 0, 1, 3, 4, 70, 130
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = parse_arguments(argv)
     try:
+        check_paths(args)
         return _COMMANDS[args.command](args)
     except BrokenPipeError:
         # Whoever read our output (head, a pager) has seen enough. Keeps Python from complaining
@@ -59,6 +61,7 @@ def _convert(args: argparse.Namespace) -> int:
         resume=args.resume,
         exclude_mtp=args.exclude_mtp,
         workers=args.workers,
+        strict_values=args.strict_values,
         hf_config=args.hf_config,
         follow_links=args.follow_links,
         dry_run=args.dry_run,

@@ -54,7 +54,7 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     parser = _command(commands, "convert", "write a checkpoint in another format")
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of a checkpoint")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST (required)")
     add_target_flags(parser)
     _add_exclude_mtp(parser)
     _add_reading(parser)
@@ -62,13 +62,23 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace DST, after success, if it is a checkpoint or empty",
+        help="replace DST, after success, if it is a checkpoint or empty; default: refuse a DST "
+        "that exists",
     )
     parser.add_argument(
-        "--resume", action="store_true", help="continue an interrupted conversion, if there is one"
+        "--resume",
+        action="store_true",
+        help="continue an interrupted conversion, if there is one; default: start anew",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be written; write nothing"
+        "--strict-values",
+        action="store_true",
+        help="refuse tensors that hold NaN or infinite values; default: convert and report them",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be written and write nothing; default: write it",
     )
     _add_json(parser)
     return parser
@@ -105,7 +115,9 @@ def _add_verify(commands: Any) -> None:
         metavar="X",
         help="largest relative error of the logits that is accepted (default 1e-4)",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text for the logits")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="text for the logits; default: a built-in one"
+    )
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N", help="at most so many of it (default 512)"
     )
@@ -130,27 +142,35 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         "--hf-config",
         type=Path,
         metavar="FILE",
-        help="the model's config.json, for a Megatron checkpoint that does not hold it",
+        help="the model's config.json, for a Megatron checkpoint that does not hold it; default: "
+        "what the checkpoint says of itself",
     )
     parser.add_argument(
         "--follow-links",
         action="store_true",
-        help="read through links that lead out of the folder, as in a download cache",
+        help="read through links that lead out of the folder, as in a download cache; default: "
+        "refuse them",
     )
 
 
 def _add_exclude_mtp(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--exclude-mtp", action="store_true", help="leave out multi-token-prediction layers"
+        "--exclude-mtp",
+        action="store_true",
+        help="leave out multi-token-prediction layers; default: keep them",
     )
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=positive, metavar="N", help="threads (default: up to 4)")
+    parser.add_argument("--workers", type=positive, metavar="N", help="threads (default 4)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document on stdout; default: text for people",
+    )
 
 
 def _formats() -> str:

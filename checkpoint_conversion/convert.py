@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint_conversion import __version__
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.fingerprint import (
     checksum_of,
@@ -19,19 +21,20 @@ from checkpoint_conversion.formats import open_checkpoint, recognise
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
+from checkpoint_conversion.manifest import NAME as MANIFEST
 from checkpoint_conversion.manifest import (
     Manifest,
+    TensorRecord,
     find_manifest,
     read_manifest,
     tensor_records,
-    weights_folder,
     write_manifest,
 )
 from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
 from checkpoint_conversion.planning import ConversionPlan, plan_conversion
 from checkpoint_conversion.process_memory import peak_resident, resident
 from checkpoint_conversion.progress import Reporter, format_bytes
-from checkpoint_conversion.report import ConversionReport, worst_errors
+from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
 from checkpoint_conversion.target_folder import (
     TargetFolder,
     check_places,
@@ -57,6 +60,7 @@ def convert(
     resume: bool = False,
     exclude_mtp: bool = False,
     workers: int | None = None,
+    strict_values: bool = False,
     hf_config: Path | None = None,
     follow_links: bool = False,
     dry_run: bool = False,
@@ -76,6 +80,7 @@ def convert(
         resume: Continue an interrupted conversion, if there is one.
         exclude_mtp: Leave out the multi-token-prediction layers.
         workers: Threads that read and write; None: 4.
+        strict_values: Refuse tensors that hold NaN or infinite values, instead of reporting them.
         hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
         follow_links: Whether links may lead out of the source.
         dry_run: Only plan, from the headers; write nothing.
@@ -95,17 +100,29 @@ def convert(
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)
-    fingerprint = fingerprint_of(plan, options, hf_config)
-    with TargetFolder(target, force, _weights_of) as folder:
-        conversion = _Conversion(plan, folder, fingerprint, reporter)
-        manifest = conversion.finished() if resume else None
-        if manifest is None:
-            manifest = conversion.run(resume, workers or _WORKERS)
+    folder = TargetFolder(target, force, _weights_of)
+    conversion = _Conversion(
+        plan, folder, fingerprint_of(plan, options, hf_config), reporter, strict_values
+    )
+    try:
+        with folder:
+            manifest = conversion.finished() if resume else None
+            if manifest is None:
+                manifest = conversion.run(resume, workers or _WORKERS)
+    except KeyboardInterrupt:
+        # Too late to interrupt anything: the target is there, and all of it.
+        if not conversion.published:
+            raise
+        reporter.say("interrupted when the conversion was complete; nothing was left to do")
+        folder.remove_replaced()
+        folder.close()
+        manifest = read_manifest(weights_folder(target) / MANIFEST)
     return ConversionReport(
         plan=plan,
         target=target,
         resumed_parts=conversion.resumed_parts,
         fp8_errors=manifest.fp8_errors,
+        not_finite=tuple(record for record in manifest.tensors if record.not_finite),
         seconds=time.monotonic() - started,
         bytes_written=conversion.bytes_written,
         peak_rss=peak_resident(),
@@ -126,12 +143,23 @@ class _Conversion:
     """One conversion, from an empty or unfinished folder to the target."""
 
     def __init__(
-        self, plan: ConversionPlan, folder: TargetFolder, fingerprint: dict, reporter: Reporter
+        self,
+        plan: ConversionPlan,
+        folder: TargetFolder,
+        fingerprint: dict,
+        reporter: Reporter,
+        strict_values: bool,
     ) -> None:
         self._plan, self._folder, self._reporter = plan, folder, reporter
-        self._fingerprint = fingerprint
+        self._fingerprint, self._strict_values = fingerprint, strict_values
+        self._publishing = False
         self._budget = MemoryBudget(memory_for(plan))
         self.resumed_parts = self.bytes_written = 0
+
+    @property
+    def published(self) -> bool:
+        """Whether the target has got its name."""
+        return self._publishing and not self._folder.contents.exists()
 
     def finished(self) -> Manifest | None:
         """The manifest of the target if the same conversion has made it already."""
@@ -142,6 +170,7 @@ class _Conversion:
         same = manifest.conversion == checksum_of(self._fingerprint)
         if not same or not files_are_there(self._folder.path, manifest.files):
             return None
+        self._check_values(manifest.tensors)
         self._reporter.say("this conversion is complete already")
         self.resumed_parts = len(self._plan.parts)
         return manifest
@@ -151,8 +180,10 @@ class _Conversion:
         journal = self._open_journal(resume)
         self.resumed_parts = len(journal.results)
         try:
+            self._check_values(tensor_records(journal.results.values()))
             self._write_parts(journal, workers)
             manifest = self._finish([journal.results[part.name] for part in self._plan.parts])
+            self._publishing = True
             self._folder.publish()
             self._folder.remove_replaced()
         except (Exception, KeyboardInterrupt) as error:
@@ -199,11 +230,22 @@ class _Conversion:
                 result = self._plan.writer.write_part(
                     self._folder.contents, part, session, progress
                 )
+            self._check_values(tensor_records([result]))
             self._folder.sync_folders_of(result.files)
             journal.add(result)
 
         run_parts(parts, write, self._budget, workers)
         self.bytes_written = left
+
+    def _check_values(self, records: Iterable[TensorRecord]) -> None:
+        """Refuse values that are not finite, if they are to be refused.
+
+        Raises:
+            CheckpointError: Listing the tensors that hold some.
+        """
+        found = [not_finite_line(record) for record in records if record.not_finite]
+        if self._strict_values and found:
+            raise CheckpointError("--strict-values: tensors hold values not finite:", found)
 
     def _check_space(self, left: int) -> None:
         auxiliary = sum(file.stat().st_size for file in self._plan.checkpoint.auxiliary.values())

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from checkpoint_conversion import __version__
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.formats.base import Part, TargetOptions
-from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.planning import ConversionPlan
 
 

@@ -7,14 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.manifest import find_manifest, read_manifest, weights_folder
+from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import duplicates
 from checkpoint_conversion.megatron_args import megatron_notes
+from checkpoint_conversion.megatron_options import (
+    as_line,
+    megatron_options,
+    option_notes,
+    without_option,
+)
 from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.planning import dtype_notes
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.report import describe_layout, table
 
@@ -49,6 +57,8 @@ class Inspection:
         left_alone: Training state and other things that are no weights: how many, and their bytes.
         auxiliary: Files that travel with the weights.
         manifest: What wrote it, if this package did.
+        megatron_options: Words of Megatron's command line that describe the model.
+        without_option: Fields of Megatron's config that its command line has no option for.
         notes: What a user should know.
         problems: Why it cannot be converted.
     """
@@ -65,16 +75,22 @@ class Inspection:
     left_alone: DtypeCount
     auxiliary: list[str]
     manifest: str | None
+    megatron_options: list[str]
+    without_option: dict[str, float]
     notes: list[str]
     problems: list[str]
 
     def as_json(self) -> dict:
         """One document."""
-        return {"command": "inspect", **asdict(self)}
+        line = as_line(self.megatron_options)
+        return {"command": "inspect", **asdict(self), "megatron_command_line": line}
 
     def lines(self) -> Iterator[str]:
-        """A table for people."""
+        """A table for people, and a line for a shell."""
         yield from table(self._rows())
+        yield ""
+        yield "The model on Megatron's command line:"
+        yield as_line(self.megatron_options)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         widths = [f"{k} {v}" for k, v in self.model.items() if k not in _LAYER_FIELDS]
@@ -146,7 +162,14 @@ def inspect_checkpoint(
         left_alone=DtypeCount(tensors=len(left), bytes=sum(left.values())),
         auxiliary=sorted(checkpoint.auxiliary),
         manifest=manifest,
-        notes=[*checkpoint.notes, *megatron_notes(checkpoint.config)],
+        megatron_options=megatron_options(checkpoint.config),
+        without_option=without_option(checkpoint.config),
+        notes=[
+            *checkpoint.notes,
+            *dtype_notes(checkpoint),
+            *megatron_notes(checkpoint.config),
+            *option_notes(checkpoint.config),
+        ],
         problems=problems,
     )
 

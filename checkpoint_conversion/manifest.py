@@ -9,15 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.checksums import ALGORITHM
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 
 NAME = "conversion_manifest.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 FORMAT_VERSION = 1
 # A model of 100 000 tensors needs 25 MB.
 _MAX_BYTES = 256 << 20
+# Of a tensor, which manifests of earlier versions do not have.
+_ADDED = {"not_finite"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
@@ -33,6 +35,7 @@ class TensorRecord:
         checksum: Of the values' bytes.
         file: It is in there; relative to the target.
         fp8_error: What rounding to FP8 changed, where it was quantised.
+        not_finite: How many values are ``nan`` and ``infinite``, where some are.
     """
 
     key: str
@@ -42,6 +45,12 @@ class TensorRecord:
     checksum: str
     file: str
     fp8_error: dict[str, float] | None = None
+    not_finite: dict[str, int] | None = None
+
+    @property
+    def place(self) -> str:
+        """The tensor, and the block of it, for people."""
+        return self.key if self.offset is None else f"{self.key} at {list(self.offset)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +83,6 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
-def weights_folder(path: Path) -> Path:
-    """Where a checkpoint's weights, and its manifest, are.
-
-    Args:
-        path: A checkpoint; for Megatron's, the folder that holds all iterations or one of them.
-    """
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        return path
-    with tracker.open(errors="replace") as file:
-        text = file.read(64).strip()
-    # isdecimal alone lets other scripts' digits pass.
-    if text.isascii() and text.isdecimal():
-        return path / f"iter_{int(text):07d}"
-    return path / "release" if text == "release" else path
-
-
 def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
     """Records of all parts, in order.
 
@@ -109,6 +101,7 @@ def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
                 tensor["checksum"],
                 tensor.get("file") or _only(result.files),
                 tensor.get("fp8_error"),
+                tensor.get("not_finite"),
             )
             records.append(record)
     return tuple(records)
@@ -190,8 +183,10 @@ def _problems(document: Any) -> list[str]:
 
 
 def _record_problems(record: Any) -> list[str]:
-    if not isinstance(record, dict) or record.keys() != TensorRecord.__annotations__.keys():
+    fields = TensorRecord.__annotations__.keys()
+    if not isinstance(record, dict) or record.keys() | _ADDED != fields:
         return ["its fields are not those of a tensor"]
+    not_finite = record.get("not_finite")
     checks = {
         "key": isinstance(record["key"], str),
         "offset": record["offset"] is None or _are_sizes(record["offset"]),
@@ -201,8 +196,9 @@ def _record_problems(record: Any) -> list[str]:
         and _CHECKSUM.fullmatch(record["checksum"]) is not None,
         "file": _is_inside(record["file"]),
         "fp8_error": record["fp8_error"] is None or _are_numbers(record["fp8_error"]),
+        "not_finite": not_finite is None or _are_numbers(not_finite),
     }
-    return [f"{name} is {record[name]!r:.80}" for name, good in checks.items() if not good]
+    return [f"{name} is {record.get(name)!r:.80}" for name, good in checks.items() if not good]
 
 
 def _are_sizes(value: Any) -> bool:

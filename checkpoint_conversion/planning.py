@@ -76,6 +76,8 @@ def plan_conversion(
     _check_all_read(checkpoint.stored, tensors)
     left_out = dict.fromkeys(checkpoint.left_alone, "no weight of the model")
     notes = list(checkpoint.notes)
+    if options.dtype is None:
+        notes += dtype_notes(checkpoint)
     if {checkpoint.format, to} != {"hf"}:
         notes += megatron_notes(checkpoint.config)
     config = checkpoint.config.without_quantisation()
@@ -104,6 +106,16 @@ def plan_conversion(
         dtypes=dict(_bytes_by_dtype(entries)),
         largest=max(largest, *(entry.tensor.nbytes for entry in entries)),
     )
+
+
+def dtype_notes(checkpoint: Checkpoint) -> list[str]:
+    """Tensors in float64, which no released model has."""
+    wide = [name for name, t in checkpoint.stored.items() if t.dtype == torch.float64]
+    announced = checkpoint.config.dtype
+    if not wide or announced == torch.float64:
+        return []
+    model = "" if announced is None else f" in a {str(announced).removeprefix('torch.')} model"
+    return [f"{len(wide)} tensors are float64{model} (the first: {wide[0]}); --dtype rounds them"]
 
 
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:

@@ -109,8 +109,9 @@ class BarReporter(Reporter):
         self._bar.stop()
 
 
-def reporter_for(stream: TextIO = sys.stderr) -> Reporter:
-    """A bar on a terminal, lines elsewhere, and where rich is not installed."""
+def reporter_for(stream: TextIO | None = None) -> Reporter:
+    """A bar on a terminal, lines elsewhere, and where rich is not installed; None is stderr."""
+    stream = stream or sys.stderr
     bar = stream.isatty() and importlib.util.find_spec("rich") is not None
     return BarReporter(stream) if bar else LineReporter(stream)
 

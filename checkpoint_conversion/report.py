@@ -12,6 +12,10 @@ from checkpoint_conversion.manifest import TensorRecord
 from checkpoint_conversion.planning import ConversionPlan
 from checkpoint_conversion.progress import format_bytes
 
+# Lines of warnings that fit on a screen beside the rest; --json has all of them.
+_WARNINGS_SHOWN = 10
+_KINDS = {"nan": "NaN", "infinite": "infinite"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
@@ -22,6 +26,7 @@ class ConversionReport:
         target: Where.
         resumed_parts: Parts that an interrupted conversion had left.
         fp8_errors: See :func:`worst_errors`.
+        not_finite: Records of tensors that hold values that are not finite.
         seconds: From opening the source to the target's rename.
         bytes_written: Of weights, by this run alone.
         peak_rss: Bytes; of the process.
@@ -32,6 +37,7 @@ class ConversionReport:
     target: Path
     resumed_parts: int = 0
     fp8_errors: dict | None = None
+    not_finite: tuple[TensorRecord, ...] = ()
     seconds: float = 0.0
     bytes_written: int = 0
     peak_rss: int = 0
@@ -66,16 +72,20 @@ class ConversionReport:
             "peak_rss": self.peak_rss,
             "left_out": plan.left_out,
             "fp8_errors": self.fp8_errors,
+            "not_finite": [
+                {"key": record.key, "offset": record.offset, **(record.not_finite or {})}
+                for record in self.not_finite
+            ],
             "notes": plan.notes,
         }
         return document | {"plan": plan_as_json(plan)} if self.dry_run else document
 
     def lines(self) -> Iterator[str]:
-        """A table for people; of a dry run, the whole plan above it."""
-        if self.dry_run:
-            yield from plan_lines(self.plan)
-            yield ""
+        """A table for people; of a dry run, the whole plan below it."""
         yield from table(self._rows())
+        if self.dry_run:
+            yield ""
+            yield from plan_lines(self.plan)
 
     def _sides(self) -> dict[str, dict]:
         source, writer = self.plan.checkpoint, self.plan.writer
@@ -113,8 +123,26 @@ class ConversionReport:
             yield "FP8 errors", f"in {errors['tensors']:,} tensors, relative to each; at most"
             yield "FP8 errors", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
             yield "FP8 errors", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
+        yield from self._warnings()
         for note in plan.notes:
             yield "notes", note
+
+    def _warnings(self) -> Iterator[tuple[str, str]]:
+        if not self.not_finite:
+            return
+        number = len(self.not_finite)
+        yield "WARNING", f"{number:,} tensors hold values not finite (--strict-values refuses them)"
+        for record in self.not_finite[:_WARNINGS_SHOWN]:
+            yield "WARNING", f"  {not_finite_line(record)}"
+        if number > _WARNINGS_SHOWN:
+            yield "WARNING", f"  ... and {number - _WARNINGS_SHOWN:,} more (--json)"
+
+
+def not_finite_line(record: TensorRecord) -> str:
+    """Which tensor holds how many values that are not finite."""
+    counts = record.not_finite or {}
+    values = " and ".join(f"{count:,} {_KINDS[kind]}" for kind, count in counts.items())
+    return f"{record.place}: {values}"
 
 
 def plan_lines(plan: ConversionPlan) -> Iterator[str]:

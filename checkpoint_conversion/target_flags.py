@@ -77,7 +77,13 @@ FLAGS = (
         "of all weights except the routing's correction bias; default: each keeps its own, and "
         "FP8 becomes bf16",
     ),
-    Flag("--fp8", "fp8", ("hf",), ("float", "ue8m0"), "quantise to FP8 blocks with such scales"),
+    Flag(
+        "--fp8",
+        "fp8",
+        ("hf",),
+        ("float", "ue8m0"),
+        "quantise to FP8 blocks with such scales; default: do not",
+    ),
     Flag(
         "--norms",
         "norms",
@@ -140,7 +146,8 @@ FLAGS = (
         "vocab_multiple",
         _MEGATRON,
         positive,
-        "pad the vocabulary with zeros to a multiple of this (times the tensor-parallel size)",
+        "pad the vocabulary with zeros to a multiple of this (times the tensor-parallel size); "
+        "default: 128 for megatron-legacy, no padding otherwise",
     ),
     Flag(
         "--iteration",
@@ -154,7 +161,8 @@ FLAGS = (
         "max_shard_bytes",
         ("hf", "megatron", "absorbed"),
         byte_count,
-        "bound on a file of several tensors, such as 5GB; never more than memory allows",
+        "bound on a file of several tensors, such as 5GB; default: what memory allows, which is "
+        "never exceeded",
     ),
 )
 

@@ -80,21 +80,25 @@ class TargetFolder:
         try:
             self._recover()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlock, and remove what is of no use to a later start; again after an interruption."""
         if self._descriptor is None:
             return
         if not self.contents.exists():
             self.journal.unlink(missing_ok=True)
             # Whoever waits for this lock file sees that it is gone, and makes a new one.
-            self._lock_file.unlink()
+            self._lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._work.rmdir()
-        os.close(self._descriptor)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        os.close(descriptor)
 
     def refuse_existing(self) -> None:
         """Refuse a target that exists and may not be replaced; see :func:`refuse_existing`."""
@@ -143,11 +147,12 @@ class TargetFolder:
         """Bring everything to the disk and give the target its name."""
         sync_tree(self.contents)
         self.refuse_existing()
-        if self.path.exists():
-            self.path.rename(self._replaced)
         try:
+            if self.path.exists():
+                self.path.rename(self._replaced)
             self.contents.rename(self.path)
-        except OSError:
+        except BaseException:
+            # Also after Ctrl-C: the old target is where it was, or its successor is.
             self._recover()
             raise
         sync_path(self.path.parent)

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_conversion.checkpoint_folder import kind_of, refuse_no_checkpoint
 from checkpoint_conversion.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,16 +21,11 @@ FORMATS = {
     "megatron-legacy": "Megatron's older files, one model_optim_rng.pt per rank",
     "absorbed": "distributed checkpoint of this package's model",
 }
-# Most specific first; imported when needed, because each needs torch.
+# Imported when needed, because each needs torch.
 _READERS = {
-    f"{_HERE}.torch_dist:TorchDistCheckpoint": (
-        ".metadata and common.pt, in the folder or in the one that "
-        "latest_checkpointed_iteration.txt names (megatron, absorbed)"
-    ),
-    f"{_HERE}.legacy:LegacyCheckpoint": (
-        "mp_rank_*/model_optim_rng.pt, in the same places (megatron-legacy)"
-    ),
-    f"{_HERE}.hugging_face:HuggingFaceCheckpoint": "config.json beside *.safetensors (hf)",
+    "torch_dist": f"{_HERE}.torch_dist:TorchDistCheckpoint",
+    "legacy": f"{_HERE}.legacy:LegacyCheckpoint",
+    "hugging_face": f"{_HERE}.hugging_face:HuggingFaceCheckpoint",
 }
 _WRITERS = {
     "hf": f"{_HERE}.hugging_face_writer:HuggingFaceWriter",
@@ -41,10 +37,8 @@ _WRITERS = {
 
 def recognise(path: Path) -> Any | None:
     """The class that reads the checkpoint at ``path``; None if it is no checkpoint."""
-    if not path.is_dir():
-        return None
-    readers = map(_find, _READERS)
-    return next((reader for reader in readers if reader.recognises(path)), None)
+    kind = kind_of(path)
+    return None if kind is None else _find(_READERS[kind])
 
 
 def open_checkpoint(
@@ -60,10 +54,10 @@ def open_checkpoint(
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.
     """
-    reader = recognise(path)
-    if reader is None:
-        raise CheckpointError(f"{path} {_what_is_there(path)}. Looked for:", [*_READERS.values()])
-    if reader is _find(f"{_HERE}.hugging_face:HuggingFaceCheckpoint"):
+    refuse_no_checkpoint(path)
+    kind = kind_of(path)
+    reader = _find(_READERS[kind])
+    if kind == "hugging_face":
         if hf_config is not None:
             raise CheckpointError(
                 f"--hf-config is for Megatron checkpoints; {path} is a Hugging Face folder with a "
@@ -87,15 +81,3 @@ def writer_for(to: str, config: ModelConfig, options: TargetOptions) -> Writer:
 def _find(place: str) -> Any:
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _what_is_there(path: Path) -> str:
-    if not path.exists():
-        return "does not exist"
-    if not path.is_dir():
-        return "is a file; a checkpoint is a folder"
-    names = sorted(entry.name for entry in path.iterdir())
-    if not names:
-        return "is empty"
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"is no checkpoint of a known format; it holds {shown}"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.model_config import ModelConfig
 
@@ -138,8 +140,8 @@ class PartResult:
     Attributes:
         name: The part's.
         files: Sizes in bytes of the files it wrote, by path relative to the target's folder.
-        tensors: One record per entry: ``key``, ``offset`` (or None), ``shape``, ``dtype``,
-            ``checksum``, and ``fp8_error`` where it was quantised.
+        tensors: One record per entry, of :func:`tensor_record`, with ``fp8_error`` where it was
+            quantised.
         storage: Whatever the writer needs to finish.
     """
 
@@ -147,6 +149,30 @@ class PartResult:
     files: dict[str, int]
     tensors: list[dict]
     storage: dict = field(default_factory=dict)
+
+
+def tensor_record(
+    key: str, values: Tensor, offset: tuple[int, ...] | None = None
+) -> dict[str, object]:
+    """What :attr:`PartResult.tensors` says of a tensor, or of a block of one.
+
+    Args:
+        key: Name in the target.
+        values: As they are written.
+        offset: Position of a block.
+    """
+    running = RunningChecksum()
+    running.update(values)
+    record: dict[str, object] = {
+        "key": key,
+        "offset": None if offset is None else list(offset),
+        "shape": list(values.shape),
+        "dtype": str(values.dtype).removeprefix("torch."),
+        "checksum": running.hexdigest(),
+    }
+    if running.not_finite():
+        record["not_finite"] = running.not_finite()
+    return record
 
 
 class Writer(ABC):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint_conversion.checkpoint_folder import INDEX, is_hugging_face
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
@@ -24,7 +25,6 @@ from checkpoint_conversion.safe_paths import file_inside, files_inside, read_jso
 
 CONFIG = "config.json"
 SINGLE = f"model{SUFFIX}"
-INDEX = f"{SINGLE}.index.json"
 MANIFEST = "conversion_manifest.json"
 # Weights in formats that are not read, and indices of files.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -74,7 +74,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         """Whether a folder has safetensors files, or an index of them."""
-        return (path / INDEX).is_file() or any(path.glob(f"*{SUFFIX}"))
+        return is_hugging_face(path)
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """Every weight of the model, FP8 dequantised; see the base class."""

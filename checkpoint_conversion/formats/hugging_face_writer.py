@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import (
     Entry,
@@ -21,6 +20,7 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    tensor_record,
 )
 from checkpoint_conversion.formats.hugging_face import CONFIG, INDEX, is_auxiliary, layout_of
 from checkpoint_conversion.formats.safetensors_file import SUFFIX, write_tensors
@@ -135,13 +135,7 @@ class HuggingFaceWriter(Writer):
         return Entry(name, result.weight), Entry(name + SCALE_SUFFIX, result.scale_inv)
 
     def _record(self, key: str, tensor: Tensor, session: ReadSession) -> dict:
-        record: dict[str, object] = {
-            "key": key,
-            "offset": None,
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "checksum": tensor_checksum(tensor),
-        }
+        record = tensor_record(key, tensor)
         if key in self._quantised:
             record["fp8_error"] = dataclasses.asdict(self._quantised[key].error(session))
         return record

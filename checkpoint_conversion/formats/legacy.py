@@ -7,23 +7,21 @@ from pathlib import Path
 
 import torch
 
+from checkpoint_conversion.checkpoint_folder import (
+    RANK_FILE,
+    is_legacy,
+    rank_folders,
+    weights_folder,
+)
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.legacy_file import RankFile, read_rank_file
 from checkpoint_conversion.formats.legacy_merge import merged_tensors, recognise_sharding
 from checkpoint_conversion.formats.legacy_names import experts_kind, mtp_layer_count
-from checkpoint_conversion.formats.legacy_ranks import (
-    FILE,
-    Rank,
-    Sizes,
-    folder_problems,
-    is_rank_folder,
-    sizes_of,
-)
+from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, folder_problems, sizes_of
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
 from checkpoint_conversion.layouts import canonical_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.vocabulary import without_padding
 
@@ -67,7 +65,7 @@ class LegacyCheckpoint(Checkpoint):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         """Whether there is such a checkpoint at ``path``."""
-        return bool(_rank_folders(weights_folder(path)))
+        return is_legacy(path)
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
@@ -90,19 +88,11 @@ class LegacyCheckpoint(Checkpoint):
         return notes
 
 
-def _rank_folders(inner: Path) -> list[Path]:
-    """Folders of ranks that have a file."""
-    if not inner.is_dir():
-        return []
-    folders = [path for path in inner.iterdir() if is_rank_folder(path.name)]
-    return sorted(path for path in folders if (path / FILE).is_file())
-
-
 def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dict[Rank, RankFile]]:
     """Every rank's file, and the sizes of the grid of ranks."""
-    folders = {path.name: path for path in _rank_folders(inner)}
+    folders = {path.name: path for path in rank_folders(inner)}
     if not folders:
-        raise CheckpointError(f"{inner} has no mp_rank_*/{FILE}")
+        raise CheckpointError(f"{inner} has no mp_rank_*/{RANK_FILE}")
     # Any rank's args give the sizes, without which a folder's name says little.
     first = read_rank_file(root, next(iter(folders.values())), follow_links)
     sizes = sizes_of(first.args, folders)

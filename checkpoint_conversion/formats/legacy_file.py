@@ -9,9 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy_names import EXTRA_STATE
-from checkpoint_conversion.formats.legacy_ranks import FILE, virtual_pipeline_refusal
+from checkpoint_conversion.formats.legacy_ranks import virtual_pipeline_refusal
 from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
 from checkpoint_conversion.safe_paths import file_inside, shown_name
 
@@ -48,7 +49,7 @@ def read_rank_file(root: Path, folder: Path, follow_links: bool) -> RankFile:
     Raises:
         CheckpointError: If it cannot be read, or is no rank's file.
     """
-    name = (folder / FILE).relative_to(root).as_posix()
+    name = (folder / RANK_FILE).relative_to(root).as_posix()
     file = open_pt(file_inside(root, name, follow_links=follow_links))
     content = file.content
     if not isinstance(content, dict):
@@ -70,7 +71,7 @@ def read_rank_file(root: Path, folder: Path, follow_links: bool) -> RankFile:
         if key not in ("args", "checkpoint_version", "iteration", "model"):
             result.left_alone[_shown_key(key)] = _tensor_bytes(value)
     for path in folder.iterdir():
-        if path.name != FILE:
+        if path.name != RANK_FILE:
             result.left_alone[path.name] = path.lstat().st_size
     return result
 

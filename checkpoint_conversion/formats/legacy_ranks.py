@@ -11,15 +11,13 @@ A folder's name alone does not tell the second from the third.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
 
-FILE = "model_optim_rng.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 # More are a damaged file's.
 _MOST_RANKS = 1 << 16
 
@@ -52,11 +50,6 @@ class Sizes:
         """All ranks."""
         grid = itertools.product(range(self.tensor), range(self.pipeline), range(self.expert))
         return [Rank(*position) for position in grid]
-
-
-def is_rank_folder(name: str) -> bool:
-    """Whether a folder is named like a rank's."""
-    return _FOLDER.fullmatch(name) is not None
 
 
 def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
@@ -104,7 +97,7 @@ def virtual_pipeline_refusal() -> str:
 def folder_problems(folders: Iterable[str], sizes: Sizes) -> list[str]:
     """Folders that are missing or too many for a grid."""
     there, wanted = set(folders), {sizes.folder(rank) for rank in sizes.ranks()}
-    return [f"{name}/{FILE} is missing" for name in sorted(wanted - there)] + [
+    return [f"{name}/{RANK_FILE} is missing" for name in sorted(wanted - there)] + [
         f"{name} belongs to no rank of {describe(sizes)}" for name in sorted(there - wanted)
     ]
 
@@ -147,7 +140,7 @@ def _size(args: Mapping[str, object], name: str, problems: list[str]) -> int:
 
 
 def _sizes_from_names(folders: Iterable[str]) -> Sizes:
-    matches = [match for match in map(_FOLDER.fullmatch, folders) if match]
+    matches = [match for match in map(RANK_FOLDER.fullmatch, folders) if match]
     groups = zip(*(match.groups() for match in matches))
     # A second number without a third is taken for the stage's.
     return Sizes(*(1 + max(int(number or 0) for number in numbers) for numbers in groups))

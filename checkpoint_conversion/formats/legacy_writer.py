@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import (
     Entry,
@@ -22,9 +22,10 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    tensor_record,
 )
 from checkpoint_conversion.formats.legacy_names import as_stored, extra_states
-from checkpoint_conversion.formats.legacy_ranks import FILE, Sizes, even_stages
+from checkpoint_conversion.formats.legacy_ranks import Sizes, even_stages
 from checkpoint_conversion.formats.legacy_sharding import Sharding
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
 from checkpoint_conversion.formats.pt_writer import reserve, write_values
@@ -115,7 +116,7 @@ class LegacyWriter(Writer):
         A rank's file is larger than what may be resident, so ``session`` is not used: tensors are
         read in short sessions of their own.
         """
-        path = folder / inner_name(self.options.iteration) / part.name / FILE
+        path = folder / inner_name(self.options.iteration) / part.name / RANK_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         places = reserve(
             path,
@@ -202,13 +203,7 @@ def _write(descriptor: int, entry: Entry, place: int, session: ReadSession) -> d
     assert values.shape == entry.tensor.shape, entry.key
     assert values.dtype == entry.tensor.dtype, entry.key
     write_values(descriptor, values, place)
-    return {
-        "key": entry.key,
-        "offset": None,
-        "shape": list(values.shape),
-        "dtype": str(values.dtype).removeprefix("torch."),
-        "checksum": tensor_checksum(values),
-    }
+    return tensor_record(entry.key, values)
 
 
 def _refuse_unsupported(options: TargetOptions) -> None:

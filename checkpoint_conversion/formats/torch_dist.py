@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint_conversion.checkpoint_folder import is_torch_dist, weights_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor
@@ -32,7 +33,6 @@ from checkpoint_conversion.formats.torch_dist_state import (
 from checkpoint_conversion.formats.torch_dist_storage import METADATA, Storage
 from checkpoint_conversion.layouts import KV_UP, MegatronLayout, canonical_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.model_config import ModelConfig
 from checkpoint_conversion.safe_paths import file_inside
@@ -80,7 +80,7 @@ class TorchDistCheckpoint(Checkpoint):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         """Whether there is such a checkpoint at ``path``."""
-        return (weights_folder(path) / METADATA).is_file()
+        return is_torch_dist(path)
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor, Shape
 from checkpoint_conversion.formats.file_slice import FileSlice
 from checkpoint_conversion.formats.safe_pickle import load_metadata
-from checkpoint_conversion.safe_paths import file_inside, shown_name
+from checkpoint_conversion.safe_paths import file_inside, name_problem, shown_name
 
 METADATA = ".metadata"
 _MOST_DIMS = 8
@@ -78,15 +79,38 @@ class Storage:
         """Where tensors are.
 
         Raises:
-            CheckpointError: Listing everything that contradicts itself or the files: chunks that
-                do not tile their tensor, places that are not in a file, or shared.
+            CheckpointError: Listing the files that are missing; or everything that contradicts
+                itself or the files: chunks that do not tile their tensor, places that are not in a
+                file, or shared.
         """
+        self._refuse_missing_files(names)
         problems: list[str] = []
         found = {name: self._tensor(name, problems) for name in names}
         problems += self._overlaps()
         if problems:
             raise CheckpointError(f"{self._folder} contradicts itself:", problems)
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _refuse_missing_files(self, names: Collection[str]) -> None:
+        """One line for a file, however many tensors are in it."""
+        tensors: dict[str, set[str]] = defaultdict(set)
+        for name in names:
+            for info in self._places[name].values():
+                file = _field(info, "relative_path")
+                # What is no name inside the folder is refused with the tensor that has it.
+                if type(file) is str and name_problem(file) is None:
+                    tensors[file].add(name)
+        missing = [file for file in sorted(tensors) if not os.path.lexists(self._folder / file)]
+        if missing:
+            raise CheckpointError(
+                f"{self._folder} is incomplete: {len(missing)} of the {len(tensors)} files that "
+                f"{METADATA} names are missing:",
+                [
+                    f"{file}, with values of {len(tensors[file])} tensors such as "
+                    f"{min(tensors[file])}"
+                    for file in missing
+                ],
+            )
 
     def _check_names(self, places: dict[Any, Any]) -> None:
         problems = []

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import (
     Entry,
@@ -22,6 +21,7 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    tensor_record,
 )
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
 from checkpoint_conversion.formats.torch_dist import block_rows, describe
@@ -113,7 +113,7 @@ class TorchDistWriter(Writer):
             entry = entries[index]
             values = entry.tensor.load(session)
             assert (tuple(values.shape), values.dtype) == (entry.tensor.shape, entry.tensor.dtype)
-            records.append(_record(entry, values))
+            records.append(tensor_record(entry.key, values, entry.offset))
             progress(entry.tensor.nbytes)
             return values
 
@@ -253,16 +253,6 @@ def _with_ones(tensor: LazyTensor, dims: int) -> LazyTensor:
         tensor.leaves,
         tensor.peak,
     )
-
-
-def _record(entry: Entry, values: Tensor) -> dict:
-    return {
-        "key": entry.key,
-        "offset": None if entry.offset is None else list(entry.offset),
-        "shape": list(values.shape),
-        "dtype": str(values.dtype).removeprefix("torch."),
-        "checksum": tensor_checksum(values),
-    }
 
 
 def _check_dtypes(parts: Sequence[Part]) -> None:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.distributed_checkpoint import load_model_weights
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.logits import ATTENTION, megatron_logits, megatron_model
-from checkpoint_conversion.manifest import weights_folder
 from tests.conversion.models import (
     VOCABULARY,
     Architecture,

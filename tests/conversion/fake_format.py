@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.formats.base import (
     Checkpoint,
     Entry,
@@ -17,6 +16,7 @@ from checkpoint_conversion.formats.base import (
     PartResult,
     TargetOptions,
     Writer,
+    tensor_record,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.model_config import ModelConfig
@@ -78,15 +78,7 @@ class RawWriter(Writer):
                 values = entry.tensor.load(session)
                 file.write(values.float().numpy().tobytes())
                 progress(entry.tensor.nbytes)
-                records.append(
-                    {
-                        "key": entry.key,
-                        "offset": None,
-                        "shape": list(values.shape),
-                        "dtype": str(values.dtype),
-                        "checksum": tensor_checksum(values),
-                    }
-                )
+                records.append(tensor_record(entry.key, values))
         sync_path(path)
         with self._lock:
             self.written.append(part.name)

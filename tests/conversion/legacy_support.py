@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_ranks import FILE
 from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.model_config import ModelConfig
@@ -44,14 +44,15 @@ def read_legacy(folder: Path) -> dict[str, Tensor]:
 
 def load_rank(folder: Path, **how) -> dict:
     """What torch finds in the file in a rank's folder."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(folder / FILE, weights_only=True, **how)
+    # Not for a moment only: leaving torch's safe_globals() would take it from Megatron, too.
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    return torch.load(folder / RANK_FILE, weights_only=True, **how)
 
 
 def save_rank(folder: Path, content: dict) -> None:
     """Save a rank's file with torch."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(content, folder / FILE)
+    torch.save(content, folder / RANK_FILE)
 
 
 def change_rank(folder: Path, change) -> None:

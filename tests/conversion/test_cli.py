@@ -84,6 +84,7 @@ class TestConvert:
         command = ("convert", source, tmp_path / "out", "--to", "hf", "--dry-run", "--exclude-mtp")
         code, out, _ = run(*command)
         assert code == 0
+        assert out.startswith("source ")
         name = "model.layers.1.mlp.experts.3.up_proj.weight"
         assert f"{name} [16, 32] bfloat16 <- {name}" in out
         assert "left out: model.layers.3.enorm.weight (--exclude-mtp)" in out
@@ -267,6 +268,8 @@ class TestVerify:
             return Report()
 
         monkeypatch.setattr(verify, "verify", fake)
+        # Its paths are nowhere.
+        monkeypatch.setattr(cli, "check_paths", lambda args: None)
         asked["report"] = Report
         return asked
 
@@ -296,9 +299,9 @@ class TestFailures:
         assert code == cli.BUG
         assert "Traceback" in err and "ZeroDivisionError" in err and "report it" in err
 
-    def test_missing_module(self, run, tmp_path, monkeypatch):
+    def test_missing_module(self, run, source, monkeypatch):
         monkeypatch.setitem(sys.modules, "checkpoint_conversion.inspection", None)
-        code, _, err = run("inspect", tmp_path)
+        code, _, err = run("inspect", source)
         assert code == cli.REFUSED and "pip install" in err and "Traceback" not in err
 
     def test_names_cannot_steer_the_terminal(self, run, tmp_path):

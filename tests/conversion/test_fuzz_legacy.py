@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_ranks import FILE
 from tests.conversion.legacy_support import change_rank, only_args_config, write_legacy
 from tests.conversion.pt_support import records, write_records
 from tests.conversion.support import load_all, random_tensors, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2, n_routed_experts=2, n_group=1, num_experts_per_tok=1)
-RANK = f"release/mp_rank_00/{FILE}"
+RANK = f"release/mp_rank_00/{RANK_FILE}"
 fuzz = settings(
     max_examples=int(os.environ.get("FUZZ_EXAMPLES", "150")),
     deadline=10_000,

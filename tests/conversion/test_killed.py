@@ -205,6 +205,36 @@ def test_interrupted_by_the_user(larger_source, folder):
     conversion.check_resumed(whole)
 
 
+def test_interrupted_when_all_is_done(source, folder):
+    """Whoever is told "interrupted" has no new target; whoever has one is told that it is done."""
+    conversion = Conversion(folder, source, "hf", *SHARDS, *ONE_THREAD, "--force")
+    whole, _ = conversion.direct()
+    old_folder = folder / "old"
+    assert run(folder / "output", *conversion.command(old_folder, "--dtype", "fp32")).code == 0
+    old = contents(old_folder)
+    conversion.clear()
+    shutil.copytree(old_folder, conversion.target)
+    steps = conversion.run().steps
+    ends = []
+    # From before the renames to the last file of the old target that is removed.
+    for step in range(steps - len(old) - 10, steps + 1):
+        conversion.clear()
+        shutil.copytree(old_folder, conversion.target)
+        done = conversion.run(kill_at=step, by=signal.SIGINT)
+        ends.append(done.code)
+        if done.code == 130:
+            assert contents(conversion.target) == old, f"step {step}"
+            assert "--resume" in done.err
+            continue
+        assert done.code == 0, f"step {step}: {done}"
+        assert contents(conversion.target) == whole, f"step {step}"
+        assert [path.name for path in conversion.target.parent.iterdir()] == ["out"], f"step {step}"
+        assert "interrupted when the conversion was complete" in done.err
+        assert "error" not in done.err
+    assert ends == sorted(ends, reverse=True)
+    assert {*ends} == {0, 130}
+
+
 def test_manifest_is_among_what_is_compared(source, folder):
     whole, _ = Conversion(folder, source, "hf").direct()
     assert NAME in whole

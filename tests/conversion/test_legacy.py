@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_ranks import FILE
 from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from tests.conversion.legacy_support import (
     change_rank,
@@ -101,7 +101,7 @@ def test_records_of_parts(tmp_path, config, tensors):
     assert [result.name for result in results] == ["mp_rank_00", "mp_rank_01"]
     for result in results:
         (name,) = result.files
-        assert name == f"release/{result.name}/{FILE}"
+        assert name == f"release/{result.name}/{RANK_FILE}"
         assert (tmp_path / name).stat().st_size == result.files[name]
         model = load_rank((tmp_path / name).parent, mmap=True)["model"]
         weights = {k: v for k, v in model.items() if not k.endswith("_extra_state")}

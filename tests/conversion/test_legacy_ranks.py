@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from checkpoint_conversion.checkpoint_folder import is_rank_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy_names import (
     as_mapped,
@@ -19,7 +20,6 @@ from checkpoint_conversion.formats.legacy_ranks import (
     Sizes,
     even_stages,
     folder_problems,
-    is_rank_folder,
     sizes_of,
     stages_of,
 )

@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 
+from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_ranks import FILE
 from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from tests.conversion.legacy_support import change_rank, save_rank, write_legacy
 from tests.conversion.support import in_memory, random_tensors, tiny_config
@@ -43,7 +43,7 @@ def folder(tmp_path, config, tensors):
 def test_missing_and_extra_ranks(folder):
     inner = folder / "release"
     shutil.rmtree(inner / "mp_rank_00_001")
-    (inner / "mp_rank_01_002" / FILE).unlink()
+    (inner / "mp_rank_01_002" / RANK_FILE).unlink()
     shutil.copytree(inner / "mp_rank_00_000", inner / "mp_rank_07_000")
     problems = problems_of(folder)
     assert len(problems) == 3

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint_conversion.checkpoint_folder import TRACKER
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 from checkpoint_conversion.manifest import (
     NAME,
-    TRACKER,
     Manifest,
     find_manifest,
     read_manifest,
@@ -21,6 +21,7 @@ from checkpoint_conversion.manifest import (
     weights_folder,
     write_manifest,
 )
+from tests.support.refusal import refusal
 
 RECORD = {
     "key": "k",
@@ -64,15 +65,25 @@ def test_records(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "folder"),
-    [("release\n", "release"), ("100", "iter_0000100"), ("../..", ""), ("", ""), ("٣", "")],
+    [("release\n", "release"), ("100", "iter_0000100"), (None, "")],
 )
 def test_is_where_the_weights_are(tmp_path, text, folder):
-    (tmp_path / TRACKER).write_text(text)
-    assert weights_folder(tmp_path) == tmp_path / folder
     (tmp_path / folder).mkdir(exist_ok=True)
+    if text is not None:
+        (tmp_path / TRACKER).write_text(text)
+    assert weights_folder(tmp_path) == tmp_path / folder
     assert find_manifest(tmp_path) is None
     assert write_manifest(MANIFEST, tmp_path) == tmp_path / folder / NAME
     assert find_manifest(tmp_path) == tmp_path / folder / NAME
+
+
+@pytest.mark.parametrize("text", ["../..", "", "٣", "\0\x1b[2J", "100", "release"])
+def test_what_names_the_iteration_is_named(tmp_path, text):
+    """Where it is damaged, or names a folder that is not there, with those that are."""
+    (tmp_path / TRACKER).write_text(text)
+    (tmp_path / "iter_0000007").mkdir()
+    with refusal(TRACKER, "iter_0000007", repr(text)):
+        weights_folder(tmp_path)
 
 
 BAD_FIELDS = {

@@ -109,6 +109,7 @@ def test_the_folder_is_megatrons(tmp_path, config, tensors):
     names = {path.name for path in inner.iterdir()}
     assert {name for name in names if not name.endswith(".distcp")} == {
         ".metadata",
+        "common.pt",
         "metadata.json",
         "hugging_face",
     }

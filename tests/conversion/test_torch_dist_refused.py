@@ -75,7 +75,7 @@ class TestPlaces:
             ("relative_path", "/etc/passwd", "is an absolute path"),
             ("relative_path", "link.distcp", "is a link out of the folder"),
             ("relative_path", "hugging_face", "is not a regular file"),
-            ("relative_path", "absent.distcp", "No such file"),
+            ("relative_path", "absent.distcp", "1 of the 8 files that .metadata names are missing"),
             ("relative_path", "a\nb", "cannot be printed"),
             ("relative_path", "", "is an empty name"),
             ("relative_path", None, "is not stored"),
@@ -367,8 +367,18 @@ class TestFolder:
                     del collection[key]
 
         change(folder, edit)
+        (folder / "common.pt").unlink()
         (folder / "hugging_face/config.json").unlink()
         refused(folder, "--hf-config")
+
+    def test_files_are_missing(self, folder):
+        """One line for each, not one for each tensor."""
+        files = sorted(folder.glob("*.distcp"))
+        for file in files[:2]:
+            file.unlink()
+        error = refused(folder, f"2 of the {len(files)} files", "incomplete", files[1].name)
+        assert len(error.problems) == 2
+        assert all("tensors" in problem for problem in error.problems)
 
     def test_the_common_state_is_something_else(self, folder):
         (folder / "hugging_face/config.json").unlink()

@@ -24,10 +24,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
+from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
-from checkpoint_conversion.manifest import weights_folder
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model_config import ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec

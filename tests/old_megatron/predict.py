@@ -21,9 +21,9 @@ import megatron.core  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.validation import StrictHandling  # noqa: E402
 
+from checkpoint_conversion.checkpoint_folder import weights_folder  # noqa: E402
 from checkpoint_conversion.formats import open_checkpoint  # noqa: E402
 from checkpoint_conversion.logits import megatron_logits, megatron_model, one_process  # noqa: E402
-from checkpoint_conversion.manifest import weights_folder  # noqa: E402
 
 
 def main(folder: Path, tokens: Path, logits: Path) -> None:

@@ -1,0 +1,155 @@
+"""What kind of checkpoint a folder holds, by the names of its files.
+
+Nothing here needs torch, so that a wrong path is said at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from checkpoint_conversion.config_fields import shown
+from checkpoint_conversion.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = ".metadata"
+RANK_FILE = "model_optim_rng.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
+SUFFIX = ".safetensors"
+INDEX = f"model{SUFFIX}.index.json"
+# What a reader looks for.
+LOOKED_FOR = {
+    "torch_dist": (
+        f"{METADATA} and common.pt, in the folder or in the one that {TRACKER} names "
+        "(megatron, absorbed)"
+    ),
+    "legacy": f"mp_rank_*/{RANK_FILE}, in the same places (megatron-legacy)",
+    "hugging_face": f"config.json beside *{SUFFIX} (hf)",
+}
+_ADAPTER = "adapter_config.json"
+# A name on the Hugging Face hub: OWNER/MODEL.
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MOST_ADAPTER_BYTES = 1 << 20
+
+
+def weights_folder(path: Path) -> Path:
+    """Where a checkpoint's weights, and its manifest, are.
+
+    Args:
+        path: A checkpoint; for Megatron's, the folder that holds all iterations or one of them.
+
+    Raises:
+        CheckpointError: If the file that names the iteration does not, or names one that is absent.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    with tracker.open(errors="replace") as file:
+        text = file.read(64).strip()
+    # isdecimal alone lets other scripts' digits pass.
+    if text.isascii() and text.isdecimal():
+        found = path / f"iter_{int(text):07d}"
+    elif text == "release":
+        found = path / text
+    else:
+        raise CheckpointError(
+            f"{tracker} holds {shown(text)}; it must hold the number of an iteration, or release. "
+            f"{_beside(path)}"
+        )
+    if not found.is_dir():
+        raise CheckpointError(
+            f"{tracker} says {shown(text)}, but there is no folder {found.name}. {_beside(path)}"
+        )
+    return found
+
+
+def kind_of(path: Path) -> str | None:
+    """The key of ``LOOKED_FOR`` that a folder is; None if it is no checkpoint."""
+    if not path.is_dir():
+        return None
+    checks = {"torch_dist": is_torch_dist, "legacy": is_legacy, "hugging_face": is_hugging_face}
+    return next((kind for kind in LOOKED_FOR if checks[kind](path)), None)
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether there is a distributed checkpoint at ``path``."""
+    return (weights_folder(path) / METADATA).is_file()
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether there are files per rank at ``path``."""
+    return bool(rank_folders(weights_folder(path)))
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder has safetensors files of a model, or an index of them."""
+    if (path / INDEX).is_file() or (path / f"model{SUFFIX}").is_file():
+        return True
+    return any(path.glob(f"*{SUFFIX}")) and not (path / _ADAPTER).is_file()
+
+
+def is_rank_folder(name: str) -> bool:
+    """Whether a folder is named like a rank's."""
+    return RANK_FOLDER.fullmatch(name) is not None
+
+
+def rank_folders(inner: Path) -> list[Path]:
+    """Folders of ranks that have a file."""
+    if not inner.is_dir():
+        return []
+    folders = [path for path in inner.iterdir() if is_rank_folder(path.name)]
+    return sorted(path for path in folders if (path / RANK_FILE).is_file())
+
+
+def refuse_no_checkpoint(path: Path) -> None:
+    """Refuse a path that is no checkpoint.
+
+    Raises:
+        CheckpointError: Saying what is there instead.
+    """
+    if kind_of(path) is not None:
+        return
+    if (path / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"{path} is a PEFT adapter ({_ADAPTER}): changes to {_base_model(path)}, no model of "
+            "its own. Merge it into that model first (PEFT: merge_and_unload(), then "
+            "save_pretrained()) and convert the result"
+        )
+    if not path.exists() and _HUB.fullmatch(str(path)):
+        raise CheckpointError(
+            f"there is no folder {path}. If it is a model on the Hugging Face hub, download it "
+            f"first: hf download {path} --local-dir {path.name}"
+        )
+    raise CheckpointError(f"{path} {_what_is_there(path)}. Looked for:", [*LOOKED_FOR.values()])
+
+
+def _beside(path: Path) -> str:
+    names = [p.name for p in path.iterdir() if p.is_dir() and p.name.startswith(("iter_", "rel"))]
+    if not names:
+        return "There are no folders of iterations beside it"
+    shown_names = ", ".join(sorted(names)[-5:])
+    return f"Beside it: {shown_names}; write one of them there, or give its folder as the path"
+
+
+def _base_model(path: Path) -> str:
+    file = path / _ADAPTER
+    try:
+        if file.stat().st_size > _MOST_ADAPTER_BYTES:
+            return "another model"
+        name = json.loads(file.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        name = None
+    return shown(name) if isinstance(name, str) and name else "another model"
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "does not exist"
+    if not path.is_dir():
+        return "is a file; a checkpoint is a folder"
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return "is empty"
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"is no checkpoint of a known format; it holds {listed}"
