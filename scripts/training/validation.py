@@ -242,9 +242,8 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if args.compare_metrics and not Path(args.compare_metrics).is_file():
         raise ValueError(f"--compare-metrics: there is no file {args.compare_metrics}")
-    # Last: it makes folders.
-    require_writable(folders={"--save": args.save})
-    require_writable(files={"--metrics": args.metrics, "--plot": args.plot})
+    files = {"--metrics": args.metrics, "--plot": args.plot}
+    require_writable(folders={"--save": args.save}, files=files)
 
 
 def _flag(name: str) -> str:

@@ -19,12 +19,13 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
-from rollout.entry import build_trainer
-from rollout.gap import CASES, measure, runs
+from rollout.gap import measure, runs
+from rollout.gap_entry import CASES
 from rollout.loop import RolloutTrainer
 from rollout.model import build_policy_model
 from rollout.policy import token_log_probs
 from rollout.rewards import REWARDS, group_advantages
+from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from training import distributed
@@ -203,7 +204,10 @@ class TestCommandLine:
             ("--seq-length 64", "does not take --seq-length"),
             ("--hidden-dropout=0.1", "does not take --hidden-dropout"),
             ("--bogus", "unrecognized arguments: --bogus"),
-            ("--micro-batch-size 5", "--global-batch-size"),
+            (
+                "--micro-batch-size 5",
+                "the default num_prompts 8 x the default group_size 8 samples",
+            ),
             ("--use-checkpoint-args", "--load"),
         ],
     )
@@ -212,7 +216,7 @@ class TestCommandLine:
             parse_arguments(options.split(), 1)
 
     def test_ranks_need_prompts(self):
-        with pytest.raises(ValueError, match="--num-prompts must be divisible by the 2 ranks"):
+        with pytest.raises(ValueError, match="--num-prompts 3 must be divisible by the 2 ranks"):
             parse_arguments(
                 ["--num-prompts", "3", "--group-size", "8", "--micro-batch-size", "6"], 2
             )
