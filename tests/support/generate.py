@@ -14,6 +14,8 @@ from tests.support import world
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
+# Imported here and not by the command: Megatron's engine asks for the real stderr.
+import training.run  # noqa: F401
 from generation.entry import main
 from training import distributed
 from training.entry import main as train_main
