@@ -1,7 +1,7 @@
 """--load of a checkpoint that holds another model: said in one line before anything is built.
 
-If these fail, a mistyped preset has hundreds of gigabytes of weights initialised for nothing, or the
-same weights compute another function without a word.
+If these fail, a mistyped preset has hundreds of gigabytes of weights initialised for nothing, or
+the same weights compute another function without a word.
 """
 
 from __future__ import annotations
@@ -31,18 +31,10 @@ from training.start import Start, read_start, require_same_run, run_options
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
 
-SMALL = [
-    "--num-layers",
-    "2",
-    "--moe-layer-freq",
-    "[0,1]",
-    "--hidden-size",
-    "32",
-    "--ffn-hidden-size",
-    "64",
-    "--max-position-embeddings",
-    "512",
-]
+SMALL = (
+    *("--num-layers", "2", "--moe-layer-freq", "[0,1]", "--hidden-size", "32"),
+    *("--ffn-hidden-size", "64", "--max-position-embeddings", "512"),
+)
 
 
 def start_of(*argv: str) -> Start:
