@@ -138,7 +138,8 @@ def test_wrong_input(options, message, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert bench_attention.main([str(tmp_path / "out"), "--device", "cuda"]) == 2
-    expected = "error: --device cuda needs a GPU, and there is none; give --device cpu\n"
+    expected = "bench_attention.py: error: --device cuda needs a GPU, and there is none; give "
+    expected += "--device cpu\n"
     assert capsys.readouterr().err == expected
     assert not (tmp_path / "out").exists()
 

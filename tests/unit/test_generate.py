@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -305,6 +306,23 @@ def test_in_a_process_of_its_own(checkpoint, run):
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode() == continuation(run, "ü€") + "\n"
     assert done.stderr.startswith(b"1 prompt, 8 tokens in ")
+
+
+def test_ctrl_c_in_a_process_of_its_own(checkpoint):
+    """Megatron's engine would print the stacks of all threads."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
+    words = ("--prompt", "a", "--num-tokens-to-generate", "500", "--ignore-eos", "--seed", "3")
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.Popen(
+        [sys.executable, str(script), "--load", str(checkpoint), *words],
+        env={**env, "TORCHDYNAMO_DISABLE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1)  # it is in the middle of its work
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"generate.py: interrupted\n")
 
 
 def test_help(capsys):
