@@ -86,7 +86,11 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
         ),
         ([*_CP2, "--cp-comm-type", "a2a"], 2, "must be one of all_gather, p2p, got 'a2a': a2a and"),
         (["--cp-comm-type", "a2a+p2p"], 1, "the latent is one head for all"),
-        ([*_CP2, "--cp-comm-type", "p2p", "p2p"], 2, "for each of --num-layers 3, got 2"),
+        (
+            [*_CP2, "--cp-comm-type", "p2p", "p2p"],
+            2,
+            "for each of num_layers of the preset tiny, 3, got 2",
+        ),
         ([*_CP2, "--expert-model-parallel-size", "4"], 2, "--context-parallel-size 2, got 2"),
         (
             [*_CP2, "--global-batch-size", "12"],
