@@ -22,6 +22,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+# Tests load this file by its path.
+sys.path.append(str(Path(__file__).resolve().parent))
+
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
