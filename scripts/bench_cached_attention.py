@@ -66,7 +66,7 @@ def parse_arguments(argv: Sequence[str]):
     add("folder", type=Path, help="where cached.json, .md and .png go")
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
     add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what is measured")
-    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--device", choices=("cuda", "cpu"), help="where it runs (default: a GPU if there is one)")
     add("--heads", type=parse_sizes, default="128,16", help="of the attention")
     add("--contexts", type=parse_sizes, default="32k,128k", help="cached tokens")
     add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens")

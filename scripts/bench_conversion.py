@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.outputs import require_writable
+from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import Failure, leave, run_script
 from conversion_benchmark.machine import describe
@@ -132,7 +133,8 @@ class Bench:
         }
         command = [sys.executable, str(ROOT / "scripts" / "make_synthetic_checkpoint.py")]
         command += [str(self.folder / name), "--model", choice.model, *options]
-        subprocess.run([*command, *(str(w) for pair in sizes.items() for w in pair)], check=True)
+        command += [str(word) for pair in sizes.items() for word in pair]
+        subprocess.run(command, check=True, preexec_fn=ends_with_this_process())
 
     def _remove(self, name: str) -> None:
         """Remove a folder, and wait until the disk is done with it."""

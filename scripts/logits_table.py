@@ -119,6 +119,7 @@ def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
     """Replace the rows of this tensor-parallel size, and write the table anew."""
     from tests.conversion.models import ORIGINAL_CONTEXT
 
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "logits.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [row for row in old if row["tensor_parallel"] != tensor_parallel] + rows

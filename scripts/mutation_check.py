@@ -22,6 +22,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+# Tests load this file by its path.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -374,7 +378,14 @@ def mutate(target: Path, mutation: Mutation) -> None:
 def run_until_failure(command: list[str], folder: Path) -> str | None:
     """The id of the first failed test, or None if all passed."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=ends_with_this_process(),
+    )
     if result.returncode == 0:
         return None
     # Only a failed test counts; a broken environment or a syntax error proves nothing.

@@ -52,6 +52,7 @@ def _report() -> None:
     if not rows:
         parser.error("the tables hold no rows")
     require_writable(folders={"folder": arguments.folder})
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "shape")])
     with (arguments.folder / "errors.jsonl").open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _verify(argv: Sequence[str]) -> None:
     parser = Parser("parity_report.py", __doc__)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--device", choices=("cuda", "cpu"), help="where it runs (default: a GPU if there is one)")
     add("--width", type=int, default=2048, help="hidden size")
     add("--tokens", type=int, default=4096, help="of the timed forward")
     add("--json", type=Path, metavar="FILE", help="where the report goes")
@@ -60,6 +60,7 @@ def _verify(argv: Sequence[str]) -> None:
     report = _report(args)
     text = json.dumps(report)
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(text)
     differing = {name: ways for name, ways in report["differs"].items() if ways}

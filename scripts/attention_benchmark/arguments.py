@@ -48,7 +48,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--render", type=Path, nargs="+", metavar="FILE.json", help="measure nothing, render these")
     add("--suite", choices=SUITES, default="all", help="what is measured")
     add("--only", metavar="TEXT", help="of suite core, what has this in its name, as hopper")
-    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--device", choices=("cuda", "cpu"), help="where it runs (default: a GPU if there is one)")
     add("--quick", action="store_true", help=f"short: {QUICK_TOKENS} tokens, unless given")
     add("--heads", type=parse_sizes, default="128,16", help="of the layer or attention")
     add(

@@ -1,8 +1,8 @@
 """An error in one line, said once, whether one process has it or all of them.
 
 Under torchrun every process of a machine that fails writes the reason to its error file. The first
-one prints it; the others see from its file that it will, and end silently and with 0, so that
-torchrun's own report, which cannot be switched off, names one process and the reason.
+one prints it; the others see its file, and end silently and with 0, so that torchrun's own report,
+which cannot be switched off, names one process and the reason.
 """
 
 from __future__ import annotations
@@ -10,18 +10,36 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 from console.ranks import error_file, local_rank, rank
 
-# How long another process waits for the first one to fail, too: imports take some longer than
-# others, but after them processes wait for each other.
+# How long another process waits for the first one to fail, too, and the first one for the others
+# to see that: imports take some longer than others, but after them they wait for each other.
 _BEFORE_MEETING, _AFTER_MEETING = 30.0, 5.0
-# How long the first one waits for the others, which may have no error at all.
-_FOR_OTHERS = 2.0
+_FOR_OTHERS_BEFORE, _FOR_OTHERS_AFTER = 5.0, 2.0
 _TO_END = 0.2
-_POLL = 0.02
+_POLL = 0.05
+
+
+def follow_the_first() -> None:
+    """End this process silently if the first one of its machine fails before they have met.
+
+    It may check what is its to check alone, such as files that it will write.
+    """
+    own, first = error_file(local_rank()), error_file(0)
+    if not (own and first and local_rank()):
+        return
+
+    def watch() -> None:
+        while not _have_met():
+            if _appears(first, _POLL) and not _have_met():
+                _write(own, "the first process of this machine says what is wrong")
+                _end_silently()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def report(script: str, message: str, code: int) -> int:
@@ -41,7 +59,7 @@ def report(script: str, message: str, code: int) -> int:
     if own and first:
         _write(own, line)
         if local_rank():
-            if _appears(first, _patience()):
+            if _appears(first, _AFTER_MEETING if _have_met() else _BEFORE_MEETING):
                 _end_silently()
         else:
             _say(line)
@@ -69,7 +87,8 @@ def _write(path: Path, line: str) -> None:
 def _wait_for_others() -> None:
     """Let those that have the error, too, end before torchrun ends them and reports it."""
     others = [error_file(n) for n in range(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
-    deadline = time.monotonic() + _FOR_OTHERS
+    seconds = _FOR_OTHERS_AFTER if _have_met() else _FOR_OTHERS_BEFORE
+    deadline = time.monotonic() + seconds
     for path in filter(None, others):
         _appears(path, deadline - time.monotonic())
     if others:
@@ -85,10 +104,12 @@ def _appears(path: Path, seconds: float) -> bool:
     return True
 
 
-def _patience() -> float:
-    torch = sys.modules.get("torch")
-    met = torch is not None and torch.distributed.is_initialized()
-    return _AFTER_MEETING if met else _BEFORE_MEETING
+def _have_met() -> bool:
+    """Whether this process has joined the others."""
+    # Not imported for this, and perhaps only half imported.
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    joined = getattr(module, "is_initialized", None)
+    return joined is not None and joined()
 
 
 def _end_silently() -> None:

@@ -2,57 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from console.ranks import rank
 
 _PROBE = b"\0" * 4096
+_Paths = Mapping[str, str | Path | None]
 
 
-def require_writable(
-    *,
-    folders: Mapping[str, str | Path | None] | None = None,
-    files: Mapping[str, str | Path | None] | None = None,
-) -> None:
-    """Make the folders that are missing, and write something there that nobody sees.
+def require_writable(*, folders: _Paths | None = None, files: _Paths | None = None) -> None:
+    """Try to write there, and leave everything as it was; by the first process of a job.
 
     Args:
-        folders: By option; None for an option that was not given.
-        files: Likewise; the first process writes them. A file that is there keeps its content.
+        folders: By option; None for an option that was not given. Missing ones will be made.
+        files: Likewise.
 
     Raises:
         ValueError: Naming the option, its path and what is in the way.
     """
-    for option, path in (folders or {}).items():
-        if path is not None:
-            _check(option, path, _try_folder, Path(path))
-    for option, path in (files or {}).items():
-        if path is not None and not rank():
-            _check(option, path, _try_file, Path(path))
+    if rank():
+        return
+    for paths, attempt in ((folders, _try_folder), (files, _try_file)):
+        for option, path in (paths or {}).items():
+            if path is not None:
+                _check(option, str(path), attempt)
 
 
-def _check(option: str, path: str | Path, attempt, target: Path) -> None:
-    if not str(path):
+def _check(option: str, path: str, attempt: Callable[[Path], None]) -> None:
+    if not path:
         raise ValueError(f"{option} must name what to write, got an empty text")
     try:
-        attempt(target)
+        attempt(Path(path))
     except OSError as error:
-        where = f" ({error.filename})" if error.filename not in (None, str(target)) else ""
-        raise ValueError(
-            f"{option} {path} cannot be written: {error.strerror or error}{where}"
-        ) from None
+        where = f" ({error.filename})" if error.filename not in (None, path) else ""
+        reason = error.strerror or str(error)
+        raise ValueError(f"{option} {path} cannot be written: {reason}{where}") from None
 
 
 def _try_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    # Some bytes, too: names need no room on a disk that is full.
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        probe.write(_PROBE)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Some bytes, too: names need no room on a disk that is full.
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(_PROBE)
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _try_file(file: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from console.last_words import report
+from console.last_words import follow_the_first, report
 from console.parent import end_with_launcher
 from console.ranks import local_rank
 
@@ -36,6 +36,7 @@ def run_script(script: str, work: Callable[[], int | None]) -> int:
         more; 130 after Ctrl-C.
     """
     end_with_launcher()
+    follow_the_first()
     try:
         with _no_stacks_on_signals():
             return work() or 0

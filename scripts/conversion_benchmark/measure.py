@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.parent import ends_with_this_process
+
 SAMPLE_SECONDS = 0.05
 
 
@@ -50,7 +52,12 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
     forget(source)
     with log.open("w") as output:
         begin = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=ends_with_this_process(),
+        )
         peak, anonymous = _wait(process)
         if process.returncode:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])

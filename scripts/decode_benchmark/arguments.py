@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--render", type=Path, metavar="FILE.json", help="measure nothing, show what this has")
     add("--json", type=Path, metavar="FILE", help="where the report goes, written after each case")
     add("--plot", type=Path, metavar="FILE", help="a PNG of rates over the batch")
-    add("--device", choices=("cuda", "cpu"), help="(default: a GPU if there is one)")
+    add("--device", choices=("cuda", "cpu"), help="where it runs (default: a GPU if there is one)")
     add("--quick", action="store_true", help=_QUICK_TEXT)
     add("--heads", type=parse_sizes, default="128,16", help="query heads")
     add("--batches", type=parse_sizes, help=f"requests (default: {_DEFAULTS['batches']})")

@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     parser = new_parser("bench_engine.py", description)
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="where the report goes, after every case")
-    add("--device", choices=("cuda", "cpu"), help="(default: cuda if there is a GPU)")
+    add("--device", choices=("cuda", "cpu"), help="where it runs (default: cuda if there is a GPU)")
     add(
         "--dtype",
         choices=DTYPES,

@@ -34,8 +34,7 @@ def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
     for name, size in sizes.items():
         if size % tp:
             raise ValueError(
-                f"the model's {name} {size} cannot be divided by the number of processes {tp} "
-                "(--tensor-model-parallel-size)"
+                f"the model's {name} {size} cannot be divided by the number of processes {tp}"
             )
     check_graphs(args, model)
     if torch.cuda.is_available():

@@ -41,6 +41,7 @@ def generate(args: argparse.Namespace) -> int:
         raise ValueError("--add-bos: the tokenizer has no token that begins a text")
     check_model(args, model)
     require_same_model(args, start, model, "generate.py")
+    _mention_tokenizer(args, model, tokenizer)
     limit = _max_sequence_length(args, model)
     # Another rank would take some of stdin's.
     given = read_prompts(args) if distributed.rank() == 0 else []
@@ -87,20 +88,29 @@ def _vocab_size(
     """
     own = args.use_checkpoint_args
     size = model.vocab_size if own else padded_vocab_size(args, model, tokenizer.vocab_size)
-    what = f"the tokenizer in {args.tokenizer}" if args.tokenizer else "bytes (no --tokenizer)"
     if size < tokenizer.vocab_size:
         raise ValueError(
-            f"--tokenizer: {what} has {tokenizer.vocab_size} tokens, but the model in {args.load} "
-            f"{size}; give the one that the model was trained with"
+            f"{_name_of_tokenizer(args)} has {tokenizer.vocab_size} tokens, but the model in "
+            f"{args.load} {size}; give the --tokenizer that the model was trained with"
         )
-    if size > 2 * tokenizer.vocab_size + _USUAL_PADDING and distributed.rank() == 0:
+    return size
+
+
+def _mention_tokenizer(
+    args: argparse.Namespace, model: ModelPreset, tokenizer: ByteText | HuggingFaceText
+) -> None:
+    """Warn of one that seems to be another model's."""
+    if model.vocab_size > 2 * tokenizer.vocab_size + _USUAL_PADDING and not distributed.rank():
         print(
-            f"generate.py: warning: {what} has {tokenizer.vocab_size} tokens, but the model "
-            f"{size}; it was probably trained with another --tokenizer",
+            f"generate.py: warning: {_name_of_tokenizer(args)} has {tokenizer.vocab_size} tokens, "
+            f"but the model {model.vocab_size}; it was probably trained with another --tokenizer",
             file=sys.stderr,
             flush=True,
         )
-    return size
+
+
+def _name_of_tokenizer(args: argparse.Namespace) -> str:
+    return f"the tokenizer in {args.tokenizer}" if args.tokenizer else "bytes (no --tokenizer)"
 
 
 def _max_sequence_length(args: argparse.Namespace, model: ModelPreset) -> int:

@@ -48,11 +48,13 @@ from megatron.training.argument_utils import (  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from chosen_backends import ChosenBackends  # noqa: E402
+from console.parent import end_with_launcher  # noqa: E402
 from pretraining_benchmark.log import CHOSEN  # noqa: E402
 
 
 def main() -> None:
     """Build the model's config from Megatron's arguments, and train."""
+    end_with_launcher()
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(partial(begin_with, args))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
+from console.parent import ends_with_this_process
 from pretraining_benchmark import log
 from pretraining_benchmark.arguments import megatron_arguments
 
@@ -108,7 +109,11 @@ def _run(command: list[str], path: Path, timeout: float) -> str:
     environment = {**_ALONE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
     with path.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=ends_with_this_process(),
         )
         try:
             code = process.wait(timeout)

@@ -50,6 +50,7 @@ def _measure(argv: list[str]) -> None:
             continue
         print(_line(gap), flush=True)
         if own.json:
+            Path(own.json).parent.mkdir(parents=True, exist_ok=True)
             Path(own.json).write_text(json.dumps(rows, indent=1) + "\n")
     require_parity(rows)
     distributed.finish()

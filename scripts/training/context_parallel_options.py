@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from absorbed_mla.options import CP_COMM_TYPES
+from training.options_named import name_of, own_name_of
 
 
 def cp_comm_type(args: argparse.Namespace) -> str | list[str]:
@@ -76,21 +77,22 @@ def _check_comm_types(args: argparse.Namespace) -> None:
             )
     if len(types) not in (1, layers):
         raise ValueError(
-            f"--cp-comm-type takes one type for all layers or one for each of --num-layers "
-            f"{layers}, got {len(types)}"
+            "--cp-comm-type takes one type for all layers or one for each of "
+            f"{name_of(args, '--num-layers')}, {layers}, got {len(types)}"
         )
 
 
 def _check_seq_length(args: argparse.Namespace) -> None:
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    length = own_name_of(args, "--seq-length")
     if args.seq_length % (2 * cp):
         raise ValueError(
-            f"--seq-length must be divisible by 2 x --context-parallel-size {cp} = {2 * cp} "
+            f"{length} must be divisible by 2 x --context-parallel-size {cp} = {2 * cp} "
             f"(each rank takes an early and a late chunk), got {args.seq_length}"
         )
     if args.sequence_parallel and args.seq_length % (cp * tp):
         raise ValueError(
-            f"--seq-length with --sequence-parallel must be divisible by --context-parallel-size "
+            f"{length} with --sequence-parallel must be divisible by --context-parallel-size "
             f"{cp} x --tensor-model-parallel-size {tp} = {cp * tp}, got {args.seq_length}"
         )
 

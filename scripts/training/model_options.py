@@ -107,7 +107,7 @@ def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
     groups = model.moe_router_num_groups
     if groups and model.num_moe_experts % groups:
         raise ValueError(
-            f"--num-experts must be divisible by the preset's {groups} routing groups, "
+            f"{name_of(args, '--num-experts')} must be divisible by its {groups} routing groups, "
             f"got {model.num_moe_experts}"
         )
     return model

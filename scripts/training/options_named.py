@@ -26,8 +26,13 @@ def name_of(args: argparse.Namespace, flag: str) -> str:
     return f"{plain} of the preset {args.preset}"
 
 
+def own_name_of(args: argparse.Namespace, flag: str) -> str:
+    """``"--seq-length"``, or ``"the default seq_length"``."""
+    plain = flag.removeprefix("--").replace("-", "_")
+    return flag if flag in args.given else f"the default {plain}"
+
+
 def value_of(args: argparse.Namespace, flag: str) -> str:
     """``"--micro-batch-size 8"``, or ``"the default micro_batch_size 8"``."""
-    plain = flag.removeprefix("--").replace("-", "_")
-    value = getattr(args, plain)
-    return f"{flag} {value}" if flag in args.given else f"the default {plain} {value}"
+    value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return f"{own_name_of(args, flag)} {value}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from console.outputs import require_writable
 from training.context_parallel_options import check_context_parallelism
-from training.options_named import name_of, value_of
+from training.options_named import name_of, own_name_of, value_of
 
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
@@ -116,7 +116,8 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
         ),
     ]
     if args.sequence_parallel and cp == 1:
-        divisible.append(("--seq-length with --sequence-parallel", args.seq_length))
+        name = own_name_of(args, "--seq-length")
+        divisible.append((f"{name} with --sequence-parallel", args.seq_length))
     if model.num_moe_experts:
         divisible.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
         shared = model.moe_shared_expert_intermediate_size
@@ -242,9 +243,8 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if args.compare_metrics and not Path(args.compare_metrics).is_file():
         raise ValueError(f"--compare-metrics: there is no file {args.compare_metrics}")
-    # Last: it makes folders.
-    require_writable(folders={"--save": args.save})
-    require_writable(files={"--metrics": args.metrics, "--plot": args.plot})
+    files = {"--metrics": args.metrics, "--plot": args.plot}
+    require_writable(folders={"--save": args.save}, files=files)
 
 
 def _flag(name: str) -> str:

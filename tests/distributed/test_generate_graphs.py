@@ -60,9 +60,11 @@ def fill(gpt, folder: str) -> None:
 def tokens(monkeypatch, tmp_path):
     """Runs the command; the tokens of every prompt, on rank 0."""
     monkeypatch.setattr("generation.entry.find_checkpoint", lambda folder: None)
+    monkeypatch.setattr("generation.run.read_start", lambda folder, finetune: None)
+    monkeypatch.setattr("generation.run.require_same_model", lambda *args: None)
     monkeypatch.setattr("generation.model.load_weights", fill)
     if not torch.cuda.is_available():
-        monkeypatch.setattr("generation.entry.check_model", lambda args, model: None)
+        monkeypatch.setattr("generation.run.check_model", lambda args, model: None)
         event = lambda self: cpu_host._NoStream()  # noqa: E731
         monkeypatch.setattr(cpu_host._NoStream, "record_event", event, raising=False)
 

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
-from rollout.entry import build_trainer
+from rollout.run import build_trainer
 from tests.support import world
 from tests.support.combinations import few_ranks
 from training import distributed

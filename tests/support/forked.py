@@ -23,6 +23,10 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from console.parent import ends_with_this_process
+
 IMPORTS = (
     "torch.distributed.checkpoint",
     "torch.testing",
@@ -122,10 +126,12 @@ def _store_main(connection: socket.socket) -> None:
 def _fork(main, *arguments) -> int:
     """Call ``main`` in a process of its own, which ends as Python ends; the id of it."""
     sys.stdout.flush()
+    bind = ends_with_this_process()
     pid = os.fork()
     if pid:
         return pid
     code = 1
+    bind()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         main(*arguments)

@@ -14,6 +14,9 @@ from tests.support import world
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
+# Here and not by the command: Megatron's engine asks for the real stderr.
+import generation.run  # noqa: F401
+import training.run  # noqa: F401
 from generation.entry import main
 from training import distributed
 from training.entry import main as train_main

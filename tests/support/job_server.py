@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from console.parent import ends_with_this_process
+
 ROOT = Path(__file__).resolve().parents[2]
 _STARTING = 120.0
 
@@ -32,6 +36,7 @@ class JobServer:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            preexec_fn=ends_with_this_process(),
         )
 
     def __enter__(self) -> JobServer:

@@ -14,5 +14,5 @@ from tests.support.job_server import JobServer
 def server() -> Iterator[JobServer]:
     """Has imported what scripts/train.py does."""
     scripts = Path(__file__).resolve().parents[2] / "scripts"
-    with JobServer(["training.entry"], [scripts]) as server:
+    with JobServer(["training.run"], [scripts]) as server:
         yield server

@@ -31,7 +31,7 @@ RUN = (
 
 
 def start(folder: Path, options: str) -> subprocess.Popen:
-    """Torchrun in a process group of its own, so that all of it can be killed."""
+    """Torchrun, which nothing but this test ends."""
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {k: v for k, v in os.environ.items() if k not in names}
@@ -52,18 +52,28 @@ def start(folder: Path, options: str) -> subprocess.Popen:
     )
 
 
-def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to torchrun and its workers, which it starts in groups of their own."""
+def processes() -> dict[int, int]:
+    """Every process that has not ended, and the one that started it."""
     listing = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        ["ps", "-e", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
     )
-    parents = dict(map(int, line.split()) for line in listing.stdout.splitlines())
-    family = {process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    for pid in family:
-        os.kill(pid, signal.SIGKILL)
+    rows = [line.split() for line in listing.stdout.splitlines()]
+    return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to torchrun alone; its ranks, in sessions of their own, must not live on."""
+    ranks = [pid for pid, parent in processes().items() if parent == process.pid]
+    assert len(ranks) == 2
+    process.kill()
     process.wait()
+    deadline = time.monotonic() + 20
+    while orphans := processes().keys() & set(ranks):
+        if time.monotonic() > deadline:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"ranks outlived torchrun: {orphans}")
+        time.sleep(0.05)
 
 
 def finish(process: subprocess.Popen) -> str:

@@ -97,5 +97,7 @@ def test_a_release_is_weights_without_a_run(uninterrupted, train):
 
 def test_a_checkpoint_of_another_run_is_refused(uninterrupted, train):
     error = train(uninterrupted, f"{_RUN} --data text.txt --load whole --seed 7", expect=2)
-    assert error.strip().splitlines()[-1].startswith("train.py: error: --load: --seed differs")
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("train.py: error: --load: the run in whole/iter_0000006 differs from")
+    assert "--seed 1234 there, 7 here" in last
     assert "Traceback" not in error

@@ -43,6 +43,12 @@ def fresh_process() -> dict:
 class TestCost:
     """Beside ``import megatron.core``, which takes seconds."""
 
+    def test_options_need_no_torch(self):
+        """Command lines show their values before anything long is imported."""
+        code = "import sys, absorbed_mla.options; sys.exit('torch' in sys.modules)"
+        command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(ROOT)]}; {code}"]
+        assert subprocess.run(command).returncode == 0
+
     def test_time(self, fresh_process):
         """CPU time of the process, which other work on the machine does not stretch: 0.02 s."""
         assert fresh_process["seconds"] < 0.3
@@ -169,5 +175,5 @@ class TestDirection:
 
     def test_the_check_sees_imports(self):
         """Also those inside functions."""
-        assert "absorbed_mla.projections" in IMPORTS["absorbed_mla.attention"]
+        assert "absorbed_mla.core_attention" in IMPORTS["absorbed_mla.attention"]
         assert "absorbed_mla.te_linear" in imports_of(ROOT / "specs/absorbed_mla_layer_specs.py")

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,16 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from console.script import Failure
 from rollout.arguments import parse_arguments
-from rollout.entry import build_trainer
-from rollout.gap import CASES, measure, runs
+from rollout.entry import main
+from rollout.gap import measure, runs
+from rollout.gap_entry import CASES, require_parity
 from rollout.loop import RolloutTrainer
 from rollout.model import build_policy_model
 from rollout.policy import token_log_probs
 from rollout.rewards import REWARDS, group_advantages
+from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from training import distributed
@@ -85,6 +89,38 @@ class TestRun:
         with batch_invariant_mode(world.device().type):
             rows = records(f"--train-iters 2 --batch-invariant {options}")
         assert [row["log_prob_gap_max"] for row in rows] == [0, 0]
+
+    @pytest.mark.parametrize("gap", [1e-9, float("nan"), 0.0])
+    def test_a_gap_in_parity_mode_fails(self, gap, monkeypatch, capsys):
+        """The exit code is what a script that runs this one looks at."""
+        monkeypatch.delenv("RANK", raising=False)
+        rows = [
+            {"iteration": 1, "log_prob_gap_max": 0.0},
+            {"iteration": 2, "log_prob_gap_max": gap},
+        ]
+        trainer = mock.Mock(**{"metrics.records": rows})
+        with (
+            mock.patch("rollout.run.build_trainer", return_value=trainer),
+            mock.patch("rollout.run.count_parameters", return_value=1),
+            mock.patch.object(distributed, "initialize", return_value=world.device()),
+            mock.patch.object(distributed, "finish"),
+        ):
+            code = main(["--batch-invariant", "--num-experts", "0"])
+            assert main(["--num-experts", "0"]) == 0
+        error = capsys.readouterr().err
+        if gap == 0:
+            assert (code, error) == (0, "")
+        else:
+            assert code == 1
+            assert error.startswith("rollout_train.py: error: --batch-invariant: the log-probabil")
+            assert f"differ in 1 of 2 steps, first in step 2, by {gap:.1e}" in error
+
+    def test_a_gap_of_the_table_in_parity_mode_fails(self):
+        row = {"options": "--form auto", "largest": 1.0, "prompt_length": 9}
+        require_parity([row, {**row, "options": "--batch-invariant", "largest": 0.0}])
+        for largest in (1e-9, float("nan")):
+            with pytest.raises(Failure, match="--batch-invariant --bf16: the log-probabilities"):
+                require_parity([{**row, "options": "--batch-invariant --bf16", "largest": largest}])
 
     def test_the_seed_decides(self):
         measured = ("reward", "loss", "grad_norm", "entropy", "tokens")
@@ -203,7 +239,10 @@ class TestCommandLine:
             ("--seq-length 64", "does not take --seq-length"),
             ("--hidden-dropout=0.1", "does not take --hidden-dropout"),
             ("--bogus", "unrecognized arguments: --bogus"),
-            ("--micro-batch-size 5", "--global-batch-size"),
+            (
+                "--micro-batch-size 5",
+                "the default num_prompts 8 x the default group_size 8 samples",
+            ),
             ("--use-checkpoint-args", "--load"),
         ],
     )
@@ -212,7 +251,7 @@ class TestCommandLine:
             parse_arguments(options.split(), 1)
 
     def test_ranks_need_prompts(self):
-        with pytest.raises(ValueError, match="--num-prompts must be divisible by the 2 ranks"):
+        with pytest.raises(ValueError, match="--num-prompts 3 must be divisible by the 2 ranks"):
             parse_arguments(
                 ["--num-prompts", "3", "--group-size", "8", "--micro-batch-size", "6"], 2
             )

@@ -19,10 +19,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training import model_options
 from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
-from training.checkpoint import load_model_args
 from training.checkpoint_args import checkpoint_args, preset_from_args
 from training.model_options import padded_vocab_size, resolve_model
 from training.presets import PRESETS, get_preset
+from training.start import load_model_args
 
 _MODELS = [
     *(["--preset", name] for name in PRESETS),
@@ -103,7 +103,7 @@ def test_models_that_cannot_be_trained(change, message):
 
 
 def _resolve_from(saved: Namespace, monkeypatch, *argv: str):
-    monkeypatch.setattr(model_options, "load_model_args", lambda folder: saved)
+    monkeypatch.setattr("training.start.load_model_args", lambda folder: saved)
     args = parse_arguments(["--use-checkpoint-args", "--load", "there", *argv])
     return args, resolve_model(args)
 
@@ -131,7 +131,9 @@ def test_what_is_no_part_of_the_model_may_be_given(monkeypatch):
 def test_more_experts_per_token_than_experts(monkeypatch):
     saved, _ = _saved()
     saved.moe_router_topk = 9
-    with pytest.raises(ValueError, match="--moe-router-topk must be at most --num-experts 4"):
+    with pytest.raises(
+        ValueError, match="at most num_experts of the checkpoint in --load, 4, got 9"
+    ):
         _resolve_from(saved, monkeypatch)
 
 
@@ -186,5 +188,7 @@ def test_arguments_are_read_from_a_checkpoint(tmp_path):
 
 def test_a_checkpoint_without_arguments(tmp_path):
     _save_checkpoint(tmp_path / "iter_0000001", iteration=1)
-    with pytest.raises(ValueError, match="iter_0000001 carries no arguments; describe the model"):
+    with pytest.raises(
+        ValueError, match="iter_0000001 carries no arguments that say what its model is"
+    ):
         load_model_args(str(tmp_path / "iter_0000001"))

@@ -112,7 +112,10 @@ def test_no_experts_make_a_dense_model():
         (["--kv-lora-rank", "-1"], "--kv-lora-rank must be above 0, got -1"),
         (["--qk-pos-emb-head-dim", "7"], "--qk-pos-emb-head-dim must be even, got 7"),
         (["--moe-layer-freq", "[0,1]"], "one entry for each of --num-layers 3, got 2"),
-        (["--moe-router-topk", "9"], "--moe-router-topk must be at most --num-experts 4, got 9"),
+        (
+            ["--moe-router-topk", "9"],
+            "--moe-router-topk must be at most num_experts of the preset tiny, 4, got 9",
+        ),
         (["--preset", "deepseek-v3", "--num-experts", "100"], "8 routing groups, got 100"),
     ],
 )
