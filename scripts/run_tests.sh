@@ -5,10 +5,12 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 Usage: bash scripts/run_tests.sh [options] [LAYER...]
+       bash scripts/run_tests.sh --quick
 
 Makes its environment if there is none, runs the layers of tests, cheapest first, and stops at the
 first one that fails. Without a LAYER all of them run, and the coverage of absorbed_mla and specs
-must reach the bound.
+must reach the bound. The last lines say which tests were slowest, why tests were skipped, what
+each layer took, and how many tests passed, failed and were skipped.
 
 Layers:
   lint           ruff check and ruff format --check
@@ -24,6 +26,8 @@ Layers:
                  without a package index skipped, but an error where CI is set
 
 Options:
+  --quick               lint and some tests of each promise (tests/quick.txt), with 1 and 2
+                        processes, in place of layers; at most 4 minutes on 2 cores
   --fail-under PERCENT  coverage that a run of all layers must reach (default 95; 0: only print)
   -k EXPRESSION         run only the tests that match (pytest -k); coverage is only printed
   -h, --help            this text
@@ -42,6 +46,7 @@ ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distr
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
+  local quick=
   while (($#)); do
     case $1 in
       -h | --help) usage && exit ;;
@@ -54,6 +59,7 @@ parse_arguments() {
         [[ -n ${2:-} ]] || fail "-k takes a pytest expression"
         PYTEST_ARGS+=(-k "$2") && shift
         ;;
+      --quick) quick=yes ;;
       distributed) LAYERS+=(distributed-1 distributed-2 distributed-4 distributed-8) ;;
       -*) fail "unknown option $1; see --help" ;;
       *)
@@ -64,7 +70,11 @@ parse_arguments() {
     esac
     shift
   done
-  EVERYTHING=
+  EVERYTHING= MEASURE_COVERAGE=yes
+  if [[ -n $quick ]]; then
+    ((${#LAYERS[@]} == 0)) || fail "--quick takes no LAYER, got ${LAYERS[*]}"
+    LAYERS=(lint quick-1 quick-2) MEASURE_COVERAGE=
+  fi
   if ((${#LAYERS[@]} == 0)); then
     LAYERS=("${ALL_LAYERS[@]}")
     ((${#PYTEST_ARGS[@]})) || EVERYTHING=yes
@@ -79,7 +89,11 @@ run_layer() {
     # These tests start processes themselves.
     training) run_pytest "$1" tests/training ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
-    distributed-*) run_distributed "$1" "${1#distributed-}" ;;
+    # More processes than any other parallelism is tested with.
+    distributed-8) run_distributed "$1" 8 tests/distributed/test_context_parallel_grid.py ;;
+    distributed-*) run_distributed "$1" "${1#distributed-}" tests/distributed ;;
+    quick-1) run_in_parallel "$1" "${QUICK_1[@]}" ;;
+    quick-2) run_distributed "$1" 2 "${QUICK_2[@]}" ;;
   esac
 }
 
@@ -98,30 +112,27 @@ run_lint() {
 
 # Independent tests, spread over the cores where pytest-xdist is installed.
 run_in_parallel() {
-  local layer=$1 folder=$2
+  local layer=$1 tests=("${@:2}")
   if ! has_modules "$PYTHON" xdist pytest_cov; then
-    run_pytest "$layer" "$folder"
+    run_pytest "$layer" "${tests[@]}"
     return
   fi
-  has_tests "$layer" "$folder" || return 0
   banner "$layer"
+  local coverage=()
+  [[ -z $MEASURE_COVERAGE ]] || coverage=(--cov --cov-report=)
   # pytest-cov measures the processes that xdist starts; report_coverage finds the file by its name.
   OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.$layer record "$layer" "$PYTHON" -m pytest \
-    "$folder" -n auto --maxprocesses 8 --cov --cov-report= "${PYTEST_FLAGS[@]}"
+    "${tests[@]}" -n auto --maxprocesses 8 "${coverage[@]}" "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {
-  local layer=$1 folder=$2
-  has_tests "$layer" "$folder" || return 0
+  local layer=$1 tests=("${@:2}")
   banner "$layer"
-  record "$layer" "$PYTHON" "${TRACE[@]}" -m pytest "$folder" "${PYTEST_FLAGS[@]}"
+  record "$layer" "$PYTHON" "${TRACE[@]}" -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
 }
 
 run_distributed() {
-  local layer=$1 processes=$2 tests=tests/distributed
-  # More processes than any other parallelism is tested with.
-  if ((processes == 8)); then tests+=/test_context_parallel_grid.py; fi
-  has_tests "$layer" tests/distributed || return 0
+  local layer=$1 processes=$2 tests=("${@:3}")
   if [[ -n $GPUS ]] && ((processes > GPUS)); then
     skip "$layer" "$GPUS GPUs"
     return
@@ -132,21 +143,14 @@ run_distributed() {
   # --standalone takes a free port, so that two runs on one machine do not meet.
   [[ -z $GPUS ]] ||
     launch=(-m torch.distributed.run --standalone --nproc-per-node "$processes")
-  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${launch[@]}" "${TORCHRUN_TRACE[@]}" \
-    -m pytest "$tests" "${PYTEST_FLAGS[@]}"
-}
-
-has_tests() {
-  if ! compgen -G "$2/test_*.py" >/dev/null; then
-    skip "$1" "there are no tests in $2"
-    return 1
-  fi
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${launch[@]}" "${TRACE[@]}" \
+    -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
 }
 
 # Runs a pytest command, keeps its counts, and ends the run if it fails.
 record() {
   local layer=$1 log=$WORK/$1.log status=0 start=$SECONDS
-  "${@:2}" 2>&1 | tee "$log" || status=$?
+  ABSORBED_MLA_TEST_REPORT=$WORK/$layer.jsonl "${@:2}" 2>&1 | tee "$log" || status=$?
   TIMES+=("$layer $((SECONDS - start))s")
   count "$log"
   # 5: nothing was collected, which only a -k expression may do.
@@ -187,6 +191,10 @@ red() {
 
 finish() {
   printf '\n'
+  if compgen -G "$WORK/*.jsonl" >/dev/null; then
+    "$PYTHON" -m tests.support.report "$WORK"/*.jsonl
+    printf '\n'
+  fi
   printf '%s\n' "${TIMES[@]}" "total ${SECONDS}s"
   [[ -z ${1:-} ]] || printf '%s\n' "$1"
   local skipped=
@@ -215,11 +223,14 @@ trap 'rm -rf "$WORK"' EXIT
 
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or "")' 2>/dev/null)
 PYTEST_FLAGS=(--quiet --tb=short "${PYTEST_ARGS[@]}")
-TRACE=() TORCHRUN_TRACE=()
-if has_modules "$PYTHON" coverage; then
+mapfile -t QUICK_1 < <(sed -n 's/^1 //p' tests/quick.txt)
+mapfile -t QUICK_2 < <(sed -n 's/^2 //p' tests/quick.txt)
+TRACE=()
+if [[ -z $MEASURE_COVERAGE ]]; then
+  :
+elif has_modules "$PYTHON" coverage; then
   export COVERAGE_FILE=$WORK/.coverage
   TRACE=(-m coverage run)
-  TORCHRUN_TRACE=(-m coverage run)
 else
   echo "coverage is not installed: it will not be measured"
 fi
