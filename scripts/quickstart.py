@@ -220,7 +220,7 @@ def generate(folder: Path) -> list[list[int]]:
             do_sample=False,
         )
         continuations.append(written[0].tolist()[prompt.shape[1] :])
-        print(f"{type(model).__name__}: {text}|{as_text(continuations[-1])}")
+        print(f"{type(model).__name__} continues {text!r}: {as_text(continuations[-1])}")
     return continuations
 
 
@@ -233,10 +233,7 @@ def generate_from_latents(folder: Path, expected: list[list[int]]) -> None:
     command += [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     *rows, total = map(json.loads, _run(command, quiet=True).stdout.splitlines())
     found = [row["tokens"] for row in sorted(rows, key=lambda row: row["index"])]
-    print(
-        f"{total['tokens_per_second']:.0f} tokens/s. The models have learned to count in words:\n"
-    )
-    print(side_by_side(expected, found))
+    print(f"{total['tokens_per_second']:.0f} tokens/s\n\n{side_by_side(expected, found)}")
     if found != expected:
         raise RuntimeError(f"transformers wrote other tokens: {expected}, not {found}")
     print("our model wrote the same tokens as transformers")

@@ -20,6 +20,7 @@ Layers:
   distributed-8  the grid of context parallelism with 8 processes
   distributed    the four of them
   training       tests/training
+  readme         tests/readme: the commands of README.md in a fresh checkout
 
 Options:
   --fail-under PERCENT  coverage that a run of all layers must reach (default 95; 0: only print)
@@ -34,7 +35,7 @@ TEXT
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training)
+ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training readme)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -73,7 +74,7 @@ run_layer() {
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
     distributed-1) run_in_parallel "$1" tests/distributed ;;
     # These tests start processes themselves.
-    training) run_pytest "$1" tests/training ;;
+    training | readme) run_pytest "$1" "tests/$1" ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" ;;
   esac
 }
