@@ -130,7 +130,8 @@ def train(output: Path, attention: str, iterations: int) -> None:
     command += [str(ROOT / "scripts/train.py"), "--load", str(output / "absorbed")]
     command += ["--finetune", "--use-checkpoint-args", "--data", str(output / "text")]
     command += ["--attention", attention, "--train-iters", str(iterations)]
-    command += ["--micro-batch-size", "16", "--lr", "4e-3"]
+    # Adam divides by the size of a gradient; where that is nearly 0, its rounding would be a step.
+    command += ["--micro-batch-size", "16", "--lr", "3e-3", "--adam-eps", "1e-5"]
     command += ["--metrics", str(output / f"{attention}.jsonl")]
     command += ["--eval-interval", str(iterations // 5)]
     if processes > 1:
