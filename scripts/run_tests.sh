@@ -24,6 +24,7 @@ Layers:
   training       tests/training
   old-megatron   tests/old_megatron with megatron-core 0.18.0, installed once beside the environment;
                  without a package index skipped, but an error where CI is set
+  readme         tests/readme: the commands of README.md in a fresh checkout
 
 Options:
   --quick               lint and some tests of each promise (tests/quick.txt), with 1 and 2
@@ -42,7 +43,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$ROOT/scripts/old_megatron.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training
-  old-megatron)
+  old-megatron readme)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -87,7 +88,7 @@ run_layer() {
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
     distributed-1) run_in_parallel "$1" tests/distributed ;;
     # These tests start processes themselves.
-    training) run_pytest "$1" tests/training ;;
+    training | readme) run_pytest "$1" "tests/$1" ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
     # More processes than any other parallelism is tested with.
     distributed-8) run_distributed "$1" 8 tests/distributed/test_context_parallel_grid.py ;;

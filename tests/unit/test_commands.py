@@ -103,15 +103,19 @@ class TestEnvironment:
         assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(words)
         assert project.endswith(str(SCRIPTS.parent))
 
-    @pytest.mark.parametrize("stamp", [None, "/another/checkout\n[project]\n"])
-    def test_the_project_comes_into_an_older_environment(self, machine, stamp):
+    @pytest.mark.parametrize("other", ["none", "another checkout's", "another version's"])
+    def test_the_project_comes_into_an_older_environment(self, machine, other):
         machine.add_python("3.11")
         machine.prepare()
         before = machine.pip_calls()
-        path = machine.environment / ".absorbed-mla-project"
-        path.unlink()
-        if stamp is not None:
-            path.write_text(stamp)
+        stamp = machine.environment / ".absorbed-mla-project"
+        text = stamp.read_text()
+        if other == "none":
+            stamp.unlink()
+        else:
+            old = str(SCRIPTS.parent) if "checkout" in other else "absorbed-mla-convert"
+            assert old in text
+            stamp.write_text(text.replace(old, "something-else"))
         for _ in range(2):
             assert machine.prepare().returncode == 0
             assert machine.pip_calls() == [*before, before[-1]]

@@ -10,7 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from training.metrics import MetricsFile, read_metrics, series
-from training.plot import plot_losses
+from training.plot import absolute_differences, plot_losses
 from training.report import comparison_table
 
 
@@ -57,12 +57,45 @@ def test_without_a_file_records_stay_in_memory():
     assert metrics.records == [{"iteration": 1, "train_loss": 2.0}]
 
 
-def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
-    records = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
-    valid = [*records, {"iteration": 4, "valid_loss": 0.5}]
-    plot_losses({"a": valid, "b": records}, tmp_path / "plots" / "loss.png")
+RUN = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
+VALIDATED = [*RUN, {"iteration": 4, "valid_loss": 0.5}]
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure that a plot draws, which stays open."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    yield pyplot.gcf
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_plot(tmp_path, figure):
+    plot_losses({"a": VALIDATED, "b": RUN}, tmp_path / "plots" / "loss.png", title="Two runs")
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses, difference = figure().axes
+    assert losses.get_title() == "Two runs"
+    assert [line.get_label() for line in losses.lines] == ["a", "a, validation", "b"]
+    assert list(difference.lines[0].get_ydata()) == [0.0] * 4
+    # Equal losses have a place on the axis, which a logarithm alone has not.
+    assert difference.get_ylim()[0] == 0
+    assert difference.get_ylabel() and difference.get_xlabel() == "iteration"
+
+
+@pytest.mark.parametrize("runs", [{"a": VALIDATED}, {"a": RUN, "b": []}])
+def test_plot_of_what_cannot_be_compared(tmp_path, figure, runs):
+    plot_losses(runs, tmp_path / "loss.png")
+    assert figure().axes[0].get_title()
+    if len(runs) == 2:
+        assert not figure().axes[1].lines
+
+
+def test_differences_of_common_iterations():
+    other = [{"iteration": i, "train_loss": 1 / i + i} for i in range(3, 9)]
+    differences = absolute_differences(RUN, other, "train_loss")
+    assert differences == {3: pytest.approx(3), 4: pytest.approx(4)}
+    assert differences == absolute_differences(other, RUN, "train_loss")
 
 
 def test_comparison_table():

@@ -1,0 +1,86 @@
+"""The commands and the Python of README.md, as they stand, in a fresh checkout."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import readme
+
+# Enough for checkpoints and losses; the text of the model is not looked at.
+_FEW_ITERATIONS = "bash scripts/quickstart.sh --train-iters 10 "
+
+
+@pytest.fixture(scope="module")
+def page() -> list[readme.Block]:
+    return readme.blocks((readme.ROOT / "README.md").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A fresh checkout, whose environment lacks the project."""
+    if reason := readme.missing_requirement():
+        pytest.skip(reason)
+    folder = readme.checkout(tmp_path_factory.mktemp("a new user") / "absorbed_mla")
+    readme.lend_packages(folder)
+    return folder
+
+
+def run(folder: Path, script: str) -> str:
+    """Output of a script in a new shell; fails with the end of it if a command did."""
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stdin=subprocess.DEVNULL,
+        cwd=folder,
+        env=readme.user_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def output(page, folder) -> str:
+    """Of all blocks, one after the other, in one shell."""
+    script, count = re.subn(
+        r"^bash scripts/quickstart\.sh ", _FEW_ITERATIONS, readme.script(page), flags=re.MULTILINE
+    )
+    assert count == 1
+    return run(folder, script)
+
+
+def test_every_block_runs(page, output):
+    """A command that fails ends the shell: it did not, and reached the end of the page."""
+    executed = [block for block in page if block.kind in readme.EXECUTED]
+    for block in executed:
+        assert f"=== README.md:{block.line}\n" in output
+    assert output.rstrip().endswith("=== README.md: end")
+    assert len(executed) >= 4
+
+
+def test_what_the_page_promises(output):
+    assert re.search(r"^\d\.\d\d nats per byte$", output, re.MULTILINE)
+    assert "our model wrote the same tokens as transformers" in output
+    assert re.findall(r"log-prob gap max (\S+)", output) == ["0.0e+00"] * 2
+
+
+def test_git_ignores_what_the_commands_leave(folder, output):
+    assert readme.new_files(folder) == []
+
+
+def test_commands_of_the_quickstart_can_be_pasted(folder, output):
+    """Its first line and its last lines: activate as it says, then run what it printed."""
+    quickstart = output[: output.index("To run these commands")]
+    printed = re.findall(r"^\$ (.+)$", quickstart, re.MULTILINE)
+    assert len(printed) == 6
+    [activate] = re.findall(r"^source .+$", output, re.MULTILINE)
+    # The others start torchrun like the page's commands do.
+    converts = [line for line in printed if " convert " in line]
+    assert len(converts) == 2
+    run(folder, "\n".join(["set -e", activate, *converts]) + "\n")
