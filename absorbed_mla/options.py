@@ -39,7 +39,8 @@ class AbsorbedMLAOptions:
     Attributes:
         form: ``"absorbed"`` multiplies the query by W_UK and attends over the latent (multi-query
             attention); ``"expanded"`` expands keys and values from the latent (multi-head
-            attention); ``"auto"`` takes the one with the least estimated time (``cost.py``).
+            attention); ``"auto"`` takes the one with the least estimated time (``cost.py``). In
+            fp16 the absorbed query, a product of two weights, may pass 65504 where keys do not.
         down_projection: ``"duplicated"`` keeps the whole Q and KV down-projections on every
             tensor-parallel rank, ``"column_parallel"`` shards their rows.
         latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
