@@ -10,6 +10,7 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.fingerprint import (
     checksum_of,
@@ -184,7 +185,7 @@ class _Conversion:
             self._write_parts(journal, workers)
             manifest = self._finish([journal.results[part.name] for part in self._plan.parts])
             self._publishing = True
-            self._folder.publish()
+            self._folder.publish(manifest.files)
             self._folder.remove_replaced()
         except (Exception, KeyboardInterrupt) as error:
             if not journal.results:
@@ -225,16 +226,21 @@ class _Conversion:
             self._budget.check()
             self._reporter.advance(nbytes)
 
-        def write(part: Part) -> None:
+        def write(part: Part) -> PartResult:
             with ReadSession() as session, file_errors(part.name):
                 result = self._plan.writer.write_part(
                     self._folder.contents, part, session, progress
                 )
             self._check_values(tensor_records([result]))
-            self._folder.sync_folders_of(result.files)
-            journal.add(result)
+            return result
 
-        run_parts(parts, write, self._budget, workers)
+        def commit(results: list[PartResult]) -> None:
+            # In this order: what the journal holds is on disk.
+            self._folder.sync_files([file for result in results for file in result.files])
+            journal.add(*results)
+
+        with Committer(commit, self._budget.stop, beside=workers > 1) as committer:
+            run_parts(parts, write, self._budget, workers, committer.submit)
         self.bytes_written = left
 
     def _check_values(self, records: Iterable[TensorRecord]) -> None:

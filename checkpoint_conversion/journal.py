@@ -73,11 +73,11 @@ class Journal:
         results = [_part_result(line) for line in lines]
         return cls(path, {result.name: result for result in results})
 
-    def add(self, result: PartResult) -> None:
-        """Record a part whose files are on disk; threads may call it."""
+    def add(self, *results: PartResult) -> None:
+        """Record parts whose files are on disk; threads may call it."""
         with self._lock:
-            self._append({"part": asdict(result)})
-            self.results[result.name] = result
+            self._append(*({"part": asdict(result)} for result in results))
+            self.results.update((result.name, result) for result in results)
 
     def close(self) -> None:
         """Close the file."""
@@ -96,15 +96,15 @@ class Journal:
             del self.results[name]
         return damaged
 
-    def _append(self, document: dict) -> None:
+    def _append(self, *documents: dict) -> None:
         end = os.fstat(self._file.fileno()).st_size
-        line = json.dumps(document).encode() + b"\n"
+        lines = b"".join(json.dumps(document).encode() + b"\n" for document in documents)
         try:
-            while line:
-                line = line[self._file.write(line) :]
+            while lines:
+                lines = lines[self._file.write(lines) :]
             os.fsync(self._file.fileno())
         except OSError:
-            # What another thread appends must not follow half a line.
+            # What is appended next must not follow half a line.
             self._file.truncate(end)
             raise
 

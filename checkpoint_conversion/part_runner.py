@@ -19,6 +19,7 @@ class HasPeak(Protocol):
 
 
 Work = TypeVar("Work", bound=HasPeak)
+Written = TypeVar("Written")
 
 
 class StoppedError(Exception):
@@ -75,7 +76,11 @@ class MemoryBudget:
 
 
 def run_parts(
-    parts: Sequence[Work], write: Callable[[Work], None], budget: MemoryBudget, workers: int
+    parts: Sequence[Work],
+    write: Callable[[Work], Written],
+    budget: MemoryBudget,
+    workers: int,
+    written: Callable[[Written], None] = lambda result: None,
 ) -> None:
     """Call ``write`` for every part, in threads; the first error stops all of them.
 
@@ -84,11 +89,13 @@ def run_parts(
         write: Writes one; calls ``budget.check`` now and then.
         budget: Their peaks are reserved from it.
         workers: Number of threads.
+        written: Takes what ``write`` returned, when the part's memory is given back.
     """
 
     def one(part: Work) -> None:
         with budget.reserve(part.peak):
-            write(part)
+            result = write(part)
+        written(result)
 
     with ThreadPoolExecutor(workers, thread_name_prefix="part") as pool:
         futures = [pool.submit(one, part) for part in parts]

@@ -17,7 +17,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from checkpoint_conversion.errors import CheckpointError
@@ -136,16 +136,22 @@ class TargetFolder:
             elif path.relative_to(self.contents).as_posix() not in files:
                 path.unlink()
 
-    def sync_folders_of(self, files: Iterable[str]) -> None:
-        """Wait until the names of files, relative to the contents, are on disk."""
-        folders = {folder for file in files for folder in (self.contents / file).parents}
-        for folder in folders:
+    def sync_files(self, files: Iterable[str]) -> None:
+        """Wait until files, relative to the contents, and their names are on disk."""
+        paths = [self.contents / file for file in files]
+        for path in paths:
+            sync_path(path)
+        for folder in {folder for path in paths for folder in path.parents}:
             if folder.is_relative_to(self.contents):
                 sync_path(folder)
 
-    def publish(self) -> None:
-        """Bring everything to the disk and give the target its name."""
-        sync_tree(self.contents)
+    def publish(self, synced: Iterable[str] = ()) -> None:
+        """Bring everything to the disk and give the target its name.
+
+        Args:
+            synced: Files, relative to the contents, that :meth:`sync_files` has waited for.
+        """
+        sync_tree(self.contents, {self.contents / file for file in synced})
         self.refuse_existing()
         try:
             if self.path.exists():
@@ -219,11 +225,12 @@ def refuse_existing(target: Path, force: bool, weights_of: WeightsOf) -> None:
         )
 
 
-def sync_tree(folder: Path) -> None:
-    """Wait until every file and folder in ``folder`` is on disk."""
+def sync_tree(folder: Path, synced: Collection[Path] = ()) -> None:
+    """Wait until every folder in ``folder``, and every file but those ``synced``, is on disk."""
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
-            sync_path(Path(root, name))
+            if Path(root, name) not in synced:
+                sync_path(Path(root, name))
         sync_path(Path(root))
 
 
@@ -232,6 +239,9 @@ def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(descriptor)
 

@@ -210,7 +210,7 @@ class Writer(ABC):
     def write_part(
         self, folder: Path, part: Part, session: ReadSession, progress: Progress
     ) -> PartResult:
-        """Write a part's files into ``folder`` and wait until they are on disk."""
+        """Write a part's files into ``folder``; the caller waits until they are on disk."""
 
     @abstractmethod
     def finish(

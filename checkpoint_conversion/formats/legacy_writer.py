@@ -7,7 +7,6 @@ Every file holds what ``torch.load`` and Megatron's ``--ckpt-format torch`` expe
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -130,7 +129,6 @@ class LegacyWriter(Writer):
                     for entry in group:
                         records.append(_write(file.fileno(), entry, places[entry.key], own))
                         progress(entry.tensor.nbytes)
-            os.fsync(file.fileno())
         name = path.relative_to(folder).as_posix()
         return PartResult(part.name, {name: path.stat().st_size}, records)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.safe_paths import shown_name
-from checkpoint_conversion.target_folder import sync_path
 
 SUFFIX = ".safetensors"
 _DTYPES = {
@@ -70,7 +69,7 @@ def read_header(path: Path) -> dict[str, LazyTensor]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> int:
-    """Write a file and wait until it is on disk.
+    """Write a file.
 
     Args:
         tensors: Contiguous, none sharing memory with another.
@@ -90,7 +89,6 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> int:
     except SafetensorError as error:
         raise _os_error(error, path) from error
     path.chmod(mode)
-    sync_path(path)
     return path.stat().st_size
 
 

@@ -78,7 +78,7 @@ def write_file(
     objects: Mapping[str, bytes],
     load: Callable[[MetadataIndex], Tensor],
 ) -> Written:
-    """Write a rank's file and wait until it is on disk.
+    """Write a rank's file.
 
     Args:
         folder: Of the checkpoint.
@@ -128,7 +128,8 @@ def with_own_storage(values: Tensor) -> Tensor:
 
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)
+        # Whoever asked for the file waits for the disk, beside the writing of others.
+        super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing about where the files were written, which is not where they stay."""

@@ -16,6 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_conversion
+import conversion_benchmark.measure
 from conversion_benchmark.machine import describe, filesystem
 from conversion_benchmark.measure import CommandError, Run, folder_bytes, forget, measure
 from conversion_benchmark.report import Row, growth, markdown, table, write_report
@@ -67,11 +68,11 @@ def measured(command: list[str], folders: tuple[Path, Path, Path]) -> Run:
     return Run(*(float(values[field.name]) for field in dataclasses.fields(Run)))
 
 
-def test_time_and_memory_of_a_process(folders):
+def test_memory_of_a_process(folders):
     run = measured(python(ALLOCATE.format(size=300 * MB)), folders)
     assert 300 * MB < run.peak_bytes < 350 * MB
     assert 300 * MB < run.anonymous_bytes <= run.peak_bytes
-    assert 0.4 < run.seconds < 10
+    assert run.seconds > 0
 
 
 def test_memory_of_all_processes_counts(folders):
@@ -107,16 +108,22 @@ def test_mapped_pages_are_told_apart(folders):
 
 
 def test_the_time_ends_when_everything_is_on_disk(folders, monkeypatch):
-    synced = []
-
-    def slow(path):
-        synced.append(path)
-        time.sleep(0.5)
-
-    monkeypatch.setattr("conversion_benchmark.measure.sync", slow)
+    """By a clock that only moves while somebody waits: the command, and the target's disk count."""
     source, target, log = folders
-    assert 0.5 < measure(["true"], source, target, log).seconds < 0.9
-    assert synced == [source, target]
+    clock, wait = [100], conversion_benchmark.measure._wait
+
+    def waiting(process):
+        clock[0] += 4
+        return wait(process)
+
+    def syncing(path):
+        clock[0] += {source: 1, target: 2}[path]
+
+    monkeypatch.setattr(conversion_benchmark.measure, "_wait", waiting)
+    monkeypatch.setattr(conversion_benchmark.measure, "sync", syncing)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert measure(["true"], source, target, log).seconds == 4 + 2
+    assert clock == [100 + 1 + 4 + 2]
 
 
 def test_a_failure_shows_the_output(folders):
