@@ -72,8 +72,10 @@ def _report(args: argparse.Namespace) -> dict:
     import torch
 
     import provenance
+    from absorbed_mla.testing.cpu_host import enable_cpu_host
     from tests.support import world
 
+    enable_cpu_host()
     world.start()
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32

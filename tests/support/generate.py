@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ def _run(command, argv: tuple, stdin: bytes) -> Done:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "stdin", given),
+        # An error is the command's, and not that of the process that runs the tests.
+        mock.patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": ""}),
         # The processes have joined already.
         mock.patch.object(distributed, "initialize", lambda args: world.device()),
         mock.patch.object(distributed, "finish", lambda: None),

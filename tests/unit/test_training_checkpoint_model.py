@@ -6,9 +6,11 @@ the same weights compute another function without a word.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -46,6 +48,17 @@ def start_of(*argv: str) -> Start:
 def compare(start: Start, *argv: str, script: str = "train.py") -> None:
     args = parse_arguments(list(argv))
     require_same_model(args, start, resolve_model(args), script)
+
+
+@contextlib.contextmanager
+def building_is_a_mistake() -> Iterator[None]:
+    """What a model of hundreds of gigabytes would otherwise be built by."""
+    with (
+        mock.patch("generation.run.load_model", side_effect=AssertionError),
+        mock.patch("training.run.build_config", side_effect=AssertionError),
+        mock.patch("training.run.build_model", side_effect=AssertionError),
+    ):
+        yield
 
 
 class TestDescribed:
@@ -169,8 +182,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("run", [generate, train])
     def test_nothing_is_built(self, saved, run):
-        """Not even the process group."""
-        with mock.patch("training.distributed.initialize", side_effect=AssertionError):
+        with building_is_a_mistake():
             more = ("--prompt", "a") if run is generate else ("--finetune",)
             done = run("--load", saved / "run", "--preset", "deepseek-v3", *more)
         assert (done.code, done.out) == (2, "")
@@ -191,7 +203,7 @@ class TestTensors:
             "16",
         ]
         files = ("--data", saved / "text.txt", "--load", saved / "run")
-        with mock.patch("training.distributed.initialize", side_effect=AssertionError):
+        with building_is_a_mistake():
             done = train(*SMALL, *words, *files)
         assert done.code == 2
         assert "differs from this one: --seed 1234 there, 7 here; --kv-lora-rank 32 th" in done.err
