@@ -39,6 +39,8 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training)
+# Whose coverage is measured, which takes half as long again: more processes run the same lines.
+MEASURED=(unit conversion distributed-2)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -66,10 +68,10 @@ parse_arguments() {
     esac
     shift
   done
-  EVERYTHING= MEASURE_COVERAGE=yes
+  EVERYTHING= COVERAGE=yes
   if [[ -n $quick ]]; then
     ((${#LAYERS[@]} == 0)) || fail "--quick takes no LAYER, got ${LAYERS[*]}"
-    LAYERS=(lint quick-1 quick-2) MEASURE_COVERAGE=
+    LAYERS=(lint quick-1 quick-2) COVERAGE=
   fi
   if ((${#LAYERS[@]} == 0)); then
     LAYERS=("${ALL_LAYERS[@]}")
@@ -78,6 +80,8 @@ parse_arguments() {
 }
 
 run_layer() {
+  TRACE=()
+  if [[ -n $COVERAGE && " ${MEASURED[*]} " == *" $1 "* ]]; then TRACE=(-m coverage run); fi
   case $1 in
     lint) run_lint ;;
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
@@ -114,7 +118,7 @@ run_in_parallel() {
   fi
   banner "$layer"
   local coverage=()
-  [[ -z $MEASURE_COVERAGE ]] || coverage=(--cov --cov-report=)
+  ((${#TRACE[@]} == 0)) || coverage=(--cov --cov-report=)
   # pytest-cov measures the processes that xdist starts; report_coverage finds the file by its name.
   OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.$layer record "$layer" "$PYTHON" -m pytest \
     "${tests[@]}" -n auto --maxprocesses 8 "${coverage[@]}" "${PYTEST_FLAGS[@]}"
@@ -190,7 +194,9 @@ finish() {
     "$PYTHON" -m tests.support.report "$WORK"/*.jsonl
     printf '\n'
   fi
-  printf '%s\n' "${TIMES[@]}" "total ${SECONDS}s"
+  times >"$WORK/times" # of this shell, then of its children: user and system, as 1m2.345s
+  printf '%s\n' "${TIMES[@]}" "total ${SECONDS}s, of CPU $(awk -F '[ms ]+' \
+    'NR == 2 { print int($1 * 60 + $2 + $3 * 60 + $4) }' "$WORK/times")s"
   [[ -z ${1:-} ]] || printf '%s\n' "$1"
   local skipped=
   ((SKIPPED == 0)) || skipped=", $SKIPPED skipped"
@@ -199,7 +205,7 @@ finish() {
 
 # Coverage of every process of every layer together.
 report_coverage() {
-  ((${#TRACE[@]})) || return 0
+  [[ -n $COVERAGE ]] || return 0
   compgen -G "$WORK/.coverage*" >/dev/null || return 0
   banner coverage
   "$PYTHON" -m coverage combine --quiet
@@ -220,13 +226,10 @@ GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or "")' 2>/de
 PYTEST_FLAGS=(--quiet --tb=short "${PYTEST_ARGS[@]}")
 mapfile -t QUICK_1 < <(sed -n 's/^1 //p' tests/quick.txt)
 mapfile -t QUICK_2 < <(sed -n 's/^2 //p' tests/quick.txt)
-TRACE=()
-if [[ -z $MEASURE_COVERAGE ]]; then
-  :
-elif has_modules "$PYTHON" coverage; then
+if has_modules "$PYTHON" coverage; then
   export COVERAGE_FILE=$WORK/.coverage
-  TRACE=(-m coverage run)
-else
+elif [[ -n $COVERAGE ]]; then
+  COVERAGE=
   echo "coverage is not installed: it will not be measured"
 fi
 

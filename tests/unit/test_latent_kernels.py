@@ -170,6 +170,7 @@ KERNELS = pytest.mark.parametrize("kernel", ["triton", "hopper"])
 
 
 class TestEveryCase:
+    @pytest.mark.no_cover
     @pytest.mark.parametrize(
         ("kernel", "name"),
         [("triton", name) for name in CASES]

@@ -105,12 +105,14 @@ CASES = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     """Amid NaN in blocks and slots that it may not read, and blocks that are not there."""
     check(CASES[name])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", ["block_64", "heads_12", "heads_128", "window"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_splits(name, splits):

@@ -121,12 +121,14 @@ if ON_GPU:
     CASES["deep_decode"] = replace(DEEP, query_lengths=(1, 1, 0, 1), heads=16)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name):
     """Amid NaN in blocks and slots that they may not read, and blocks that are not there."""
     check(CASES[name])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "name", ["block_16", "block_64", "heads_40", "heads_128", "decode_16", "window", "long"]
 )
@@ -322,6 +324,7 @@ class TestPlan:
             for batch in (10, 64, 128, 300)
         ],
     )
+    @pytest.mark.no_cover
     def test_hardly_any_other_size_would_be_faster(self, monkeypatch, kv):
         """Programs in their order, each on the first multiprocessor that is free."""
         blocks = [-(-keys // 64) for keys in kv]
