@@ -8,9 +8,10 @@ Usage: bash scripts/run_tests.sh [options] [LAYER...]
        bash scripts/run_tests.sh --quick
 
 Makes its environment if there is none, runs the layers of tests, cheapest first, and stops at the
-first one that fails. Without a LAYER all of them run, and the coverage of absorbed_mla and specs
-must reach the bound. The last lines say which tests were slowest, why tests were skipped, what
-each layer took, and how many tests passed, failed and were skipped.
+first one that fails. Without a LAYER all of them run, and the coverage of absorbed_mla, specs and
+checkpoint_conversion by unit, conversion and distributed-2 must reach the bound. The last lines say
+which tests were slowest, why tests were skipped, what each layer took, and how many tests passed,
+failed and were skipped.
 
 Layers:
   lint           ruff check and ruff format --check
