@@ -40,8 +40,6 @@ TEXT
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training)
-# Whose coverage is measured, which takes half as long again: more processes run the same lines.
-MEASURED=(unit conversion distributed-2)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -79,6 +77,9 @@ parse_arguments() {
     ((${#PYTEST_ARGS[@]})) || EVERYTHING=yes
   fi
 }
+
+# Whose coverage is measured, which takes half as long again: more processes run the same lines.
+MEASURED=(unit conversion distributed-2)
 
 run_layer() {
   TRACE=()
