@@ -259,8 +259,8 @@ MUTATIONS = {
     ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
-        "causal=self.core_attention.causal, cp_size=cp_size\n",
-        "causal=self.core_attention.causal, cp_size=1\n",
+        "cp_size=cp_size",
+        "cp_size=1",
     ),
     "angles_in_fp32": Mutation(
         "absorbed_mla/rope.py",

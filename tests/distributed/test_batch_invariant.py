@@ -9,22 +9,25 @@ from megatron.core.tensor_parallel import mappings
 
 from absorbed_mla.batch_invariant import batch_invariant_mode, collectives
 from tests.support import needs, world
+from tests.support.combinations import thinned
 from tests.support.parity import LAYERS, differences, parity_model
 
-# On a GPU the kernels compute in bf16 and fp16.
-fp32 = needs.no_gpu
 pytestmark = needs.processes(2, 4)
+
+
+# Megatron trains mixtures of experts over tensor-parallel ranks with sequence parallelism only.
+LAYERS_AND_DTYPES = [
+    pytest.param("dense", torch.float32, False, marks=needs.no_gpu),
+    ("dense", torch.bfloat16, True),
+    pytest.param("mixed", torch.float32, True, marks=needs.no_gpu),
+    ("mixed", torch.bfloat16, True),
+]
 
 
 @pytest.mark.parametrize(
     ("layers", "dtype", "sequence_parallel"),
-    # Megatron trains mixtures of experts over tensor-parallel ranks with sequence parallelism only.
-    [
-        pytest.param("dense", torch.float32, False, marks=fp32),
-        ("dense", torch.bfloat16, True),
-        pytest.param("mixed", torch.float32, True, marks=fp32),
-        ("mixed", torch.bfloat16, True),
-    ],
+    # Both of everything, also where not all combinations are run.
+    LAYERS_AND_DTYPES[:: 3 if thinned() else 1],
 )
 def test_every_way_gives_the_same_bits(layers, dtype, sequence_parallel):
     with batch_invariant_mode():

@@ -27,6 +27,7 @@ from tests.conversion.support import in_memory, load_all, random_tensors, tiny_c
 from tests.conversion.torch_dist_support import read_torch_dist, write_torch_dist
 from tests.distributed.test_distributed_checkpoint import gathered, shared_folder
 from tests.support import world
+from tests.support.combinations import grid
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},
@@ -70,9 +71,7 @@ def check(model, tensors, config) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("to", ["megatron", "absorbed"])
-@pytest.mark.parametrize("name", MODELS)
+@grid(2, {"name": [*MODELS], "to": ("megatron", "absorbed"), "kind": KINDS})
 def test_ranks_load_their_shares(name, to, kind, folder):
     """With Megatron alone, which finds all it asks for and nothing else."""
     config = tiny_config(**SAME, **MODELS[name])
@@ -94,8 +93,7 @@ def test_the_package_loads_transformer_engines_names(folder):
     check(model, tensors, config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@grid(1, {"name": [*MODELS], "kind": KINDS})
 def test_what_ranks_saved_is_read(name, kind, folder):
     config = tiny_config(**SAME, **MODELS[name])
     size = parallel_state.get_tensor_model_parallel_world_size()

@@ -268,6 +268,7 @@ def test_the_hosts_switch_implies_it(_on, monkeypatch):
     assert differences(model) == []
 
 
+@pytest.mark.no_cover
 class TestTriton:
     """The kernels of training and of the paged cache, in Triton's interpreter without a GPU."""
 

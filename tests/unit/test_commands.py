@@ -247,6 +247,7 @@ class TestCommandLines:
             ("run_tests.sh", ["gpu"], "unknown layer gpu"),
             ("run_tests.sh", ["--fail-under", "most"], "--fail-under takes a whole percentage"),
             ("run_tests.sh", ["-k"], "-k takes a pytest expression"),
+            ("run_tests.sh", ["--quick", "unit"], "--quick takes no LAYER, got unit"),
             ("quickstart.sh", ["--fast"], "unknown option --fast"),
             ("quickstart.sh", ["--train-iters", "few"], "--train-iters takes a number"),
             ("quickstart.sh", ["--train-iters", "9"], "at least 10, got '9'"),

@@ -97,6 +97,7 @@ def growth_per_token(peaks: list[int]) -> list[float]:
     return [(b - a) / (SHARE * (n - m)) for a, b, m, n in steps]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("heads", [4, 16])
 def test_ring_stays_flat(heads):
     """Whatever the length: blocks of latents coming and going, a gradient, bounded chunks."""

@@ -124,7 +124,7 @@ CASES = {
     "causal_fp16": Case(37, 37, CAUSAL, dtype=FP16, content=64),
     "causal_fp32": Case(37, 37, CAUSAL, dtype=FP32, content=16, heads=4),
     "all_keys": Case(5, 70, (Span(0, 5, 0, 70, None),), lse_gradient=False),
-    "padding_between_sequences": Case(37, 37, PACK, heads=20, batch=2),
+    "padding_between_sequences": Case(37, 37, PACK, heads=6, batch=2),
     "bottom_right": Case(3, 70, (Span(0, 3, 0, 70, 67),), dtype=FP32, heads=8, rope=0),
     "zigzag": Case(30, 75, ZIGZAG, heads=8),
     "one_token": Case(1, 1, (Span(0, 1, 0, 1, 0),), dtype=FP16),
@@ -170,6 +170,7 @@ KERNELS = pytest.mark.parametrize("kernel", ["triton", "hopper"])
 
 
 class TestEveryCase:
+    @pytest.mark.no_cover
     @pytest.mark.parametrize(
         ("kernel", "name"),
         [("triton", name) for name in CASES]
@@ -207,7 +208,7 @@ class TestEveryCase:
     @KERNELS
     def test_gradient_of_a_sum(self, kernel):
         """It is one number, expanded: every stride is 0."""
-        case = replace(CASES["width_128"], lse_gradient=False)
+        case = replace(CASES["width_128"], heads=2, lse_gradient=False)
         backend, operands = backend_for(kernel, case), case.operands(DEVICE)
         one = torch.ones((), dtype=case.dtype, device=DEVICE)
         attended = backend.forward(operands, case.rules)

@@ -49,6 +49,7 @@ def test_of_a_run(tmp_path):
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
+            "PYTEST_ADDOPTS": "",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             report.VARIABLE: str(tmp_path / f"{name}.jsonl"),
         }
