@@ -54,3 +54,9 @@ def right_numbers(text: str, prompt: str) -> tuple[int, int]:
     written = text.split(", ")[:-1]
     right = continuation(prompt, len(text) + 20 * len(written)).split(", ")
     return sum(a == b for a, b in zip(written, right)), len(written)
+
+
+if __name__ == "__main__":
+    from console.script import no_script
+
+    no_script(__file__, __doc__)

@@ -11,7 +11,6 @@ not, here as in the benchmarks' own reports.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -27,6 +26,8 @@ warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
 from attention_benchmark.report import Report as LayerReport  # noqa: E402
 from benchmark_report import markdown_table  # noqa: E402
+from console.parser import Parser  # noqa: E402
+from console.script import run_script  # noqa: E402
 from context_parallel_benchmark.report import Report as RingReport  # noqa: E402
 from context_parallel_benchmark.report import tokens_text  # noqa: E402
 from context_parallel_benchmark.row import Row as RingRow  # noqa: E402
@@ -45,9 +46,13 @@ _PAIR_HEAD = [
 
 def main(argv: list[str] | None = None) -> int:
     """Write all tables, or compare them; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    return run_script("docs_tables.py", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
+    parser = Parser("docs_tables.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if one differs")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder (%(default)s)")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
     args = parser.parse_args(argv)
     differing = []
     for page in sorted(args.docs.glob("*.md")):

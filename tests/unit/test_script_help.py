@@ -17,7 +17,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
 # Imported by scripts, and not to be started.
-NO_SCRIPTS = {"benchmark_report", "chosen_backends", "provenance"}
+NO_SCRIPTS = {"benchmark_report", "chosen_backends", "counting", "provenance"}
 # Its own shell command parses for it.
 ELSEWHERE = {"quickstart"}
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ELSEWHERE)
