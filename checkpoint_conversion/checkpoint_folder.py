@@ -64,6 +64,16 @@ def weights_folder(path: Path) -> Path:
     return found
 
 
+def weights_of(folder: Path) -> Path | None:
+    """Where the weights of a whole checkpoint are; None for what is no checkpoint."""
+    if kind_of(folder) is None:
+        return None
+    weights = weights_folder(folder)
+    # Any folder that somebody has put weights into, beside other things, is no model's yet.
+    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
+    return None if stray else weights
+
+
 def kind_of(path: Path) -> str | None:
     """The key of ``LOOKED_FOR`` that a folder is; None if it is no checkpoint."""
     if not path.is_dir():
