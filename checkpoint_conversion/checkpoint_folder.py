@@ -112,14 +112,15 @@ def rank_folders(inner: Path) -> list[Path]:
     return sorted(path for path in folders if (path / RANK_FILE).is_file())
 
 
-def refuse_no_checkpoint(path: Path) -> None:
-    """Refuse a path that is no checkpoint.
+def require_kind(path: Path) -> str:
+    """The key of ``LOOKED_FOR`` that a path is.
 
     Raises:
-        CheckpointError: Saying what is there instead.
+        CheckpointError: If it is no checkpoint, saying what is there instead.
     """
-    if kind_of(path) is not None:
-        return
+    kind = kind_of(path)
+    if kind is not None:
+        return kind
     if (path / _ADAPTER).is_file():
         raise CheckpointError(
             f"{path} is a PEFT adapter ({_ADAPTER}): changes to {_base_model(path)}, no model of "
