@@ -64,6 +64,16 @@ def weights_folder(path: Path) -> Path:
     return found
 
 
+def weights_of(folder: Path) -> Path | None:
+    """Where the weights of a whole checkpoint are; None for what is no checkpoint."""
+    if kind_of(folder) is None:
+        return None
+    weights = weights_folder(folder)
+    # Any folder that somebody has put weights into, beside other things, is no model's yet.
+    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
+    return None if stray else weights
+
+
 def kind_of(path: Path) -> str | None:
     """The key of ``LOOKED_FOR`` that a folder is; None if it is no checkpoint."""
     if not path.is_dir():
@@ -102,14 +112,15 @@ def rank_folders(inner: Path) -> list[Path]:
     return sorted(path for path in folders if (path / RANK_FILE).is_file())
 
 
-def refuse_no_checkpoint(path: Path) -> None:
-    """Refuse a path that is no checkpoint.
+def require_kind(path: Path) -> str:
+    """The key of ``LOOKED_FOR`` that a path is.
 
     Raises:
-        CheckpointError: Saying what is there instead.
+        CheckpointError: If it is no checkpoint, saying what is there instead.
     """
-    if kind_of(path) is not None:
-        return
+    kind = kind_of(path)
+    if kind is not None:
+        return kind
     if (path / _ADAPTER).is_file():
         raise CheckpointError(
             f"{path} is a PEFT adapter ({_ADAPTER}): changes to {_base_model(path)}, no model of "

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint_conversion import __version__
-from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.checkpoint_folder import weights_folder, weights_of
 from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.fingerprint import (
@@ -18,7 +18,7 @@ from checkpoint_conversion.fingerprint import (
     options_as_json,
     source_files,
 )
-from checkpoint_conversion.formats import open_checkpoint, recognise
+from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
@@ -96,12 +96,12 @@ def convert(
     options, reporter = options or TargetOptions(), reporter or Reporter()
     check_places(source, target)
     if not resume:
-        refuse_existing(target, force, _weights_of)
+        refuse_existing(target, force, weights_of)
     checkpoint = open_checkpoint(source, hf_config, follow_links)
     plan = plan_conversion(checkpoint, to, options, exclude_mtp)
     if dry_run:
         return ConversionReport(plan=plan, target=target, dry_run=True)
-    folder = TargetFolder(target, force, _weights_of)
+    folder = TargetFolder(target, force, weights_of)
     conversion = _Conversion(
         plan, folder, fingerprint_of(plan, options, hf_config), reporter, strict_values
     )
@@ -297,13 +297,3 @@ class _Conversion:
         changed = list(differences(self._fingerprint["source file"], now))
         if changed:
             raise CheckpointError("The source was changed while it was being read:", changed)
-
-
-def _weights_of(folder: Path) -> Path | None:
-    """Where the weights of a checkpoint are; None for what is no checkpoint."""
-    if recognise(folder) is None:
-        return None
-    weights = weights_folder(folder)
-    # Any folder that somebody has put weights into, beside other things, is no model's yet.
-    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
-    return None if stray else weights

@@ -240,8 +240,8 @@ def _moe_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...
     """Per layer, whether it is a mixture of experts."""
     if model_type == "glm4_moe_lite" and fields.given("mlp_layer_types"):
         kinds = fields.raw("mlp_layer_types")
-        whole = isinstance(kinds, list) and len(kinds) == layers
-        if whole and all(kind in ("dense", "sparse") for kind in kinds):
+        known = ("dense", "sparse")
+        if isinstance(kinds, list) and len(kinds) == layers and all(k in known for k in kinds):
             return tuple(kind == "sparse" for kind in kinds)
         fields.wrong("mlp_layer_types", f"a list of {layers}, each 'dense' or 'sparse'")
         return (False,) * layers

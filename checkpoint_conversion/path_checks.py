@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from checkpoint_conversion.checkpoint_folder import refuse_no_checkpoint
+from checkpoint_conversion.checkpoint_folder import require_kind
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.target_folder import check_places, refuse_existing
 
@@ -20,13 +20,13 @@ def check_paths(args: argparse.Namespace) -> None:
         check_places(args.source, args.target)
         if not (args.force or args.resume):
             refuse_existing(args.target, False, lambda folder: None)
-        refuse_no_checkpoint(args.source)
+        require_kind(args.source)
     elif args.command == "inspect":
-        refuse_no_checkpoint(args.path)
+        require_kind(args.path)
     else:
-        refuse_no_checkpoint(args.a)
+        require_kind(args.a)
         if args.b is not None:
-            refuse_no_checkpoint(args.b)
+            require_kind(args.b)
         _check_file("--text", args.text)
     _check_file("--hf-config", args.hf_config)
 

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint_conversion.checkpoint_folder import kind_of, refuse_no_checkpoint
+from checkpoint_conversion.checkpoint_folder import kind_of, require_kind
 from checkpoint_conversion.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def open_checkpoint(
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.
     """
-    refuse_no_checkpoint(path)
-    kind = kind_of(path)
+    kind = require_kind(path)
     reader = _find(_READERS[kind])
     if kind == "hugging_face":
         if hf_config is not None:
