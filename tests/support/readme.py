@@ -111,10 +111,10 @@ def lend_packages(folder: Path) -> None:
 
 def make_command(folder: Path, entry_point: str) -> None:
     """Write a command of an installed package into ``folder`` as pip does."""
-    from pip._vendor.distlib.scripts import ScriptMaker
+    from pip._vendor.distlib.scripts import ScriptMaker, enquote_executable
 
     maker = ScriptMaker(None, str(folder))
-    maker.executable = str(folder / "python")
+    maker.executable = enquote_executable(str(folder / "python"))
     maker.variants = {""}
     maker.make(entry_point)
 

@@ -144,6 +144,18 @@ class TestBlocks:
         assert "end" not in done.stdout
 
 
+def test_a_command_in_a_folder_with_a_space(tmp_path):
+    """The interpreter's path stands in the command's first line, where a space would end it."""
+    pytest.importorskip("pip._vendor.distlib")
+    folder = tmp_path / "a new user"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    readme.make_command(folder, "find = shlex:quote")
+    done = subprocess.run([folder / "find"], capture_output=True, text=True)
+    # It was found and called, without what it needs.
+    assert "quote() missing 1 required positional argument" in done.stderr
+
+
 def test_docs_are_linked():
     """A page of docs/ that neither README.md nor another page of docs/ names is lost."""
     pages = [*(readme.ROOT / "docs").glob("*.md"), readme.ROOT / "README.md"]
