@@ -297,6 +297,46 @@ MUTATIONS = {
         "init_method=config.output_layer_init_method",
         "init_method=config.init_method",
     ),
+    "second_derivatives_pruned": Mutation(
+        "absorbed_mla/first_order.py",
+        "return _refuse_derivatives(found, (*grads, *ctx.saved_tensors))",
+        "return _refuse_derivatives(found, grads)",
+    ),
+    "rows_off_cache_lines": Mutation(
+        "absorbed_mla/core_attention/tiled_reference.py",
+        "return F.pad(x, (0, missing)) if missing else x",
+        "return x",
+    ),
+    "marks_lost_on_assignment": Mutation(
+        "absorbed_mla/parameter_marks.py",
+        "vars(layer._parameters[name]).update(marks)",
+        "vars(layer._parameters[name]).update({})",
+    ),
+    "halves_share_memory": Mutation(
+        "absorbed_mla/parameter_marks.py",
+        "state_dict[key] = tensor.clone()",
+        "state_dict[key] = tensor",
+    ),
+    "a_hooks_tensor_is_rotated": Mutation(
+        "absorbed_mla/linear.py",
+        "return output if _makes_its_output(layer) else output.clone()",
+        "return output",
+    ),
+    "boundaries_remembered_on_the_host": Mutation(
+        "absorbed_mla/sequences.py",
+        "if not cu_seqlens.is_cuda or cu_seqlens.is_inference():",
+        "if cu_seqlens.is_inference():",
+    ),
+    "context_of_another_model": Mutation(
+        "absorbed_mla/inference/static_cache.py",
+        "if begun and last is not None and last() is not owner:",
+        "if begun and last is None and last is not owner:",
+    ),
+    "packs_with_an_old_cudnn": Mutation(
+        "absorbed_mla/core_attention/latent_attention.py",
+        "packed=packed,",
+        "packed=False,",
+    ),
 }
 
 
