@@ -25,5 +25,6 @@ def gpu_with(what: str, refused: str | None = None) -> pytest.MarkDecorator:
 
 def processes(*counts: int) -> pytest.MarkDecorator:
     """One of these numbers of processes, which the layers of scripts/run_tests.sh differ in."""
-    named = " or ".join(str(count) for count in counts)
+    *others, last = map(str, counts)
+    named = f"{', '.join(others)} or {last}" if others else last
     return pytest.mark.skipif(world.size() not in counts, reason=f"needs {named} processes")
