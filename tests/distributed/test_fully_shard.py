@@ -7,14 +7,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.layouts import dense
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
 
-pytestmark = pytest.mark.skipif(world.size() != 2, reason="tested with 2 processes")
+pytestmark = needs.processes(2)
 form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
 
 

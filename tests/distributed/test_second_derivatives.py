@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights, own_tokens
 from tests.support.layouts import cut_layout
 
-pytestmark = pytest.mark.skipif(world.size() != 2, reason="tested with 2 processes")
+pytestmark = needs.processes(2)
 MESSAGE = "has first derivatives only"
 WAYS = {
     "all_gather": ({"cp": 2}, {"cp_comm_type": "all_gather"}),
