@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_conversion import checkpoint_folder, planning
 from checkpoint_conversion import convert as module
-from checkpoint_conversion import planning
 from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
@@ -89,7 +89,8 @@ class Setting:
 def setting(tmp_path, monkeypatch) -> Setting:
     setting = Setting(tmp_path)
     monkeypatch.setattr(module, "open_checkpoint", setting.open)
-    monkeypatch.setattr(module, "recognise", lambda path: (path / "weights").exists() or None)
+    kind_of = lambda path: "fake" if (path / "weights").exists() else None  # noqa: E731
+    monkeypatch.setattr(checkpoint_folder, "kind_of", kind_of)
     monkeypatch.setattr(planning, "writer_for", setting.writer_for)
     return setting
 
