@@ -153,7 +153,8 @@ class TestErrors:
 class TestSignals:
     def test_a_library_cannot_ask_for_stacks(self):
         """Megatron's inference does, on Ctrl-C and when torchrun ends the other ranks."""
-        faulthandler.unregister(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            faulthandler.unregister(number)  # another test may have imported it
 
         def work():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
