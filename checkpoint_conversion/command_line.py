@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.formats import FORMATS
@@ -28,9 +28,16 @@ exit codes:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; commands' parsers are of the same class."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and check a command line; exits with 2 if it is wrong, with 0 after ``--help``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="absorbed-mla-convert",
         description="Convert DeepSeek-style checkpoints between Hugging Face, Megatron and the "
         "absorbed model, tensor by tensor.",

@@ -186,7 +186,8 @@ class TestWrongCommandLines:
     def test_exit_with_2(self, run, words):
         code, out, err = run(*words.split())
         assert (code, out) == (2, "")
-        assert "usage:" in err
+        assert err.startswith("absorbed-mla-convert") and ": error: " in err
+        assert err.count("\n") == 1 and "--help" in err
 
     @pytest.mark.parametrize(
         ("text", "count"),
