@@ -240,8 +240,8 @@ def _dtype(dtype: torch.dtype):
 _OLDEST, _TOO_NEW = "2.12", "2.14"
 # The first one that aligns masks of any lengths at the bottom right.
 _OLDEST_CUDNN = 90700
-# cuDNN 9.14 computes wrong gradients of packs (thd) with values 192 wide, 16 to 23 % off, and says
-# nothing; up to 128 they are right. The first one seen to be right there is 9.19.
+# cuDNN 9.14 computes wrong gradients of packs (thd) with values 192 and 256 wide, 18 to 22 % off,
+# and says nothing; up to 128 they are right. The first one seen to be right there is 9.19.
 _WIDEST_PACKED_VALUE = 128
 _OLDEST_CUDNN_FOR_WIDER = 91900
 _INTERFACE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
