@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention
+    from absorbed_mla.checkpoint.state_dict import to_absorbed_state_dict, to_standard_state_dict
     from absorbed_mla.dims import MLADims
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
-    from absorbed_mla.state_dict import to_absorbed_state_dict, to_standard_state_dict
 
 __all__ = [
     "AbsorbedMLAOptions",
@@ -36,8 +36,8 @@ _MODULES = {
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
     "MLADims": "dims",
-    "to_absorbed_state_dict": "state_dict",
-    "to_standard_state_dict": "state_dict",
+    "to_absorbed_state_dict": "checkpoint.state_dict",
+    "to_standard_state_dict": "checkpoint.state_dict",
 }
 
 

@@ -16,19 +16,20 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
-from absorbed_mla.context_parallel import ContextParallel
-from absorbed_mla.core_attention import CAUSAL_MASKS, AttentionPlan
+from absorbed_mla.checkpoint.hooks import StandardLayoutHooks
+from absorbed_mla.checkpoint.parameter_marks import ParameterMarks
+from absorbed_mla.checkpoint.sharded import standard_sharded_state_dict
+from absorbed_mla.context_parallel.strategy import ContextParallel
+from absorbed_mla.core_attention.module import CAUSAL_MASKS, AttentionPlan
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
-from absorbed_mla.inference import CachedAttention, open_step
+from absorbed_mla.inference.attention import CachedAttention
+from absorbed_mla.inference.caches.contexts import open_step
 from absorbed_mla.linear import own_output, refuse_sharded_alone
-from absorbed_mla.load_hooks import StandardLayoutHooks
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.parameter_marks import ParameterMarks
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
-from absorbed_mla.sharded_state import standard_sharded_state_dict
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from absorbed_mla.core_attention import LatentCoreAttention
+    from absorbed_mla.core_attention.module import LatentCoreAttention
 
 
 class ChosenBackends:
@@ -18,7 +18,7 @@ class ChosenBackends:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from absorbed_mla.core_attention import LatentCoreAttention
+        from absorbed_mla.core_attention.module import LatentCoreAttention
 
         # A dict, for its order.
         self._found: dict[str, None] = {}

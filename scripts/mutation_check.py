@@ -6,7 +6,7 @@ TP=2 run until the first failure. A mutation that no test notices makes the scri
 
     $ python scripts/mutation_check.py
     (nothing broken)         not caught
-    rope_pairing             caught in tests/unit by tests/unit/test_property_shapes.py::...
+    rope_pairing             caught in tests/unit by tests/unit/attention/test_property_shapes.py
 
 With ``--tests`` only the named test files run, which is quick and shows what they notice.
 """
@@ -58,7 +58,7 @@ MUTATIONS = {
         "yarn_mscale(config.rotary_scaling_factor, config.mscale)",
     ),
     "kv_row_interleave": Mutation(
-        "absorbed_mla/state_dict.py",
+        "absorbed_mla/checkpoint/state_dict.py",
         "return w_uk.flatten(0, 1), w_uv.flatten(0, 1)",
         "return tuple(weight.split([w_uk.flatten(0, 1).shape[0], w_uv.flatten(0, 1).shape[0]]))",
     ),
@@ -73,7 +73,7 @@ MUTATIONS = {
         "return x",
     ),
     "causal_offset": Mutation(
-        "absorbed_mla/core_attention/scores.py",
+        "absorbed_mla/core_attention/masks/scores.py",
         "triu(chunk.causal_offset + 1)",
         "triu(chunk.causal_offset + 2)",
     ),
@@ -83,7 +83,7 @@ MUTATIONS = {
         "",
     ),
     "shared_dropout_seed": Mutation(
-        "absorbed_mla/core_attention/scores.py",
+        "absorbed_mla/core_attention/masks/scores.py",
         "            self.dropout_seed,",
         "            torch.seed() % 2**62,",
     ),
@@ -108,12 +108,12 @@ MUTATIONS = {
         "return [(0, None), (early_keys, None)]",
     ),
     "gradient_scaled_twice": Mutation(
-        "absorbed_mla/context_parallel/all_gather.py",
+        "absorbed_mla/context_parallel/strategies/all_gather.py",
         "        return own\n",
         "        return own / self.layout.cp_size\n",
     ),
     "gradient_stays_away": Mutation(
-        "absorbed_mla/context_parallel/ring.py",
+        "absorbed_mla/context_parallel/strategies/p2p.py",
         "return own + transfer.received()",
         "return transfer.received() * 0 + own",
     ),
@@ -133,27 +133,27 @@ MUTATIONS = {
         "x",
     ),
     "k_rope_gradient_of_one_head": Mutation(
-        "absorbed_mla/core_attention/expansion.py",
+        "absorbed_mla/core_attention/forms/expansion.py",
         "extended[:, nope:, c:].diagonal",
         "extended[:1, nope:, c:].diagonal",
     ),
     "weight_gradient_slice": Mutation(
-        "absorbed_mla/core_attention/expansion.py",
+        "absorbed_mla/core_attention/forms/expansion.py",
         "dw_k[:, :nope, :c]",
         "dw_k[:, rope:, :c]",
     ),
     "k_rope_of_another_token": Mutation(
-        "absorbed_mla/core_attention/expansion.py",
+        "absorbed_mla/core_attention/forms/expansion.py",
         "= k_rope[:, None]",
         "= k_rope.roll(1, 0)[:, None]",
     ),
     "head_chunks_not_summed": Mutation(
-        "absorbed_mla/core_attention/forms.py",
+        "absorbed_mla/core_attention/forms/forms.py",
         "dkv = part if dkv is None else dkv.add_(part)",
         "dkv = part",
     ),
     "slowest_form": Mutation(
-        "absorbed_mla/core_attention/choice.py",
+        "absorbed_mla/core_attention/selection.py",
         "form, found = min(candidates, ",
         "form, found = max(candidates, ",
     ),
@@ -163,27 +163,27 @@ MUTATIONS = {
         "0",
     ),
     "wave_alignment": Mutation(
-        "absorbed_mla/core_attention/waves.py",
+        "absorbed_mla/core_attention/masks/varlen.py",
         "key_end=span.key_start + queries + offset)",
         "key_end=span.key_start + queries + offset + 1)",
     ),
     "uncovered_keys": Mutation(
-        "absorbed_mla/core_attention/flash_attention.py",
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
         "torch.empty_like if wave.num_keys == len(k) else torch.zeros_like",
         "torch.empty_like",
     ),
     "uncovered_queries": Mutation(
-        "absorbed_mla/core_attention/flash_attention.py",
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
         "make = torch.empty if covers(rules.spans, tokens) else torch.zeros\n",
         "make = torch.empty\n",
     ),
     "atomics_where_forbidden": Mutation(
-        "absorbed_mla/core_attention/flash_attention.py",
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
         "deterministic=is_demanded()",
         "deterministic=False",
     ),
     "tile_offset": Mutation(
-        "absorbed_mla/kernels/tiles.py",
+        "absorbed_mla/core_attention/masks/tiles.py",
         "offset = offset + part * tokens",
         "offset = offset + part * (tokens - 1)",
     ),
@@ -193,12 +193,12 @@ MUTATIONS = {
         "key = (*others,)",
     ),
     "cache_written_one_late": Mutation(
-        "absorbed_mla/inference/static_cache.py",
+        "absorbed_mla/inference/caches/static.py",
         "self.memory.write(self.offset, self.requests",
         "self.memory.write(self.offset + 1, self.requests",
     ),
     "decoded_at_position_zero": Mutation(
-        "absorbed_mla/inference/static_cache.py",
+        "absorbed_mla/inference/caches/static.py",
         "torch.arange(self.offset, self.max_position, device=device)",
         "torch.arange(0, self.max_position - self.offset, device=device)",
     ),
@@ -213,17 +213,17 @@ MUTATIONS = {
         "part.gather(piece.row,",
     ),
     "segment_on_the_wrong_axis": Mutation(
-        "absorbed_mla/inference/cached_attention.py",
+        "absorbed_mla/inference/attention.py",
         "starts - first if first else starts",
         "starts",
     ),
     "offloaded_part_starts_at_zero": Mutation(
-        "absorbed_mla/inference/latent_memory.py",
+        "absorbed_mla/inference/caches/latent_memory.py",
         "start += self.block_size",
         "start += 0",
     ),
     "cache_of_the_first_layer": Mutation(
-        "absorbed_mla/inference/contexts.py",
+        "absorbed_mla/inference/caches/contexts.py",
         "DynamicStep(context, layer_number - layer_offset(), tokens)",
         "DynamicStep(context, 1, tokens)",
     ),
@@ -278,17 +278,17 @@ MUTATIONS = {
         "maker_config = config",
     ),
     "ring_passes_on_in_bf16": Mutation(
-        "absorbed_mla/context_parallel/ring.py",
+        "absorbed_mla/context_parallel/strategies/p2p.py",
         "grad.add_(transfer.received())",
         "grad.bfloat16().add_(transfer.received()).to(grad.dtype)",
     ),
     "ring_ends_in_bf16": Mutation(
-        "absorbed_mla/context_parallel/ring.py",
+        "absorbed_mla/context_parallel/strategies/p2p.py",
         "return own + transfer.received()",
         "return (own.bfloat16() + transfer.received().bfloat16()).to(own.dtype)",
     ),
     "ring_of_group_ranks": Mutation(
-        "absorbed_mla/context_parallel/ring.py",
+        "absorbed_mla/context_parallel/strategies/p2p.py",
         "dist.get_global_rank(group, (rank + by) % size)",
         "(rank + by) % size",
     ),
@@ -308,12 +308,12 @@ MUTATIONS = {
         "return x",
     ),
     "marks_lost_on_assignment": Mutation(
-        "absorbed_mla/parameter_marks.py",
+        "absorbed_mla/checkpoint/parameter_marks.py",
         "vars(layer._parameters[name]).update(marks)",
         "vars(layer._parameters[name]).update({})",
     ),
     "halves_share_memory": Mutation(
-        "absorbed_mla/parameter_marks.py",
+        "absorbed_mla/checkpoint/parameter_marks.py",
         "state_dict[key] = tensor.clone()",
         "state_dict[key] = tensor",
     ),
@@ -328,12 +328,12 @@ MUTATIONS = {
         "if cu_seqlens.is_inference():",
     ),
     "context_of_another_model": Mutation(
-        "absorbed_mla/inference/static_cache.py",
+        "absorbed_mla/inference/caches/static.py",
         "if begun and last is not None and last() is not owner:",
         "if begun and last is None and last is not owner:",
     ),
     "packs_with_an_old_cudnn": Mutation(
-        "absorbed_mla/core_attention/latent_attention.py",
+        "absorbed_mla/core_attention/module.py",
         "packed=packed,",
         "packed=False,",
     ),
@@ -346,7 +346,7 @@ def pytest(paths: list[str], processes: int = 1) -> list[str]:
     command = [sys.executable, *(torchrun if processes > 1 else [])]
     command += ["-m", "pytest", "-x", "-q", "-W", "ignore", *paths]
     # The tests of the list above would notice whatever is broken.
-    return [*command, "--deselect", "tests/unit/test_mutations.py"]
+    return [*command, "--deselect", "tests/unit/project/test_mutations.py"]
 
 
 SUITES = {

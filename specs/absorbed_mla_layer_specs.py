@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
-from absorbed_mla.core_attention import LatentCoreAttention
+from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import AbsorbedMLAOptions

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.spans import Span
+from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.sequences import SequenceLayout
 
 

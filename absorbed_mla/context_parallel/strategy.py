@@ -7,12 +7,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from absorbed_mla.context_parallel.agreement import require_agreement
-from absorbed_mla.context_parallel.all_gather import AllGatheredKeys
-from absorbed_mla.context_parallel.keys import ExchangedKeys
+from absorbed_mla.context_parallel.consistency import require_agreement
+from absorbed_mla.context_parallel.exchange import ExchangedKeys
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
-from absorbed_mla.context_parallel.ring import RingKeys
-from absorbed_mla.core_attention import KeySource, LocalKeys
+from absorbed_mla.context_parallel.strategies.all_gather import AllGatheredKeys
+from absorbed_mla.context_parallel.strategies.p2p import RingKeys
+from absorbed_mla.core_attention.key_source import KeySource, LocalKeys
 from absorbed_mla.options import CP_COMM_TYPES
 from absorbed_mla.sequences import SequenceLayout
 

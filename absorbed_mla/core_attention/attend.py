@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionBackend
-from absorbed_mla.core_attention.forms import BlockGradients, Form, Query
-from absorbed_mla.core_attention.keys import KeyBlock, KeySource
+from absorbed_mla.core_attention.forms.forms import BlockGradients, Form, Query
+from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
+from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
-from absorbed_mla.core_attention.operands import Attended, AttendedGradient
-from absorbed_mla.core_attention.scores import ScoreRules
+from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
 from absorbed_mla.first_order import first_order_only
 
 
@@ -27,7 +27,7 @@ def attend(
     query: Query,
     kv: Tensor,
     weights: tuple[Tensor, ...],
-) -> Attended:
+) -> AttentionOutput:
     """Attend over all blocks of ``keys``.
 
     Kept for backward are the arguments and the result, and what ``keys`` keeps.
@@ -47,20 +47,22 @@ def attend(
     call = (form, backend, keys, rules)
     if not torch.is_grad_enabled():
         return _attended(call, False, query, kv, weights)
-    return Attended(*_Attend.apply(call, len(query), *query, kv, *weights))
+    return AttentionOutput(*_Attend.apply(call, len(query), *query, kv, *weights))
 
 
-def _attended(call, keep: bool, query: Query, kv: Tensor, weights: tuple[Tensor, ...]) -> Attended:
+def _attended(
+    call, keep: bool, query: Query, kv: Tensor, weights: tuple[Tensor, ...]
+) -> AttentionOutput:
     """Over all blocks; ``keep`` for a backward."""
     form, backend, keys, rules = call
-    parts: Iterator[Attended] = (
+    parts: Iterator[AttentionOutput] = (
         form.forward(query, block.kv, weights, backend, rules(block))
         for block in keys.blocks(kv, keep)
     )
     if keys.num_blocks > 1:
         parts = (_in_full_precision(part) for part in parts)
     out, lse = functools.reduce(_merge, parts)
-    return Attended(out.to(query[0].dtype), lse)
+    return AttentionOutput(out.to(query[0].dtype), lse)
 
 
 class _Attend(torch.autograd.Function):
@@ -81,7 +83,7 @@ class _Attend(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         form, backend, keys, rules = ctx.call
         query, kv, weights = _sort(ctx.num_query, tensors)
-        attended, grad = Attended(out, lse), AttendedGradient(grad_out, grad_lse)
+        attended, grad = AttentionOutput(out, lse), OutputGradient(grad_out, grad_lse)
         found: BlockGradients | None = None
 
         def block_gradient(block: KeyBlock) -> Tensor:
@@ -107,12 +109,12 @@ def _sort(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:
     return tuple(tensors[:num_query]), tensors[num_query], tuple(tensors[num_query + 1 :])
 
 
-def _merge(total: Attended, part: Attended) -> Attended:
-    return Attended(*merge(*total, *part))
+def _merge(total: AttentionOutput, part: AttentionOutput) -> AttentionOutput:
+    return AttentionOutput(*merge(*total, *part))
 
 
-def _in_full_precision(part: Attended) -> Attended:
-    return Attended(part.out.to(part.lse.dtype), part.lse)
+def _in_full_precision(part: AttentionOutput) -> AttentionOutput:
+    return AttentionOutput(part.out.to(part.lse.dtype), part.lse)
 
 
 def _add(total: BlockGradients, part: BlockGradients, dtype: torch.dtype) -> BlockGradients:

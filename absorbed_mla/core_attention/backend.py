@@ -8,21 +8,25 @@ from typing import Any, Protocol
 
 import torch
 
-from absorbed_mla.core_attention import flash_attention, transformer_engine
-from absorbed_mla.core_attention.cudnn import CudnnKernel
+from absorbed_mla.core_attention.backends import flash_attention_4 as flash_attention
+from absorbed_mla.core_attention.backends import transformer_engine
+from absorbed_mla.core_attention.backends.cudnn import CudnnKernel
+from absorbed_mla.core_attention.backends.flash_attention_3 import (
+    FlashAttention3,
+    flash_attention_3_refuses,
+)
+from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
+from absorbed_mla.core_attention.backends.fused import FusedBackend
+from absorbed_mla.core_attention.backends.reference import reference_backward, reference_forward
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
 from absorbed_mla.core_attention.determinism import is_demanded
-from absorbed_mla.core_attention.flash_attention import FlashAttention4
-from absorbed_mla.core_attention.flash_attention_3 import FlashAttention3, flash_attention_3_refuses
-from absorbed_mla.core_attention.fused import FusedBackend
 from absorbed_mla.core_attention.latent_kernels import (
     LatentKernelBackend,
     hopper_refuses,
     triton_refuses,
 )
-from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
-from absorbed_mla.core_attention.reference import reference_backward, reference_forward
-from absorbed_mla.core_attention.scores import ScoreRules
-from absorbed_mla.core_attention.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 
 class AttentionBackend(Protocol):
@@ -34,13 +38,17 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+    def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """Output and LSE."""
         ...
 
     def backward(
-        self, grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
-    ) -> Operands:
+        self,
+        grad: OutputGradient,
+        attended: AttentionOutput,
+        operands: AttentionInputs,
+        rules: ScoreRules,
+    ) -> AttentionInputs:
         """Gradients of the operands."""
         ...
 

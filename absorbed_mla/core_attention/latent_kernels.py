@@ -17,11 +17,12 @@ from torch import Tensor
 from absorbed_mla.core_attention.by_identity import cached_by_identity
 from absorbed_mla.core_attention.determinism import is_demanded
 from absorbed_mla.core_attention.device_table import in_use, to_device
-from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
-from absorbed_mla.core_attention.scores import ScoreRules
-from absorbed_mla.core_attention.spans import Span
-from absorbed_mla.kernels import operators, tiles
-from absorbed_mla.kernels.portable import launch
+from absorbed_mla.core_attention.masks import tiles
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.kernels import operators
+from absorbed_mla.kernels.triton import launch
 
 if TYPE_CHECKING:
     from absorbed_mla.core_attention.backend import AttentionRequest
@@ -50,7 +51,7 @@ class LatentKernelBackend:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+    def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output is in the dtype of the query."""
         q_content, q_rope, k_content, k_rope, _ = operands
         out, lse = operators.latent_attention_forward(
@@ -62,11 +63,15 @@ class LatentKernelBackend:
             rules.scale,
             self.name,
         )
-        return Attended(out, lse)
+        return AttentionOutput(out, lse)
 
     def backward(
-        self, grad: AttendedGradient, attended: Attended, operands: Operands, rules: ScoreRules
-    ) -> Operands:
+        self,
+        grad: OutputGradient,
+        attended: AttentionOutput,
+        operands: AttentionInputs,
+        rules: ScoreRules,
+    ) -> AttentionInputs:
         """See ``reference_backward``; gradients of the query are in its dtype."""
         q_content, q_rope, k_content, k_rope, _ = operands
         name = self._backward_name()
@@ -89,7 +94,9 @@ class LatentKernelBackend:
             name,
         )
         width = k_content.shape[-1]
-        return Operands(dq_content, dq_rope, dkv[..., :width].unsqueeze(2), dkv[..., width:], None)
+        return AttentionInputs(
+            dq_content, dq_rope, dkv[..., :width].unsqueeze(2), dkv[..., width:], None
+        )
 
     def _backward_name(self) -> str:
         if self.name == "hopper" and is_demanded():
@@ -181,7 +188,7 @@ def _too_long(dtype: torch.dtype, content: int, rope: int, device: torch.device)
     return None
 
 
-def _query_tiles(kernel: str, operands: Operands, spans: tuple[Span, ...]) -> Tensor:
+def _query_tiles(kernel: str, operands: AttentionInputs, spans: tuple[Span, ...]) -> Tensor:
     q_content = operands.q_content
     heads = q_content.shape[2]
     if kernel == "triton":
@@ -191,14 +198,14 @@ def _query_tiles(kernel: str, operands: Operands, spans: tuple[Span, ...]) -> Te
     return in_use(_query_table(spans, tokens, len(q_content), q_content.device))
 
 
-def _key_tiles(operands: Operands, spans: tuple[Span, ...]) -> tuple[Tensor, int]:
+def _key_tiles(operands: AttentionInputs, spans: tuple[Span, ...]) -> tuple[Tensor, int]:
     k_content = operands.k_content
     tokens = _portable_launch(operands).key_tokens
     table, layers = _key_table(spans, tokens, len(k_content), k_content.device)
     return in_use(table), layers
 
 
-def _portable_launch(operands: Operands) -> launch.Launch:
+def _portable_launch(operands: AttentionInputs) -> launch.Launch:
     q_content, q_rope = operands.q_content, operands.q_rope
     return launch.launch_for(
         q_content.dtype, q_content.shape[-1], q_rope.shape[-1], q_content.device

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from absorbed_mla.core_attention.operands import Attended, Operands
-from absorbed_mla.core_attention.reference import reference_backward
-from absorbed_mla.core_attention.scores import ScoreRules
-from absorbed_mla.core_attention.spans import Span
+from absorbed_mla.core_attention.backends.reference import reference_backward
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
 
 TILE_KEYS = 64
 # Tiles of keys are gathered for so many tokens at a time: 38 MB in fp32 at DeepSeek-V3's widths.
@@ -84,7 +84,7 @@ class TiledReferenceBackend:
     name = "reference"
     backward = staticmethod(reference_backward)
 
-    def forward(self, operands: Operands, rules: ScoreRules) -> Attended:
+    def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; one key head, which is the value too."""
         q_content, q_rope, k_content, k_rope, value = operands
         assert value is None and rules.attention_mask is None and not rules.dropout
@@ -102,7 +102,7 @@ class TiledReferenceBackend:
                 out[part, entry], lse[part, entry] = attend_to_tiles(
                     query.to(compute), tiles, rules.scale, width
                 )
-        return Attended(out, lse)
+        return AttentionOutput(out, lse)
 
 
 def _key_ranges(spans: tuple[Span, ...], tokens: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.keys import KeyBlock
-from absorbed_mla.core_attention.spans import Span, self_attention_spans
+from absorbed_mla.core_attention.key_source import KeyBlock
+from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.sequences import SequenceLayout
 

@@ -136,5 +136,4 @@ def _(q_content, q_rope, cache, *rest):
 
 def _kernel_module(kernel: str, direction: str):
     """The kernels, and with them Triton, which importing this module does not need."""
-    package = "portable" if kernel == "triton" else kernel
-    return importlib.import_module(f"absorbed_mla.kernels.{package}.{direction}")
+    return importlib.import_module(f"absorbed_mla.kernels.{kernel}.{direction}")

@@ -29,7 +29,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.inference import drop_inference_buffers
+from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.testing.request import Request, Result, Run
 
 # FlashMLA's, which the host demands of a cache of latents.

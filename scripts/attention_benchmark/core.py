@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import (
-    Attended,
-    AttendedGradient,
-    AttentionBackend,
-    AttentionRequest,
-    Operands,
-    ScoreRules,
-    Span,
-)
-from absorbed_mla.core_attention.backend import examine
+from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from attention_benchmark import peers
 from attention_benchmark.cases import CoreCase, pair_widths
@@ -86,7 +80,7 @@ def build(case: CoreCase, args: argparse.Namespace, processes: Processes) -> Att
     return Attention(attend, backward)
 
 
-def random_operands(case: CoreCase, dims: dict[str, int], processes: Processes) -> Operands:
+def random_operands(case: CoreCase, dims: dict[str, int], processes: Processes) -> AttentionInputs:
     """Normal values, as a layer has them.
 
     Expanded, content and rope are together; absorbed, the queries' are apart, and the keys' are
@@ -96,11 +90,11 @@ def random_operands(case: CoreCase, dims: dict[str, int], processes: Processes) 
     key_width, value_width = pair_widths(case.form, dims)
     if case.form == "expanded":
         q, k = (processes.random(tokens, 1, heads, key_width) for _ in range(2))
-        return Operands.multi_head(q, k, processes.random(tokens, 1, heads, value_width))
+        return AttentionInputs.multi_head(q, k, processes.random(tokens, 1, heads, value_width))
     widths = [value_width, key_width - value_width]
     q_content, q_rope = (processes.random(tokens, 1, heads, width) for width in widths)
     latent, k_rope = processes.random(tokens, 1, key_width).split(widths, dim=-1)
-    return Operands(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
+    return AttentionInputs(q_content, q_rope, latent.unsqueeze(2), k_rope, None)
 
 
 def _backend(case: CoreCase, dims: dict[str, int], processes: Processes) -> AttentionBackend:
@@ -129,19 +123,19 @@ def _backend(case: CoreCase, dims: dict[str, int], processes: Processes) -> Atte
 
 
 def _ours(
-    backend: AttentionBackend, operands: Operands, scale: float, grad_out: Tensor
+    backend: AttentionBackend, operands: AttentionInputs, scale: float, grad_out: Tensor
 ) -> Attention:
     tokens = len(operands.q_content)
     rules = ScoreRules(scale=scale, spans=(Span(0, tokens, 0, tokens, 0),))
-    grad = AttendedGradient(grad_out, None)
+    grad = OutputGradient(grad_out, None)
 
     @torch.no_grad()
-    def forward() -> Attended:
+    def forward() -> AttentionOutput:
         out, lse = backend.forward(operands, rules)
-        return Attended(out.to(grad_out.dtype), lse)
+        return AttentionOutput(out.to(grad_out.dtype), lse)
 
     @torch.no_grad()
-    def backward(attended: Attended) -> Operands:
+    def backward(attended: AttentionOutput) -> AttentionInputs:
         return backend.backward(grad, attended, operands, rules)
 
     return Attention(forward, backward)

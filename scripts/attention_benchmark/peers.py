@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from absorbed_mla.core_attention import Operands
+from absorbed_mla.core_attention.types import AttentionInputs
 from attention_benchmark.row import Refused
 
 # What PyTorch raises where its backend refuses.
@@ -34,7 +34,7 @@ Attend = Callable[[], Tensor]
 Built = tuple[Attend, tuple[Tensor, ...]]
 
 
-def _joined(operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+def _joined(operands: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Query [S, B, N, K], key [S, B, N or 1, K] and value [S, B, N or 1, V], leaves of autograd.
 
     The latent's value is a view of its key.
@@ -57,7 +57,7 @@ def _leaves(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x for x in tensors if x.is_leaf)
 
 
-def torch_sdpa(backend: SDPBackend, operands: Operands, scale: float) -> Built:
+def torch_sdpa(backend: SDPBackend, operands: AttentionInputs, scale: float) -> Built:
     """PyTorch's scaled_dot_product_attention with one of its backends, [B, N, S, D] views."""
     q, k, v = _joined(operands)
 
@@ -87,7 +87,7 @@ def _refuse_as_torch_does(attend: Attend) -> None:
             raise Refused("; ".join(own) or "this device has no such kernel") from None
 
 
-def transformer_engine(operands: Operands, scale: float) -> Built:
+def transformer_engine(operands: AttentionInputs, scale: float) -> Built:
     """TransformerEngine's fused attention (cuDNN's), by its DotProductAttention."""
     module = _import("transformer_engine.pytorch", "TransformerEngine")
     q, k, v = _joined(operands)
@@ -130,7 +130,7 @@ def only_fused() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def flash_attention(module: str, operands: Operands, scale: float) -> Built:
+def flash_attention(module: str, operands: AttentionInputs, scale: float) -> Built:
     """FlashAttention-3 or 4, [B, S, N, D]; the latent as its value, with ``qv``."""
     function = _import(module, module).flash_attn_func
     if operands.value is not None:
@@ -161,7 +161,7 @@ def _import(module: str, name: str):
         raise Refused(f"{name} cannot be imported: {error}") from None
 
 
-FUNCTIONS: dict[str, Callable[[Operands, float], Built]] = {
+FUNCTIONS: dict[str, Callable[[AttentionInputs, float], Built]] = {
     "torch, cudnn": partial(torch_sdpa, SDPBackend.CUDNN_ATTENTION),
     "torch, efficient": partial(torch_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "torch, flash": partial(torch_sdpa, SDPBackend.FLASH_ATTENTION),

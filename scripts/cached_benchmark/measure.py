@@ -10,9 +10,13 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.core_attention import AttentionRequest, Operands, ScoreRules, Span, examine
+from absorbed_mla.core_attention.backend import AttentionRequest, examine
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dims import MLADims
-from absorbed_mla.inference import CachedAttention, open_step
+from absorbed_mla.inference.attention import CachedAttention
+from absorbed_mla.inference.caches.contexts import open_step
 from attention_benchmark.row import Times
 from attention_benchmark.timing import Repeated
 from cached_benchmark.cases import Case
@@ -159,7 +163,7 @@ class Measurement:
         v = self._random(case.keys, 1, case.heads, value)
         span = Span(0, case.queries, 0, case.keys, causal_offset=case.context)
         rules = ScoreRules(scale=SCALE, spans=(span,))
-        operands = Operands.multi_head(q, k, v)
+        operands = AttentionInputs.multi_head(q, k, v)
         return lambda: backend.forward(operands, rules)
 
     def _times(self, run) -> tuple[Times, int | None]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import provenance
-from absorbed_mla.inference.paged_backends import PagedRequest, choose
-from absorbed_mla.inference.paged_reference import paged_reference
+from absorbed_mla.inference.backend import PagedRequest, choose
+from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from attention_benchmark.arguments import command_line
 from attention_benchmark.row import Refused

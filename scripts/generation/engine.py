@@ -21,7 +21,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.inference import drop_inference_buffers
+from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.testing.engine import BLOCK_SIZE, dynamic_engine
 from generation.sampling import Sampling
 

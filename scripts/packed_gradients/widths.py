@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import AttentionBackend, ReferenceBackend, ScoreRules, Span
-from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
-from absorbed_mla.core_attention.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.backend import AttentionBackend, ReferenceBackend
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from context_parallel_benchmark.row import shortened
 from packed_gradients.row import WidthRow
 from tests.support.numerics import relative_error
@@ -55,9 +57,9 @@ def _outcome(
 ) -> dict[str, Tensor]:
     """Output and gradients by name."""
     q, k, v, grad_out = inputs
-    operands = Operands.multi_head(q, k, v)
+    operands = AttentionInputs.multi_head(q, k, v)
     attended = backend.forward(operands, rules)
-    attended = Attended(attended.out.to(q.dtype), attended.lse)
-    found = backend.backward(AttendedGradient(grad_out, None), attended, operands, rules)
+    attended = AttentionOutput(attended.out.to(q.dtype), attended.lse)
+    found = backend.backward(OutputGradient(grad_out, None), attended, operands, rules)
     gradients = found.as_multi_head()
     return dict(zip(("output", "dq", "dk", "dv"), (attended.out, *gradients)))

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.distributed_checkpoint import load_model_weights
+from absorbed_mla.checkpoint.distributed import load_model_weights
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.checkpoint_folder import find_checkpoint
 from training.presets import ModelPreset

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import nn
 
-from absorbed_mla.distributed_checkpoint import load_model_weights, model_sharded_state_dict
+from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
 from training import checkpoint_folder, distributed
 from training.checkpoint_args import checkpoint_args
 from training.model import unwrap

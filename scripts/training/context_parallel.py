@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.core import parallel_state
 from torch import Tensor
 
-from absorbed_mla.context_parallel import ContextParallelLayout
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.distributed_checkpoint import load_model_weights
+from absorbed_mla.checkpoint.distributed import load_model_weights
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
 
-from absorbed_mla.distributed_checkpoint import model_sharded_state_dict
+from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
 from checkpoint_conversion.formats.legacy_names import as_mapped
 from checkpoint_conversion.model_config import ModelConfig
 from tests.support.cases import TINY, config_for

@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.transformer.enums import AttnBackend
 
-from absorbed_mla.distributed_checkpoint import load_model_weights
+from absorbed_mla.checkpoint.distributed import load_model_weights
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.formats.torch_dist_names import extra_state_names

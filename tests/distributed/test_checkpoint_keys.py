@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-from absorbed_mla.distributed_checkpoint import (
+from absorbed_mla.checkpoint.distributed import (
     _check_complete,
     load_model_weights,
     model_sharded_state_dict,

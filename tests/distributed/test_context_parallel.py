@@ -19,7 +19,7 @@ from megatron.core.distributed import (
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from absorbed_mla.context_parallel import agreement
+from absorbed_mla.context_parallel import consistency as agreement
 from absorbed_mla.testing.traffic import count_traffic
 from tests import oracle
 from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout

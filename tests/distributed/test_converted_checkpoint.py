@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from absorbed_mla.distributed_checkpoint import load_model_weights
+from absorbed_mla.checkpoint.distributed import load_model_weights
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.layouts import KV_UP
 from checkpoint_conversion.mapping import to_megatron

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor, nn
 
-from absorbed_mla.distributed_checkpoint import (
+from absorbed_mla.checkpoint.distributed import (
     load_model_weights,
     model_sharded_state_dict,
     save_model_weights,

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from absorbed_mla import MLADims
-from absorbed_mla.core_attention import AttentionRequest
-from absorbed_mla.core_attention.backend import examine
-from absorbed_mla.core_attention.forms import AbsorbedForm, ExpandedForm
+from absorbed_mla.core_attention.backend import AttentionRequest, examine
+from absorbed_mla.core_attention.forms.forms import AbsorbedForm, ExpandedForm
 from tests.oracle import OracleMLA
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED, WIDE, config_for

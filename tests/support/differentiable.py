@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import (
-    Attended,
-    AttendedGradient,
-    AttentionBackend,
-    Operands,
-    ReferenceBackend,
-    ScoreRules,
-)
+from absorbed_mla.core_attention.backend import AttentionBackend, ReferenceBackend
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 
 def attention(
@@ -24,7 +19,7 @@ def attention(
     rules: ScoreRules,
     backend: AttentionBackend | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output in the dtype of ``q_content``, and LSE. Shapes: see ``Operands``."""
+    """Output in the dtype of ``q_content``, and LSE. Shapes: see ``AttentionInputs``."""
     operands = (q_content, q_rope, k_content, k_rope, value)
     return _Attention.apply(backend or ReferenceBackend(), rules, *operands)
 
@@ -32,7 +27,7 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, rules, *operands):
-        out, lse = backend.forward(Operands(*operands), rules)
+        out, lse = backend.forward(AttentionInputs(*operands), rules)
         out = out.to(operands[0].dtype)
         ctx.call = (backend, rules)
         # Backends have a way of their own where nobody used the LSE.
@@ -47,6 +42,9 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         backend, rules = ctx.call
         grads = backend.backward(
-            AttendedGradient(grad_out, grad_lse), Attended(out, lse), Operands(*operands), rules
+            OutputGradient(grad_out, grad_lse),
+            AttentionOutput(out, lse),
+            AttentionInputs(*operands),
+            rules,
         )
         return None, None, *(None if x is None else g.to(x.dtype) for x, g in zip(operands, grads))

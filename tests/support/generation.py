@@ -10,7 +10,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.inference import drop_inference_buffers
+from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.testing.engine import Request, Result, dynamic_engine, generate
 from tests.support import world
 from tests.support.engine import by_whole_forwards, prompt

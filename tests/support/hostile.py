@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import ScoreRules, Span
-from absorbed_mla.core_attention.operands import Attended, AttendedGradient, Operands
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 
 @contextlib.contextmanager
@@ -90,21 +91,21 @@ class Case:
         scale = (self.content + self.rope) ** -0.5
         return ScoreRules(scale, self.spans, query_chunk_size=64)
 
-    def operands(self, device: torch.device) -> Operands:
+    def operands(self, device: torch.device) -> AttentionInputs:
         """Random; finite everywhere."""
         torch.manual_seed(self.queries)
         q = self._random(device, self.queries, self.batch, self.heads, self.content + self.rope)
         kv = self._random(device, self.keys, self.batch, self.content + self.rope)
         c = self.content
-        return Operands(q[..., :c], q[..., c:], kv[..., None, :c], kv[..., c:], None)
+        return AttentionInputs(q[..., :c], q[..., c:], kv[..., None, :c], kv[..., c:], None)
 
-    def gradient(self, device: torch.device) -> AttendedGradient:
+    def gradient(self, device: torch.device) -> OutputGradient:
         """Random; finite everywhere."""
         torch.manual_seed(self.keys)
         shape = (self.queries, self.batch, self.heads)
         out = torch.randn(*shape, self.content, device=device).to(self.dtype)
         lse = torch.randn(shape, device=device) if self.lse_gradient else None
-        return AttendedGradient(out, lse)
+        return OutputGradient(out, lse)
 
     def _random(self, device: torch.device, *shape: int) -> Tensor:
         return (torch.randn(shape, device=device) * self.magnitude).to(self.dtype)
@@ -119,7 +120,7 @@ class Case:
             table[span.queries, span.keys] = ~hidden
         return table
 
-    def hide(self, operands: Operands, grad: AttendedGradient) -> tuple:
+    def hide(self, operands: AttentionInputs, grad: OutputGradient) -> tuple:
         """The same amid NaN, and NaN in the rows of tokens that are in no span."""
         queries, keys = torch.ones(self.queries), torch.ones(self.keys)
         for span in self.spans:
@@ -135,10 +136,12 @@ class Case:
 
         q = [hidden(x, no_query) for x in operands[:2]]
         k = [hidden(x, no_key) for x in operands[2:4]]
-        return Operands(*q, *k, None), AttendedGradient(*(hidden(x, no_query) for x in grad))
+        return AttentionInputs(*q, *k, None), OutputGradient(*(hidden(x, no_query) for x in grad))
 
 
-def evaluate(case: Case, operands: Operands, grad: AttendedGradient, dtype: torch.dtype) -> dict:
+def evaluate(
+    case: Case, operands: AttentionInputs, grad: OutputGradient, dtype: torch.dtype
+) -> dict:
     """Output, LSE and gradients by PyTorch and its autograd, all of it in ``dtype``."""
     qc, qr, kc, kr = (x.detach().to(dtype).requires_grad_() for x in operands[:4])
     scores = torch.einsum("qbnd,kbd->qbnk", qc, kc[:, :, 0])
@@ -155,10 +158,10 @@ def evaluate(case: Case, operands: Operands, grad: AttendedGradient, dtype: torc
     found = torch.autograd.grad(outputs, (qc, qr, kc, kr), grads, allow_unused=True)
     found = tuple(torch.zeros_like(x) if g is None else g for g, x in zip(found, (qc, qr, kc, kr)))
     lse = lse.masked_fill(blind, -torch.inf)
-    return named(Attended(out, lse), Operands(*found, None))
+    return named(AttentionOutput(out, lse), AttentionInputs(*found, None))
 
 
-def named(attended: Attended, grads: Operands) -> dict[str, Tensor]:
+def named(attended: AttentionOutput, grads: AttentionInputs) -> dict[str, Tensor]:
     """Results by name."""
     names = ("out", "lse", "dq_content", "dq_rope", "dlatent", "dk_rope")
     return dict(zip(names, (*(x.detach() for x in attended), *grads[:4])))

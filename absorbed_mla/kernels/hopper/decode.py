@@ -15,7 +15,7 @@ from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.schedule import schedule
-from absorbed_mla.kernels.portable.common import interpreted
+from absorbed_mla.kernels.triton.common import interpreted
 
 # Keys that one copy loads, at least: 8 would be possible, but are a KiB only.
 LEAST_PAGE = 16

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.portable.common import interpreted, narrow, precision, product
+from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
 
 # Tokens, outputs and summands of a block; nothing may make them depend on the number of tokens.
 _TOKENS, _OUTPUTS, _SUMMANDS = 64, 64, 32

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.paged.plan import Cut, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
-from absorbed_mla.kernels.portable.common import LN_2, interpreted, narrow
+from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
 
 # Numbers of a program of 128 threads that are on their way together, and columns of a row, which a
 # few programs share where it has many parts.

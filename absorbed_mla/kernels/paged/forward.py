@@ -14,7 +14,7 @@ from torch import Tensor
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, schedule
-from absorbed_mla.kernels.portable.common import (
+from absorbed_mla.kernels.triton.common import (
     LN_2,
     LOG2_E,
     interpreted,
@@ -23,7 +23,7 @@ from absorbed_mla.kernels.portable.common import (
     rows_contiguous,
     store_rows,
 )
-from absorbed_mla.kernels.portable.forward import attend_to_keys, normalised
+from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
 
 
 def forward(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from absorbed_mla.kernels.portable.launch import Blocks, launch_for, shared_memory
+from absorbed_mla.kernels.triton.launch import Blocks, launch_for, shared_memory
 
 # With few heads and one token the products are small and memory is what takes time: few rows, whose
 # products each warp does for keys of its own. 16 rows take so little shared memory that two

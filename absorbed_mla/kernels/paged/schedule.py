@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.part_size import load_lengths, parts_of, size_of_parts, work
 from absorbed_mla.kernels.paged.plan import Cut, Tiles
-from absorbed_mla.kernels.portable.common import narrow
+from absorbed_mla.kernels.paged.split_kv import load_lengths, parts_of, size_of_parts, work
+from absorbed_mla.kernels.triton.common import narrow
 
 TABLE_COLUMNS = tl.constexpr(8)
 _PROGRAMS = 32

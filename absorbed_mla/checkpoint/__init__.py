@@ -1,0 +1,1 @@
+"""State dicts and distributed checkpoints in every layout that Megatron's MLA writes."""

@@ -1,0 +1,160 @@
+"""Weights of a whole model to and from Megatron's distributed checkpoints, whoever wrote them.
+
+Standard and absorbed models differ in a few names only, because the same norm is a module of its
+own in local layers and part of a linear layer in TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from torch import nn
+
+from absorbed_mla.checkpoint.state_dict import FUSED_NORMS
+
+# Name in local layers -> name in TransformerEngine's fused layers, as suffixes of a key.
+NORM_NAMES = {**FUSED_NORMS, "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+
+
+def load_model_weights(
+    model: nn.Module, checkpoint_dir: str | Path, *, ignore: tuple[str, ...] = ()
+) -> None:
+    """Load a model's weights from a distributed checkpoint of a standard or absorbed MLA model.
+
+    Collective over all ranks. The checkpoint may come from another tensor- or pipeline-parallel
+    size, and from local or TransformerEngine layers.
+
+    Args:
+        model: A Megatron model (or part of one, under the same names), not wrapped for DDP.
+        checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote. Optimizer states in it are
+            left alone.
+        ignore: Beginnings of the checkpoint's names that the model is not to have, e.g. ``"mtp."``.
+
+    Raises:
+        ValueError: If the folder is no distributed checkpoint, or weights are missing, of other
+            shapes or without a place in the model; all of them are listed.
+    """
+    checkpoint_dir = str(checkpoint_dir)
+    if not dist_checkpointing.check_is_distributed_checkpoint(checkpoint_dir):
+        raise ValueError(f"{checkpoint_dir} is not a distributed checkpoint (no metadata.json)")
+    saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir)
+    shapes = {key: tuple(tensor.global_shape) for key, tensor in saved.items()}
+    numbered = any(re.search(r"decoder\.layers\.\d+\.", key) for key in shapes)
+    requested = model_sharded_state_dict(model, non_homogeneous_layers=numbered)
+    # Extra states hold nothing outside FP8; the layers that keep one differ between backends.
+    requested = {k: v for k, v in requested.items() if not isinstance(v, ShardedObject)}
+    for entry in nested_values(requested):
+        entry.key = _name_in(shapes, entry.key)
+    _check_complete(requested, shapes, checkpoint_dir, ignore)
+    loaded = dist_checkpointing.load(requested, checkpoint_dir)
+    # A training checkpoint's common state (arguments, iteration) comes along.
+    weights = {key: loaded[key] for key in requested}
+    model.load_state_dict({**_extra_states(model), **weights})
+
+
+def model_sharded_state_dict(
+    model: Any, *, non_homogeneous_layers: bool = True
+) -> ShardedStateDict:
+    """``model.sharded_state_dict()`` with the metadata that Megatron 0.19 expects.
+
+    Args:
+        model: A Megatron model.
+        non_homogeneous_layers: Whether layers are saved under their numbers instead of stacked;
+            models with dense and MoE layers always are.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "non_homogeneous_layers": non_homogeneous_layers}
+    return model.sharded_state_dict(metadata=metadata)
+
+
+def save_model_weights(
+    model: nn.Module, checkpoint_dir: str | Path, *, norm_names: str | None = None
+) -> None:
+    """Write a model's weights as a distributed checkpoint that standard MLA models can load.
+
+    Args:
+        model: A Megatron model, not wrapped for DDP.
+        checkpoint_dir: An existing empty folder.
+        norm_names: ``"local"`` or ``"transformer_engine"``: the layers of the model that is to load
+            it; None writes the names of this model's own backend.
+
+    Raises:
+        ValueError: If ``norm_names`` is unknown.
+    """
+    if norm_names not in (None, "local", "transformer_engine"):
+        raise ValueError(
+            f"norm_names must be None, 'local' or 'transformer_engine'; got {norm_names!r}"
+        )
+    entries = model_sharded_state_dict(model)
+    if norm_names is not None:
+        for entry in nested_values(entries):
+            if isinstance(entry, ShardedBase):
+                entry.key = _renamed(entry.key, fused=norm_names == "transformer_engine")
+    dist_checkpointing.save(entries, str(checkpoint_dir))
+
+
+def _extra_states(model: nn.Module) -> dict[str, None]:
+    return {key: None for key in model.state_dict() if key.endswith("_extra_state")}
+
+
+def _renamed(key: str, fused: bool) -> str:
+    for local, te in NORM_NAMES.items():
+        old, new = (local, te) if fused else (te, local)
+        if key.endswith(old):
+            return key.removesuffix(old) + new
+    return key
+
+
+def _name_in(saved: dict[str, tuple], key: str) -> str:
+    """The name under which ``key``'s tensor is saved; ``key`` itself where it is not."""
+    for candidate in (key, _renamed(key, fused=True), _renamed(key, fused=False)):
+        if candidate in saved:
+            return candidate
+    return key
+
+
+def _check_complete(
+    requested: ShardedStateDict, saved: dict[str, tuple], where: str, ignore: tuple[str, ...]
+) -> None:
+    # Pipeline stages hold different layers. All ranks judge the whole model, so that all of them
+    # raise together, and know what has no place in it.
+    own = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(requested)}
+    stages: list[dict[str, tuple]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, own)
+    needed = {key: shape for stage in stages for key, shape in stage.items()}
+    problems = []
+    for key, shape in needed.items():
+        if key not in saved:
+            problems.append(f"{key} is missing, this model needs {shape}")
+        elif saved[key] != shape:
+            problems.append(f"{key} has shape {saved[key]}, this model needs {shape}")
+    left_alone = ("optimizer.", "chained_", *ignore)
+    problems += [
+        f"{key} of shape {shape} has no place in this model"
+        for key, shape in saved.items()
+        if key not in needed and not key.startswith(left_alone)
+    ]
+    if problems:
+        raise ValueError(f"{where} does not fit the model: " + "; ".join(sorted(problems)))
+
+
+def _tensors(entries: ShardedStateDict) -> Iterator[ShardedTensor]:
+    """Every tensor a checkpoint holds, of which a factory makes several."""
+    for entry in nested_values(entries):
+        if isinstance(entry, ShardedTensorFactory):
+            yield from nested_values(entry.build())
+        else:
+            yield entry

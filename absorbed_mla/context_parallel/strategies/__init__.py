@@ -1,0 +1,1 @@
+"""Ways of exchanging latents between context-parallel ranks: one file each, named as the option."""

@@ -1,0 +1,1 @@
+"""The two executions of latent attention: absorbed and expanded."""

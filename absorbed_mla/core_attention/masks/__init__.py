@@ -1,0 +1,1 @@
+"""Which query may see which key: spans, score rules, dropout, and the tables kernels read."""

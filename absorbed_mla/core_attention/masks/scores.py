@@ -1,0 +1,95 @@
+"""What turns raw scores into attention: scale, mask, sequence boundaries, dropout, chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.masks.dropout import keep_factors
+from absorbed_mla.core_attention.masks.spans import Span
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """The rules of one attention call, free of tensors of the model.
+
+    Attributes:
+        scale: Multiplies the scores before the softmax.
+        spans: Which queries may see which keys. A query is in at most one span.
+        attention_mask: Bool, True where a key is hidden; [B or 1, 1, S_q or 1, S_k], or None.
+        dropout: Probability that an attention probability is dropped.
+        dropout_seed: Seed of the dropout pattern; the same seed gives the same pattern.
+        query_tokens: int64 [S_q], the token of the whole batch or pack that each query is; needed
+            for dropout, whose pattern must not depend on which rank or chunk computes a pair.
+        key_tokens: int64 [S_k], likewise.
+        first_head: Index of the first head among those of the tensor-parallel rank.
+        query_chunk_size: Largest number of query tokens in a chunk.
+    """
+
+    scale: float
+    spans: tuple[Span, ...]
+    attention_mask: Tensor | None = None
+    dropout: float = 0.0
+    dropout_seed: int = 0
+    query_tokens: Tensor | None = None
+    key_tokens: Tensor | None = None
+    first_head: int = 0
+    query_chunk_size: int = 256
+
+    def chunks(self) -> Iterator[Span]:
+        """Spans of at most ``query_chunk_size`` queries, which cover every span once."""
+        for span in self.spans:
+            for first in range(span.query_start, span.query_end, self.query_chunk_size):
+                last = min(first + self.query_chunk_size, span.query_end)
+                yield span.within_queries(first, last)
+
+    def on_keys(self, spans: tuple[Span, ...], tokens: Callable[[], Tensor]) -> ScoreRules:
+        """The rules on some of the keys that the mask is for.
+
+        Args:
+            spans: Which queries see which of them.
+            tokens: Makes their ``key_tokens``, which the mask's last axis is indexed with.
+        """
+        mask = self.attention_mask
+        if mask is None and not self.dropout:
+            return replace(self, spans=spans)
+        key_tokens = tokens()
+        # A block with as many keys as there are holds them all, in their order.
+        if mask is not None and len(key_tokens) != mask.shape[3]:
+            mask = mask.index_select(3, key_tokens)
+        return replace(self, spans=spans, attention_mask=mask, key_tokens=key_tokens)
+
+    def for_heads(self, first: int) -> ScoreRules:
+        """The rules where the first head is ``first`` of these heads."""
+        return replace(self, first_head=self.first_head + first) if first else self
+
+    def mask(self, scores: Tensor, chunk: Span) -> Tensor:
+        """Set hidden scores of a chunk [B, N, Q, K] to -inf."""
+        if chunk.causal_offset is not None:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores = scores.masked_fill(hidden.triu(chunk.causal_offset + 1), -torch.inf)
+        if self.attention_mask is not None:
+            rows = chunk.queries if self.attention_mask.shape[2] > 1 else slice(None)
+            scores = scores.masked_fill(self.attention_mask[:, :, rows, chunk.keys], -torch.inf)
+        return scores
+
+    def keep_mask(self, probs: Tensor, chunk: Span) -> Tensor | None:
+        """Dropout factors of a chunk, 0 or 1 / (1 - dropout), in the shape of ``probs``.
+
+        They are made anew from the seed in backward instead of being kept.
+        """
+        if not self.dropout:
+            return None
+        assert self.query_tokens is not None and self.key_tokens is not None
+        batch, heads = probs.shape[:2]
+        return keep_factors(
+            self.dropout,
+            self.dropout_seed,
+            batch=torch.arange(batch, device=probs.device),
+            heads=torch.arange(heads, device=probs.device) + self.first_head,
+            queries=self.query_tokens[chunk.queries],
+            keys=self.key_tokens[chunk.keys],
+        ).to(probs.dtype)

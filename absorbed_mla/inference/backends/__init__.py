@@ -1,0 +1,1 @@
+"""Paged attention backends: one file each, named as the backend."""

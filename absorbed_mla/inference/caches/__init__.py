@@ -1,0 +1,1 @@
+"""Latent caches: one file for each of Megatron's inference contexts."""

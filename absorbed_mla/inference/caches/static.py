@@ -1,0 +1,158 @@
+"""The latent cache in Megatron's ``StaticInferenceContext``: one batch that grows in step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.device_table import in_use, to_device
+from absorbed_mla.inference.caches.latent_memory import (
+    LatentMemory,
+    OffloadedLatents,
+    ResidentLatents,
+)
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.step import CachePart, RowLengths
+from absorbed_mla.options import AbsorbedMLAOptions
+
+
+class StaticStep:
+    """One forward of a batch whose requests all hold the same number of tokens.
+
+    The context keeps two tensors under the layer's number, [positions, max_batch_size, C + rope]:
+    latents on the device, and those behind in host memory (none by default). Its own
+    ``swap_key_value_dict`` reorders requests in both.
+
+    Args:
+        context: The host's; its ``sequence_len_offset`` and ``batch_size_offset`` say where the
+            new tokens go.
+        layer_number: Key of the layer in the context.
+        kv: Latents of the new tokens, [S, B, C + rope].
+        options: Read for ``latent_cache_tokens`` and ``context_chunk_size``.
+        owner: See ``open_step``.
+
+    Raises:
+        ValueError: If the new tokens do not fit into the context, or follow another model's.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        layer_number: int,
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> None:
+        tokens, batch, _ = kv.shape
+        self.offset, first = int(context.sequence_len_offset), int(context.batch_size_offset)
+        self.requests = slice(first, first + batch)
+        self.max_position = self.offset + tokens
+        _require_fits("max_sequence_length", context.max_sequence_length, self.max_position)
+        _require_fits("max_batch_size", context.max_batch_size, self.requests.stop)
+        self.memory = _memory(context, layer_number, kv, options)
+        _claim(context, layer_number, owner)
+        self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
+        self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
+        self.rows = _rows(self.lengths, kv.device, _stream(kv.device))
+        in_use(self.rows.query_starts)  # as are the lengths: views of one
+        in_use(self.rows.block_table)
+
+    def positions(self) -> Tensor | slice:
+        """See :class:`InferenceStep`."""
+        batch = len(self.rows)
+        if batch == 1:
+            return slice(self.offset, self.max_position)
+        device = self.rows.query_starts.device
+        return torch.arange(self.offset, self.max_position, device=device).repeat(batch)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """See :class:`InferenceStep`."""
+        return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """See :class:`InferenceStep`."""
+        tokens = self.max_position - self.offset
+        return x.view(len(self.rows), tokens, x.shape[-1]).transpose(0, 1)
+
+    def write(self, kv: Tensor) -> None:
+        """See :class:`InferenceStep`."""
+        self.memory.write(self.offset, self.requests, self.unpack(kv))
+
+    def parts(self, end: int | None = None) -> Iterator[CachePart]:
+        """See :class:`InferenceStep`."""
+        return self.memory.parts(self.rows, self.requests, end or self.max_position)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(lengths: RowLengths, device: torch.device, stream: int) -> Rows:
+    """The tables of a forward, which are the same in all layers; a request is one block.
+
+    They are written in the order of one stream, whose number is a part of the key.
+    """
+    requests = range(len(lengths.queries))
+    blocks = to_device(lambda: torch.tensor(requests, dtype=torch.int32)[:, None], device)
+    return Rows.of(lengths.queries, lengths.keys, blocks)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _require_fits(name: str, limit: int, needed: int) -> None:
+    if needed > limit:
+        raise ValueError(
+            f"the inference context has {name}={limit}, but this forward needs {needed}; "
+            f"make the context with a larger {name}"
+        )
+
+
+def _claim(context: Any, layer_number: int, owner: object) -> None:
+    """Refuse to continue what another model's layer wrote; the first tokens of all may be anyone's.
+
+    Another model of the same dimensions would find its layer's number taken, and fit.
+    """
+    owners = vars(context).setdefault("latent_owners", {})
+    last = owners.get(layer_number)
+    begun = int(context.sequence_len_offset) or int(context.batch_size_offset)
+    if begun and last is not None and last() is not owner:
+        raise ValueError(
+            f"the inference context holds another model's latents for layer {layer_number}; use "
+            "one context per model"
+        )
+    owners[layer_number] = weakref.ref(owner)
+
+
+def _memory(
+    context: Any, layer_number: int, kv: Tensor, options: AbsorbedMLAOptions
+) -> LatentMemory:
+    """The layer's latents, allocated on first use."""
+    positions, batch = context.max_sequence_length, context.max_batch_size
+    resident = min(positions, options.latent_cache_tokens or positions)
+    kept = context.key_value_memory_dict
+    if layer_number not in kept:
+        pinned = kv.is_cuda and resident < positions
+        kept[layer_number] = (
+            kv.new_empty(resident, batch, kv.shape[-1]),
+            torch.empty(
+                positions - resident, batch, kv.shape[-1], dtype=kv.dtype, pin_memory=pinned
+            ),
+        )
+    near, far = kept[layer_number]
+    expected = (resident, batch, kv.shape[-1])
+    if near.shape != expected or near.dtype != kv.dtype or near.device != kv.device:
+        raise ValueError(
+            f"the inference context holds {near.dtype} {tuple(near.shape)} on {near.device} for "
+            f"layer {layer_number}, not this layer's latents {kv.dtype} {expected} on {kv.device}; "
+            "use one context per model"
+        )
+    if not len(far):
+        return ResidentLatents(near)
+    if kv.is_cuda and not far.is_pinned():  # the host reordered requests
+        far = far.pin_memory()
+        kept[layer_number] = (near, far)
+    return OffloadedLatents(near, far, max(1, options.context_chunk_size // batch))

@@ -1,0 +1,161 @@
+"""Backward in two kernels, without atomics: dQ over keys, then d(latent), d(k_rope) over queries.
+
+Probabilities are computed again from the LSE (FlashAttention, arXiv:2205.14135), once in each
+kernel: 7680 FLOP per pair and head at C = 512, R = 64 where 5504 are needed, for the same bits in
+every run. The gradients of key and value go into one accumulator, since both are the latent.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from absorbed_mla.kernels.triton.backward_kernels import delta_kernel, key_kernel, query_kernel
+from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
+from absorbed_mla.kernels.triton.launch import Blocks, launch_for, pack, splits_for
+
+_DELTA_ROWS = 16
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    layers: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what ``forward`` took; the same bits in every run.
+
+    Args:
+        grad_out: [S_q, B, N, C].
+        grad_lse: [S_q, B, N], or None where the LSE was not used.
+        out: [S_q, B, N, C], possibly over more keys than these.
+        lse: fp32 [S_q, B, N], over the same keys as ``out``.
+        q_content: [S_q, B, N, C].
+        q_rope: [S_q, B, N, R].
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
+        query_tiles: As in ``forward``.
+        key_tiles: Of ``key_tiles`` with ``key_tokens`` tokens and the length of the key axis, int32
+            [tiles, 6] on the device.
+        layers: How many of them ``key_tiles`` has.
+        scale: Multiplies the scores.
+
+    Returns:
+        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
+        [S_k, B, C + R]; the latent's is that of the key and of the value.
+    """
+    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
+    grad_out, out = rows_contiguous(grad_out.to(q_content.dtype), out)
+    lse = lse.contiguous()
+    delta = _delta(grad_out, grad_lse, out, lse)
+    operands = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
+    dq = _query_gradients(operands, query_tiles, scale)
+    return *dq, _key_gradients(operands, key_tiles, layers, scale)
+
+
+def _delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+    """What every score's gradient has in common in a row, fp32 [S_q, B, N]."""
+    delta = torch.empty_like(lse)
+    rows = lse.numel()
+    if rows:
+        delta_kernel[(triton.cdiv(rows, _DELTA_ROWS),)](
+            grad_out,
+            out,
+            lse if grad_lse is None else grad_lse.to(torch.float32).contiguous(),
+            delta,
+            rows,
+            *lse.shape[1:],
+            *grad_out.stride()[:3],
+            *out.stride()[:3],
+            C=out.shape[-1],
+            BLOCK_M=_DELTA_ROWS,
+            WITH_LSE=grad_lse is not None,
+        )
+    return delta
+
+
+def _query_gradients(
+    operands: tuple[Tensor, ...], tiles: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q_content and q_rope."""
+    q_content, q_rope = operands[:2]
+    heads, width = q_content.shape[2:]
+    dq_content, dq_rope = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
+    )
+    launch = launch_for(q_content.dtype, width, q_rope.shape[-1], q_content.device)
+    grid = (len(tiles) * (heads // pack(heads, launch.query.rows).heads), q_content.shape[1])
+    if all(grid):
+        query_kernel[grid](
+            *operands,
+            dq_content,
+            dq_rope,
+            tiles,
+            *_strides(operands),
+            *dq_content.stride()[:3],
+            *dq_rope.stride()[:3],
+            scale,
+            **_constants(operands, launch.query, launch.warps),
+        )
+    return dq_content, dq_rope
+
+
+def _key_gradients(
+    operands: tuple[Tensor, ...], tiles: Tensor, layers: int, scale: float
+) -> Tensor:
+    """Gradients of latent and k_rope side by side, fp32 [S_k, B, C + R]."""
+    q_content, _, latent, k_rope = operands[:4]
+    keys, batch, width = latent.shape
+    rope = k_rope.shape[-1]
+    launch = launch_for(q_content.dtype, width, rope, latent.device)
+    splits = splits_for(len(tiles), batch, latent.device)
+    # Each written once, and added up in this order.
+    dkv = torch.empty(
+        (layers * splits, keys, batch, width + rope), dtype=torch.float32, device=latent.device
+    )
+    grid = (len(tiles), splits, batch)
+    if all(grid):
+        key_kernel[grid](
+            *operands,
+            dkv,
+            dkv[..., width:],
+            tiles,
+            *_strides(operands),
+            *dkv.stride()[:3],
+            scale,
+            **_constants(operands, launch.key, launch.warps),
+        )
+    return dkv[0] if len(dkv) == 1 else dkv.sum(0)
+
+
+def _strides(operands: tuple[Tensor, ...]) -> list[int]:
+    """Strides of all dimensions but the last, in the kernels' order; delta's are the LSE's."""
+    return [stride for x in operands[:-1] for stride in x.stride()[: min(x.dim() - 1, 3)]]
+
+
+def _constants(operands: tuple[Tensor, ...], blocks: Blocks, warps: int) -> dict:
+    """What the two kernels are compiled for, and the number of blocks of heads."""
+    q_content, q_rope = operands[:2]
+    heads = q_content.shape[2]
+    head_block = pack(heads, blocks.rows).heads
+    return {
+        "head_blocks": heads // head_block,
+        "C": q_content.shape[3],
+        "R": q_rope.shape[3],
+        "HB": head_block,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.keys,
+        "PRECISION": precision(q_content.dtype),
+        "INTERPRETED": interpreted(),
+        "num_warps": warps,
+        "num_stages": blocks.stages,
+    }

@@ -1,0 +1,287 @@
+"""Parity mode of whole models: a token's logits are the same bits however they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.enums import AttnBackend
+
+from absorbed_mla.batch_invariant import (
+    batch_invariant_mode,
+    collectives,
+    disable_batch_invariant_mode,
+    is_enabled,
+    requirements,
+)
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.selection import choose_batch_invariant
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.testing.engine import dynamic_engine, generate
+from absorbed_mla.testing.request import Request
+from tests.support import needs, world
+from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
+from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.generation import prompts_of
+from tests.support.models import token_batch
+from tests.support.parity import (
+    LAYERS,
+    cached,
+    differences,
+    packed_alone,
+    parity_model,
+    tokens_of,
+    trained,
+)
+
+# Triton decides when a kernel is decorated.
+with triton_interpreter():
+    import absorbed_mla.kernels.paged.forward
+    import absorbed_mla.kernels.triton.forward  # noqa: F401
+
+ENGINE = {"blocks": 24, "max_sequence_length": 256, "max_requests": 8, "max_tokens": 64}
+layers = pytest.mark.parametrize("layers", LAYERS.values(), ids=list(LAYERS))
+# On a GPU the kernels compute in bf16 and fp16.
+fp32 = needs.no_gpu
+dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=fp32), torch.bfloat16], ids=["fp32", "bf16"]
+)
+
+
+@pytest.fixture
+def _on():
+    with batch_invariant_mode():
+        yield
+    assert not is_enabled(world.device())
+
+
+class TestBits:
+    @layers
+    @dtypes
+    def test_every_way_gives_them(self, _on, dtype, layers):
+        """Training forward, prefill, chunks and decode; alone and in a batch."""
+        assert differences(parity_model(dtype, **layers)) == []
+
+    @fp32
+    @pytest.mark.parametrize("widths", [(1, 22, 6), (3, 24, 6), (1, 510, 64), (5, 23, 8)], ids=str)
+    def test_of_odd_widths(self, _on, widths):
+        """Rows of the attention's operands that fill no cache lines."""
+        heads, c, rope = widths
+        mla = replace(TINY, heads=heads, kv_lora_rank=c, rope=rope, hidden=16 * heads, nope=13)
+        model = parity_model(torch.float32, mla=mla, **LAYERS["dense"])
+        assert differences(model) == []
+
+    @needs.no_gpu
+    @dtypes
+    def test_they_depend_on_the_way_otherwise(self, dtype):
+        """Without the mode: the comparison can fail, and decode is among what differs."""
+        found = differences(parity_model(dtype, batch_invariant=False, **LAYERS["mixed"]))
+        assert "again" not in found and {"decode", "decode, one row"} <= set(found)
+
+    @layers
+    @dtypes
+    def test_of_a_pack(self, _on, dtype, layers):
+        """A sequence gives the same alone and behind others, and over a cache."""
+        model, tokens, lengths = parity_model(dtype, **layers), tokens_of(1), (13, 1, 62)
+        found = packed_alone(model, tokens, lengths)
+        for part, logits in zip(tokens.split(lengths, 1), found.split(lengths, 1)):
+            assert torch.equal(trained(model, part), logits)
+            assert torch.equal(cached(model, part, [part.shape[1]]), logits)
+
+    def log_probs(self, model, requests, run) -> list[list[float]]:
+        """Of the tokens that were generated, by the training forward, as Megatron's engine has."""
+        found = []
+        for request, result in zip(requests, run.results):
+            text = torch.tensor([[*request.prompt, *result.tokens]], device=world.device())
+            chosen = slice(len(request.prompt) - 1, -1)
+            values = trained(model, text)[0, chosen].float().log_softmax(-1)
+            found.append(values.gather(1, text[0, chosen.start + 1 :, None])[:, 0].tolist())
+        return found
+
+    @dtypes
+    def test_log_probs_of_the_engine(self, _on, dtype):
+        """Megatron's dynamic engine: requests of mixed lengths together, chunked prefill."""
+        model = parity_model(dtype, cache_mla_latents=True, **LAYERS["mixed"])
+        requests = [Request(prompt, 6) for prompt in prompts_of((5, 70, 1, 33))]
+        with dynamic_engine(model, enable_chunked_prefill=True, **ENGINE) as engine:
+            run = generate(engine, requests, log_probs=True)
+        assert run.chunks and run.mixed_steps
+        expected = self.log_probs(model, requests, run)
+        assert [result.log_probs for result in run.results] == expected
+
+    def test_log_probs_with_prefix_cache(self, _on):
+        model = parity_model(torch.bfloat16, cache_mla_latents=True, **LAYERS["mixed"])
+        [long] = prompts_of((150,))
+        requests = [Request(prompt, 3) for prompt in (long, long[:130], [*long[:70], 1, 2, 3])]
+        options = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
+        with dynamic_engine(model, **options, **ENGINE) as engine:
+            first = generate(engine, requests[:1], log_probs=True)
+            run = generate(engine, requests, log_probs=True)
+        assert run.prefix_blocks and run.results[0] == first.results[0]
+        expected = self.log_probs(model, requests, run)
+        assert [result.log_probs for result in run.results] == expected
+
+
+class TestTraining:
+    def gradients(self, dtype=torch.float32, **arguments) -> dict[str, torch.Tensor]:
+        model = parity_model(dtype, **LAYERS["mixed"], **arguments)
+        tokens = token_batch(2)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        model(tokens, positions, None, labels=token_batch(6)).mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    @fp32
+    def test_gradients_are_those_of_the_default_mode(self):
+        """Within the rounding of fp32."""
+        with batch_invariant_mode():
+            found = self.gradients()
+        for name, expected in self.gradients(batch_invariant=False).items():
+            error = (found[name] - expected).norm() / expected.norm().clamp(min=1e-30)
+            assert error < 2e-5, f"{name}: {error:.1e}"
+
+    def test_the_same_every_time_and_recomputed(self, _on):
+        recompute = {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mla_up_proj", "core_attn"],
+        }
+        first = self.gradients(torch.bfloat16)
+        for again in (self.gradients(torch.bfloat16), self.gradients(torch.bfloat16, **recompute)):
+            assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+def test_the_hosts_function_is_completed(monkeypatch):
+    """Megatron's training script calls it, and it knows nothing of sums over ranks and topk."""
+    monkeypatch.setattr(requirements, "is_enabled", lambda device: True)
+    try:
+        requirements.require_enabled(world.device(), config_for(TINY))
+        assert mappings._reduce is collectives.reduce_in_rank_order
+        scores = torch.tensor([1.0, 3.0, 2.0, 3.0], device=world.device())
+        assert torch.topk(scores, 3, sorted=False).indices.tolist() == [1, 3, 2]
+    finally:
+        disable_batch_invariant_mode()
+
+
+class TestRefused:
+    def test_without_the_mode(self):
+        model = parity_model(torch.float32)
+        with pytest.raises(ValueError, match=r"enable_batch_invariant_mode\(\) before the first"):
+            trained(model, tokens_of(1))
+
+    @pytest.mark.parametrize(
+        "options, named",
+        [
+            ({"form": "expanded"}, "form='expanded'"),
+            ({"core_attention_backend": "hopper"}, "core_attention_backend='hopper'"),
+            ({"paged_attention_backend": "flash_mla"}, "paged_attention_backend='flash_mla'"),
+            (
+                {"core_attention_backend": "triton", "paged_attention_backend": "reference"},
+                "differ",
+            ),
+        ],
+    )
+    def test_options_that_contradict_it(self, options, named):
+        with pytest.raises(ValueError, match=f"batch_invariant=True .*{named}"):
+            parity_model(torch.float32, options=options)
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"context_parallel_size": 2},
+            {"moe_expert_capacity_factor": 1.0},
+            {"moe_router_load_balancing_type": "sinkhorn"},
+        ],
+        ids=lambda config: next(iter(config)),
+    )
+    def test_config_that_contradicts_it(self, config):
+        with pytest.raises(ValueError, match=f"batch_invariant=True .*{next(iter(config))}"):
+            parity_model(torch.float32, **{**LAYERS["mixed"], **config})
+
+    def test_layers_that_contradict_it(self):
+        options = AbsorbedMLAOptions(batch_invariant=True)
+        config = config_for(TINY, torch.bfloat16, transformer_impl="transformer_engine")
+        with pytest.raises(ValueError, match=r"batch_invariant=True needs causal attention"):
+            requirements.settle_options(options, config, causal=False, tp_size=1)
+        with pytest.raises(ValueError, match=r"at most 2 tensor-parallel ranks, got 4"):
+            requirements.settle_options(options, config, causal=True, tp_size=4)
+        settled = requirements.settle_options(options, config, causal=True, tp_size=2)
+        assert (settled.form, settled.core_attention_backend) == ("absorbed", "auto")
+
+    @pytest.mark.parametrize(
+        ("backend", "device", "key_blocks", "reason"),
+        [
+            ("reference", "cuda", 1, "on the CPU only"),
+            ("auto", "cpu", 2, "no context parallelism"),
+            ("triton", "cpu", 1, "triton: it needs a GPU"),
+        ],
+    )
+    def test_where_no_backend_can(self, backend, device, key_blocks, reason):
+        request = AttentionRequest(
+            device=torch.device(device),
+            dtype=torch.bfloat16,
+            key_width=48,
+            value_width=32,
+            latent=True,
+            masked=False,
+            dropout=False,
+        )
+        with pytest.raises(ValueError, match=f"batch_invariant=True cannot run here.*{reason}"):
+            choose_batch_invariant(request, backend, key_blocks)
+
+    def test_experts_added_by_atomics(self, monkeypatch):
+        monkeypatch.setattr(requirements, "is_enabled", lambda device: True)
+        config = config_for(TINY, torch.bfloat16, num_moe_experts=6, moe_router_topk=4)
+        message = "moe_router_topk=4 needs torch.use_deterministic_algorithms"
+        with determinism(False), pytest.raises(ValueError, match=message):
+            requirements.require_enabled(torch.device("cuda"), config)
+        with determinism(True):
+            assert not requirements._adds_experts_by_atomics(config)
+
+    def test_mask_and_dropout(self, _on):
+        tokens = tokens_of(1, 4)
+        positions = torch.arange(4, device=tokens.device)[None]
+        mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=tokens.device)
+        model = parity_model(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"batch_invariant=True .*attention_mask"):
+            model(tokens, positions, mask)
+        model = parity_model(torch.bfloat16, attention_dropout=0.1)
+        with pytest.raises(ValueError, match=r"batch_invariant=True .*attention_dropout=0"):
+            trained(model, tokens)
+
+
+def test_the_hosts_switch_implies_it(_on, monkeypatch):
+    """Megatron wants FlashAttention named, which this attention does not use."""
+    for name in ("FLASH", "FUSED", "UNFUSED"):
+        # By which Megatron keeps in mind what the first model asked for.
+        monkeypatch.setenv(f"NVTE_{name}_ATTN", "")
+        monkeypatch.delenv(f"NVTE_{name}_ATTN")
+    model = parity_model(
+        torch.bfloat16,
+        batch_invariant=False,
+        batch_invariant_mode=True,
+        attention_backend=AttnBackend.flash,
+        flash_attention_version=3,
+        **LAYERS["dense"],
+    )
+    assert all(layer.self_attention.options.batch_invariant for layer in model.decoder.layers)
+    assert differences(model) == []
+
+
+@pytest.mark.no_cover
+class TestTriton:
+    """The kernels of training and of the paged cache, in Triton's interpreter without a GPU."""
+
+    # More than one tile of keys.
+    @pytest.mark.parametrize(
+        ("dtype", "count"), [pytest.param(torch.float32, 18, marks=fp32), (torch.bfloat16, 66)]
+    )
+    def test_every_way_gives_them(self, _on, monkeypatch, dtype, count):
+        multiply_in_one_order(monkeypatch)
+        with triton_interpreter():
+            options = {"core_attention_backend": "triton"}
+            model = parity_model(dtype, mla=INTERPRETED, options=options)
+            tokens = tokens_of(2, count)
+            expected = trained(model, tokens)
+            assert torch.equal(cached(model, tokens, [count]), expected)
+            assert torch.equal(cached(model, tokens[1:], [count - 3, 2, 1]), expected[1:])

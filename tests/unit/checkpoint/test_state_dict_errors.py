@@ -1,0 +1,187 @@
+"""State dicts that do not fit: the error names the key, both shapes and the recognised layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from absorbed_mla import to_absorbed_state_dict, to_standard_state_dict
+from tests.support.cases import TINY
+from tests.support.models import gpt_model
+from tests.support.refusal import refusal
+from tests.support.standard import KV_UP
+from tests.unit.checkpoint.test_state_dict import (
+    DIMS,
+    FUSED_DOWN,
+    K_UP,
+    KV_DOWN,
+    NORMS,
+    Q_DOWN,
+    V_UP,
+    attention_with_weights,
+    in_layout,
+)
+
+COMBINED = {"kv_up": "combined", "norms": "separate", "down": "separate"}
+SPLIT = {**COMBINED, "kv_up": "split"}
+FUSED = {"kv_up": "combined", "norms": "fused", "down": "fused"}
+
+
+def described(layout: dict) -> str:
+    return (
+        f"recognised layout: K/V up-projection {layout['kv_up']}, norms {layout['norms']}, "
+        f"down-projections {layout['down']}"
+    )
+
+
+def state_in(layout: dict, mla=TINY) -> dict:
+    return in_layout(attention_with_weights(mla=mla).state_dict(), **layout, mla=mla)
+
+
+class TestAttention:
+    @pytest.mark.parametrize(
+        "layout, key, needs",
+        [
+            (COMBINED, KV_UP, (48, 24)),
+            (COMBINED, KV_DOWN, (32, 32)),
+            (SPLIT, V_UP, (80, 24)),
+            (FUSED, NORMS["kv_layernorm.weight"], (24,)),
+            (COMBINED, "linear_proj.weight", (32, 80)),
+        ],
+    )
+    def test_missing(self, layout, key, needs):
+        """The message holds our name for it: the checkpoint has none."""
+        state = state_in(layout)
+        del state[key]
+        named = {KV_UP: K_UP, NORMS["kv_layernorm.weight"]: "kv_layernorm.weight"}.get(key, key)
+        found = {**layout, "kv_up": "split"} if key == KV_UP else layout
+        with refusal(f"{named} is missing", f"this model needs {needs}", described(found)):
+            attention_with_weights().load_state_dict(state)
+
+    @pytest.mark.parametrize("key", ["linear_q_proj.weight", "linear_proj.bias", "mystery"])
+    @pytest.mark.parametrize("layout", [COMBINED, SPLIT, FUSED], ids=["combined", "split", "fused"])
+    def test_extra(self, layout, key):
+        state = {**state_in(layout), key: torch.zeros(3, 5)}
+        with refusal(f"{key} of shape (3, 5)", described(layout)):
+            attention_with_weights().load_state_dict(state)
+
+    def test_strict_is_the_callers_choice(self):
+        """A part of the weights, or more than them, where the caller asked for no more."""
+        attention, other = attention_with_weights(0), attention_with_weights(1)
+        state = state_in(COMBINED)
+        del state[Q_DOWN]
+        result = other.load_state_dict({**state, "mystery": torch.zeros(2)}, strict=False)
+        assert result.missing_keys == [Q_DOWN] and result.unexpected_keys == ["mystery"]
+        assert torch.equal(other.linear_k_up_proj.weight, attention.linear_k_up_proj.weight)
+
+    @pytest.mark.parametrize(
+        "layout, key, needs",
+        [
+            (COMBINED, KV_UP, (128, 24)),
+            (COMBINED, Q_DOWN, (16, 32)),
+            (COMBINED, "q_layernorm.weight", (16,)),
+            (SPLIT, K_UP, (48, 24)),
+            (SPLIT, V_UP, (80, 24)),
+            (FUSED, FUSED_DOWN, (48, 32)),
+            (COMBINED, "linear_proj.weight", (32, 80)),
+        ],
+    )
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_misshapen(self, layout, key, needs, strict):
+        state = state_in(layout)
+        state[key] = torch.cat((state[key], state[key][:1]))
+        got = tuple(state[key].shape)
+        parts = (f"{key} has shape {got}", f"this model needs {needs}", described(layout))
+        with refusal(*parts):
+            attention_with_weights().load_state_dict(state, strict=strict)
+
+    def test_columns_of_the_combined_weight(self):
+        """As many elements as rows of another length would have: a view would take them."""
+        state = state_in(COMBINED)
+        state[KV_UP] = state[KV_UP].reshape(64, 48)
+        with refusal(KV_UP, "(64, 48)", "(128, 24)"):
+            attention_with_weights().load_state_dict(state)
+
+    def test_checkpoint_for_other_dimensions_lists_every_key(self):
+        other = replace(TINY, kv_lora_rank=20, q_lora_rank=8)
+        expected = (
+            "linear_q_down_proj.weight has shape (8, 32), this model needs (16, 32)",
+            "linear_kv_down_proj.weight has shape (28, 32), this model needs (32, 32)",
+            "linear_k_up_proj.weight has shape (48, 20), this model needs (48, 24)",
+            "kv_layernorm.weight has shape (20,), this model needs (24,)",
+        )
+        with refusal(*expected, described(SPLIT)):
+            attention_with_weights().load_state_dict(state_in(SPLIT, mla=other))
+
+    @pytest.mark.parametrize("given", ["with", "without"])
+    def test_latent_norms(self, given):
+        """A norm that one side has and the other does not is no detail."""
+        bare = replace(TINY, latent_norm=False)
+        source, target = (TINY, bare) if given == "with" else (bare, TINY)
+        problem = "of shape (24,)" if given == "with" else "is missing, this model needs (24,)"
+        state = attention_with_weights(mla=source).state_dict()
+        with refusal("kv_layernorm.weight", problem):
+            attention_with_weights(mla=target).load_state_dict(state)
+
+    @pytest.mark.parametrize(
+        "layout, key, shape",
+        [
+            (COMBINED, K_UP, (48, 24)),
+            (FUSED, "q_layernorm.weight", (16,)),
+            (FUSED, KV_DOWN, (32, 32)),
+        ],
+    )
+    def test_both_layouts_of_one_weight(self, layout, key, shape):
+        """Which of the two is meant cannot be known."""
+        state = {**state_in(layout), key: torch.zeros(shape)}
+        with refusal(key):
+            attention_with_weights().load_state_dict(state)
+
+
+class TestWholeModel:
+    PREFIX = "decoder.layers.1.self_attention."
+
+    @pytest.mark.parametrize("key, problem", [(K_UP, "is missing"), ("mystery", "of shape (2,)")])
+    def test_names_the_layer(self, key, problem):
+        model = gpt_model(num_layers=2)
+        state = model.state_dict()
+        if state.pop(self.PREFIX + key, None) is None:
+            state[self.PREFIX + key] = torch.zeros(2)
+        with refusal(self.PREFIX + key, problem, described(SPLIT)):
+            model.load_state_dict(state)
+
+    def test_shape(self):
+        model = gpt_model(num_layers=2)
+        state = to_standard_state_dict(model.state_dict(), DIMS)
+        state[self.PREFIX + KV_UP] = torch.zeros(5, 24)
+        with refusal(self.PREFIX + KV_UP, "(5, 24)", "(128, 24)", described(COMBINED)):
+            model.load_state_dict(state)
+        with refusal(self.PREFIX + KV_UP, "(5, 24)", "(128, 24)", described(COMBINED)):
+            to_absorbed_state_dict(state, DIMS)
+
+
+class TestToStandard:
+    @pytest.mark.parametrize("name", ["norms", "down"])
+    def test_unknown_layout(self, name):
+        with refusal(name, "separate, fused", "got 'both'"):
+            to_standard_state_dict({}, DIMS, **{name: "both"})
+
+    @pytest.mark.parametrize("key, needs", [(K_UP, (48, 24)), (V_UP, (80, 24))])
+    def test_shape(self, key, needs):
+        state = {**attention_with_weights().state_dict(), key: torch.zeros(4, 24)}
+        with refusal(key, "(4, 24)", f"needs {needs}"):
+            to_standard_state_dict(state, DIMS)
+
+    @pytest.mark.parametrize("key", [K_UP, V_UP])
+    def test_missing(self, key):
+        state = attention_with_weights().state_dict()
+        del state[key]
+        with refusal(key):
+            to_standard_state_dict(state, DIMS)
+
+    def test_fused_down_projections_without_a_query_latent(self):
+        attention = attention_with_weights(mla=replace(TINY, q_lora_rank=None))
+        with refusal("down", "q_lora_rank"):
+            to_standard_state_dict(attention.state_dict(), attention.dims, down="fused")

@@ -1,0 +1,147 @@
+"""The index arithmetic of context parallelism against a gather that is counted out token by token.
+
+No processes: every rank of every size is asked in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.sequences import SequenceLayout
+from tests.support.layouts import Layout, cut_tokens, dense, packed
+from tests.support.refusal import refusal
+
+SIZES = (2, 3, 4, 8)
+
+
+def layouts(cp_size: int) -> dict[str, Layout]:
+    """Every padding of one sequence, and packs of several."""
+    chunks = 2 * cp_size
+    cases = {"dense": dense(3 * chunks, 1), "one_token_per_chunk": dense(chunks, 1)}
+    for length in range(2 * chunks + 1):
+        cases[f"padded_{length}"] = packed((length,), (2 * chunks,))
+    cases["pack"] = packed((chunks, 0, 3 * chunks))
+    odd = (1, 0, chunks - 1, 2 * chunks - 3, 3 * chunks)
+    cases["padded_pack"] = packed(odd, (chunks, chunks, chunks, 2 * chunks, 3 * chunks))
+    return cases
+
+
+CASES = [(cp, name) for cp in SIZES for name in layouts(cp)]
+every_case = pytest.mark.parametrize("cp_size, name", CASES)
+every_mask = pytest.mark.parametrize("causal", [True, False], ids=["causal", "all_keys"])
+
+
+def sequences_of(layout: Layout) -> SequenceLayout:
+    return SequenceLayout.from_host(layout.packed_seq_params(torch.device("cpu")), layout.tokens)
+
+
+def ranks_of(cp_size: int, layout: Layout) -> list[ContextParallelLayout]:
+    whole = sequences_of(layout)
+    return [ContextParallelLayout(whole, cp_size, rank) for rank in range(cp_size)]
+
+
+def visible_pairs(layout: Layout, causal: bool) -> set[tuple[int, int]]:
+    """(query, key) of the whole pack, from the list of its sequences."""
+    pairs = set()
+    for sequence in layout.sequences:
+        rows = sequence.rows.tolist()
+        for i, j in itertools.product(range(len(rows)), repeat=2):
+            if j <= i or not causal:
+                pairs.add((rows[i], rows[j]))
+    return pairs
+
+
+def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
+    """(query, key) of every span, on the axes of the spans."""
+    pairs = []
+    for span in spans:
+        assert span.query_start < span.query_end and span.key_start < span.key_end
+        for i, query in enumerate(range(span.query_start, span.query_end)):
+            for j, key in enumerate(range(span.key_start, span.key_end)):
+                if span.causal_offset is None or j <= i + span.causal_offset:
+                    pairs.append((query, key))
+    return pairs
+
+
+def assert_each_query_once(spans: tuple[Span, ...]) -> None:
+    """Backends write a query's result, they do not add to it."""
+    queries = [q for span in spans for q in range(span.query_start, span.query_end)]
+    assert len(queries) == len(set(queries))
+
+
+@every_case
+def test_tokens_and_positions(cp_size, name):
+    layout = layouts(cp_size)[name]
+    position = {}
+    start = 0
+    for slot in layout.slots or layout.lengths or (layout.tokens,):
+        position |= {start + i: i for i in range(slot)}
+        start += slot
+    for rank, part in enumerate(ranks_of(cp_size, layout)):
+        expected = cut_tokens(layout, cp_size, rank)
+        assert part.num_local_tokens == len(expected)
+        assert part.tokens().tolist() == part.tokens(rank).tolist() == expected
+        assert part.positions().tolist() == [position[token] for token in expected]
+
+
+@every_case
+def test_gathering_and_putting_back(cp_size, name):
+    layout = layouts(cp_size)[name]
+    by_rank = [cut_tokens(layout, cp_size, rank) for rank in range(cp_size)]
+    everything = torch.tensor([token for tokens in by_rank for token in tokens])
+    assert sorted(everything.tolist()) == list(range(layout.tokens))
+    for part in ranks_of(cp_size, layout):
+        assert torch.equal(part.rank_major(), everything)
+        assert everything[part.sequence_order()].tolist() == list(range(layout.tokens))
+
+
+@every_mask
+@every_case
+def test_what_ranks_see_of_gathered_keys(cp_size, name, causal):
+    layout = layouts(cp_size)[name]
+    seen = []
+    for part in ranks_of(cp_size, layout):
+        spans, tokens = part.gathered_spans(causal), part.tokens().tolist()
+        assert_each_query_once(spans)
+        seen += [(tokens[query], key) for query, key in pairs_in(spans)]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == visible_pairs(layout, causal)
+
+
+@every_mask
+@every_case
+def test_what_ranks_see_of_each_other(cp_size, name, causal):
+    layout = layouts(cp_size)[name]
+    seen = []
+    for part in ranks_of(cp_size, layout):
+        queries = part.tokens().tolist()
+        for key_rank in range(cp_size):
+            spans, keys = part.block_spans(key_rank, causal), part.tokens(key_rank).tolist()
+            assert_each_query_once(spans)
+            seen += [(queries[query], keys[key]) for query, key in pairs_in(spans)]
+    assert len(seen) == len(set(seen))
+    assert set(seen) == visible_pairs(layout, causal)
+
+
+@pytest.mark.parametrize("cp_size", SIZES)
+def test_causal_work_is_balanced(cp_size):
+    layout = dense(4 * cp_size, 1)
+    work = [len(pairs_in(part.gathered_spans(True))) for part in ranks_of(cp_size, layout)]
+    assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("tokens", [2, 6, 9, 4098])
+def test_a_sequence_that_does_not_divide(tokens):
+    with refusal("over 4 ranks", "2 x 4 = 8", f"the sequence has {tokens} tokens"):
+        ContextParallelLayout(SequenceLayout.dense(tokens), 4, 0)
+
+
+def test_a_packed_sequence_that_does_not_divide():
+    whole = sequences_of(packed((8, 3), (8, 12)))
+    with refusal("2 x 4 = 8", "sequence 1 has 12 tokens", "cu_seqlens_q_padded"):
+        ContextParallelLayout(whole, 4, 0)

@@ -1,0 +1,196 @@
+"""Attention dropout: drawn once per call, the same pattern in every execution of that call."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+
+from absorbed_mla.core_attention.masks.dropout import keep_factors
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from tests.support import world
+from tests.support.cases import TINY, random_weights
+from tests.support.differentiable import attention as differentiable_attention
+from tests.support.harness import Setup, build_attention, load_weights, named_tensors, run
+from tests.support.layouts import LAYOUTS, dense, grid_layout
+from tests.support.numerics import compare, relative_error
+
+RATE = 0.3
+RECOMPUTE = [(), ("mla_up_proj",), ("core_attn",), ("mla_up_proj", "core_attn")]
+FORMS = ("absorbed", "expanded")
+
+
+def make(setup: Setup, rate: float = RATE):
+    attention = build_attention(TINY, setup, attention_dropout=rate)
+    load_weights(attention, TINY, setup, random_weights(TINY))
+    return attention
+
+
+def outcome(
+    setup: Setup, layout=None, seed: int = 1, rate: float = RATE
+) -> dict[str, torch.Tensor]:
+    """Output and gradients of one call in training mode."""
+    layout = layout or dense(11, 2)
+    attention = make(setup, rate)
+    x, output_grad = (layout.random_rows(TINY.hidden, i) for i in (1, 2))
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return named_tensors(TINY, run(attention, TINY, setup, layout, x, output_grad))
+
+
+def rules(tokens: int = 12, rate: float = RATE, seed: int = 5) -> ScoreRules:
+    index = torch.arange(tokens, device=world.device())
+    return ScoreRules(
+        0.4,
+        (Span(0, tokens, 0, tokens, 0),),
+        dropout=rate,
+        dropout_seed=seed,
+        query_tokens=index,
+        key_tokens=index,
+        query_chunk_size=5,
+    )
+
+
+def operands(tokens: int = 12, batch: int = 2, heads: int = 3) -> list[torch.Tensor]:
+    shapes = [(heads, 5), (heads, 4), (heads, 5), (4,), (heads, 6)]
+    leaves = [torch.randn(tokens, batch, *s, dtype=torch.float64) for s in shapes]
+    return [x.to(world.device()).requires_grad_() for x in leaves]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_seed_decides(form):
+    setup = Setup(form=form)
+    first, again, other = (outcome(setup, seed=seed) for seed in (1, 1, 2))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+        assert not torch.equal(tensor, other[name]), name
+
+
+def test_every_call_draws_anew():
+    attention = make(Setup())
+    x = dense(11, 2).random_rows(TINY.hidden, 1).to(world.device())
+    assert not torch.equal(attention(x, None)[0], attention(x, None)[0])
+
+
+def test_the_default_generator_is_left_alone():
+    """It is in step on all tensor-parallel ranks; a draw from it on each would keep it so, but the
+    ranks' heads would then share a pattern."""
+    attention = make(Setup())
+    x = dense(11, 2).random_rows(TINY.hidden, 1).to(world.device())
+    default = torch.cuda if torch.cuda.is_available() else torch
+    before = default.get_rng_state()
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    attention(x, None)
+    after = tensor_parallel.get_cuda_rng_tracker().get_states()
+    assert torch.equal(default.get_rng_state(), before)
+    moved = [name for name in states if not torch.equal(states[name], after[name])]
+    assert moved == ["model-parallel-rng"]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE[1:], ids="+".join)
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputation_repeats_the_pattern(form, layout_name, recompute):
+    """Another pattern in backward would be the gradient of another function."""
+    layout = grid_layout(layout_name, divisible=False)
+    setup = Setup(form=form)
+    expected = outcome(setup, layout)
+    actual = outcome(replace(setup, recompute=recompute), layout)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+@pytest.mark.parametrize("layout_name", LAYOUTS)
+def test_forms_share_the_pattern(layout_name):
+    layout = grid_layout(layout_name, divisible=False)
+    absorbed, expanded = (outcome(Setup(form=form), layout) for form in FORMS)
+    compare(absorbed, expanded, 1e-10).check("(absorbed against expanded)")
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=lambda r: "+".join(r) or "none")
+def test_none_in_eval_mode(recompute):
+    x = dense(11, 2).random_rows(TINY.hidden, 1).to(world.device())
+    attention, plain = make(Setup(recompute=recompute)).eval(), make(Setup(), rate=0.0)
+    assert torch.equal(attention(x, None)[0], plain(x, None)[0])
+    attention.train()
+    assert not torch.equal(attention(x, None)[0], plain(x, None)[0])
+
+
+def test_gradient_of_the_layer_by_finite_differences():
+    attention = build_attention(replace(TINY, hidden=8, heads=2), Setup(), attention_dropout=RATE)
+
+    def call(x):
+        tensor_parallel.model_parallel_cuda_manual_seed(3)
+        return attention(x, None)[0]
+
+    x = torch.randn(5, 1, 8, dtype=torch.float64, device=world.device(), requires_grad=True)
+    with torch.no_grad():
+        assert relative_error(call(x), call(x)) == 0
+    assert torch.autograd.gradcheck(call, [x], fast_mode=True)
+
+
+def test_gradient_of_attention_by_finite_differences():
+    """Output and LSE; the LSE does not know of dropout."""
+    leaves = operands(tokens=6, batch=1, heads=2)
+    assert torch.autograd.gradcheck(lambda *x: differentiable_attention(*x, rules(6)), leaves)
+    dropped, plain = (
+        differentiable_attention(*leaves, rules(6)),
+        differentiable_attention(*leaves, rules(6, 0.0)),
+    )
+    assert torch.equal(dropped[1], plain[1])
+    assert not torch.equal(dropped[0], plain[0])
+
+
+def test_expectation_is_attention_without_dropout():
+    """Each element's mean over seeds lies within 5 of its known standard errors."""
+    draws, leaves = 400, operands()
+    q, q_rope, k, k_rope, v = (x.detach() for x in leaves)
+    mean = sum(
+        differentiable_attention(q, q_rope, k, k_rope, v, rules(seed=s))[0] for s in range(draws)
+    )
+    plain = rules(rate=0.0)
+    expected, lse = differentiable_attention(q, q_rope, k, k_rope, v, plain)
+    scores = torch.einsum("qbnd,kbnd->bnqk", q, k) + torch.einsum("qbnr,kbr->bnqk", q_rope, k_rope)
+    probs = (scores * plain.scale - lse.permute(1, 2, 0)[..., None]).exp().tril()
+    variance = torch.einsum("bnqk,kbnv->qbnv", probs**2, v**2) * RATE / (1 - RATE)
+    bound = 5 * (variance / draws).sqrt()
+    assert ((mean / draws - expected).abs() <= bound).all()
+    assert bound.mean() < v.std() / 10  # or the bound would hold for anything
+
+
+def test_rate_and_factor():
+    """Drops the asked share of probabilities and makes up for it in the others."""
+    everything = replace(rules(tokens=400), spans=(Span(0, 400, 0, 400, None),))
+    probs = torch.ones(2, 3, 5, 400, device=world.device())
+    masks = [everything.keep_mask(probs, chunk) for chunk in everything.chunks()]
+    assert torch.stack(masks).unique().tolist() == pytest.approx([0.0, 1 / (1 - RATE)])
+    dropped = torch.stack(masks).eq(0).double().mean().item()
+    count = len(masks) * probs.numel()
+    assert abs(dropped - RATE) < 5 * (RATE * (1 - RATE) / count) ** 0.5
+    for a, b in itertools.combinations(masks[:4], 2):
+        assert not torch.equal(a, b)  # chunks must not repeat each other's pattern
+
+
+@pytest.mark.parametrize("dim", range(4), ids=["batch", "heads", "queries", "keys"])
+def test_decisions_are_independent(dim):
+    """Neighbours along every axis are dropped together as often as chance has it."""
+    index = torch.arange(64, device=world.device())
+    kept = keep_factors(RATE, 3, batch=index[:8], heads=index[:16], queries=index, keys=index) > 0
+    one, next_one = (
+        kept.narrow(dim, 0, kept.shape[dim] - 1),
+        kept.narrow(dim, 1, kept.shape[dim] - 1),
+    )
+    both, expected = (one & next_one).double().mean().item(), (1 - RATE) ** 2
+    assert abs(both - expected) < 5 * (expected * (1 - expected) / one.numel()) ** 0.5
+
+
+def test_pattern_belongs_to_the_pair():
+    """Whatever part of the scores is asked for, in whatever order."""
+    index = torch.arange(20, device=world.device())
+    whole = keep_factors(RATE, 9, batch=index[:2], heads=index[:6], queries=index, keys=index)
+    some = torch.tensor([7, 3, 19], device=world.device())
+    part = keep_factors(RATE, 9, batch=index[1:2], heads=index[2:5], queries=some, keys=some + 0)
+    assert torch.equal(part, whole[1:2, 2:5][:, :, some][..., some])

@@ -1,0 +1,109 @@
+"""The layer on kernels, against the oracle, in one process.
+
+Without a GPU the portable kernels run in Triton's interpreter, and FlashAttention-4 has a stand-in
+of the same signatures. ``tests/distributed`` runs the kernels at other sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from absorbed_mla.context_parallel import strategy
+from absorbed_mla.core_attention.backend import _BACKENDS
+from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
+from absorbed_mla.core_attention.key_source import KeyBlock, LocalKeys
+from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
+from tests.support import needs
+from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
+from tests.support.cases import INTERPRETED
+from tests.support.certify import Execution, execute
+from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
+from tests.support.numerics import bounds_from_eager, compare
+from tests.unit.core_attention.test_flash_attention import install_stand_in
+
+# Triton decides when a kernel is decorated.
+with triton_interpreter():
+    import absorbed_mla.kernels.triton.backward
+    import absorbed_mla.kernels.triton.forward  # noqa: F401
+
+# The first of every kernel.
+CASES = {case.core_attention_backend: case for case in reversed(kernel_cases())}
+STAND_IN = KernelCase("expanded", "flash_attention_4", INTERPRETED, torch.float32, "sbhd", False)
+
+
+# On a GPU the package itself runs, if it is there.
+@pytest.fixture(params=[*CASES, *([] if needs.HAS_GPU else ["stand_in"])])
+def case(request, monkeypatch):
+    """A kernel that runs."""
+    case = CASES.get(request.param, STAND_IN)
+    calls = None
+    if case is STAND_IN:
+        calls = install_stand_in(monkeypatch)
+        found = (FlashAttention4(), lambda request: None)
+        monkeypatch.setitem(_BACKENDS, case.core_attention_backend, found)
+    with kernels_running(case):
+        yield case
+    assert calls is None or calls.calls > 1
+
+
+def check(execution: Execution, dtype: torch.dtype) -> None:
+    """Output and every gradient round no worse than three plain evaluations of the equations."""
+    table = execution.table()
+    exact, eager = execution.oracle(table), execution.oracle(table, dtype)
+    compare(execution.tensors, exact, bounds_from_eager(eager, exact, dtype)).check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_layer(case, recomputes, layout):
+    """If this fails, training with ``core_attention_backend`` of that name is wrong."""
+    setup = replace(case, recomputes=recomputes).setup()
+    check(execute(case.mla, setup, grid_layout(layout, divisible=False)), case.dtype)
+
+
+class Blocks(LocalKeys):
+    """The keys of one process, five at a time: as in a ring, but in order."""
+
+    SIZE = 5
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.layout.num_tokens // self.SIZE)
+
+    def blocks(self, kv, keep):
+        spans = self_attention_spans(self.layout, self.causal)
+        for first in range(0, self.layout.num_tokens, self.SIZE):
+            last = min(first + self.SIZE, self.layout.num_tokens)
+            found = (part_of(span, first, last) for span in spans)
+            yield KeyBlock(kv[first:last], tuple(filter(None, found)), unused)
+
+    def gradient(self, kv, block_gradient):
+        return torch.cat([block_gradient(block) for block in self.blocks(kv, False)]).to(kv.dtype)
+
+
+def unused():
+    pytest.fail("only dropout asks for the tokens")
+
+
+def part_of(span: Span, first: int, last: int) -> Span | None:
+    """What a causal ``span`` shows of the keys from ``first`` to ``last``, counted from the first.
+
+    Queries before those keys see none of them, and are in no span then.
+    """
+    start, end = max(span.key_start, first), min(span.key_end, last)
+    query_start = span.query_start + start - span.key_start
+    if start >= end or query_start >= span.query_end:
+        return None
+    return Span(query_start, span.query_end, start - first, end - first, 0)
+
+
+@pytest.mark.parametrize(
+    "layout", [dense(13, 2), packed((5, 1, 0, 7), (6, 3, 2, 9))], ids=["sbhd", "thd_padded"]
+)
+def test_blocks_of_keys(case, layout, monkeypatch):
+    """Queries that see nothing of a block, and gradients from the softmax over all of them."""
+    monkeypatch.setattr(strategy, "LocalKeys", Blocks)
+    check(execute(case.mla, case.setup(), layout), case.dtype)

@@ -1,0 +1,97 @@
+"""The reference of parity mode: a token's bits are its own, whatever its widths and neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.tiled_reference import TILE_KEYS, TiledReferenceBackend
+from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.inference.rows import Rows
+from tests.support.numerics import relative_error
+
+# Rows whose length in bytes is no multiple of 64, and such that are: heads, C, rope.
+WIDTHS = [(1, 22, 6), (3, 24, 6), (1, 510, 64), (1, 23, 8), (2, 7, 0), (1, 512, 64), (4, 32, 16)]
+TOKENS = 70
+
+
+def operands(heads: int, c: int, rope: int, dtype: torch.dtype) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(heads + c + rope)
+    shapes = (heads, c), (heads, rope), (1, c), (rope,)
+    values = (torch.randn(TOKENS, 1, *shape, generator=generator) for shape in shapes)
+    return AttentionInputs(*(x.to(dtype) for x in values), None)
+
+
+def causal(tokens: int) -> ScoreRules:
+    return ScoreRules(0.3, (Span(0, tokens, 0, tokens, 0),))
+
+
+def agrees_to_the_bit(heads: int, c: int, rope: int, dtype: torch.dtype, first: int) -> None:
+    """A training forward, and the tokens from ``first`` on over a cache of all."""
+    given = operands(heads, c, rope, dtype)
+    out, lse = TiledReferenceBackend().forward(given, causal(TOKENS))
+    cache = torch.cat((given.k_content[:, :, 0], given.k_rope), dim=-1).transpose(0, 1)
+    found, found_lse = paged_reference(
+        given.q_content[first:, 0],
+        given.q_rope[first:, 0],
+        cache.contiguous(),
+        Rows.of((TOKENS - first,), (TOKENS,), torch.zeros(1, 1, dtype=torch.int32)),
+        0.3,
+    )
+    assert torch.equal(out[first:, 0].to(dtype), found)
+    assert torch.equal(lse[first:, 0], found_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_every_way_to_cut_a_sequence(widths, dtype):
+    """Prefill of a suffix of any length: each token stands at another index."""
+    for first in (0, 1, 2, 33, TOKENS - 1):
+        agrees_to_the_bit(*widths, dtype, first)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 5),
+    c=st.integers(1, 80),
+    rope=st.integers(0, 9).map(lambda half: 2 * half),
+    first=st.integers(1, TOKENS - 1),
+)
+def test_any_widths(heads, c, rope, first):
+    agrees_to_the_bit(heads, c, rope, torch.float32, first)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_the_same_token_gets_the_same_bits(widths):
+    """256 of one token: its bits must not depend on its index."""
+    heads, c, rope = widths
+    given = operands(heads, c, rope, torch.float32)
+    query = torch.cat((given.q_content, given.q_rope), dim=-1)[-1].expand(256, -1, -1)
+    cache = torch.cat((given.k_content[:, :, 0], given.k_rope), dim=-1).transpose(0, 1)
+    out, _ = paged_reference(
+        query[..., :c].contiguous(),
+        query[..., c:].contiguous(),
+        cache.contiguous(),
+        Rows.of((1,) * 256, (TOKENS,) * 256, torch.zeros(256, 1, dtype=torch.int32)),
+        0.3,
+    )
+    assert torch.equal(out, out[:1].expand_as(out))
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_padding_changes_no_value(widths):
+    given = operands(*widths, torch.float64)
+    out, lse = TiledReferenceBackend().forward(given, causal(TOKENS))
+    scores = torch.einsum("qbnd,kbd->bnqk", given.q_content, given.k_content[:, :, 0])
+    scores = (scores + torch.einsum("qbnr,kbr->bnqk", given.q_rope, given.k_rope)) * 0.3
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    expected = torch.einsum("bnqk,kbd->qbnd", scores.softmax(-1), given.k_content[:, :, 0])
+    assert relative_error(out, expected) < 1e-14
+    assert relative_error(lse, scores.logsumexp(-1).permute(2, 0, 1)) < 1e-14
+    assert TOKENS > TILE_KEYS, "more than one tile"

@@ -1,0 +1,338 @@
+"""scripts/generate.py, all but its torchrun: checkpoints, prompts, options, output and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.inference.engines import DynamicInferenceEngine
+
+from tests.support import needs
+from tests.support.generate import generate, train
+from tests.unit.generation.test_generation_text import byte_level
+
+pytestmark = needs.no_gpu
+
+SMALL = (
+    *("--num-layers", 2, "--moe-layer-freq", "[0,1]", "--hidden-size", 32),
+    *("--ffn-hidden-size", 64, "--max-position-embeddings", 512),
+)
+FEW = ("--num-tokens-to-generate", 8)
+GREEDY = (*FEW, "--greedy", "--ignore-eos", "--json")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """What train.py saved."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text.txt").write_text("the quick brown fox\n" * 100)
+    options = "--init-method-std 0.4 --train-iters 1 --eval-iters 0 --seq-length 16 --no-progress"
+    files = ("--data", folder / "text.txt", "--save", folder / "saved")
+    done = train(*SMALL, *options.split(), *files)
+    assert done.code == 0, done.err
+    return folder / "saved"
+
+
+@pytest.fixture
+def run(checkpoint):
+    """Runs the command on the checkpoint."""
+    return lambda *argv, stdin=b"": generate("--load", checkpoint, *argv, stdin=stdin)
+
+
+def continuation(run, prompt: str) -> str:
+    """The text of one prompt, alone."""
+    done = run("--prompt", prompt, *FEW, "--greedy", "--ignore-eos")
+    assert done.code == 0, done.err
+    return done.out.removesuffix("\n")
+
+
+class TestOutput:
+    def test_one_prompt(self, run):
+        done = run("--prompt", "def f(", *GREEDY, "--return-log-probs")
+        row, totals = done.rows
+        assert row["prompt"] == "def f("
+        assert len(row["tokens"]) == len(row["log_probs"]) == 8
+        assert row["finish_reason"] == "length"
+        assert row["text"] == continuation(run, "def f(")
+        assert totals["generated_tokens"] == 8
+        assert totals["tokens_per_second"] == 8 / totals["seconds"]
+
+    def test_several_prompts_in_their_order(self, run):
+        """Though they are generated together, and the second ends first."""
+        prompts = ["def f(", "x" * 100, "import\tos"]
+        words = [word for prompt in prompts for word in ("--prompt", prompt)]
+        done = run(*words, *FEW, "--greedy", "--ignore-eos")
+        titles = ["def f(", "x" * 57 + "...", "import os"]
+        assert done.out == "".join(
+            f"== {i + 1}: {title}\n{continuation(run, prompt)}\n"
+            for i, (title, prompt) in enumerate(zip(titles, prompts))
+        )
+        assert done.err.startswith("3 prompts, 24 tokens in ")
+        assert done.err.endswith(" tokens/s\n")
+
+    def test_text_grows(self, run):
+        """Tokens are written as they come, not at the end."""
+        sizes = []
+        step = DynamicInferenceEngine.step_modern
+
+        def watched(engine):
+            sys.stdout.flush()
+            sizes.append(sys.stdout.buffer.tell())
+            return step(engine)
+
+        with mock.patch.object(DynamicInferenceEngine, "step_modern", watched):
+            run("--prompt", "def f(", "--num-tokens-to-generate", 20, "--greedy", "--ignore-eos")
+        assert len(set(sizes)) > 5
+
+
+class TestPrompts:
+    def test_file_and_stdin(self, run, tmp_path):
+        file = tmp_path / "prompts"
+        lines = b"def f(\r\nimport os\n\xffhalf \xe2\x82\n"
+        file.write_bytes(lines)
+        from_file = run("--prompt-file", file, *GREEDY).rows[:-1]
+        assert from_file == run(*GREEDY, stdin=lines).rows[:-1]
+        assert [row["prompt"] for row in from_file] == ["def f(", "import os", "�half �"]
+        given = run("--prompt", "def f(", "--prompt", "import os", *GREEDY).rows[:-1]
+        assert from_file[:2] == given
+
+    def test_the_bytes_are_the_prompt(self, run):
+        """Invalid UTF-8 reaches a model of bytes as it is."""
+        first, second, _ = run(*GREEDY, stdin=b"\xff\n\xfe\n").rows
+        assert first["prompt"] == second["prompt"]
+        assert first["tokens"] != second["tokens"]
+
+    def test_a_tokenizers_first_token(self, run, tmp_path):
+        tokenizer = byte_level()
+        tokenizer.add_special_tokens({"bos_token": "<bos>"})
+        tokenizer.save_pretrained(tmp_path)
+        words = ("--prompt", "ab", "--tokenizer", tmp_path, *GREEDY)
+        without, begun = (run(*words, *more).rows for more in ((), ("--add-bos",)))
+        assert [rows[-1]["prompt_tokens"] for rows in (without, begun)] == [2, 3]
+        assert without[0]["tokens"] != begun[0]["tokens"]
+
+    def test_only_the_last_newline_ends_a_line(self, run):
+        done = run(*GREEDY, stdin=b"a\n\nb")
+        assert [row.get("error") for row in done.rows[:-1]] == [None, "the prompt is empty", None]
+
+
+def test_options_reach_megatron(run):
+    with mock.patch.object(
+        DynamicInferenceEngine, "add_request", autospec=True, side_effect=InterruptedError
+    ) as add:
+        run("--prompt", "ab", "--temperature", 0.5, "--top-p", 0.25, "--ignore-eos", *FEW)
+        run("--prompt", "ab", "--top-k", 3, *FEW)
+        run("--prompt", "ab", "--greedy")
+    found = [call.args[3] for call in add.call_args_list]
+    assert [(s.temperature, s.top_k, s.top_p) for s in found] == [
+        (0.5, 0, 0.25),
+        (1.0, 3, 0.0),
+        (1.0, 1, 0.0),
+    ]
+    assert [s.termination_id for s in found] == [-1, 256, 256]
+    assert [s.num_tokens_to_generate for s in found] == [8, 8, 128]
+    context = add.call_args.args[0].context
+    assert context.config.enable_chunked_prefill
+    assert context.config.enable_prefix_caching
+
+
+def test_options_reach_the_attention(run):
+    words = "--form expanded --context-chunk-size 17 --paged-attention-backend reference"
+    with mock.patch("generation.run.GenerationEngine", side_effect=InterruptedError) as engine:
+        run("--prompt", "a", *words.split(), "--bf16")
+        run("--prompt", "a", "--batch-invariant")
+    attention, invariant = (
+        call.args[0].decoder.layers[0].self_attention for call in engine.call_args_list
+    )
+    options = attention.options
+    assert (options.form, options.context_chunk_size) == ("expanded", 17)
+    assert (options.paged_attention_backend, options.batch_invariant) == ("reference", False)
+    assert attention.linear_proj.weight.dtype == torch.bfloat16
+    assert invariant.options.batch_invariant
+    assert invariant.linear_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "options", ["--form expanded", "--form absorbed --context-chunk-size 3", "--batch-invariant"]
+)
+def test_the_attentions_options_change_no_token(run, options):
+    prompts = ("--prompt", "def f(x):", "--prompt", "y" * 90)
+    expected, found = (
+        [row["tokens"] for row in run(*prompts, *GREEDY, *more).rows[:-1]]
+        for more in ([], options.split())
+    )
+    assert found == expected
+
+
+def test_seeds(run):
+    words = ("--prompt", "def f(x):", *FEW, "--json", "--ignore-eos", "--seed")
+    first, again, other = (run(*words, seed).rows[0]["tokens"] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_described_model(checkpoint, run):
+    """What a checkpoint without arguments needs."""
+    words = ("--prompt", "def f(", *GREEDY, "--preset", "tiny")
+    done = run(*words, *SMALL)
+    assert done.code == 0, done.err
+    assert done.rows[0] == run("--prompt", "def f(", *GREEDY).rows[0]
+
+
+class TestFaults:
+    def test_others_are_unharmed(self, run):
+        prompts = ["def f(", "x" * 600, "", "import os"]
+        words = [word for prompt in prompts for word in ("--prompt", prompt)]
+        done = run(*words, *FEW, "--greedy", "--ignore-eos")
+        assert done.code == 1
+        assert done.err.splitlines()[:2] == [
+            "prompt 2: error: the prompt has 600 tokens and must be shorter than 512",
+            "prompt 3: error: the prompt is empty",
+        ]
+        assert "4 prompts (2 failed), 16 tokens" in done.err
+        assert f"== 4: import os\n{continuation(run, 'import os')}\n" in done.out
+
+    def test_too_long_prompts_take_no_room(self, run):
+        for prompts, tokens in ((("--prompt", "a"), 64), ((), 64)):
+            with mock.patch("generation.run.GenerationEngine", side_effect=InterruptedError) as e:
+                run(*prompts, "--prompt", "x" * 512, *FEW)
+            assert e.call_args.kwargs["cache_tokens"] == tokens
+            assert e.call_args.kwargs["max_sequence_length"] == 512
+
+    def test_a_cache_that_is_too_small(self, run):
+        done = run("--prompt", "x" * 100, "--prompt", "a", *GREEDY, "--cache-tokens", 64)
+        assert done.code == 1
+        bad, good, totals = done.rows
+        assert "do not fit into a cache of 64" in bad["error"]
+        assert len(good["tokens"]) == 8
+        assert (totals["prompts"], totals["failed"]) == (2, 1)
+
+    @pytest.mark.parametrize(
+        "words, error",
+        [
+            ("--num-tokens-to-generate 0", "--num-tokens-to-generate must be at least 1, got 0"),
+            ("--num-tokens-to-generate -3", "--num-tokens-to-generate must be at least 1, got -3"),
+            ("--temperature 0", "--temperature must be above 0"),
+            ("--top-k 2 --top-p 0.5", "exclude each other"),
+            ("--greedy --top-k 2", "--greedy excludes"),
+            ("--seed -1", "--seed must be at least 0"),
+            ("--max-requests 0", "--max-requests must be at least 1"),
+            ("--max-sequence-length 513", "--max-position-embeddings 512, got 513"),
+            ("--tokenizer absent", "--tokenizer: there is no folder absent"),
+            ("--return-log-probs", "--return-log-probs needs --json"),
+            ("--tensor-model-parallel-size 2", "must be the number of processes"),
+            ("--sequence-parallel", "--sequence-parallel needs more than one process"),
+            ("--context-chunk-size 0", "--context-chunk-size must be"),
+            ("--lr 1", "unrecognized arguments: --lr"),
+            ("--prompt-file x", "not allowed with argument --prompt"),
+            ("--fp16", "--fp16 needs a GPU"),
+            ("--cuda-graphs", "--cuda-graphs needs a GPU"),
+            ("--add-bos", "--add-bos: "),
+        ],
+    )
+    def test_before_any_work(self, run, words, error):
+        done = run("--prompt", "a", *words.split())
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("generate.py: error: ")
+        assert error in done.err
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize("words", [[], ["--prompt-file", "absent"]])
+    def test_no_prompt(self, run, words):
+        done = run(*words)
+        assert done.code == 2
+        assert "there is no " in done.err
+
+    def test_unknown_checkpoints(self, tmp_path):
+        for folder in (tmp_path / "absent", tmp_path):
+            done = generate("--load", folder, "--prompt", "a")
+            assert (done.code, done.out) == (2, "")
+            assert str(folder) in done.err
+
+    def test_a_tokenizer_with_more_tokens_than_the_model(self, run, tmp_path):
+        tokenizer = byte_level()
+        tokenizer.add_tokens([f"<{i}>" for i in range(64)])
+        tokenizer.save_pretrained(tmp_path)
+        done = run("--prompt", "a", "--tokenizer", tmp_path)
+        assert done.code == 2
+        assert "has 321 tokens, but the model" in done.err
+
+    def test_a_tokenizer_that_seems_too_small_is_mentioned(self, run):
+        """Bytes, for a model of a hundred thousand tokens; here, for fewer."""
+        with mock.patch("generation.run._USUAL_PADDING", -600):
+            done = run("--prompt", "a", *FEW)
+        assert done.code == 0
+        assert "warning: bytes (no --tokenizer) has 257 tokens, but the model 320" in done.err
+        assert "warning" not in run("--prompt", "a", *FEW).err
+
+    def test_interrupted(self, run):
+        with mock.patch.object(
+            DynamicInferenceEngine, "step_modern", side_effect=KeyboardInterrupt
+        ):
+            assert run("--prompt", "a", *FEW).code == 130
+
+    def test_nobody_reads(self, run):
+        with (
+            mock.patch("generation.output.TextOutput._show", side_effect=BrokenPipeError),
+            mock.patch("console.script._discard_output"),
+        ):
+            done = run("--prompt", "a", *FEW)
+        assert (done.code, done.err) == (1, "")
+
+
+def test_in_a_process_of_its_own(checkpoint, run):
+    """With a locale that knows no such characters."""
+    script = Path(__file__).resolve().parents[3] / "scripts" / "generate.py"
+    command = [sys.executable, script, "--load", checkpoint, *GREEDY[:-1]]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [str(word) for word in command],
+        input="ü€\n".encode(),
+        # PyTorch 2.13's compiler reads its own files in the locale's encoding.
+        env={
+            **env,
+            "LC_ALL": "C",
+            "PYTHONUTF8": "0",
+            "PYTHONCOERCECLOCALE": "0",
+            "TORCHDYNAMO_DISABLE": "1",
+        },
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == continuation(run, "ü€") + "\n"
+    assert done.stderr.startswith(b"1 prompt, 8 tokens in ")
+
+
+def test_ctrl_c_in_a_process_of_its_own(checkpoint):
+    """Megatron's engine would print the stacks of all threads."""
+    script = Path(__file__).resolve().parents[3] / "scripts" / "generate.py"
+    words = ("--prompt", "a", "--num-tokens-to-generate", "500", "--ignore-eos", "--seed", "3")
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    process = subprocess.Popen(
+        [sys.executable, str(script), "--load", str(checkpoint), *words],
+        env={**env, "TORCHDYNAMO_DISABLE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1)  # it is in the middle of its work
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"generate.py: interrupted\n")
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        generate("--help")
+    assert not end.value.code
+
+
+def test_rows_are_json(run):
+    """Whatever the model writes."""
+    done = run("--prompt", "\udcff\u2028", *FEW, "--json", "--temperature", 5)
+    assert all(json.loads(line) for line in done.out.splitlines())

@@ -1,0 +1,154 @@
+"""Which backend attends over the paged cache, and FlashMLA's, whose package is stood in for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from absorbed_mla.inference import backend as paged_backends
+from absorbed_mla.inference.backend import PagedRequest, choose, examine
+from absorbed_mla.inference.backends import flash_mla
+from absorbed_mla.inference.backends.reference import paged_reference
+from tests.support.paged import PagedCase
+from tests.support.refusal import refusal
+
+ON_CPU = PagedRequest(torch.device("cpu"), torch.float32, 8, 32, 16, 16)
+DEEP = PagedRequest(torch.device("cuda"), torch.bfloat16, 128, 512, 64, 64)
+
+
+class TestChoice:
+    def test_the_reference_does_everything(self):
+        for dtype in (torch.float64, torch.bfloat16):
+            assert choose("reference", replace(ON_CPU, dtype=dtype)).name == "reference"
+
+    def test_unknown_name(self):
+        with pytest.raises(ValueError, match=r"one of auto, hopper, .*reference; got 'flash'"):
+            choose("flash", ON_CPU)
+
+    def test_explicit_choice_says_why_not(self):
+        with pytest.raises(ValueError, match=r"'flash_mla' cannot run here: flash_mla: it needs"):
+            choose("flash_mla", ON_CPU)
+
+    def test_auto_says_once_what_it_took(self, caplog, monkeypatch):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        paged_backends._logged.clear()
+        with caplog.at_level("INFO"):
+            assert {choose("auto", ON_CPU).name for _ in range(3)} == {"reference"}
+        assert len(caplog.records) == 1
+        assert "flash_mla: it needs a GPU; triton: it" in caplog.text
+
+    def test_the_interpreter_is_taken_where_it_is_asked_for(self, monkeypatch):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert choose("triton", ON_CPU).name == "triton"
+        odd = replace(ON_CPU, content=48)
+        assert "powers of two" in examine("triton", odd)[1]["triton"]
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"device": torch.device("cpu")}, "needs a GPU"),
+            ({"dtype": torch.float32}, "fp16 and bf16"),
+            ({"block_size": 100}, "a multiple of 16; the cache has 100"),
+            ({"rope": 16}, "widths 512 (latent) and 16 (rope)"),
+        ],
+    )
+    def test_hopper_refuses(self, change, reason):
+        assert reason in examine("hopper", replace(DEEP, **change))[1]["hopper"]
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"device": torch.device("cpu")}, "needs a GPU"),
+            ({"dtype": torch.float16}, "bf16"),
+            ({"batch_invariant": True}, "batch_invariant=True"),
+            ({"windowed": True}, "not a part of them"),
+            ({"block_size": 16}, "block size of 64; the cache has 16"),
+            ({"rope": 32}, "widths 512 (latent) and 32 (rope)"),
+        ],
+    )
+    def test_flash_mla_refuses(self, change, reason):
+        assert reason in flash_mla.refuses(replace(DEEP, **change))
+
+    def test_flash_mla_must_be_importable(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setitem(sys.modules, "flash_mla", None)
+        assert "cannot be imported" in flash_mla.refuses(DEEP)
+        monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace())
+        assert flash_mla.refuses(DEEP) is None
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        assert "9.0" in flash_mla.refuses(DEEP)
+
+
+def decode_of_flash_mla(
+    q, k_cache, table, lengths, width, schedule, splits, *, softmax_scale, causal
+):
+    """What FlashMLA's dense decode gives, from its documentation; LSE +inf without keys.
+
+    Written out per token: the causal mask is aligned to the last key and the last place.
+    """
+    assert causal and (schedule, splits) == ("schedule", "splits")
+    rows, places, heads, _ = q.shape
+    out = torch.full((rows, places, heads, width), torch.nan)
+    lse = torch.full((rows, heads, places), torch.inf)
+    block_size = k_cache.shape[1]
+    for row in range(rows):
+        for place in range(places):
+            seen = int(lengths[row]) - (places - 1 - place)
+            if seen <= 0:
+                continue
+            position = torch.arange(seen)
+            key = k_cache[table[row, position // block_size], position % block_size, 0]
+            scores = q[row, place] @ key.T * softmax_scale
+            out[row, place] = scores.softmax(-1) @ key[:, :width]
+            lse[row, :, place] = scores.logsumexp(-1)
+    return out, lse
+
+
+class TestFlashMLA:
+    """Places of rows shorter than the longest, in FlashMLA's layout and back."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self, monkeypatch):
+        def get_mla_metadata(lengths, heads, key_heads):
+            assert (lengths.dtype, heads, key_heads) == (
+                torch.int32,
+                self.rows.max_query_length * 4,
+                1,
+            )
+            return "schedule", "splits"
+
+        package = SimpleNamespace(
+            get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=decode_of_flash_mla
+        )
+        monkeypatch.setitem(sys.modules, "flash_mla", package)
+
+    @pytest.mark.parametrize("query_lengths", [(1, 1, 0, 1), (1, 3, 0, 2), (0, 0, 0, 0)])
+    def test_places(self, query_lengths):
+        case = PagedCase(query_lengths, (70, 3, 0, 9), heads=4, dtype=torch.float32, padding=2)
+        inputs = case.inputs()
+        self.rows = inputs[3]
+        out, lse = flash_mla.FlashMLABackend().forward(*inputs)
+        expected, expected_lse = paged_reference(*inputs)
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=1e-5)
+
+    def test_a_window_is_no_silent_surprise(self):
+        inputs = PagedCase((1,), (70,), heads=4).inputs()
+        self.rows = inputs[3]
+        with pytest.raises(ValueError, match="0 to 64"):
+            flash_mla.FlashMLABackend().forward(*inputs, 0, 64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [64, 5])
+def test_what_a_cpu_lacks_first_of_all(dtype, block_size):
+    """Another dtype or block size would not help."""
+    request = replace(DEEP, device=torch.device("cpu"), dtype=dtype, block_size=block_size)
+    for name in ("hopper", "flash_mla"):
+        with refusal(f"paged_attention_backend={name!r}", "it needs a GPU"):
+            choose(name, request)

@@ -1,0 +1,215 @@
+"""The decode kernel for Hopper against the reference.
+
+Without a GPU its source is run by PyTorch, which shows what it reads, writes and waits for, but not
+what the compiler makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.inference.rows import Rows
+from tests.support.gluon_emulation import emulated
+from tests.support.hostile import poisoned_memory
+from tests.support.paged import PagedCase
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("it needs compute capability 9.0, or no GPU", allow_module_level=True)
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Triton's, where there is no GPU, for the schedule and the merging of parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+def run(launcher, kernel: str, seed: int = 0):
+    """Within, a launcher's kernel runs: on the GPU, or in PyTorch."""
+    if ON_GPU:
+        return contextlib.nullcontext()
+    return emulated(launcher, f"attend_{kernel}", f"{kernel}_kernel", seed)
+
+
+# Triton decides when a kernel is decorated.
+with interpreter():
+    import absorbed_mla.kernels.paged.forward  # noqa: F401
+    from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.kernels.hopper import decode, forward
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with interpreter():
+        yield
+
+
+def attend(inputs, window=(0, None), batch_invariant=False, splits=None, seed=0):
+    q_content, q_rope, cache, rows, scale = inputs
+    lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
+    lengths = (rows.max_query_length, rows.max_kv_length)
+    with run(decode, "decode", seed), poisoned_memory():
+        return decode.forward(
+            q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, splits
+        )
+
+
+def check(case: PagedCase, **how) -> None:
+    """As near as rounding the probabilities and the output allows; exact where nothing is seen."""
+    inputs, window = case.inputs(DEVICE), case.window or (0, None)
+    out, lse = attend(inputs, window, **how)
+    q_content, q_rope, cache, rows, scale = inputs
+    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
+    expected, expected_lse = paged_reference(*double, *window)
+    assert (out.dtype, lse.dtype) == (case.dtype, FP32)
+    blind = expected_lse == -torch.inf
+    assert (lse[blind] == -torch.inf).all() and not out[blind].any()
+    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error <= torch.finfo(case.dtype).eps, error
+    seen = ~blind
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-4, rtol=1e-5)
+
+
+MIXED = PagedCase((1, 3, 0, 5), (200, 3, 9, 150), 16, 64, 128, 32, padding=2)
+SHORT = replace(MIXED, query_lengths=(1, 2), kv_lengths=(130, 64))
+CASES = {
+    **{f"block_{size}": replace(MIXED, block_size=size) for size in (16, 48, 64, 1024)},
+    **{f"heads_{heads}": replace(SHORT, heads=heads) for heads in (1, 8, 12, 128)},
+    "one_block": replace(MIXED, block_size=350),
+    "one_small_block": replace(MIXED, query_lengths=(1, 2), kv_lengths=(7, 21), block_size=21),
+    "one_key": replace(MIXED, query_lengths=(1, 1), kv_lengths=(1, 1)),
+    "whole_blocks": replace(MIXED, query_lengths=(1, 1), kv_lengths=(64, 192)),
+    "prefill": replace(MIXED, query_lengths=(20, 2), kv_lengths=(100, 2), heads=8),
+    "fp16": replace(MIXED, dtype=FP16),
+    "huge": replace(MIXED, magnitude=100.0),
+    "more_tokens_than_keys": replace(MIXED, query_lengths=(5, 2), kv_lengths=(3, 2)),
+    "nothing_new": replace(MIXED, query_lengths=(0, 0), kv_lengths=(5, 70)),
+    "width_512": replace(MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), content=512, rope=64),
+    "width_256": replace(MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, content=256),
+    "window": replace(MIXED, window=(37, 140)),
+    "window_behind_all": replace(MIXED, window=(200, None)),
+    "window_empty": replace(MIXED, window=(64, 64)),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name):
+    """Amid NaN in blocks and slots that it may not read, and blocks that are not there."""
+    check(CASES[name])
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [(name, splits) for name in ("block_64", "heads_12", "window") for splits in (1, 2, 4)]
+    + [("heads_128", 2)],  # takes seconds where it is emulated
+)
+def test_splits(name, splits):
+    """Of rows of one key, too: most of their parts are empty."""
+    check(CASES[name], splits=splits)
+
+
+def test_any_order():
+    """Roles and copies may go on in any order: the result has the same bits."""
+    inputs = replace(MIXED, query_lengths=(2,), kv_lengths=(350,)).inputs(DEVICE)
+    expected = attend(inputs, splits=1)
+    for seed in range(1, 13):
+        found = attend(inputs, splits=1, seed=seed)
+        assert all(torch.equal(*pair) for pair in zip(found, expected)), seed
+
+
+def test_reads_no_entry_beyond_the_table():
+    """Whose last row ends with the memory; the last keys do not fill what is loaded at a time."""
+    q_content, q_rope, cache, rows, scale = replace(
+        MIXED, query_lengths=(1, 2), kv_lengths=(70, 66), block_size=16
+    ).inputs(DEVICE)
+    exact = replace(rows, block_table=rows.block_table[:, :-1].contiguous())
+    expected = attend((q_content, q_rope, cache, rows, scale))
+    found = attend((q_content, q_rope, cache, exact, scale))
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
+
+
+def test_a_batch_that_grows_in_step():
+    """As Megatron's static context keeps it: a block is an entry of the batch, token-major."""
+    q_content, q_rope, cache, rows, scale = replace(
+        MIXED, query_lengths=(1, 1, 1), kv_lengths=(90, 90, 90), block_size=96
+    ).inputs(DEVICE)
+    block = rows.block_table[:, 0].long()
+    token_major = cache[block].transpose(0, 1).contiguous()
+    table = torch.arange(3, device=DEVICE)[:, None]  # int64
+    batch = replace(rows, block_table=table)
+    found = attend((q_content, q_rope, token_major.transpose(0, 1), batch, scale))
+    expected = attend((q_content, q_rope, cache, rows, scale))
+    assert all(torch.equal(*pair) for pair in zip(found, expected))
+
+
+def test_lengths_come_from_the_device():
+    """A CUDA graph is recorded with bounds, and replayed with any lengths below them."""
+    q_content, q_rope, cache, rows, scale = MIXED.inputs(DEVICE)
+    wide = torch.nn.functional.pad(rows.block_table, (0, 20), value=2**31 - 648)
+    bounds = replace(rows, block_table=wide, max_query_length=8, max_kv_length=400)
+    expected = paged_reference(q_content, q_rope, cache, rows, scale)
+    found = attend((q_content, q_rope, cache, bounds, scale))
+    torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+
+
+class TestBatchInvariance:
+    CASE = PagedCase((90,), (90,), 8, 64, 128, 32)
+
+    def test_any_chunks(self):
+        q_content, q_rope, cache, rows, scale = self.CASE.inputs(DEVICE)
+        whole = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
+        for start, end in ((0, 1), (1, 70), (89, 90)):
+            part = Rows.of((end - start,), (end,), rows.block_table)
+            query = q_content[start:end], q_rope[start:end]
+            found = attend((*query, cache, part, scale), batch_invariant=True)
+            assert all(torch.equal(one, every[start:end]) for one, every in zip(found, whole))
+
+    def test_training_forward_gives_the_same_bits(self):
+        """The same source, with another table and other copies."""
+        q_content, q_rope, cache, rows, scale = self.CASE.inputs(DEVICE)
+        expected = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
+        position = torch.arange(90, device=DEVICE)
+        keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
+        tiles = query_tiles([Span(0, 90, 0, 90, 0)], 8, 90).to(DEVICE)
+        with run(forward, "forward"):
+            out, lse = forward.forward(
+                q_content[:, None], q_rope[:, None], keys[..., :128], keys[..., 128:], tiles, scale
+            )
+        assert torch.equal(out[:, 0], expected[0]) and torch.equal(lse[:, 0], expected[1])
+
+
+class TestRefused:
+    def attend(self, cache=None, scale=None, case=MIXED):
+        q_content, q_rope, given, rows, given_scale = case.inputs(DEVICE)
+        cache = given if cache is None else cache
+        attend((q_content, q_rope, cache, rows, given_scale if scale is None else scale))
+
+    def test_a_block_size_of_too_small_pages(self):
+        with pytest.raises(ValueError, match=r"multiple of 16 .* got .* 100, 160"):
+            self.attend(case=replace(MIXED, block_size=100))
+
+    def test_a_cache_that_cannot_be_loaded_as_it_lies(self):
+        """It is not copied: that would be the whole cache, in every step."""
+        odd = torch.zeros(9, 64, 161, dtype=BF16, device=DEVICE)[..., :160]
+        with pytest.raises(ValueError, match=r"16 bytes apart; got .* 161, 1"):
+            self.attend(cache=odd)
+
+    def test_a_scale(self):
+        with pytest.raises(ValueError, match="scale must be positive, got -1"):
+            self.attend(scale=-1.0)

@@ -1,0 +1,89 @@
+"""The decode kernel for Hopper on a GPU: long rows, full widths, races."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support import needs
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip(needs.NEEDS_HOPPER, allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.tiles import query_tiles
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.kernels.hopper import forward
+from absorbed_mla.kernels.hopper.tile import tile_shape
+from tests.support.paged import PagedCase
+from tests.unit.kernels.test_paged_hopper import DEVICE, FP16, attend, check
+
+DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), 16, 64, 512, 64, padding=3)
+CASES = {
+    **{f"heads_{heads}": replace(DEEP, heads=heads) for heads in (1, 8, 24, 32, 40, 64, 128)},
+    **{f"block_{size}": replace(DEEP, block_size=size) for size in (16, 32, 48, 256, 8192)},
+    "decode": replace(DEEP, query_lengths=(1, 1, 0, 1)),
+    "decode_128": replace(DEEP, query_lengths=(1, 1, 0, 1), heads=128),
+    "prefill": replace(DEEP, query_lengths=(300, 2, 0, 500)),
+    "fp16": replace(DEEP, dtype=FP16),
+    "many_rows": replace(DEEP, query_lengths=(1,) * 300, kv_lengths=tuple(range(1, 301))),
+    "window": replace(DEEP, window=(70, 4000)),
+    "width_256": replace(DEEP, content=256, block_size=16),
+    "width_128": replace(DEEP, content=128, rope=32, block_size=32),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("splits", [None, 1, 5])
+def test_equals_the_reference(name, splits):
+    check(CASES[name], splits=splits)
+
+
+@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode"])
+def test_same_bits_in_every_run(name):
+    """A race would show: parts are merged in order, and nothing is added up by atomics."""
+    inputs = CASES[name].inputs(DEVICE)
+    expected = attend(inputs)
+    for _ in range(50):
+        assert all(torch.equal(*pair) for pair in zip(attend(inputs), expected))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_training_and_decode_agree_to_the_bit(heads):
+    """batch_invariant: the training forward, the whole prompt, and parts of it alone."""
+    length = 1000
+    case = replace(DEEP, query_lengths=(length,), kv_lengths=(length,), heads=heads, padding=0)
+    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    whole = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
+    for start, end in ((0, 1), (1, 700), (700, 999), (999, 1000)):
+        part = Rows.of((end - start,), (end,), rows.block_table)
+        query = (q_content[start:end], q_rope[start:end])
+        found = attend((*query, cache, part, scale), batch_invariant=True)
+        assert all(torch.equal(one, every[start:end]) for one, every in zip(found, whole))
+    position = torch.arange(length, device=DEVICE)
+    keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
+    tiles = query_tiles([Span(0, length, 0, length, 0)], tile_shape(heads)[0], length)
+    out, lse = forward.forward(
+        *(q_content[:, None], q_rope[:, None], keys[..., :512], keys[..., 512:]),
+        tiles.to(DEVICE),
+        scale,
+    )
+    assert torch.equal(out[:, 0], whole[0]) and torch.equal(lse[:, 0], whole[1])
+
+
+def test_the_static_context_at_its_size():
+    """Blocks of 32768 positions, one after the other in memory by position, not by block."""
+    batch, positions, keys = 32, 32768, 5001
+    cache = torch.full((positions, batch, 576), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    cache[:keys] = torch.randn(keys, batch, 576, device=DEVICE)
+    query = torch.randn(batch, 16, 576, dtype=torch.bfloat16, device=DEVICE)
+    table = torch.arange(batch, dtype=torch.int32, device=DEVICE)[:, None]
+    rows = Rows.of((1,) * batch, (keys,) * batch, table)
+    found = attend((query[..., :512], query[..., 512:], cache.transpose(0, 1), rows, 0.05))
+    scores = torch.einsum("bnd,kbd->bnk", query.float(), cache[:keys].float()) * 0.05
+    expected = torch.einsum("bnk,kbd->bnd", scores.softmax(-1), cache[:keys, :, :512].float())
+    assert (found[0].float() - expected).norm() < 2**-7 * expected.norm()
+    torch.testing.assert_close(found[1], scores.logsumexp(-1), atol=2e-3, rtol=1e-4)

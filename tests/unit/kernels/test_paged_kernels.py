@@ -1,0 +1,422 @@
+"""The kernels over a paged latent cache against the reference.
+
+Without a GPU they run in Triton's interpreter, on the same blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.merge import merge
+from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.inference.rows import Rows
+from tests.support.backends import multiply_in_one_order
+from tests.support.hostile import poisoned_memory
+from tests.support.paged import PagedCase
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Triton's interpreter where there is no GPU; other tests must not choose it by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+# Triton decides when a kernel is decorated.
+with interpreter():
+    import absorbed_mla.kernels.paged.forward  # noqa: F401
+    from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.kernels import operators
+    from absorbed_mla.kernels.paged import plan
+    from absorbed_mla.kernels.paged.schedule import schedule
+    from absorbed_mla.kernels.triton.launch import launch_for
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with interpreter():
+        yield
+
+
+def attend(inputs, window=(0, None), batch_invariant=False, splits=None):
+    """Output and LSE by the kernels."""
+    q_content, q_rope, cache, rows, scale = inputs
+    return operators.paged_attention_forward(
+        q_content,
+        q_rope,
+        cache,
+        rows.query_starts,
+        rows.query_lengths,
+        rows.kv_lengths,
+        rows.block_table,
+        rows.max_query_length,
+        rows.max_kv_length,
+        scale,
+        *window,
+        batch_invariant,
+        splits,
+    )
+
+
+def check(case: PagedCase, **how) -> None:
+    """As near as rounding the probabilities and the output allows; exact where nothing is seen."""
+    inputs, window = case.inputs(DEVICE), case.window or (0, None)
+    with poisoned_memory():
+        out, lse = attend(inputs, window, **how)
+    q_content, q_rope, cache, rows, scale = inputs
+    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
+    expected, expected_lse = paged_reference(*double, *window)
+    assert (out.dtype, lse.dtype) == (case.dtype, FP32)
+    blind = expected_lse == -torch.inf
+    assert (lse[blind] == -torch.inf).all() and not out[blind].any()
+    eps = torch.finfo(case.dtype).eps
+    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error <= max(eps, 2e-6), error
+    seen = ~blind
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-4, rtol=1e-5)
+
+
+MIXED = PagedCase((1, 3, 0, 5), (70, 3, 9, 150), padding=2)
+DECODE = PagedCase((1, 1, 0, 1), (70, 1, 0, 150), heads=16, padding=1)
+CASES = {
+    **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 16, 64, 100, 128)},
+    **{f"heads_{heads}": replace(MIXED, heads=heads) for heads in (1, 8, 40, 128)},
+    **{f"decode_{heads}": replace(DECODE, heads=heads) for heads in (3, 16, 40)},
+    "one_key": PagedCase((1, 1), (1, 1)),
+    "fp16": replace(MIXED, dtype=FP16, heads=16),
+    "fp32": PagedCase((1, 2), (37, 18), dtype=FP32, heads=2, content=16),
+    "no_rope": replace(MIXED, rope=0),
+    "huge": replace(MIXED, magnitude=100.0),
+    "tiny": replace(MIXED, magnitude=1e-6),
+    "more_tokens_than_keys": PagedCase((5, 2), (3, 2)),
+    "long": PagedCase((1, 2), (90, 460), heads=2, block_size=16),
+    "nothing_new": PagedCase((0, 0), (5, 70), padding=2),
+    "width_512": PagedCase((1, 2), (40, 66), heads=16, content=512, rope=64, block_size=64),
+    "many_rows": PagedCase((0,) * 125 + (1,) * 15, tuple(range(140)), heads=1),
+    "window": replace(MIXED, window=(37, 100)),
+    "window_at_the_start": replace(MIXED, window=(0, 64)),
+    "window_behind_all": replace(MIXED, window=(150, None)),
+    "window_empty": replace(MIXED, window=(64, 64)),
+}
+if ON_GPU:
+    DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), content=512, rope=64, block_size=64)
+    CASES |= {f"deep_{heads}": replace(DEEP, heads=heads) for heads in (8, 16, 32, 40, 128)}
+    CASES |= {f"deep_block_{size}": replace(DEEP, block_size=size) for size in (1, 16, 100, 256)}
+    CASES["deep_prefill"] = replace(DEEP, query_lengths=(300, 2, 0, 500), heads=16)
+    CASES["deep_fp16"] = replace(DEEP, dtype=FP16)
+    CASES["deep_decode"] = replace(DEEP, query_lengths=(1, 1, 0, 1), heads=16)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name):
+    """Amid NaN in blocks and slots that they may not read, and blocks that are not there."""
+    check(CASES[name])
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [(n, s) for n in ("block_16", "block_64", "decode_16", "window", "long") for s in (1, 2, 7)]
+    # The interpreter takes seconds for each.
+    + [("heads_40", 7), ("heads_128", 2)],
+)
+def test_splits(name, splits):
+    """Of rows of one key, too: most of their splits are empty."""
+    check(CASES[name], splits=splits)
+
+
+@pytest.mark.parametrize("name", ["block_16", "decode_3", "window"])
+def test_batch_invariant_mode(name):
+    check(CASES[name], batch_invariant=True)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 149])
+def test_merged_windows_are_the_whole(cut):
+    case = replace(MIXED, dtype=FP32, heads=1, content=16)
+    whole = attend(case.inputs(DEVICE))
+    parts = [
+        attend(replace(case, window=window).inputs(DEVICE), window)
+        for window in ((0, cut), (cut, None))
+    ]
+    for found, expected in zip(merge(*parts[0], *parts[1]), whole):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_in_any_order_with_padding_between():
+    inputs = MIXED.inputs_apart((10, 0, 3, 4), DEVICE)
+    expected = paged_reference(*inputs)
+    found = attend(inputs)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+
+
+def test_lengths_come_from_the_device():
+    """A CUDA graph is recorded with bounds, and replayed with any lengths below them."""
+    q_content, q_rope, cache, rows, scale = MIXED.inputs(DEVICE)
+    wide = torch.nn.functional.pad(rows.block_table, (0, 20), value=2**31 - 648)
+    bounds = replace(rows, block_table=wide, max_query_length=8, max_kv_length=400)
+    expected = paged_reference(q_content, q_rope, cache, rows, scale)
+    found = attend((q_content, q_rope, cache, bounds, scale))
+    torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+
+
+class TestSchedule:
+    """Tiles and parts of keys, read off the tables."""
+
+    def tables(self, rows: Rows, tiles: plan.Tiles, cut: plan.Cut, window: int = 1000, start=0):
+        """Entries of programs that have something to do, and those of tiles."""
+        out, lse = torch.zeros(20, 2, 16, device=DEVICE), torch.zeros(20, 2, device=DEVICE)
+        lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths)
+        with poisoned_memory():
+            made = schedule(*lists, start, window, tiles, cut, 16, out, lse, not ON_GPU)
+        self.cleared = (lse == -torch.inf).all(1).tolist()
+        programs = [entry for entry in made.programs.tolist() if entry[2]]
+        return programs, made.tiles.tolist()
+
+    def test_tiles(self):
+        rows = Rows.of(
+            (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
+        )
+        tiles = plan.tiles_for(4, 2, 20, 5, 4)
+        assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, most=14, row_tokens=5)
+        programs, table = self.tables(rows, tiles, plan.Cut(0, 14, 1, 1))
+        assert [entry[:7] for entry in programs] == [
+            [0, 0, 2, 66, 0, 67, -1],
+            [0, 2, 2, 68, 0, 69, -1],
+            [0, 4, 1, 70, 0, 70, -1],
+            [2, 5, 1, 3, 0, 3, -1],
+            [3, 6, 2, 1, 0, 2, -1],
+            [3, 8, 2, 3, 0, 4, -1],
+        ]
+        assert [entry[:3] for entry in table[:6]] == [
+            [0, 2, 67],
+            [2, 2, 69],
+            [4, 1, 70],
+            [5, 1, 3],
+            [6, 2, 2],
+            [8, 2, 4],
+        ]
+        assert not any(entry[1] for entry in table[6:])
+        assert self.cleared == [False] * 10 + [True] * 10
+
+    def test_longer_rows_have_more_parts(self):
+        """Equal ones and what is left, the longest programs first; short rows are not cut."""
+        rows = Rows.of(
+            (1, 1, 1), (160, 16, 648), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
+        )
+        tiles = plan.tiles_for(3, 16, 20, 1, 16)
+        programs, table = self.tables(rows, tiles, plan.Cut(12, 6, 1, 0))
+        # 10, 1 and 41 blocks of 16 for 6 programs at a time: none has more than 11.
+        assert [(entry[0], *entry[4:7]) for entry in programs] == [
+            (2, 0, 176, 0),
+            (2, 176, 352, 1),
+            (2, 352, 528, 2),
+            (0, 0, 160, -1),
+            (1, 0, 16, -1),
+            (2, 528, 648, 3),
+        ]
+        assert [entry[2:4] for entry in table] == [[160, 160], [16, 16], [648, 176]]
+        assert table[2][4:7] == [0, 3, 3]
+
+    def test_no_more_parts_than_there_is_room_for(self):
+        """However many programs run at a time."""
+        rows = Rows.of((1, 1), (1000, 500), torch.zeros(2, 9, dtype=torch.int32, device=DEVICE))
+        tiles = plan.tiles_for(2, 2, 20, 1, 16)
+        for more in (1, 2, 7):
+            programs, _ = self.tables(rows, tiles, plan.Cut(more, 50, 1, 0))
+            assert more < len(programs) <= 2 + more
+
+    @pytest.mark.parametrize("fixed", [0, 1, 3])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_key_of_every_token_once(self, seed, fixed):
+        """Of any batch: no key is left out or seen twice, and no two parts have the same place."""
+        draw = random.Random(seed)
+        new = [draw.choice((0, 1, 1, 2, 5)) for _ in range(9)]
+        kv = [draw.choice((0, 3, 40, 300, 1500)) + length for length in new]
+        rows = Rows.of(new, kv, torch.zeros(9, 100, dtype=torch.int32, device=DEVICE))
+        start, window = draw.choice(((0, 1600), (32, 500)))
+        tiles = plan.tiles_for(9, 2, 20 + sum(new), 5, 4)
+        more = tiles.most * 2 if fixed == 3 else draw.choice((1, 5, 40)) * (fixed != 1)
+        cut = plan.Cut(more, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
+        programs, table = self.tables(rows, tiles, cut, window, start)
+        places = [entry[6] for entry in programs if entry[6] >= 0]
+        assert len(set(places)) == len(places)
+        assert all(place < min(2 * more, tiles.most + more) for place in places)
+        by_tile = defaultdict(list)
+        for _, first, _, _, begin, end, place in sorted(entry[:7] for entry in programs):
+            by_tile[first].append((begin, end, place))
+        expected = {entry[0]: entry for entry in table if entry[1]}
+        assert set(by_tile) == set(expected) and sum(e[1] for e in expected.values()) == sum(new)
+        for first, parts in by_tile.items():
+            _, _, keys, part_keys, first_place, equal, last_place, _ = expected[first]
+            assert [begin for begin, _, _ in parts] == list(range(0, max(keys, 1), part_keys))
+            assert [end for _, end, _ in parts] == [b for b, _, _ in parts[1:]] + [keys]
+            if len(parts) == 1:
+                assert keys <= part_keys and parts[0][2] == -1
+            else:
+                merged = [first_place + i if i < equal else last_place for i in range(len(parts))]
+                assert [place for _, _, place in parts] == merged
+
+
+class TestPlan:
+    """Decisions for DeepSeek-V3's widths on a GPU of 132 multiprocessors."""
+
+    def cut(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
+        """Programs that have something to do, and the keys of the first."""
+        monkeypatch.setattr(plan, "_processors", lambda device: 132)
+        batch = Rows.of(
+            [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
+        )
+        tiles = plan.tiles_for(len(kv), heads, len(kv), 1, rows)
+        cut = plan.cut_for(tiles, max(kv), 64, resident, torch.device("cuda"))
+        out = torch.zeros(len(kv), heads, 16, device=DEVICE)
+        lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)
+        made = schedule(*lists, 0, max(kv), tiles, cut, 64, out, out[..., 0], not ON_GPU).programs
+        programs = [entry for entry in made.tolist() if entry[2]]
+        return len(programs) * tiles.head_blocks, programs[0][5] - programs[0][4]
+
+    @pytest.mark.parametrize(
+        "batch, kv, heads, programs, keys",
+        [
+            (128, 8192, 128, 256, 8192),
+            (128, 8192, 16, 128, 8192),
+            (32, 8192, 128, 128, 4096),
+            (32, 8192, 16, 128, 2048),
+            (8, 32768, 128, 128, 4096),
+            (1, 131072, 16, 128, 1024),
+            (1, 64, 16, 1, 64),
+        ],
+    )
+    def test_rows_of_one_length(self, monkeypatch, batch, kv, heads, programs, keys):
+        """Whole waves; a device that is full is not split."""
+        assert self.cut(monkeypatch, [kv] * batch, heads) == (programs, keys)
+
+    def test_two_programs_on_a_multiprocessor(self, monkeypatch):
+        found = self.cut(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
+        assert found == (256, 4096)
+
+    def test_rows_of_almost_one_length(self, monkeypatch):
+        """They are not cut into a large part and a rest."""
+        assert self.cut(monkeypatch, list(range(8064, 8192)), 16)[0] == 128
+
+    @pytest.mark.parametrize(
+        "kv",
+        [
+            pytest.param([8192] * batch, id=f"{batch}_equal_rows")
+            for batch in (3, 20, 50, 100, 140, 200)
+        ]
+        + [
+            pytest.param(list(range(1, 8192, 8192 // batch)), id=f"{batch}_rows_of_any_length")
+            for batch in (10, 64, 128, 300)
+        ],
+    )
+    @pytest.mark.no_cover
+    def test_hardly_any_other_size_would_be_faster(self, monkeypatch, kv):
+        """Programs in their order, each on the first multiprocessor that is free."""
+        blocks = [-(-keys // 64) for keys in kv]
+
+        def end(size: int) -> float:
+            parts = [min(size, left) for each in blocks for left in range(each, 0, -size)]
+            free = [0.0] * 132
+            for part in sorted(parts, key=lambda part: part != size):
+                heapq.heapreplace(free, free[0] + part + 3)
+            return max(free) + (len(parts) > len(kv)) * (3 + len(parts) / 64)
+
+        _, keys = self.cut(monkeypatch, kv, 16)
+        best = min(end(size) for size in range(4, max(blocks) + 1))
+        assert end(-(-keys // 64)) < 1.15 * best
+
+    def test_one_long_row(self, monkeypatch):
+        """It is spread over the whole device, whatever is beside it."""
+        programs, keys = self.cut(monkeypatch, [100] * 127 + [131072], 16)
+        assert programs < 2 * 132 and keys < 2 * 131072 // 132
+
+    def test_heads_are_padded_to_a_power_of_two(self):
+        assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4, 1)
+        assert plan.tiles_for(4, 128, 4, 1, 64) == plan.Tiles(64, 1, 2, 4, 1)
+        assert plan.tiles_for(4, 16, 70, 30, 64) == plan.Tiles(16, 4, 1, 4 + 17, 30)
+
+    def test_few_rows_take_small_blocks(self):
+        sizes = [plan.blocks_for(BF16, 512, 64, DEVICE, rows)[0].rows for rows in (3, 16, 20, 40)]
+        assert sizes == [16, 16, 32, 64]
+        training = launch_for(BF16, 512, 64, DEVICE).forward
+        assert plan.blocks_for(BF16, 512, 64, DEVICE, None)[0] == training
+
+
+class TestBatchInvariance:
+    CASE = PagedCase((40,), (90,), heads=4, block_size=16)
+
+    @pytest.fixture(autouse=True)
+    def _products(self, monkeypatch):
+        multiply_in_one_order(monkeypatch)
+
+    def alone(self):
+        inputs = self.CASE.inputs(DEVICE)
+        return inputs, attend(inputs, batch_invariant=True)
+
+    def test_any_chunks_and_neighbours(self):
+        """Every chunk of the prompt on its own, behind rows of others, gives the same bits."""
+        (q_content, q_rope, cache, rows, scale), expected = self.alone()
+        others = torch.randn_like(q_content[:9]), torch.randn_like(q_rope[:9])
+        for start, end in ((0, 1), (1, 17), (17, 40), (39, 40)):
+            mine = slice(start, end)
+            table = torch.cat((rows.block_table, rows.block_table))
+            lengths = (9, end - start), (60, 50 + end)
+            both = Rows.of(*lengths, table)
+            query = (torch.cat((o, q[mine])) for o, q in zip(others, (q_content, q_rope)))
+            out, lse = attend((*query, cache, both, scale), batch_invariant=True)
+            assert torch.equal(out[9:], expected[0][mine])
+            assert torch.equal(lse[9:], expected[1][mine])
+
+    def test_training_forward_gives_the_same_bits(self):
+        """Of the whole sequence at once, from keys that are not paged."""
+        case = PagedCase((40,), (40,), heads=4, block_size=16)
+        inputs = case.inputs(DEVICE)
+        expected = attend(inputs, batch_invariant=True)
+        q_content, q_rope, cache, rows, scale = inputs
+        position = torch.arange(40, device=DEVICE)
+        keys = cache[rows.block_table[0][position // 16].long(), position % 16]
+        out, lse = self.train(q_content, q_rope, keys, scale)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+    def train(self, q_content, q_rope, keys, scale):
+        tokens, heads, width = q_content.shape
+        launch = launch_for(q_content.dtype, width, q_rope.shape[-1], DEVICE)
+        tiles = query_tiles([Span(0, tokens, 0, tokens, 0)], launch.query_tokens(heads)).to(DEVICE)
+        out, lse = operators.latent_attention_forward(
+            q_content[:, None],
+            q_rope[:, None],
+            keys[:, None, :width],
+            keys[:, None, width:],
+            tiles,
+            scale,
+            "triton",
+        )
+        return out[:, 0], lse[:, 0]
+
+
+def test_opcheck():
+    """``torch.library.opcheck``: schema, shapes without data, and tracing."""
+    case = PagedCase((1, 2), (5, 9), heads=2, content=16, padding=1)
+    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
+    numbers = (rows.max_query_length, rows.max_kv_length, scale, 0, None, False)
+    operator = torch.ops.absorbed_mla.paged_attention_forward.default
+    # The LSE of padding is no number, of which opcheck compares the gradients.
+    torch.library.opcheck(operator, (q_content, q_rope, cache, *lists, *numbers))

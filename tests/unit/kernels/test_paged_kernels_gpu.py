@@ -1,0 +1,167 @@
+"""The kernels over a paged cache on a GPU: what the interpreter cannot show."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from absorbed_mla.inference.backend import PagedRequest, choose, examine
+from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.inference.rows import Rows
+from tests.support import needs
+from tests.support.paged import PagedCase
+
+pytestmark = needs.gpu
+
+DEVICE = torch.device("cuda")
+CASE = PagedCase(
+    (1, 2, 0, 8), (5000, 333, 64, 777), heads=16, content=512, rope=64, block_size=64, padding=3
+)
+REQUEST = PagedRequest(DEVICE, torch.bfloat16, 16, 512, 64, 64)
+
+
+@pytest.fixture(params=["triton", "hopper", "flash_mla", "reference"])
+def backend(request):
+    if refused := examine(request.param, REQUEST)[1]:
+        pytest.skip(str(refused))
+    return choose(request.param, REQUEST)
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    """Without the suite's deterministic mode, in which PyTorch's own operators may wait."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def assert_near(found, inputs) -> None:
+    q_content, q_rope, cache, rows, scale = inputs
+    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
+    expected, expected_lse = paged_reference(*double)
+    error = (found[0].double() - expected).norm() / expected.norm()
+    assert error < 2**-7, error
+    blind = expected_lse == -torch.inf
+    assert (found[1][blind] == -torch.inf).all() and not found[0][blind].any()
+    difference = (found[1][~blind].double() - expected_lse[~blind]).abs().max()
+    assert difference < 2e-3, difference
+
+
+def test_equals_the_reference(backend):
+    inputs = CASE.inputs(DEVICE)
+    assert_near(backend.forward(*inputs), inputs)
+
+
+def test_cuda_graph(backend):
+    """Recorded with bounds, replayed with other queries, keys, tables and lengths."""
+    shapes = replace(CASE, query_lengths=(4, 4, 4, 4), kv_lengths=(5000, 5000, 5000, 5000))
+    recorded = shapes.inputs(DEVICE)
+    recorded[2].nan_to_num_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        backend.forward(*recorded)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = backend.forward(*recorded)
+    for seed, lengths, kv_lengths in (
+        (1, (4, 1, 4, 4), (4999, 1, 64, 700)),
+        (2, (1, 0, 0, 2), (1, 0, 0, 2)),
+        (3, (0, 4, 3, 1), (9, 5000, 4097, 2048)),
+    ):
+        others = replace(CASE, query_lengths=lengths, kv_lengths=kv_lengths).inputs(DEVICE, seed)
+        _replace(recorded, others)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_near(found, recorded)
+
+
+def _replace(recorded, others) -> None:
+    """The contents of what was recorded by those of smaller inputs."""
+    for old, new in zip(recorded[:3], others[:3]):
+        old.fill_(torch.nan)
+        old[: len(new)] = new
+    for field in fields(Rows):
+        old, new = getattr(recorded[3], field.name), getattr(others[3], field.name)
+        if field.name == "block_table":
+            old.fill_(0)
+            old[:, : new.shape[1]] = new.clamp(max=len(recorded[2]) - 1)
+        elif isinstance(old, torch.Tensor):
+            old.copy_(new)
+
+
+def test_streams(backend):
+    """Calls side by side."""
+    sets = [CASE.inputs(DEVICE, seed) for seed in range(4)]
+    expected = [backend.forward(*inputs) for inputs in sets]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in sets], [None for _ in sets]
+    for _ in range(5):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index] = backend.forward(*sets[index])
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected):
+        assert all(torch.equal(*pair) for pair in zip(one, other))
+
+
+def test_no_synchronisation(backend):
+    inputs = CASE.inputs(DEVICE)
+    backend.forward(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.forward(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_beyond_32_bits(backend):
+    """A row of a million tokens in blocks at the end of a cache with 2**32 numbers."""
+    blocks, keys = 2**17, 2**20
+    cache = torch.zeros(blocks, 64, 576, dtype=torch.bfloat16, device=DEVICE)
+    assert cache.numel() > 2**32
+    latent = torch.randn(64, 576, device=DEVICE, dtype=torch.bfloat16)
+    cache[-keys // 64 :] = latent
+    table = torch.arange(blocks - keys // 64, blocks, dtype=torch.int32, device=DEVICE)[None]
+    query = torch.randn(2, 16, 576, device=DEVICE, dtype=torch.bfloat16)
+    inputs = (query[..., :512], query[..., 512:], cache)
+    rows = Rows.of((2,), (keys,), table.flip(1))
+    out, lse = backend.forward(*inputs, rows, 0.05)
+    # Every block is the same: the last token sees them all, as often.
+    short = Rows.of((2,), (64,), table[:, -1:])
+    expected = paged_reference(*inputs, short, 0.05)
+    torch.testing.assert_close(out[1], expected[0][1], atol=2e-2, rtol=2e-2)
+    more = torch.log(torch.tensor(keys / 64.0))
+    torch.testing.assert_close(lse[1], expected[1][1] + more.item(), atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_training_and_decode_agree_to_the_bit(heads):
+    """batch_invariant: the training forward, the whole prompt, and the last token alone."""
+    from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
+    from absorbed_mla.core_attention.masks.scores import ScoreRules
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.types import AttentionInputs
+
+    length = 1000
+    case = replace(CASE, query_lengths=(length,), kv_lengths=(length,), heads=heads, padding=0)
+    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    triton = choose("triton", replace(REQUEST, heads=heads, batch_invariant=True))
+    whole = triton.forward(q_content, q_rope, cache, rows, scale, batch_invariant=True)
+    for start, end in ((0, 1), (1, 700), (700, 999), (999, 1000)):
+        part = Rows.of((end - start,), (end,), rows.block_table)
+        query = (q_content[start:end], q_rope[start:end])
+        found = triton.forward(*query, cache, part, scale, batch_invariant=True)
+        assert all(torch.equal(one, all_[start:end]) for one, all_ in zip(found, whole))
+    position = torch.arange(length, device=DEVICE)
+    keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
+    operands = AttentionInputs(
+        q_content[:, None], q_rope[:, None], keys[..., None, :512], keys[..., 512:], None
+    )
+    rules = ScoreRules(scale=scale, spans=(Span(0, length, 0, length, 0),))
+    trained = LatentKernelBackend("triton").forward(operands, rules)
+    assert torch.equal(trained.out[:, 0], whole[0]) and torch.equal(trained.lse[:, 0], whole[1])

@@ -1,0 +1,138 @@
+"""What docs/*.md say was measured is what the data under docs/ say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+import docs_tables
+import oracle_report
+from docs_tables import DOCS
+
+
+def test_tables_are_what_their_data_say(capsys):
+    code = docs_tables.main(["--check"])
+    assert code == 0, f"run scripts/docs_tables.py: {capsys.readouterr().out}"
+
+
+def test_every_table_is_in_a_page():
+    used = [m[2] for p in DOCS.glob("*.md") for m in docs_tables._BLOCK.finditer(p.read_text())]
+    assert sorted(used) == sorted(docs_tables.TABLES)
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    shutil.copytree(DOCS, tmp_path / "docs", ignore=shutil.ignore_patterns("*.png"))
+    return tmp_path / "docs"
+
+
+def test_a_table_that_differs_is_found_and_written(copied, capsys):
+    file = copied / "attention" / "layer.json"
+    content = json.loads(file.read_text())
+    # Implementation and recomputation -> milliseconds and MiB.
+    figures = {("megatron", True): (40, 400), ("ours", True): (20, 300)}
+    figures |= {("megatron", False): (30, 1000), ("ours", False): (15, 500)}
+    for (implementation, recompute), (milliseconds, mebibytes) in figures.items():
+        case = {"implementation": implementation, "recompute": recompute, "heads": 128}
+        case |= {"tokens": 8192, "layout": "sbhd"}
+        [row] = [r for r in content["rows"] if r["case"] == case]
+        row["step"]["median"], row["kept_bytes"] = milliseconds / 1e3, mebibytes * 2**20
+    file.write_text(json.dumps(content))
+    assert docs_tables.main(["--docs", str(copied), "--check"]) == 1
+    assert docs_tables.main(["--docs", str(copied)]) == 0
+    assert capsys.readouterr().out == "Differ: attention.md\nWritten: attention.md\n"
+    recomputed, kept = "40.00 | 20.00 | 0.50 | 400 | 300 | 0.75", "30.00 | 15.00 | 0.50 | 1000"
+    line = f"| 128 | 8k | sbhd | {recomputed} | {kept} | 500 | 0.50 |"
+    assert line in (copied / "attention.md").read_text()
+    assert docs_tables.main(["--docs", str(copied), "--check"]) == 0
+
+
+def test_an_unknown_table(copied):
+    page = copied / "attention.md"
+    page.write_text(page.read_text().replace("<!-- table: layers -->", "<!-- table: layer -->"))
+    with pytest.raises(KeyError, match="layer"):
+        docs_tables.main(["--docs", str(copied)])
+
+
+def ring(copied: Path, implementation: str, recompute: str) -> dict:
+    """The first such row of two GPUs, of Megatron's made from ours."""
+    content = json.loads((copied / "context-parallel" / "h200-x2.json").read_text())
+    row = next(r for r in content["rows"] if r["case"]["implementation"] == implementation)
+    row["case"]["recompute"] = recompute
+    return row
+
+
+@pytest.mark.parametrize("recompute", ["none", "mla_up_proj"])
+def test_only_like_is_compared_with_like(copied, recompute):
+    """Ours recomputed beside Megatron's recomputed has ratios; beside one that is not, none."""
+    folder = copied / "context-parallel"
+    content = json.loads((folder / "h200-x2.json").read_text())
+    ours, theirs = ring(copied, "ours", "mla_up_proj"), ring(copied, "megatron", recompute)
+    ours["step_seconds"], theirs["step_seconds"] = [0.01], [0.02]
+    output = ours["case"]["tokens"] // 2 * 7168 * 2
+    ours["kept_bytes"], theirs["kept_bytes"] = output + 2**20, output + 4 * 2**20
+    for file in folder.glob("*.json"):
+        file.unlink()
+    (folder / "a.json").write_text(json.dumps({**content, "rows": [ours, theirs]}))
+    [line] = docs_tables.ring_table(copied).splitlines()[2:]
+    if recompute == "none":
+        assert line.endswith("| - | 10.0 | - | - | 1 | - | 20.0 | - | - | 4 | - | - |")
+        assert docs_tables.ring_ranges(copied).startswith("Not measured")
+    else:
+        assert line.endswith("| 20.0 | 10.0 | 0.50 | 4 | 1 | 0.25 | - | - | - | - | - | - |")
+        assert "0.50 to 0.50 | 0.25 to 0.25" in docs_tables.ring_ranges(copied)
+
+
+def worst(machine: str, *, cp: bool) -> float:
+    """In float64 with the same rotary table."""
+    rows = map(json.loads, (DOCS / "accuracy" / machine / "errors.jsonl").open())
+    return max(
+        row["worst_relative_error"]
+        for row in rows
+        if row["dtype"] == "float64"
+        and row["rotary_table"].startswith("module")
+        and (row["context_parallel"] > 1) is cp
+    )
+
+
+def test_claims_about_float64():
+    """Of prose: docs/context-parallel.md, and the bound that docs/accuracy.md gives."""
+    page = (DOCS / "context-parallel.md").read_text()
+    [claimed] = re.findall(r"worst (\d\.\de-\d+), bound 1e-9", page)
+    assert claimed == f"{max(worst('cpu', cp=True), worst('h200', cp=True)):.1e}"
+    assert "stays below 1e-14" in (DOCS / "accuracy.md").read_text()
+    assert max(worst(m, cp=c) for m in ("cpu", "h200") for c in (False, True)) < 1e-14
+
+
+def test_the_plot_of_errors_holds_each_against_its_own_bound(tmp_path, monkeypatch):
+    """An error above the smallest bound of others is no violation; one above its own is."""
+    drawn = []
+
+    @contextlib.contextmanager
+    def figure(path, rows, columns, size):
+        from matplotlib.figure import Figure
+
+        made = Figure().subplots(squeeze=False)
+        yield made
+        drawn.append(made[0][0])
+
+    monkeypatch.setattr(oracle_report, "figure", figure)
+    common = {"device": "cuda", "backend": "local", "dtype": "float32", "rotary_table": "module's"}
+    figures = [(1e-6, 2e-6), (1e-7, 5e-7), (3e-6, 1e-6)]
+    rows = [{**common, "worst_relative_error": e, "bound": b} for e, b in figures]
+    oracle_report.plot(rows, tmp_path / "errors.png")
+    [axes] = drawn
+    points = axes.collections[0].get_offsets()[:, 1]
+    assert list(points) == pytest.approx([0.5, 0.2, 3])
+    [line] = axes.lines
+    assert set(line.get_ydata()) == {1} and "bound" in line.get_label()
+    assert axes.get_ylim()[0] < 0.2 and axes.get_ylim()[1] > 3
+    assert "below 1 is good" in axes.get_ylabel()

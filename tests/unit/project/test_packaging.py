@@ -1,0 +1,189 @@
+"""What a wheel holds, and that every way of installing gives the same import paths.
+
+Nothing here needs a network or pip: the build backend is called directly, in a copy of the tree,
+and imports are looked up in interpreters that see no other site-packages (-S).
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer.spec_utils import import_module
+
+import checkpoint_conversion.cli
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = {"absorbed_mla", "specs", "checkpoint_conversion"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+LOCATE = """
+import importlib.util, site, sys
+for folder in sys.argv[1:]:
+    site.addsitedir(folder)
+for name in ("absorbed_mla.options", "specs.absorbed_mla_layer_specs", "checkpoint_conversion"):
+    # Without running absorbed_mla/__init__.py, which imports torch.
+    parent, _, leaf = name.rpartition(".")
+    if parent == "absorbed_mla":
+        folders = importlib.util.find_spec(parent).submodule_search_locations
+        print(folders[0] + "/" + leaf + ".py")
+    else:
+        print(importlib.util.find_spec(name).origin)
+"""
+
+
+def run_python(*args: str, cwd: Path, pythonpath: list[Path] | None = None) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COVERAGE_FILE")}
+    if pythonpath:
+        env["PYTHONPATH"] = os.pathsep.join(map(str, pythonpath))
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def locate(cwd: Path, *site_dirs: Path, pythonpath: list[Path] | None = None) -> list[str]:
+    """Files that the three packages are found in."""
+    return run_python(
+        "-S", "-c", LOCATE, *map(str, site_dirs), cwd=cwd, pythonpath=pythonpath
+    ).split("\n")[:3]
+
+
+def expected_under(folder: Path) -> list[str]:
+    return [
+        str(folder / "absorbed_mla/options.py"),
+        str(folder / "specs/absorbed_mla_layer_specs.py"),
+        str(folder / "checkpoint_conversion/__init__.py"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the files that git tracks or would track, to build in."""
+    copy = tmp_path_factory.mktemp("checkout with space") / "tree"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in (*PACKAGES, "tests", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def build(checkout: Path, kind: str, target: Path) -> Path:
+    """Build a wheel and return it."""
+    call = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
+    run_python("-c", call, cwd=checkout)
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> zipfile.ZipFile:
+    with zipfile.ZipFile(build(checkout, "wheel", tmp_path_factory.mktemp("wheel"))) as archive:
+        yield archive
+
+
+class TestWheel:
+    def test_top_level_names(self, wheel):
+        """tests/ and scripts/ would become packages of everybody's environment."""
+        top = {name.split("/")[0] for name in wheel.namelist()}
+        assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
+
+    def test_holds_every_source_file(self, wheel):
+        sources = {
+            str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+        }
+        assert sources | {"absorbed_mla/py.typed"} <= set(wheel.namelist())
+
+    def test_licence_travels(self, wheel):
+        (name,) = (n for n in wheel.namelist() if n.endswith("licenses/LICENSE"))
+        assert "Apache License" in wheel.read(name).decode()
+
+    def test_metadata(self, wheel):
+        (name,) = (n for n in wheel.namelist() if n.endswith("/METADATA"))
+        metadata = wheel.read(name).decode()
+        assert "License-Expression: Apache-2.0" in metadata
+        required = re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE)
+        assert {"torch", "megatron-core", "einops", "triton"} <= set(required)
+        assert "apex" not in required  # the package of that name is not NVIDIA's
+
+    def test_console_script(self, wheel):
+        (name,) = (n for n in wheel.namelist() if n.endswith("/entry_points.txt"))
+        scripts = wheel.read(name).decode()
+        assert "absorbed-mla-convert = checkpoint_conversion.cli:main" in scripts
+        assert callable(checkpoint_conversion.cli.main)
+
+    def test_version(self):
+        """Conversions record it, also from a checkout that nobody installed."""
+        assert checkpoint_conversion.__version__ == PROJECT["version"]
+
+    def test_specs_is_a_namespace_portion(self, wheel):
+        """With an __init__.py it would hide, or be hidden by, another distribution's specs."""
+        assert "specs/__init__.py" not in wheel.namelist()
+
+
+class TestImportPaths:
+    def test_wheel(self, wheel, tmp_path):
+        wheel.extractall(tmp_path / "site")
+        assert locate(tmp_path, tmp_path / "site") == expected_under(tmp_path / "site")
+
+    def test_editable(self, checkout, tmp_path):
+        with zipfile.ZipFile(build(checkout, "editable", tmp_path)) as archive:
+            archive.extractall(tmp_path / "site")
+        assert locate(tmp_path, tmp_path / "site") == expected_under(checkout)
+
+    def test_pythonpath(self, checkout, tmp_path):
+        assert locate(tmp_path, pythonpath=[checkout]) == expected_under(checkout)
+
+    def test_beside_another_specs(self, checkout, tmp_path):
+        (tmp_path / "specs").mkdir()
+        (tmp_path / "specs" / "other.py").touch()
+        found = locate(tmp_path, pythonpath=[tmp_path, checkout])
+        assert found == expected_under(checkout)
+
+    @pytest.mark.parametrize("name", ["layer", "decoder_block"])
+    def test_megatron_spec_option(self, name):
+        """Megatron's ``--spec MODULE NAME`` imports by this function."""
+        function = f"get_absorbed_mla_{name}_spec"
+        assert callable(import_module(("specs.absorbed_mla_layer_specs", function)))
+
+
+class TestDependencies:
+    @staticmethod
+    def imported_by(package: str) -> set[str]:
+        """Top-level names imported anywhere in the package."""
+        names = set()
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    names.update(alias.name.split(".")[0] for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.add(node.module.split(".")[0])
+        return names
+
+    def test_package_knows_nothing_above_it(self):
+        above = {"specs", "checkpoint_conversion", "tests", "scripts", "training"}
+        assert not self.imported_by("absorbed_mla") & above
+        assert not self.imported_by("specs") & (above - {"specs"})
+
+    @pytest.mark.parametrize("package", ["absorbed_mla", "specs"])
+    def test_nothing_undeclared_is_imported(self, package):
+        declared = {"torch", "megatron", "einops", "packaging", "triton"}
+        declared |= {"transformer_engine", "flash_attn"}
+        assert self.imported_by(package) - PACKAGES - set(sys.stdlib_module_names) <= declared
+
+    def test_conversion_imports_its_extra_alone(self):
+        """Whoever only converts needs nothing of Megatron's; comparing logits needs everything."""
+        imported = self.imported_by("checkpoint_conversion") - set(sys.stdlib_module_names)
+        extra = {
+            re.split(r"\W", name)[0] for name in PROJECT["optional-dependencies"]["conversion"]
+        }
+        # numpy comes with torch's tensors, tokenizers with transformers.
+        known = extra | {"torch", "numpy", "tokenizers", "megatron"} | PACKAGES
+        assert {"torch", "safetensors", "xxhash", "rich"} <= imported <= known

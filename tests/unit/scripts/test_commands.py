@@ -1,0 +1,265 @@
+"""The two commands on machines that lack something: python, disk, network, a free folder.
+
+The environment is made by stubs that stand in for python and df; nothing is installed.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+TOOLS = ("awk", "bash", "cat", "cp", "df", "dirname", "flock", "getent", "grep", "ls", "mkdir")
+TOOLS += ("rm", "tail", "touch", "uname")
+
+# Answers the questions that environment.sh asks, and keeps pip's command lines.
+PYTHON = """#!/bin/bash
+case "$*" in
+  *version_info*) echo "$STUB_VERSION" ;;
+  *sys.executable*) echo "$0" ;;
+  "-m venv "*) mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python" ;;
+  "-m pip install "*)
+    echo "$*" >>"$STUB_PIP_LOG"
+    if [ -n "$STUB_PIP_ERROR" ]; then echo "$STUB_PIP_ERROR"; exit 1; fi ;;
+esac
+"""
+
+
+class Machine:
+    """A PATH with a few tools and, if there is one, a python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for tool in TOOLS:
+            if path := shutil.which(tool):
+                (self.bin / tool).symlink_to(path)
+        self.pip_log = folder / "pip.log"
+        self.environment = folder / "an environment"
+        self.env = {
+            "PATH": str(self.bin),
+            "HOME": str(folder),
+            "ABSORBED_MLA_ENV": str(self.environment),
+            "STUB_PIP_LOG": str(self.pip_log),
+            "STUB_PIP_ERROR": "",
+        }
+
+    def add(self, name: str, script: str) -> None:
+        (self.bin / name).unlink(missing_ok=True)
+        (self.bin / name).write_text(script)
+        (self.bin / name).chmod(0o755)
+
+    def add_python(self, version: str) -> None:
+        self.env["STUB_VERSION"] = version
+        self.add(f"python{version}", PYTHON)
+
+    def bash(self, *command: str) -> subprocess.CompletedProcess:
+        bash = shutil.which("bash")
+        folder = self.bin.parent
+        return subprocess.run(
+            [bash, *command], cwd=folder, env=self.env, capture_output=True, text=True
+        )
+
+    def prepare(self) -> subprocess.CompletedProcess:
+        """Make or find the environment and print its interpreter."""
+        script = f'set -euo pipefail; source "{SCRIPTS}/environment.sh"; prepare_environment; '
+        return self.bash("-c", script + 'printf "%s\\n" "$PYTHON"')
+
+    def pip_calls(self) -> list[str]:
+        return self.pip_log.read_text().splitlines() if self.pip_log.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> None:
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+class TestEnvironment:
+    def test_made_once_and_then_reused(self, machine):
+        """The second run must work without a network, so it may not call pip."""
+        machine.add_python("3.11")
+        for _ in range(2):
+            done = machine.prepare()
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.splitlines()[-1] == str(machine.environment / "bin/python")
+            assert len(machine.pip_calls()) == 4
+
+    def test_the_project_is_installed(self, machine):
+        """An activated shell then has its modules and commands; nothing else is installed anew."""
+        machine.add_python("3.11")
+        machine.prepare()
+        *_, project = machine.pip_calls()
+        words = project.split()
+        assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(words)
+        assert project.endswith(str(SCRIPTS.parent))
+
+    @pytest.mark.parametrize("other", ["none", "another checkout's", "another version's"])
+    def test_the_project_comes_into_an_older_environment(self, machine, other):
+        machine.add_python("3.11")
+        machine.prepare()
+        before = machine.pip_calls()
+        stamp = machine.environment / ".absorbed-mla-project"
+        text = stamp.read_text()
+        if other == "none":
+            stamp.unlink()
+        else:
+            old = str(SCRIPTS.parent) if "checkout" in other else "absorbed-mla-convert"
+            assert old in text
+            stamp.write_text(text.replace(old, "something-else"))
+        for _ in range(2):
+            assert machine.prepare().returncode == 0
+            assert machine.pip_calls() == [*before, before[-1]]
+
+    def test_a_failed_installation_of_the_project_is_tried_again(self, machine):
+        machine.add_python("3.11")
+        machine.prepare()
+        (machine.environment / ".absorbed-mla-project").unlink()
+        machine.env["STUB_PIP_ERROR"] = "ERROR: killed"
+        assert_one_line_error(machine.prepare(), "killed", "--editable")
+        machine.env["STUB_PIP_ERROR"] = ""
+        assert machine.prepare().returncode == 0
+        assert len(machine.pip_calls()) == 6
+
+    def test_an_environment_without_pip_uses_the_one_it_was_made_by(self, machine):
+        machine.add_python("3.12")
+        stub = PYTHON.replace(
+            'case "$*" in',
+            'case "$*" in\n  "-c import pip") [[ $0 != */environment/* ]]; exit ;;',
+        ).replace('"-m pip install "*)', '"-m pip "*)')
+        machine.add("python3.12", stub)
+        machine.environment = machine.environment.parent / "environment"
+        machine.env["ABSORBED_MLA_ENV"] = str(machine.environment)
+        done = machine.prepare()
+        assert done.returncode == 0, done.stderr
+        calls = machine.pip_calls()
+        assert len(calls) == 4
+        assert all(f"pip --python {machine.environment}/bin/python install" in c for c in calls)
+
+    @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+    def test_python_requirement_is_ignored_on_3_11_only(self, machine, version):
+        machine.add_python(version)
+        machine.prepare()
+        (megatron,) = (call for call in machine.pip_calls() if "megatron-core" in call)
+        assert ("--ignore-requires-python" in megatron) == (version == "3.11")
+        # Without its dependencies: pip would look for other versions of them.
+        assert ("--no-deps" in megatron) == (version == "3.11")
+
+    def test_no_package_index_is_named(self, machine):
+        """Which index is used is the user's configuration of pip."""
+        machine.add_python("3.11")
+        machine.prepare()
+        assert not any("index" in call or "http" in call for call in machine.pip_calls())
+
+    def test_half_made_environment_is_made_anew(self, machine):
+        machine.add_python("3.11")
+        machine.env["STUB_PIP_ERROR"] = "ERROR: killed"
+        assert_one_line_error(machine.prepare(), "killed")
+        leftover = machine.environment / "leftover"
+        leftover.touch()
+        machine.env["STUB_PIP_ERROR"] = ""
+        assert machine.prepare().returncode == 0
+        assert not leftover.exists()
+
+    def test_other_requirements_make_it_anew(self, machine):
+        machine.add_python("3.11")
+        machine.prepare()
+        (machine.environment / ".absorbed-mla-requirements").write_text("torch==1.0\n")
+        machine.prepare()
+        assert len(machine.pip_calls()) == 8
+
+    def test_somebody_elses_folder_is_left_alone(self, machine):
+        machine.add_python("3.11")
+        machine.environment.mkdir()
+        (machine.environment / "thesis.tex").touch()
+        assert_one_line_error(machine.prepare(), str(machine.environment), "ABSORBED_MLA_PYTHON")
+        assert (machine.environment / "thesis.tex").exists()
+
+    def test_without_python(self, machine):
+        assert_one_line_error(machine.prepare(), "Python 3.11 to 3.14", "Found: none")
+
+    def test_with_an_old_python(self, machine):
+        machine.add_python("3.9")
+        machine.add("python3", PYTHON)
+        assert_one_line_error(machine.prepare(), "Python 3.11 to 3.14", "python3 is 3.9")
+
+    def test_python_without_venv(self, machine):
+        machine.add_python("3.12")
+        stub = PYTHON.replace('case "$*" in', 'case "$*" in\n  *"import venv"*) exit 1 ;;')
+        machine.add("python3.12", stub)
+        assert_one_line_error(machine.prepare(), "python3.12 is 3.12 without venv and pip")
+
+    def test_without_disk_space(self, machine):
+        machine.add_python("3.11")
+        machine.add("df", "#!/bin/bash\nprintf 'x x x Available\\nx x x 2000000\\n'\n")
+        assert_one_line_error(machine.prepare(), "needs 3 GB", "2 GB are free", "ABSORBED_MLA_ENV")
+        assert not machine.environment.exists()
+
+    @pytest.mark.parametrize(
+        "said, error",
+        [
+            ("NewConnectionError('refused')", "package index cannot be reached. The first run"),
+            ("OSError: [Errno 28] No space left on device", "disk filled up"),
+            ("ERROR: No matching distribution found for torch", "No matching distribution"),
+        ],
+    )
+    def test_pip_fails(self, machine, said, error):
+        machine.add_python("3.11")
+        machine.env["STUB_PIP_ERROR"] = said
+        assert_one_line_error(machine.prepare(), error)
+
+    def test_other_system(self, machine):
+        machine.add("uname", "#!/bin/bash\necho Darwin\n")
+        assert_one_line_error(machine.prepare(), "Linux only; this is Darwin")
+
+    def test_given_interpreter_is_used_as_it_is(self, machine):
+        machine.add_python("3.12")
+        machine.env["ABSORBED_MLA_PYTHON"] = str(machine.bin / "python3.12")
+        assert machine.prepare().stdout.strip() == str(machine.bin / "python3.12")
+        assert machine.pip_calls() == []
+
+    def test_given_interpreter_is_missing(self, machine):
+        machine.env["ABSORBED_MLA_PYTHON"] = "/no/such/python"
+        assert_one_line_error(machine.prepare(), "ABSORBED_MLA_PYTHON=/no/such/python")
+
+
+class TestCommandLines:
+    @pytest.mark.parametrize("script", ["run_tests.sh", "quickstart.sh"])
+    def test_help_needs_nothing(self, machine, script):
+        done = machine.bash(str(SCRIPTS / script), "--help")
+        assert done.returncode == 0
+        assert done.stdout.startswith(f"Usage: bash scripts/{script}")
+        assert not machine.environment.exists()
+
+    @pytest.mark.parametrize(
+        "script, arguments, error",
+        [
+            ("run_tests.sh", ["--fast"], "unknown option --fast"),
+            ("run_tests.sh", ["gpu"], "unknown layer gpu"),
+            ("run_tests.sh", ["--fail-under", "most"], "--fail-under takes a whole percentage"),
+            ("run_tests.sh", ["-k"], "-k takes a pytest expression"),
+            ("run_tests.sh", ["--quick", "unit"], "--quick takes no LAYER, got unit"),
+            ("quickstart.sh", ["--fast"], "unknown option --fast"),
+            ("quickstart.sh", ["--train-iters", "few"], "--train-iters takes a number"),
+            ("quickstart.sh", ["--train-iters", "9"], "at least 10, got '9'"),
+            ("quickstart.sh", ["--output"], "--output takes a folder"),
+            ("quickstart.sh", ["--output", "/proc/no"], "cannot create --output /proc/no"),
+        ],
+    )
+    def test_errors_come_before_any_work(self, machine, script, arguments, error):
+        assert_one_line_error(machine.bash(str(SCRIPTS / script), *arguments), error)
+        assert not machine.environment.exists()
+
+    def test_ci_runs_the_command(self):
+        script = (SCRIPTS.parent / ".ci/run").read_text()
+        assert script.splitlines()[-1] == "exec bash scripts/run_tests.sh"
+        assert os.access(SCRIPTS.parent / ".ci/run", os.X_OK)

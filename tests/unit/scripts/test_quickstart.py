@@ -1,0 +1,123 @@
+"""What scripts/quickstart.py trains on, prints and compares; tests/readme runs all of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+import quickstart
+from counting import WORDS, continuation, count_from, right_numbers, write_texts
+
+
+class TestCounting:
+    def test_words(self):
+        assert len(set(WORDS)) == 100
+        chosen = {
+            0: "zero",
+            10: "ten",
+            13: "thirteen",
+            20: "twenty",
+            21: "twenty-one",
+            99: "ninety-nine",
+        }
+        assert {number: WORDS[number] for number in chosen} == chosen
+
+    def test_it_goes_around(self):
+        assert count_from(98, 4) == "ninety-eight, ninety-nine, zero, one"
+
+    def test_texts_count_and_are_the_same_everywhere(self, tmp_path):
+        write_texts(tmp_path / "a")
+        write_texts(tmp_path / "b")
+        files = sorted((tmp_path / "a").iterdir())
+        assert len(files) == 200
+        for file in files:
+            text = file.read_text()
+            assert text == (tmp_path / "b" / file.name).read_text()
+            first = WORDS.index(text.split(",")[0])
+            assert text == count_from(first, 40) + "\n"
+        # Random beginnings, or the model would learn the texts and not to count.
+        assert len({file.read_text() for file in files}) > 50
+
+    def test_continuation(self):
+        assert continuation("sixty-eight, ", 25) == "sixty-nine, seventy, seve"
+        assert continuation("ninety-eight, ninety-nine, ", 9) == "zero, one"
+
+    @pytest.mark.parametrize("prompt", ["", "hello, ", "one, two"])
+    def test_what_has_no_continuation(self, prompt):
+        with pytest.raises(ValueError, match="must end with a number and a comma"):
+            continuation(prompt, 10)
+
+    @pytest.mark.parametrize(
+        "text, right",
+        [
+            ("four, five, six, sev", (3, 3)),
+            ("four, five, sixty, sev", (2, 3)),
+            ("thirty-four, five, six, ", (2, 3)),
+            ("    ", (0, 0)),
+        ],
+    )
+    def test_right_numbers(self, text, right):
+        assert right_numbers(text, "two, three, ") == right
+
+
+class TestPrintedCommands:
+    """They are pasted into an activated shell, so the shell must read them as they are meant."""
+
+    @staticmethod
+    def printed(command, **variables) -> list[str]:
+        return shlex.split(quickstart.shown(command, variables))
+
+    def test_words_survive_the_shell(self):
+        prompt = 'def main($HOME, it\'s `a` "b"; '
+        command = [*quickstart.TORCHRUN, "--x", "a folder/b", "--prompt", prompt]
+        assert self.printed(command) == ["torchrun", *command[len(quickstart.TORCHRUN) :]]
+
+    def test_a_shell_gives_the_same_words(self):
+        line = quickstart.shown([*quickstart.CONVERTER, "a b", "(c)"])
+        stub = 'absorbed-mla-convert() { printf "%s|" "$@"; }; ' + line
+        done = subprocess.run(["bash", "-c", stub], capture_output=True, text=True, check=True)
+        assert done.stdout == "a b|(c)|"
+
+    def test_variables_come_first(self):
+        words = self.printed([*quickstart.TORCHRUN, "x.py"], OMP_NUM_THREADS="1", NOTHING="")
+        assert words == ["OMP_NUM_THREADS=1", "NOTHING=", "torchrun", "x.py"]
+
+    def test_paths_are_seen_from_the_current_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        inside, outside = f"{tmp_path}/output/x", f"{tmp_path}er/x"
+        assert self.printed(["ls", inside, outside]) == ["ls", "output/x", outside]
+
+    def test_what_is_printed_is_what_runs(self, capfd, tmp_path, monkeypatch):
+        """Besides the option that only a log wants."""
+        monkeypatch.chdir(tmp_path)  # the interpreter may lie below the folder it was started in
+        command = [sys.executable, "-c", "import os, sys; print(sys.argv[1:])", "a b"]
+        quickstart._run(command, hidden=["--no-progress"])
+        line, ran = capfd.readouterr().out.splitlines()
+        assert shlex.split(line.removeprefix("$ ")) == command
+        assert ran == "['a b', '--no-progress']"
+
+    def test_a_failure_names_the_command(self):
+        with pytest.raises(RuntimeError, match=f"{os.path.basename(sys.executable)} -c 'exit"):
+            quickstart._run([sys.executable, "-c", "exit(3)"])
+
+
+def test_texts_side_by_side():
+    """A reader sees what both wrote beside what is right, and how much of ours is."""
+    right = [list(continuation(p, quickstart.NEW_TOKENS).encode()) for p in quickstart.PROMPTS]
+    wrong = [list(b"one, two, \n"), *right[1:]]
+    table = quickstart.side_by_side(right, wrong).splitlines()
+    assert table[:4] == [
+        f"prompt        {quickstart.PROMPTS[0]}",
+        f"transformers  {bytes(right[0]).decode()}",
+        "our model     one, two, \N{REPLACEMENT CHARACTER}",
+        f"right         {bytes(right[0]).decode()}",
+    ]
+    numbers = sum(bytes(text).count(b", ") for text in right[1:])
+    assert table[-1] == f"{numbers} of {numbers + 2} numbers are right"

@@ -1,0 +1,259 @@
+"""How scripts end: one mistake is one line and said once, Ctrl-C is one line, nobody is orphaned.
+
+The processes here are small programs around ``console.script``, with torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from console.script import Failure, run_script
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+RANK = """
+import os, sys, time
+sys.path.insert(0, {scripts!r})
+from console.script import leave, run_script
+rank = int(os.environ.get("RANK", 0))
+def work():
+{work}
+leave(run_script("it.py", work))
+"""
+
+
+def program(work: str) -> list[str]:
+    """A command whose ranks do ``work``."""
+    lines = "\n".join("    " + line for line in work.splitlines())
+    return [sys.executable, "-c", RANK.format(scripts=str(SCRIPTS), work=lines)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in LAUNCHER} | more
+
+
+class Job:
+    """Ranks of one machine, as torchrun starts them, with files for what went wrong."""
+
+    def __init__(self, folder: Path, work: str, ranks: int) -> None:
+        self.files = [folder / "attempt_0" / str(rank) / "error.json" for rank in range(ranks)]
+        self.processes = []
+        for rank, file in enumerate(self.files):
+            file.parent.mkdir(parents=True)
+            env = environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(ranks),
+                TORCHELASTIC_RUN_ID="none",
+                TORCHELASTIC_ERROR_FILE=str(file),
+            )
+            options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(program(work), env=env, **options))
+
+    def end(self) -> tuple[list[int], list[str]]:
+        """Exit codes and what was printed to stderr, by rank."""
+        errors = [process.communicate(timeout=60)[1] for process in self.processes]
+        return [process.returncode for process in self.processes], errors
+
+    def reason(self, rank: int) -> str:
+        """As torchrun's report shows it."""
+        return json.loads(self.files[rank].read_text())["message"]["extraInfo"]["py_callstack"]
+
+
+class TestErrors:
+    def test_of_all_processes_is_said_by_the_first(self, tmp_path):
+        """However much later it comes; the others do not appear in torchrun's report."""
+        work = "time.sleep(1 - rank / 4)\nraise ValueError('--lr is\\n   wrong')"
+        job = Job(tmp_path, work, 4)
+        codes, errors = job.end()
+        assert errors == ["it.py: error: --lr is wrong\n", "", "", ""]
+        assert codes == [2, 0, 0, 0]
+        assert job.reason(0) == "it.py: error: --lr is wrong"
+
+    def test_of_one_process_is_said_by_it(self, tmp_path, monkeypatch):
+        work = "import console.last_words as w; w._BEFORE_MEETING = 0.5\n"
+        work += "if rank == 1: raise OSError('no disk')\ntime.sleep(1.5)"
+        job = Job(tmp_path, work, 2)
+        codes, errors = job.end()
+        assert (codes, errors) == ([0, 1], ["", "it.py: error (rank 1): no disk\n"])
+        assert job.reason(1) == "it.py: error (rank 1): no disk"
+
+    def test_of_the_first_process_alone(self, tmp_path):
+        """The others, which would only wait for it, end before torchrun has to end them."""
+        job = Job(tmp_path, "if not rank: raise ValueError('x')\ntime.sleep(30)", 3)
+        assert job.end() == ([2, 0, 0], ["it.py: error: x\n", "", ""])
+        assert all(file.exists() for file in job.files)
+
+    def test_ranks_that_have_met_are_left_to_torchrun(self, tmp_path):
+        """They may be in the middle of a save, which the first one's error does not concern."""
+        met = "import types\nnamed = 'torch.distributed.distributed_c10d'\n"
+        met += "sys.modules[named] = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        work = (
+            met
+            + "if not rank: time.sleep(1); raise ValueError('x')\ntime.sleep(3)\nprint(os.getpid())"
+        )
+        job = Job(tmp_path, work, 2)
+        assert job.end() == ([2, 0], ["it.py: error: x\n", ""])
+        assert not job.files[1].exists()
+
+    def test_without_torchrun(self):
+        done = subprocess.run(
+            program("raise ValueError('x')"), env=environment(), capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (2, "it.py: error: x\n")
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (ValueError, 2),
+            (OSError, 1),
+            (FloatingPointError, 1),
+            (Failure, 1),
+            (KeyboardInterrupt, 130),
+        ],
+    )
+    def test_codes(self, error, code, capsys, monkeypatch):
+        monkeypatch.delenv("RANK", raising=False)
+
+        def work():
+            raise error("reason")
+
+        assert run_script("it.py", work) == code
+        said = "interrupted" if error is KeyboardInterrupt else "error: reason"
+        assert capsys.readouterr().err == f"it.py: {said}\n"
+
+    def test_other_errors_are_ours_and_keep_their_traceback(self):
+        with pytest.raises(ZeroDivisionError):
+            run_script("it.py", lambda: 1 // 0)
+
+    def test_nobody_reads(self):
+        """As ``it.py | head -1``."""
+        command = program("for _ in range(10**6): print('x' * 100)")
+        process = subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
+class TestSignals:
+    def test_a_library_cannot_ask_for_stacks(self):
+        """Megatron's inference does, on Ctrl-C and when torchrun ends the other ranks."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            faulthandler.unregister(number)  # another test may have imported it
+
+        def work():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                faulthandler.register(number, file=sys.__stderr__)
+
+        run_script("it.py", work)
+        asked = [
+            faulthandler.unregister(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ]
+        assert asked == [False, False, True]
+        assert faulthandler.register.__name__ == "register"
+
+    def test_ctrl_c(self):
+        process = subprocess.Popen(
+            program("print('ready', flush=True)\ntime.sleep(60)"),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "it.py: interrupted\n")
+        assert process.returncode == 130
+
+
+def ends(pid: int, seconds: float = 20) -> bool:
+    """Whether a process that is no child of this one ends in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+PARENT = """
+import subprocess, sys
+{start}
+print(child.stdout.readline().strip(), flush=True)
+child.wait()
+"""
+
+
+def orphan_of(start: str, **variables: str) -> int:
+    """Kill -9 a process that has started another one; the other one's id."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(start=start)],
+        env=environment(PYTHONPATH=str(SCRIPTS), **variables),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    return child
+
+
+class TestKilled:
+    """By SIGKILL, which the one that is killed cannot pass on."""
+
+    SLEEP = "print(os.getpid(), flush=True)\ntime.sleep(300)"
+
+    def test_a_rank_ends_with_its_launcher(self):
+        start = f"child = subprocess.Popen({program(self.SLEEP)!r}, stdout=-1, text=True)"
+        assert ends(orphan_of(start, TORCHELASTIC_RUN_ID="none"))
+
+    def test_a_script_outlives_the_shell_that_started_it(self):
+        """As with nohup: nothing but torchrun is its launcher."""
+        start = f"child = subprocess.Popen({program(self.SLEEP)!r}, stdout=-1, text=True)"
+        child = orphan_of(start)
+        assert not ends(child, 1)
+        os.kill(child, signal.SIGKILL)
+
+    def test_what_scripts_start_ends_with_them(self):
+        """Though it knows nothing of it."""
+        command = [sys.executable, "-c", f"import os, time\n{self.SLEEP}"]
+        start = "from console.parent import ends_with_this_process as bind\n"
+        start += f"child = subprocess.Popen({command!r}, preexec_fn=bind(), stdout=-1, text=True)"
+        assert ends(orphan_of(start))
+
+    def test_too_late(self):
+        """The parent has ended before its child can ask to end with it."""
+        late = """
+import os
+from console.parent import ends_with_this_process
+bind = ends_with_this_process()
+# In a child of a child, whose parent is not the one that asked.
+if not os.fork():
+    pid = os.fork()
+    if not pid:
+        bind()
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+        env = environment(PYTHONPATH=str(SCRIPTS))
+        assert subprocess.run([sys.executable, "-c", late], env=env).returncode == 128 + 9

@@ -1,0 +1,130 @@
+"""``--help`` of every script: at once, and about every option.
+
+A user who asks for help, or mistypes an option, must not wait for PyTorch and Megatron, which take
+seconds to import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
+# Imported by scripts, and not to be started.
+NO_SCRIPTS = {"benchmark_report", "chosen_backends", "counting", "provenance"}
+# Its own shell command parses for it.
+ELSEWHERE = {"quickstart"}
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in ELSEWHERE)
+COMMANDS = [name for name in NAMES if name not in NO_SCRIPTS]
+
+# Runs a script with --help, and says what it imported and which options its parser has.
+PROBE = """
+import argparse, json, os, runpy, sys
+report, script = sys.argv[1:]
+options = []
+of_parser = argparse.ArgumentParser.print_help
+
+def print_help(self, file=None):
+    of_parser(self, file)
+    formatter = self._get_formatter()
+    for action in self._actions:
+        if action.help is not argparse.SUPPRESS and action.dest != "help":
+            name = (action.option_strings or [action.dest])[0]
+            text = formatter._expand_help(action) if action.help else ""
+            option = bool(action.option_strings)
+            options.append([name, text, option, action.required])
+
+argparse.ArgumentParser.print_help = print_help
+sys.argv = [script, "--help"]
+sys.path[0] = os.path.dirname(script)
+code = None
+try:
+    runpy.run_path(script, run_name="__main__")
+except SystemExit as end:
+    code = end.code
+loaded = sorted({name.partition(".")[0] for name in sys.modules})
+with open(report, "w") as file:
+    json.dump({"code": code, "options": options, "loaded": loaded}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def helped(tmp_path_factory):
+    """By script, what its --help printed and what the probe saw; asked once."""
+    folder, known = tmp_path_factory.mktemp("help"), {}
+
+    def run(name: str) -> tuple[str, dict]:
+        if name not in known:
+            report = folder / f"{name}.json"
+            command = [sys.executable, "-c", PROBE, str(report), str(SCRIPTS / f"{name}.py")]
+            done = subprocess.run(command, env=alone(), capture_output=True, text=True)
+            assert report.exists(), done.stderr[-2000:]
+            known[name] = done.stdout, json.loads(report.read_text())
+        return known[name]
+
+    return run
+
+
+def alone(**more: str) -> dict[str, str]:
+    """An environment without another launcher's processes."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    return {k: v for k, v in os.environ.items() if k not in names} | more
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_needs_no_long_import(helped, name):
+    out, seen = helped(name)
+    assert not seen["code"]
+    assert not HEAVY & set(seen["loaded"])
+    assert len(out) > 50
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_means_and_its_default(helped, name):
+    out, seen = helped(name)
+    assert out.startswith(f"usage: {name}.py")
+    assert seen["options"]
+    for option, text, is_option, required in seen["options"]:
+        meaning = text.partition("(default:")[0].strip()
+        assert len(meaning) > 4, f"{option}: {text!r}"
+        if is_option and not required:
+            assert "(default: " in text, f"{option}: {text!r}"
+            assert "(default: )" not in text, f"{option}: {text!r}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_typo_is_one_line(name):
+    """Without PyTorch, by an interpreter that cannot import it."""
+    block = "import sys; sys.modules.update(torch=None, megatron=None, numpy=None); import runpy; "
+    script = str(SCRIPTS / f"{name}.py")
+    block += f"sys.argv = [{script!r}, '--no-such-option']; sys.path[0] = {str(SCRIPTS)!r}; "
+    block += f"runpy.run_path({script!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", block], env=alone(), capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"{name}.py: error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", sorted(NO_SCRIPTS))
+def test_modules_say_that_they_are_no_scripts(name):
+    command = [sys.executable, str(SCRIPTS / f"{name}.py")]
+    for words, code in ((["--help"], 0), ([], 2)):
+        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert f"{name}.py is no script" in done.stdout
+
+
+def test_only_one_of_many_processes_prints_help():
+    command = [sys.executable, str(SCRIPTS / "train.py"), "--help"]
+    env = alone(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,176 @@
+"""Everything that a script writes is tried before it begins to work.
+
+If these fail, a run of hours is lost at its end for a mistyped folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+import bench_attention
+import bench_cached_attention
+import bench_context_parallel
+import bench_conversion
+import bench_decode
+import bench_engine
+import bench_pretraining
+import logits_table
+import oracle_report
+import parity_report
+from console.outputs import require_writable
+from rollout import gap_entry
+from rollout.entry import main as rollout_train
+from training.entry import main as train
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """A file that is there, where a folder is needed."""
+    path = tmp_path / "file"
+    path.write_text("mine")
+    return path
+
+
+class TestRequireWritable:
+    def test_nothing_is_left_behind(self, tmp_path):
+        (tmp_path / "there").mkdir()
+        (tmp_path / "kept.json").write_text("old")
+        before = sorted(tmp_path.rglob("*"))
+        folders = {"--save": tmp_path / "a" / "b", "--load": tmp_path / "there", "--none": None}
+        files = {"--json": tmp_path / "kept.json", "--plot": str(tmp_path / "c" / "plot.png")}
+        require_writable(folders=folders, files=files)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert (tmp_path / "kept.json").read_text() == "old"
+
+    @pytest.mark.parametrize("kind", ["folders", "files"])
+    @pytest.mark.parametrize(
+        ("path", "reason"),
+        [
+            ("file/inside", "no folder|Not a directory"),
+            ("/proc/no/where", "No such file"),
+            ("", "empty"),
+        ],
+    )
+    def test_refused(self, file, monkeypatch, kind, path, reason):
+        monkeypatch.chdir(file.parent)
+        with pytest.raises(ValueError, match=f"^--out .*({reason})"):
+            require_writable(**{kind: {"--out": path}})
+
+    def test_a_file_is_no_folder_and_a_folder_no_file(self, file):
+        with pytest.raises(ValueError, match=r"--save .*file cannot be written: it is no folder"):
+            require_writable(folders={"--save": file})
+        with pytest.raises(ValueError, match=r"--json .* cannot be written: Is a directory"):
+            require_writable(files={"--json": file.parent})
+
+    def test_a_disk_without_room(self, tmp_path, monkeypatch):
+        """Names can still be made there."""
+
+        class Full:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+
+            def write(self, _):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
+        with pytest.raises(ValueError, match="cannot be written: No space left"):
+            require_writable(folders={"--save": tmp_path / "new"})
+        assert not list(tmp_path.iterdir())
+
+    def test_a_folder_that_others_own(self, tmp_path, monkeypatch):
+        def denied(dir):
+            raise PermissionError(errno.EACCES, "Permission denied", str(dir))
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", denied)
+        with pytest.raises(ValueError, match=r"--save .* cannot be written: Permission denied$"):
+            require_writable(folders={"--save": tmp_path})
+
+    def test_the_first_process_tries_for_all(self, file, monkeypatch):
+        """Others may be on machines without that disk, and would undo each other's folders."""
+        monkeypatch.setenv("RANK", "1")
+        require_writable(folders={"--save": file})
+
+
+def script(main, *argv: str):
+    """Of one script: what it is started with, its last word the bad path."""
+    return lambda path: main([*argv, str(path)])
+
+
+def by_sys_argv(module, *argv: str):
+    def start(path):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [module.__name__, str(path), *argv])
+            return module.main()
+
+    return start
+
+
+def folder_first(main, *argv: str):
+    return lambda path: main([str(path), *argv])
+
+
+FILES = {
+    "train --metrics": script(train, "--metrics"),
+    "train --plot": script(train, "--plot"),
+    "rollout_train --metrics": script(rollout_train, "--metrics"),
+    "rollout_train --plot": script(rollout_train, "--plot"),
+    "rollout_gap --json": script(gap_entry.main, "--json"),
+    "bench_decode --json": script(bench_decode.main, "--device", "cpu", "--json"),
+    "bench_decode --plot": script(bench_decode.main, "--device", "cpu", "--plot"),
+    "bench_engine --json": script(bench_engine.main, "--json"),
+    "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
+}
+FOLDERS = {
+    "train --save": script(train, "--save"),
+    "rollout_train --save": script(rollout_train, "--save"),
+    "bench_attention": folder_first(bench_attention.main, "--device", "cpu"),
+    "bench_cached_attention": folder_first(bench_cached_attention.main, "--device", "cpu"),
+    "bench_context_parallel": folder_first(bench_context_parallel.main),
+    "bench_conversion": folder_first(bench_conversion.main, "--sizes", "3MB"),
+    "bench_pretraining": folder_first(bench_pretraining.main),
+    "logits_table": by_sys_argv(logits_table),
+}
+
+
+@pytest.fixture
+def one_line(file, capsys, monkeypatch):
+    """Runs a script with a path that cannot be written; it must say so and nothing else."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def run(start, path: Path) -> None:
+        assert start(path) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert f"{path} cannot be written" in err
+        assert file.read_text() == "mine"
+
+    return run
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files(one_line, file, name):
+    for path in (file.parent, file / "inside" / "it"):
+        one_line(FILES[name], path)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders(one_line, file, name):
+    for path in (file, file / "inside" / "it"):
+        one_line(FOLDERS[name], path)
+
+
+def test_oracle_report(one_line, file):
+    table = file.with_name("table.jsonl")
+    table.write_text('{"device": "cpu"}\n')
+    one_line(by_sys_argv(oracle_report, str(table)), file)

@@ -1,0 +1,256 @@
+"""--load of a checkpoint that holds another model: said in one line before anything is built.
+
+If these fail, a mistyped preset has hundreds of gigabytes of weights initialised for nothing, or
+the same weights compute another function without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from tests.support.generate import generate, train
+from training.arguments import parse_arguments
+from training.checkpoint_args import checkpoint_args
+from training.checkpoint_folder import find_checkpoint
+from training.checkpoint_model import require_same_model
+from training.checkpoint_sizes import sizes_of_model, sizes_of_tensors
+from training.model_options import resolve_model
+from training.presets import PRESETS, get_preset
+from training.start import Start, read_start, require_same_run, run_options
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fp32 on the CPU")
+
+SMALL = (
+    *("--num-layers", "2", "--moe-layer-freq", "[0,1]", "--hidden-size", "32"),
+    *("--ffn-hidden-size", "64", "--max-position-embeddings", "512"),
+)
+
+
+def start_of(*argv: str) -> Start:
+    """A checkpoint that describes a model."""
+    args = parse_arguments(list(argv))
+    return Start(Path("there"), checkpoint_args(args, resolve_model(args)), None)
+
+
+def compare(start: Start, *argv: str, script: str = "train.py") -> None:
+    args = parse_arguments(list(argv))
+    require_same_model(args, start, resolve_model(args), script)
+
+
+@contextlib.contextmanager
+def building_is_a_mistake() -> Iterator[None]:
+    """What a model of hundreds of gigabytes would otherwise be built by."""
+    with (
+        mock.patch("generation.run.load_model", side_effect=AssertionError),
+        mock.patch("training.run.build_config", side_effect=AssertionError),
+        mock.patch("training.run.build_model", side_effect=AssertionError),
+    ):
+        yield
+
+
+class TestDescribed:
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_the_same(self, name, capsys):
+        compare(start_of("--preset", name), "--preset", name)
+        assert capsys.readouterr().err == ""
+
+    def test_all_that_differs_in_one_line(self):
+        with pytest.raises(ValueError) as error:
+            compare(start_of(), "--preset", "deepseek-v3")
+        text = str(error.value)
+        assert "\n" not in text
+        assert text.startswith(
+            "--load: there does not hold the model asked for (--preset deepseek-v3): "
+            "--num-layers 3 there, 61 asked for; --hidden-size 128 there, 7168 asked for; "
+        )
+        for name in ("ffn-hidden-size", "num-attention-heads", "q-lora-rank", "num-experts"):
+            assert f"--{name} " in text
+        assert text.endswith("--use-checkpoint-args takes the checkpoint's own")
+
+    def test_generate_takes_the_checkpoints_model_by_itself(self):
+        with pytest.raises(ValueError, match="; without --preset the model is the checkpoint's"):
+            compare(start_of(), "--preset", "moonlight", script="generate.py")
+
+    @pytest.mark.parametrize(
+        ("option", "value", "there"),
+        [
+            ("--v-head-dim", "16", "32"),
+            ("--q-lora-rank", "0", "64"),
+            ("--num-experts", "8", "4"),
+            ("--moe-ffn-hidden-size", "64", "128"),
+            ("--moe-shared-expert-intermediate-size", "0", "128"),
+        ],
+    )
+    def test_one_size(self, option, value, there):
+        shown = "none" if value == "0" else value
+        with pytest.raises(ValueError, match=f": {option} {there} there, {shown} asked for; --use"):
+            compare(start_of(), option, value)
+
+    def test_other_layers_have_experts(self):
+        with pytest.raises(ValueError, match="2 dense and 1 MoE layers there, 1 dense and 2 MoE"):
+            compare(start_of(), "--moe-layer-freq", "[0,1,1]")
+
+    def test_the_same_weights_and_another_function_are_a_warning(self, capsys):
+        compare(start_of(), "--rotary-base", "5e5", "--moe-router-topk", "1")
+        assert capsys.readouterr().err == (
+            "train.py: warning: the model in there has other options: --rotary-base 10000.0 there, "
+            "500000.0 asked for; --moe-router-topk 2 there, 1 asked for\n"
+        )
+
+    def test_what_may_be_chosen(self, capsys):
+        """The length, the balancing, and YaRN's fields without YaRN."""
+        free = "--max-position-embeddings 9 --moe-aux-loss-coeff 1 --rotary-scaling-factor 9"
+        compare(start_of(), *free.split())
+        assert capsys.readouterr().err == ""
+
+
+class TestTensors:
+    """Of a checkpoint that says nothing about itself."""
+
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory) -> Path:
+        """What train.py saved, and the same without a word about it."""
+        folder = tmp_path_factory.mktemp("saved")
+        (folder / "text.txt").write_text("the quick brown fox\n" * 100)
+        options = "--train-iters 1 --eval-iters 0 --seq-length 16 --no-progress"
+        files = ("--data", folder / "text.txt", "--save", folder / "run")
+        done = train(*SMALL, *options.split(), *files)
+        assert done.code == 0, done.err
+        return folder
+
+    @staticmethod
+    def shapes(saved: Path) -> dict[str, tuple[int, ...]]:
+        found = dist_checkpointing.load_tensors_metadata(str(saved / "run" / "iter_0000001"))
+        return {name: tuple(tensor.global_shape) for name, tensor in found.items()}
+
+    def test_sizes(self, saved):
+        args = parse_arguments(SMALL)
+        model = resolve_model(args).replace(vocab_size=320)
+        assert sizes_of_tensors(self.shapes(saved)) == sizes_of_model(model)
+
+    def test_stacked_layers(self, saved):
+        """As Megatron writes models whose layers are all alike."""
+        layer = "decoder.layers.0."
+        stacked = {
+            name.replace("layers.0.", "layers."): (7, *shape) if name.startswith(layer) else shape
+            for name, shape in self.shapes(saved).items()
+            if not name.startswith("decoder.layers.1.")
+        }
+        dense = get_preset("tiny").replace(
+            num_layers=7,
+            hidden_size=32,
+            ffn_hidden_size=64,
+            num_moe_experts=None,
+            moe_layer_freq=(),
+        )
+        assert sizes_of_tensors(stacked) == sizes_of_model(dense)
+
+    def test_without_arguments(self, saved):
+        start = Start(saved / "run" / "iter_0000001", None, None)
+        compare(start, *SMALL)
+        with pytest.raises(ValueError) as error:
+            compare(
+                start, *SMALL, "--kv-lora-rank", "64", "--num-experts", "8", "--num-layers", "2"
+            )
+        assert str(error.value).endswith(
+            "(--preset tiny): --kv-lora-rank 32 there, 64 asked for; --num-experts 4 there, 8 "
+            "asked for"
+        )
+        with pytest.raises(ValueError, match=r"--num-attention-heads x \(--qk-head-dim \+ --v-he"):
+            compare(start, *SMALL, "--num-attention-heads", "8")
+
+    def test_arguments_of_another_kind_of_model(self, saved):
+        """They say nothing that these scripts understand; the tensors do."""
+        start = read_start(str(saved / "run"), finetune=True)
+        start.args.multi_latent_attention = False
+        compare(start, *SMALL)
+        with pytest.raises(ValueError, match="--hidden-size 32 there, 128 asked for"):
+            compare(start)
+
+    @pytest.mark.parametrize("run", [generate, train])
+    def test_nothing_is_built(self, saved, run):
+        with building_is_a_mistake():
+            more = ("--prompt", "a") if run is generate else ("--finetune",)
+            done = run("--load", saved / "run", "--preset", "deepseek-v3", *more)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.count("\n") == 1
+        assert "--num-layers 2 there, 61 asked for; --hidden-size 32 there, 7168" in done.err
+
+    def test_a_run_is_resumed_with_its_options(self, saved):
+        words = [
+            "--train-iters",
+            "2",
+            "--eval-iters",
+            "0",
+            "--seq-length",
+            "16",
+            "--seed",
+            "7",
+            "--kv-lora-rank",
+            "16",
+        ]
+        files = ("--data", saved / "text.txt", "--load", saved / "run")
+        with building_is_a_mistake():
+            done = train(*SMALL, *words, *files)
+        assert done.code == 2
+        assert "differs from this one: --seed 1234 there, 7 here; --kv-lora-rank 32 th" in done.err
+        assert done.err.count("\n") == 1
+
+
+def test_other_data_is_another_run():
+    args = parse_arguments([])
+    args.split_percent = 95.0
+    model = resolve_model(args)
+    run = run_options(args, model, "ab")
+    require_same_run(Start(Path("there"), None, {"run": run}), run)
+    with pytest.raises(ValueError, match=r"this one: the data \(--data, --tokenizer\)\. To resume"):
+        require_same_run(Start(Path("there"), None, {"run": run}), {**run, "data": "cd"})
+
+
+class TestOtherFormats:
+    def test_hugging_face(self, tmp_path):
+        folder = tmp_path / "with space"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+        with pytest.raises(ValueError) as error:
+            find_checkpoint(str(folder))
+        command = f"absorbed-mla-convert convert {shlex.quote(str(folder))} OUT --to absorbed"
+        assert f"it is a Hugging Face checkpoint: {command} makes one" in str(error.value)
+
+    def test_a_file_for_each_rank(self, tmp_path):
+        (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+        with pytest.raises(ValueError, match="it is a checkpoint with a file for each rank: absor"):
+            find_checkpoint(str(tmp_path))
+
+    def test_neither(self, tmp_path):
+        with pytest.raises(ValueError, match=r"\(no metadata.json\)$"):
+            find_checkpoint(str(tmp_path))
+        with pytest.raises(ValueError, match=r"--load .*absent: there is no such folder"):
+            find_checkpoint(str(tmp_path / "absent"))
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match=r"--load .*file: it is no folder"):
+            find_checkpoint(str(tmp_path / "file"))
+
+    def test_options_that_were_not_given_are_not_named(self, tmp_path):
+        """generate.py takes the model from the checkpoint without being told."""
+        weight = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
+        (tmp_path / "bare").mkdir()
+        dist_checkpointing.save({"weight": weight}, str(tmp_path / "bare"))
+        done = generate("--load", tmp_path / "bare", "--prompt", "a")
+        assert done.code == 2
+        assert "bare carries no arguments that say what its model is; describe it" in done.err
+        assert "--use-checkpoint-args" not in done.err

@@ -1,0 +1,108 @@
+"""Metrics file, plot and tables of scripts/train.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from training.metrics import MetricsFile, read_metrics, series
+from training.plot import absolute_differences, plot_losses
+from training.report import comparison_table
+
+
+def _write(path, iterations, resumed_at=0):
+    metrics = MetricsFile(str(path), resumed_at)
+    for i in iterations:
+        metrics.write(iteration=i, train_loss=1 / i)
+    metrics.close()
+
+
+def test_floats_survive_to_the_last_bit(tmp_path):
+    _write(tmp_path / "m.jsonl", [3, 7])
+    assert series(read_metrics(tmp_path / "m.jsonl"), "train_loss") == {3: 1 / 3, 7: 1 / 7}
+
+
+def test_resuming_replaces_what_runs_again(tmp_path):
+    """Iterations after the last checkpoint run twice; each must be in the file once."""
+    path = tmp_path / "m.jsonl"
+    _write(path, range(1, 8))
+    with path.open("a") as file:
+        file.write('{"iteration": 8, "train')  # killed while writing
+    _write(path, range(6, 11), resumed_at=5)
+    assert [r["iteration"] for r in read_metrics(path)] == list(range(1, 11))
+
+
+def test_a_new_run_starts_a_new_file(tmp_path):
+    path = tmp_path / "sub" / "m.jsonl"
+    _write(path, [1, 2])
+    _write(path, [1])
+    assert len(read_metrics(path)) == 1
+
+
+def test_other_files_are_errors(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("hello\nworld\n")
+    with pytest.raises(ValueError, match="line 1 is no metrics record: 'hello'"):
+        read_metrics(path)
+
+
+def test_without_a_file_records_stay_in_memory():
+    metrics = MetricsFile(None, 0)
+    metrics.write(iteration=1, train_loss=2.0)
+    metrics.close()
+    assert metrics.records == [{"iteration": 1, "train_loss": 2.0}]
+
+
+RUN = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
+VALIDATED = [*RUN, {"iteration": 4, "valid_loss": 0.5}]
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure that a plot draws, which stays open."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    yield pyplot.gcf
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_plot(tmp_path, figure):
+    plot_losses({"a": VALIDATED, "b": RUN}, tmp_path / "plots" / "loss.png", title="Two runs")
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses, difference = figure().axes
+    assert losses.get_title() == "Two runs"
+    assert [line.get_label() for line in losses.lines] == ["a", "a, validation", "b"]
+    assert list(difference.lines[0].get_ydata()) == [0.0] * 4
+    # Equal losses have a place on the axis, which a logarithm alone has not.
+    assert difference.get_ylim()[0] == 0
+    assert difference.get_ylabel() and difference.get_xlabel() == "iteration"
+
+
+@pytest.mark.parametrize("runs", [{"a": VALIDATED}, {"a": RUN, "b": []}])
+def test_plot_of_what_cannot_be_compared(tmp_path, figure, runs):
+    plot_losses(runs, tmp_path / "loss.png")
+    assert figure().axes[0].get_title()
+    if len(runs) == 2:
+        assert not figure().axes[1].lines
+
+
+def test_differences_of_common_iterations():
+    other = [{"iteration": i, "train_loss": 1 / i + i} for i in range(3, 9)]
+    differences = absolute_differences(RUN, other, "train_loss")
+    assert differences == {3: pytest.approx(3), 4: pytest.approx(4)}
+    assert differences == absolute_differences(other, RUN, "train_loss")
+
+
+def test_comparison_table():
+    a = [{"iteration": i, "train_loss": 2.0} for i in range(1, 101)]
+    b = [{"iteration": i, "train_loss": 1.5} for i in range(1, 51)]
+    lines = comparison_table({"a": a, "b": b}).splitlines()
+    assert lines[1].split() == ["1", "2.0000", "1.5000", "+5.0e-01"]
+    assert lines[-1].split()[0] == "50"
+    assert len(lines) < 20
+    assert "no iteration in common" in comparison_table({"a": a, "b": []})

@@ -1,0 +1,184 @@
+"""Errors that scripts/train.py reports before any work, and defaults that follow from options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+
+from tests.support import needs
+from training.arguments import parse_arguments
+from training.model_options import resolve_model
+from training.schedule import learning_rate
+from training.validation import parse_split, validate_arguments
+
+
+def _validate(*argv: str, world_size: int = 1):
+    args = parse_arguments(list(argv))
+    args.model = resolve_model(args)
+    validate_arguments(args, world_size)
+    return args
+
+
+_TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        ([*_TP2, "--num-attention-heads", "3"], 2, "--num-attention-heads must be divisible"),
+        ([*_TP2, "--seq-length", "127"], 2, "--seq-length with --sequence-parallel must be"),
+        ([*_TP2], 3, "must divide the number of processes (torchrun --nproc-per-node), got 3"),
+        (
+            ["--tensor-model-parallel-size", "2"],
+            2,
+            "num_experts of the preset tiny, 4, with --tensor",
+        ),
+        (["--sequence-parallel"], 1, "needs --tensor-model-parallel-size above 1, got 1"),
+        (
+            ["--pipeline-model-parallel-size", "2"],
+            2,
+            "num_layers of the preset tiny must be divisible",
+        ),
+        (["--expert-model-parallel-size", "3"], 3, "num_experts of the preset tiny must be"),
+        (["--expert-model-parallel-size", "2"], 1, "ranks x --context-parallel-size 1, got 1"),
+        (["--global-batch-size", "12"], 2, "--global-batch-size must be divisible"),
+        (["--packed", "--micro-batch-size", "2"], 1, "--packed needs --micro-batch-size 1, got 2"),
+        (["--seq-length", "0"], 1, "--seq-length must be at least 1, got 0"),
+        (["--seq-length", "9999"], 1, "max_position_embeddings of the preset tiny, 4096"),
+        (["--lr", "-1"], 1, "--lr must be at least 0"),
+        (["--hidden-dropout", "1"], 1, "--hidden-dropout must be in [0, 1)"),
+        (["--split", "90,20"], 1, "--split must be two percentages"),
+        (["--recompute-granularity", "full"], 1, "needs --recompute-method"),
+        (["--recompute-num-layers", "1"], 1, "need --recompute-granularity full"),
+        (["--recompute-modules", "mlp"], 1, "needs --recompute-granularity selective"),
+        (["--save-interval", "5"], 1, "--save-interval needs --save"),
+        (["--finetune"], 1, "--finetune needs --load"),
+        (["--compare-metrics", "absent.jsonl"], 1, "there is no file absent.jsonl"),
+    ],
+)
+def test_bad_options_name_the_option(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, world_size=world_size)
+    assert message in str(error.value)
+
+
+_CP2 = ["--context-parallel-size", "2"]
+_CP2_PP2 = [*_CP2, "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+_TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        (["--context-parallel-size", "0"], 1, "--context-parallel-size must be at least 1, got 0"),
+        (_CP2, 3, "x --context-parallel-size 2 = 2 must divide the number of processes"),
+        ([*_CP2, *_TP2], 6, "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x"),
+        ([*_CP2, "--seq-length", "126"], 2, "by 2 x --context-parallel-size 2 = 4 "),
+        ([*_CP2, "--seq-length", "126"], 2, "(each rank takes an early and a late chunk), got 126"),
+        (
+            [*_TP4, *_CP2, "--seq-length", "132"],
+            8,
+            "--context-parallel-size 2 x --tensor-model-parallel-size 4 = 8, got 132",
+        ),
+        ([*_CP2, "--cp-comm-type", "a2a"], 2, "must be one of all_gather, p2p, got 'a2a': a2a and"),
+        (["--cp-comm-type", "a2a+p2p"], 1, "the latent is one head for all"),
+        (
+            [*_CP2, "--cp-comm-type", "p2p", "p2p"],
+            2,
+            "for each of num_layers of the preset tiny, 3, got 2",
+        ),
+        ([*_CP2, "--expert-model-parallel-size", "4"], 2, "--context-parallel-size 2, got 2"),
+        (
+            [*_CP2, "--global-batch-size", "12"],
+            4,
+            "the default micro_batch_size 8 x 2 data-parallel ranks",
+        ),
+    ],
+)
+def test_bad_context_parallelism_names_the_option(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, world_size=world_size)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "message"),
+    [
+        ([*_CP2_PP2, "--packed"], 4, "experts needs --pipeline-model-parallel-size 1, got 2"),
+        ([*_CP2, "--packed", "--expert-model-parallel-size", "4"], 4, "that divides it, got 4"),
+    ],
+)
+def test_packs_of_varying_length_need_a_dispatcher_that_supports_them(argv, world_size, message):
+    with pytest.raises(ValueError) as error:
+        _validate(*argv, "--moe-token-dispatcher-type", "allgather", world_size=world_size)
+    assert message in str(error.value)
+
+
+def test_standard_attention_on_local_layers_is_not_cut():
+    options = ["--attention", "standard", "--transformer-impl", "local"]
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine, got local"):
+        _validate(*options, *_CP2, world_size=2)
+    assert _validate(*options).attention == "standard"
+
+
+def test_context_parallel_ranks_are_no_data_parallel_ranks():
+    args = _validate(*_CP2, "--micro-batch-size", "3", world_size=4)
+    assert args.global_batch_size == 6
+    # Experts have every rank that tensor and pipeline parallelism leave.
+    _validate(*_CP2, "--expert-model-parallel-size", "4", world_size=4)
+    # Packs are padded, so that any length can be cut.
+    _validate(*_CP2, "--packed", "--seq-length", "127", world_size=2)
+
+
+@needs.no_gpu
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--fp16"],
+        ["--moe-grouped-gemm"],
+        ["--moe-token-dispatcher-type", "alltoall"],
+        ["--transformer-impl", "transformer_engine"],
+    ],
+)
+def test_gpu_options_need_a_gpu(argv):
+    with pytest.raises(ValueError, match=rf"{argv[0]}.* needs a GPU"):
+        _validate(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--unknown"], ["--form", "fast"], ["--lr", "x"], ["--bf16", "--fp16"]]
+)
+def test_argparse_errors_are_value_errors(argv):
+    with pytest.raises(ValueError):
+        parse_arguments(argv)
+
+
+def test_defaults_that_follow_from_others():
+    args = _validate("--lr", "1e-3", "--train-iters", "50", world_size=2)
+    assert (args.micro_batch_size, args.global_batch_size) == (8, 16)
+    assert args.min_lr == pytest.approx(1e-4)
+    assert args.lr_decay_iters == 50
+    assert _validate("--packed").micro_batch_size == 1
+
+
+def test_split():
+    assert parse_split("95,5") == 95
+    assert parse_split("100,0") == 100
+
+
+@pytest.mark.parametrize("style", ["constant", "cosine", "linear"])
+def test_learning_rate(style):
+    rates = [
+        learning_rate(i, lr=1.0, min_lr=0.1, warmup=4, decay_iters=20, style=style)
+        for i in range(30)
+    ]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:]))
+    assert rates[-1] == (1.0 if style == "constant" else 0.1)
+    if style != "constant":
+        assert rates[12] == pytest.approx(0.55)

@@ -1,0 +1,264 @@
+"""Layer and block specs inside Megatron's own layer, block, model and ``--spec`` option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module, import_module
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+import specs.absorbed_mla_layer_specs as layer_specs
+from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention
+from absorbed_mla.core_attention.module import LatentCoreAttention
+from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
+from absorbed_mla.norm import RMSNorm
+from specs.absorbed_mla_layer_specs import (
+    get_absorbed_mla_decoder_block_spec,
+    get_absorbed_mla_layer_spec,
+)
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.models import BLOCK_SPECS, MIXED, TOKENS, call, gpt_model, token_batch
+from tests.support.refusal import refusal
+
+SPECS = ["get_absorbed_mla_layer_spec", "get_absorbed_mla_decoder_block_spec"]
+OPTIONS = AbsorbedMLAOptions(
+    form="absorbed", down_projection="column_parallel", latent_norm_eps=1e-3, query_chunk_size=5
+)
+
+
+def hidden_states(config) -> torch.Tensor:
+    x = torch.randn(TOKENS, 2, config.hidden_size, dtype=config.params_dtype)
+    return x.to(world.device()).requires_grad_()
+
+
+def missing_gradients(module) -> list[str]:
+    return [name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+class TestLayer:
+    def test_builds_and_trains(self):
+        config = config_for(TINY)
+        spec = get_absorbed_mla_layer_spec(config, backend="local")
+        assert spec.module is TransformerLayer
+        assert spec.submodules.self_attention.module is AbsorbedMLASelfAttention
+        layer = build_module(spec, config=config, layer_number=1).to(world.device())
+        output, _ = layer(hidden_states(config), attention_mask=None)
+        output.square().sum().backward()
+        assert missing_gradients(layer) == []
+
+    def test_options_travel(self):
+        config = config_for(TINY)
+        spec = get_absorbed_mla_layer_spec(config, backend="local", options=OPTIONS)
+        attention = build_module(spec, config=config, layer_number=1).self_attention
+        assert attention.options == attention.core_attention.options == OPTIONS
+        assert not isinstance(attention.linear_kv_down_proj, DuplicatedLinear)
+        assert attention.q_layernorm.eps == attention.kv_layernorm.eps == 1e-3
+        assert attention.core_attention.attn_mask_type is AttnMaskType.causal
+
+    def test_norms_are_left_out_on_request(self):
+        config = config_for(replace(TINY, latent_norm=False))
+        spec = get_absorbed_mla_layer_spec(config, backend="local")
+        parts = spec.submodules.self_attention.submodules
+        assert parts.q_layernorm is parts.kv_layernorm is IdentityOp
+
+    def test_defaults(self):
+        config = config_for(TINY, layernorm_epsilon=3e-4)
+        spec = get_absorbed_mla_layer_spec(config, backend="local")
+        layer = build_module(spec, config=config, layer_number=1)
+        attention = layer.self_attention
+        assert attention.options == AbsorbedMLAOptions()
+        assert isinstance(attention.linear_kv_down_proj, DuplicatedLinear)
+        assert isinstance(attention.core_attention, LatentCoreAttention)
+        assert isinstance(attention.linear_k_up_proj, HeadwiseUpProjection)
+        assert attention.kv_layernorm.eps == 3e-4
+        assert isinstance(layer.input_layernorm, RMSNorm)
+        assert isinstance(layer.pre_mlp_layernorm, RMSNorm)
+
+    @pytest.mark.parametrize("experts, mlp", [(None, MLP), (4, MoELayer)])
+    def test_dense_or_moe_by_config(self, experts, mlp):
+        changes = {**MIXED, "moe_layer_freq": 1} if experts else {"num_layers": 3}
+        config = config_for(TINY, **changes)
+        spec = get_absorbed_mla_layer_spec(config, backend="local")
+        assert isinstance(build_module(spec, config=config, layer_number=1).mlp, mlp)
+
+    @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")])
+    def test_as_every_layer_of_a_model(self, recompute):
+        """A single layer spec in the model's slot, as ``--spec`` passes it."""
+        granularity = "selective" if recompute else None
+        config = config_for(
+            TINY,
+            num_layers=2,
+            recompute_granularity=granularity,
+            recompute_modules=list(recompute) or None,
+        )
+        spec = get_absorbed_mla_layer_spec(config, backend="local", options=OPTIONS)
+        model = gpt_model(spec=spec, num_layers=2)
+        assert [type(layer) for layer in model.decoder.layers] == [TransformerLayer] * 2
+        assert all(layer.self_attention.options == OPTIONS for layer in model.decoder.layers)
+        call(model, labels=token_batch(6)).mean().backward()
+        assert missing_gradients(model.decoder) == []
+
+
+@pytest.mark.parametrize("name", ["layer", "decoder_block"])
+def test_spec_option(name, monkeypatch):
+    """Megatron's ``--spec MODULE NAME``; it calls what it finds with the config alone."""
+    monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+    module = ["specs.absorbed_mla_layer_specs", f"get_absorbed_mla_{name}_spec"]
+    get_spec = import_module(module)
+    assert get_spec is getattr(layer_specs, module[1])
+    config = config_for(TINY)
+    model = gpt_model(spec=get_spec(config))
+    assert torch.isfinite(call(model)).all()
+
+
+class TestBlock:
+    def test_runs_in_transformer_block(self):
+        config = config_for(TINY, num_layers=2)
+        spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=OPTIONS)
+        block = TransformerBlock(config, spec).to(world.device())
+        x = hidden_states(config)
+        block(x, None).square().sum().backward()
+        assert missing_gradients(block) == []
+        assert isinstance(block.final_layernorm, RMSNorm)
+        for layer in block.layers:
+            assert layer.self_attention.options == OPTIONS
+
+    @pytest.mark.parametrize(
+        "freq, kinds",
+        [
+            (1, "MMMM"),
+            (2, "MDMD"),
+            (3, "MDDM"),
+            ([0, 1, 1, 0], "DMMD"),
+            ([0, 0, 0, 0], "DDDD"),
+        ],
+        ids=str,
+    )
+    def test_pattern_of_moe_layers(self, freq, kinds):
+        """M for a mixture of experts, D for dense; Megatron reads the option alike."""
+        for kind in BLOCK_SPECS:
+            model = gpt_model(kind, **{**MIXED, "num_layers": 4, "moe_layer_freq": freq})
+            types = {MLP: "D", MoELayer: "M"}
+            assert "".join(types[type(layer.mlp)] for layer in model.decoder.layers) == kinds
+
+    def test_pattern_means_nothing_without_experts(self):
+        config = config_for(TINY, num_layers=3)
+        config.moe_layer_freq = [0, 1, 1]
+        spec = get_absorbed_mla_decoder_block_spec(config, backend="local")
+        block = TransformerBlock(config, spec)
+        assert [type(layer.mlp) for layer in block.layers] == [MLP] * 3
+
+    def test_layer_and_block_specs_build_the_same_model(self):
+        """Same weights, same logits: the two ways in differ in mixed models only."""
+        config = config_for(TINY, torch.float32, num_layers=2)
+        layer = get_absorbed_mla_layer_spec(config, backend="local")
+        by_layer, by_block = gpt_model(spec=layer, num_layers=2), gpt_model(num_layers=2)
+        # The host's final norm may be TransformerEngine's, with an (empty) extra state.
+        extra = {key: None for key in by_layer.state_dict() if key.endswith("_extra_state")}
+        by_layer.load_state_dict({**extra, **by_block.state_dict()})
+        torch.testing.assert_close(call(by_layer), call(by_block))
+
+
+# (stages, virtual stages, layers per (rank, virtual stage), config fields); eight layers.
+PIPELINES = {
+    "even": (2, None, {(0, None): [0, 1, 2, 3], (1, None): [4, 5, 6, 7]}, {}),
+    "virtual": (
+        2,
+        2,
+        {(0, 0): [0, 1], (1, 0): [2, 3], (0, 1): [4, 5], (1, 1): [6, 7]},
+        {"virtual_pipeline_model_parallel_size": 2},
+    ),
+    "short_first_stage": (
+        2,
+        None,
+        {(0, None): [0, 1], (1, None): [2, 3, 4, 5, 6, 7]},
+        {"num_layers_in_first_pipeline_stage": 2},
+    ),
+    "layout": (
+        2,
+        2,
+        {(0, 0): [0], (1, 0): [1, 2, 3], (0, 1): [4, 5, 6], (1, 1): [7]},
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": [
+                ["embedding", "decoder"],
+                ["decoder"] * 3,
+                ["decoder"] * 3,
+                ["decoder", "loss"],
+            ],
+        },
+    ),
+}
+
+
+class TestPipelineSlices:
+    @pytest.mark.parametrize("name", PIPELINES)
+    def test_each_stage_gets_its_layers(self, name, monkeypatch):
+        """A stage with another stage's pattern would build dense layers where experts are saved."""
+        stages, virtual, expected, fields = PIPELINES[name]
+        freq = [0, 1, 1, 0, 1, 0, 0, 1]
+        config = config_for(
+            TINY,
+            pipeline_model_parallel_size=stages,
+            pipeline_dtype=torch.float64,
+            **{**MIXED, "num_layers": 8, "moe_layer_freq": freq},
+            **fields,
+        )
+        for (rank, vp_stage), layers in expected.items():
+            set_pipeline_rank(monkeypatch, rank, stages, virtual)
+            kinds = [
+                kinds_of(get_spec(config, backend="local", vp_stage=vp_stage))
+                for get_spec in BLOCK_SPECS.values()
+            ]
+            assert kinds[0] == [bool(freq[i]) for i in layers]
+            assert kinds[0] == kinds[1]
+
+
+def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) -> None:
+    """As if this process were of that pipeline stage; it takes a job of that size otherwise."""
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
+    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
+    if virtual:
+        monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", virtual)
+
+
+def kinds_of(block) -> list[bool]:
+    """Of every layer spec, whether its MLP is a mixture of experts."""
+    return ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
+
+
+class TestRefused:
+    @pytest.mark.parametrize("function", SPECS)
+    def test_unknown_backend(self, function):
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend", "None or one of local, transformer_engine", "got 'te'")
+        with refusal(*parts):
+            get_spec(config, backend="te")
+
+    @pytest.mark.parametrize("function", SPECS)
+    def test_transformer_engine_missing(self, function, monkeypatch):
+        """An explicit request never falls back."""
+        monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+        get_spec, config = getattr(layer_specs, function), config_for(TINY)
+        parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
+        with refusal(*parts):
+            get_spec(config, backend="transformer_engine")
+
+    @pytest.mark.parametrize(
+        "freq", [0, -1, True, 1.5, "2", [0, 1], [0, 1, 1, 1], [0, 1, 2], None], ids=repr
+    )
+    def test_moe_layer_freq(self, freq):
+        config = config_for(TINY, num_layers=3)
+        config.num_moe_experts, config.moe_layer_freq = 2, freq
+        parts = ("moe_layer_freq", "integer of at least 1", "num_layers=3", f"got {freq!r}")
+        with refusal(*parts):
+            get_absorbed_mla_decoder_block_spec(config, backend="local")
