@@ -20,7 +20,8 @@ from absorbed_mla.checkpoint.hooks import StandardLayoutHooks
 from absorbed_mla.checkpoint.parameter_marks import ParameterMarks
 from absorbed_mla.checkpoint.sharded import standard_sharded_state_dict
 from absorbed_mla.context_parallel.strategy import ContextParallel
-from absorbed_mla.core_attention.module import CAUSAL_MASKS, AttentionPlan
+from absorbed_mla.core_attention.attend import AttentionPlan
+from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
@@ -109,7 +110,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
-        ProjectionBuilder(self, submodules, name).build()
+        self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
@@ -121,6 +122,44 @@ class AbsorbedMLASelfAttention(Attention):
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
         StandardLayoutHooks(self)
         ParameterMarks(self)
+
+    def _build_projections(self, build: ProjectionBuilder) -> None:
+        """Queries and keys from latents, and the output; widths as in ``dims``."""
+        dims, config = self.dims, self.config
+        query_width = dims.num_heads * dims.qk_head_dim
+        if dims.q_lora_rank is None:
+            self.linear_q_proj = build.linear(
+                "linear_q_proj", dims.hidden_size, query_width, gather_output=False
+            )
+        else:
+            self.linear_q_down_proj = build.down_projection("linear_q_down_proj", dims.q_lora_rank)
+            self.q_layernorm = build.norm("q_layernorm", dims.q_lora_rank)
+            self.linear_q_up_proj = build.linear(
+                "linear_q_up_proj", dims.q_lora_rank, query_width, gather_output=False
+            )
+        self.linear_kv_down_proj = build.down_projection("linear_kv_down_proj", dims.kv_down_dim)
+        self.kv_layernorm = build.norm("kv_layernorm", dims.kv_lora_rank)
+        self.linear_k_up_proj = build.linear(
+            "linear_k_up_proj",
+            dims.kv_lora_rank,
+            dims.num_heads * dims.qk_nope_head_dim,
+            head_dim=dims.qk_nope_head_dim,
+        )
+        self.linear_v_up_proj = build.linear(
+            "linear_v_up_proj",
+            dims.kv_lora_rank,
+            dims.num_heads * dims.v_head_dim,
+            head_dim=dims.v_head_dim,
+        )
+        self.linear_proj = build.linear(
+            "linear_proj",
+            dims.num_heads * dims.v_head_dim,
+            dims.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            input_is_parallel=True,
+        )
 
     def forward(
         self,
@@ -139,14 +178,14 @@ class AbsorbedMLASelfAttention(Attention):
         *,
         inference_params: Any = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Latent attention; see the class for the stages.
 
         Args:
             hidden_states: [S, B, hidden_size], packed sequences [S, 1, hidden_size]; S / tp tokens
                 under sequence parallelism. dtype of the parameters. Under context parallelism, S
-                counts this rank's chunks (``context_parallel.ContextParallelLayout``).
-            attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S * cp], or None. Hidden
-                besides what ``attn_mask_type`` hides.
+                counts this rank's chunks (``context_parallel.layout``).
+            attention_mask: Bool, True hides a key: [B or 1, 1, S or 1, S * cp], or None. It hides
+                keys in addition to those that ``attn_mask_type`` hides.
             inference_context: Megatron's static or dynamic context, which keeps the latents of
                 earlier tokens; ``inference_params`` is its former name.
             packed_seq_params: Megatron's boundaries of packed sequences (``thd``), of the whole
@@ -179,26 +218,25 @@ class AbsorbedMLASelfAttention(Attention):
         refuse_graphs_in_training(self.config)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         q_down, kv_down = self._down_project(hidden_states)
-        # Fetched here by a call, and handed on: Megatron's parameter gather waits in the call's
-        # hooks, and a checkpoint returns gradients for what it is given.
+        # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in
+        # their hooks; the weights are arguments below, so that checkpoints return their gradients.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
-        device = hidden_states.device
-        cos, sin = self._rotary_rows(plan.max_position, plan.keys.positions(device), device)
+        positions = plan.keys.positions(hidden_states.device)
+        cos, sin = self.rotary.rows(plan.keys.max_position, positions, hidden_states.device)
+        # mla_up_proj: backward computes kv and query again instead of keeping them.
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
         run = up_project.checkpoint if up_project else _call
-        operands = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
-        attended = self._attend(plan, w_uk, w_uv, *operands)
+        kv, *query = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+        core_out = self._core_attention(plan, w_uk, w_uv, kv, *query)
         if up_project:
-            up_project.discard_output_and_register_recompute(attended)
-            refuse_graph_of_gradients(attended)
-        return self.linear_proj(attended)
+            up_project.discard_output_and_register_recompute(core_out)
+            refuse_graph_of_gradients(core_out)
+        return self.linear_proj(core_out)
 
     def _infer(
         self, hidden_states: Tensor, attention_mask: Tensor | None, context: Any, packed: Any
     ) -> tuple[Tensor, Tensor | None]:
         """:meth:`forward` over cached latents, from the live weights."""
-        group = self.context_parallel.group_of(None)
-        cp_size = 1 if group is None else group.size()
         refuse_unsupported_inference(
             self.config,
             context,
@@ -206,7 +244,7 @@ class AbsorbedMLASelfAttention(Attention):
             packed,
             self._tokens_and_batch(hidden_states),
             causal=self.core_attention.causal,
-            cp_size=cp_size,
+            cp_size=self.context_parallel.size,
         )
         q_down, kv_down = self._down_project(hidden_states)
         query, kv = self._query(q_down), self._latent(kv_down)
@@ -214,12 +252,12 @@ class AbsorbedMLASelfAttention(Attention):
         step = open_step(
             context, self.layer_number, layer_offset, kv, self.options, owner=self.cached_attention
         )
-        cos_sin = self._rotary_rows(step.max_position, step.positions(), kv.device)
-        kv = rotate_tail(step.pack(kv), *cos_sin, num_heads=1)
+        cos, sin = self.rotary.rows(step.max_position, step.positions(), kv.device)
+        kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
         step.write(kv)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
-        attended = self.cached_attention(step, step.pack(query), kv, weights, cos_sin)
-        return self.linear_proj(step.unpack(attended.flatten(2)))
+        core_out = self.cached_attention(step, step.pack(query), kv, weights, (cos, sin))
+        return self.linear_proj(step.unpack(core_out.flatten(2)))
 
     @property
     def _recomputes_up_proj(self) -> bool:
@@ -228,7 +266,7 @@ class AbsorbedMLASelfAttention(Attention):
     def _plan(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Any
     ) -> AttentionPlan:
-        """Check the input, find its sequences, and settle how to attend to them."""
+        """Check the input, find its sequences, and settle how to compute their attention."""
         group = self.context_parallel.group_of(packed_seq_params)
         cp_size = 1 if group is None else group.size()
         tokens, batch = self._tokens_and_batch(hidden_states)
@@ -241,7 +279,7 @@ class AbsorbedMLASelfAttention(Attention):
             batch,
             hidden_states.dtype,
             causal=self.core_attention.causal,
-            begun_again=self._recomputes_up_proj,
+            recomputed=self._recomputes_up_proj,
         )
         return self.core_attention.plan(keys, layout, cp_size, hidden_states, attention_mask)
 
@@ -249,13 +287,6 @@ class AbsorbedMLASelfAttention(Attention):
         """S and B of this context-parallel rank, over all tensor-parallel ranks."""
         tp_size = self.pg_collection.tp.size() if self.sequence_parallel else 1
         return hidden_states.shape[0] * tp_size, hidden_states.shape[1]
-
-    def _rotary_rows(
-        self, max_position: int, positions: Tensor | slice | None, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [S, rope / 2] of every token's position."""
-        cos, sin = self.rotary.cos_sin(max_position, device)
-        return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
@@ -270,8 +301,8 @@ class AbsorbedMLASelfAttention(Attention):
             kv_down, self.dims.kv_down_dim, self.tp_group, self.sequence_parallel
         )
         if self._recomputes_up_proj and torch.is_grad_enabled():
-            # The host's checkpoint reaches the parameters inside it only through inputs that need
-            # a gradient, which these do not where everything before them is frozen.
+            # Megatron's checkpoint gives parameters inside of it a gradient only if one of its
+            # inputs needs one, which is not so where all layers before this one are frozen.
             q_down, kv_down = _requiring_grad(q_down), _requiring_grad(kv_down)
         return q_down, kv_down
 
@@ -284,18 +315,18 @@ class AbsorbedMLASelfAttention(Attention):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Everything between the down-projections and the attention; what mla_up_proj recomputes.
+        """The stages between the down-projections and the core attention.
 
         Returns:
-            kv [S, B, C + rope], and the form's query, rotated. None shares memory with an argument,
-            so that all can be dropped.
+            kv [S, B, C + R] and the form's query, rotated. None shares memory with an argument, so
+            that recomputation can drop all of them.
         """
-        # Latents first: context-parallel ranks exchange them while the query is made.
+        # Latents first: context-parallel ranks exchange them while the query is computed.
         kv = plan.keys.start(rotate_tail(self._latent(kv_down), cos, sin, num_heads=1))
         return kv, *plan.form.query(self._query(q_down), w_uk, cos, sin)
 
     def _query(self, q_down: Tensor) -> Tensor:
-        """[q_nope | q_rope] of this rank's heads, [S, B, N * (nope + rope)], not rotated.
+        """[q_nope | q_rope] of this rank's heads, [S, B, N * (nope + R)], not rotated.
 
         The form may rotate it in place.
         """
@@ -304,24 +335,26 @@ class AbsorbedMLASelfAttention(Attention):
         return own_output(self.linear_q_up_proj, self.q_layernorm(q_down))
 
     def _latent(self, kv_down: Tensor) -> Tensor:
-        """[latent | k_rope] [S, B, C + rope] of all tokens, normalised and not rotated."""
+        """[latent | k_rope] [S, B, C + R] of all tokens, normalised and not rotated."""
         widths = [self.dims.kv_lora_rank, self.dims.qk_rope_head_dim]
         latent, k_rope = kv_down.split(widths, dim=-1)
         kv = torch.cat((self.kv_layernorm(latent), k_rope), dim=-1)
         return enter_head_parallel(kv, self.tp_group, self.sequence_parallel)
 
-    def _attend(self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, *operands: Tensor) -> Tensor:
-        """Core attention; [S, B, N * v], recomputed in backward if ``core_attn`` is."""
+    def _core_attention(
+        self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, kv: Tensor, *query: Tensor
+    ) -> Tensor:
+        """[S, B, N * v]; recomputed in backward if ``core_attn`` is among recompute_modules."""
 
-        def attend(w_uk, w_uv, kv, *query):
+        def run(w_uk, w_uv, kv, *query):
             out, _ = self.core_attention(plan, query, kv, w_uk, w_uv)
             return out.flatten(2)
 
         if self.checkpoint_core_attention and self.training:
-            attended = checkpoint(attend, False, w_uk, w_uv, *operands)
-            refuse_graph_of_gradients(attended)
-            return attended
-        return attend(w_uk, w_uv, *operands)
+            core_out = checkpoint(run, False, w_uk, w_uv, kv, *query)
+            refuse_graph_of_gradients(core_out)
+            return core_out
+        return run(w_uk, w_uv, kv, *query)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Distributed-checkpoint entries, under the names and shapes of Megatron's standard MLA."""

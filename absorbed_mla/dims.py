@@ -11,6 +11,7 @@ Shape letters (suffixes and docstrings):
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -81,12 +82,12 @@ class MLADims:
             v_head_dim=config.v_head_dim,
         )
 
-    @property
+    @functools.cached_property
     def qk_head_dim(self) -> int:
         """Per-head width of the unabsorbed query and key, nope and rope together."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    @property
+    @functools.cached_property
     def kv_down_dim(self) -> int:
         """Output width of the KV down-projection: latent and rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -5,30 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, PAGED_BACKENDS
+
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
-CORE_ATTENTION_BACKENDS = (
-    "auto",
-    "flash_attention_4",
-    "cudnn",
-    "transformer_engine",
-    "flash_attention_3",
-    "hopper",
-    "triton",
-    "reference",
-)
-# The form that a backend computes; the others compute both.
-_FORM_OF_BACKEND = {
-    "flash_attention_4": "expanded",
-    "cudnn": "expanded",
-    "transformer_engine": "expanded",
-    "flash_attention_3": "absorbed",
-    "hopper": "absorbed",
-    "triton": "absorbed",
-}
+# Of the files that are there; a program may register more.
+CORE_ATTENTION_BACKENDS = ("auto", *ATTENTION_BACKENDS.names())
+PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
 # How context-parallel ranks exchange latents.
-CP_COMM_TYPES = ("all_gather", "p2p")
-PAGED_ATTENTION_BACKENDS = ("auto", "hopper", "flash_mla", "triton", "reference")
+CP_COMM_TYPES = CP_STRATEGIES.names()
 _CHUNK_SIZES = ("query_chunk_size", "expansion_chunk_size", "context_chunk_size")
 
 
@@ -45,21 +30,18 @@ class AbsorbedMLAOptions:
             tensor-parallel rank, ``"column_parallel"`` shards their rows.
         latent_norm_eps: Epsilon of ``q_layernorm`` and ``kv_layernorm``; None takes the config's
             ``layernorm_epsilon``. Hugging Face's DeepSeek models use 1e-6 whatever the model's.
-        core_attention_backend: For the expanded form, in fp16 and bf16 on a GPU and without mask
-            or dropout: ``"flash_attention_4"`` (the flash-attn-4 package, Hopper), ``"cudnn"``, or
-            ``"transformer_engine"`` (cuDNN through that package). For the absorbed form, likewise:
-            ``"hopper"`` or ``"triton"``, this package's kernels (the latter deterministic, for
-            compute capability 8.0 and newer), or ``"flash_attention_3"`` (the flash-attn-3 package,
-            with the backward of ``"hopper"``). For either and everything else: ``"reference"``,
-            plain PyTorch. ``"auto"`` takes the least estimated time.
+        core_attention_backend: The implementation of the attention, one of the files in
+            ``core_attention/backends``; docs/support.md says what each needs. All but
+            ``"reference"`` (plain PyTorch, either form) compute one form, in fp16 and bf16 on a
+            GPU, without mask and dropout. ``"auto"`` takes the least estimated time of those that
+            can run.
         query_chunk_size: Query tokens whose scores the reference backend holds at a time.
         expansion_chunk_size: Heads times key tokens whose keys and values the expanded form holds
             at a time, at least one head, and an eighth more where that makes fewer and equal
             pieces. The default is 640 MiB at DeepSeek-V3's dimensions.
-        paged_attention_backend: Where latents are cached (inference), for the rows that run
-            absorbed: ``"hopper"`` (this package's kernel for compute capability 9.0),
-            ``"flash_mla"`` (the flash-mla package), ``"triton"`` (this package's, any GPU) or
-            ``"reference"``; ``"auto"`` takes the first of them that can.
+        paged_attention_backend: The implementation of the absorbed form over a latent cache
+            (inference), one of the files in ``inference/backends``; ``"auto"`` takes the fastest
+            that can run.
         context_chunk_size: Tokens of cached context that the expanded form gathers and expands at a
             time in inference. The default is 72 MiB of latents at DeepSeek-V3's dimensions.
         latent_cache_tokens: Positions of each request whose latents stay on the device in a
@@ -86,13 +68,9 @@ class AbsorbedMLAOptions:
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
         _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
-        _require_one_of(
-            "core_attention_backend", self.core_attention_backend, CORE_ATTENTION_BACKENDS
-        )
+        ATTENTION_BACKENDS.require(self.core_attention_backend, "auto")
         self._require_fitting_form()
-        _require_one_of(
-            "paged_attention_backend", self.paged_attention_backend, PAGED_ATTENTION_BACKENDS
-        )
+        PAGED_BACKENDS.require(self.paged_attention_backend, "auto")
         eps = self.latent_norm_eps
         if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):
             raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")
@@ -110,18 +88,16 @@ class AbsorbedMLAOptions:
 
     def _require_fitting_form(self) -> None:
         """Refuse a backend that computes the other form only."""
-        form = _FORM_OF_BACKEND.get(self.core_attention_backend, self.form)
-        if self.form in ("auto", form):
+        if self.form == "auto" or self.core_attention_backend == "auto":
             return
-        fitting = [
-            name
-            for name in CORE_ATTENTION_BACKENDS
-            if _FORM_OF_BACKEND.get(name, self.form) == self.form
-        ]
-        raise ValueError(
-            f"core_attention_backend={self.core_attention_backend!r} computes form={form!r} only, "
-            f"got form={self.form!r}, for which it must be one of {', '.join(fitting)}"
-        )
+        forms = ATTENTION_BACKENDS[self.core_attention_backend].forms
+        if self.form not in forms:
+            fitting = [entry.name for entry in ATTENTION_BACKENDS if self.form in entry.forms]
+            raise ValueError(
+                f"core_attention_backend={self.core_attention_backend!r} computes "
+                f"form={forms[0]!r} only, got form={self.form!r}, for which it must be one of "
+                f"auto, {', '.join(fitting)}"
+            )
 
     @classmethod
     def coerce(cls, options: AbsorbedMLAOptions | None) -> AbsorbedMLAOptions:

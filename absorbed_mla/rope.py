@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.dims import yarn_mscale
 from absorbed_mla.first_order import first_order_only
 
@@ -51,17 +52,33 @@ class RotaryTable:
         self.parameters = RotaryParameters(
             **{f.name: getattr(config, f.name) for f in dataclasses.fields(RotaryParameters)}
         )
+        self._tables = _tables_of(self.parameters)
 
     def cos_sin(self, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions below ``num_positions``.
 
         Returns:
-            Two fp32 tensors [num_positions, rope / 2], YaRN's concentration factor multiplied in.
+            Two fp32 tensors [num_positions, R / 2], YaRN's concentration factor multiplied in.
         """
         # Powers of two keep the number of different tables small.
         size = 1 << max(num_positions - 1, 0).bit_length()
-        cos, sin = _build_table(self.parameters, size, device)
+        cos, sin = self._tables.get(
+            (size, device), lambda: _build_table(self.parameters, size, device)
+        )
         return cos[:num_positions], sin[:num_positions]
+
+    def rows(
+        self, max_position: int, positions: Tensor | slice | None, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [S, R / 2] of every token's position.
+
+        Args:
+            max_position: One more than the largest position.
+            positions: Of the tokens, int64 [S] or a slice; None where token i has position i.
+            device: Where they are needed.
+        """
+        cos, sin = self.cos_sin(max_position, device)
+        return (cos, sin) if positions is None else (cos[positions], sin[positions])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,11 @@ class RotaryParameters:
 
 
 @functools.lru_cache(maxsize=8)
+def _tables_of(parameters: RotaryParameters) -> DerivedTables:
+    """The tables that all layers with these parameters share."""
+    return DerivedTables(maxsize=8)
+
+
 def _build_table(
     parameters: RotaryParameters, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+from absorbed_mla.caching import DerivedTables
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class SequenceLayout:
         lengths: Tokens of each sequence, padding after it not counted.
         slots: Tokens from each sequence's start to the next one's, padding counted.
         packed: Whether the token axis holds several sequences (``thd``).
+        tables: What the attention derives from this layout. All layers of a model get the same
+            object for equal sequences, so each table is made once.
     """
 
     num_tokens: int
@@ -27,11 +33,28 @@ class SequenceLayout:
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
     packed: bool
+    tables: DerivedTables = field(
+        default_factory=DerivedTables, init=False, compare=False, repr=False
+    )
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.num_tokens, self.starts, self.lengths, self.slots, self.packed))
+
+    def __hash__(self) -> int:
+        """Computed once: a pack has thousands of numbers, and every layer looks its tables up."""
+        return self._hash
 
     @classmethod
     def dense(cls, num_tokens: int) -> SequenceLayout:
         """One sequence of ``num_tokens`` along the axis (``sbhd``; the batch is another axis)."""
-        return cls(num_tokens, (0,), (num_tokens,), (num_tokens,), packed=False)
+        return _shared(cls(num_tokens, (0,), (num_tokens,), (num_tokens,), packed=False))
+
+    @classmethod
+    def pack(cls, lengths: tuple[int, ...]) -> SequenceLayout:
+        """Sequences of these lengths one after the other, without padding."""
+        starts = (0, *accumulate(lengths))
+        return _shared(cls(starts[-1], starts[:-1], lengths, lengths, packed=True))
 
     @classmethod
     def from_host(cls, params: PackedSeqParams | None, num_tokens: int) -> SequenceLayout:
@@ -78,7 +101,7 @@ class SequenceLayout:
                     f"sequence {i} has {length} tokens by cu_seqlens_q, "
                     f"but only {slot} by cu_seqlens_q_padded"
                 )
-        return cls(num_tokens, tuple(padded[:-1]), lengths, slots, packed=True)
+        return _shared(cls(num_tokens, tuple(padded[:-1]), lengths, slots, packed=True))
 
     @property
     def max_position(self) -> int:
@@ -99,6 +122,12 @@ class SequenceLayout:
         return tokens - starts.repeat_interleave(slots, output_size=self.num_tokens)
 
 
+@functools.lru_cache(maxsize=16)
+def _shared(layout: SequenceLayout) -> SequenceLayout:
+    """One object for equal layouts, so that all layers share its tables; the latest 16 are kept."""
+    return layout
+
+
 def _boundaries(name: str, cu_seqlens: Tensor | None) -> list[int]:
     """The entries of ``cu_seqlens`` as integers, checked."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
@@ -114,23 +143,23 @@ def _boundaries(name: str, cu_seqlens: Tensor | None) -> list[int]:
     return bounds
 
 
-# Tensor of boundaries on a GPU -> (its version, its entries).
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# cu_seqlens on a GPU -> (its version, its entries); an entry ends with its tensor.
+_entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _read(cu_seqlens: Tensor) -> list[int]:
-    """The entries; on a GPU read once for all layers, because reading waits for all its work.
+    """The entries; on a GPU read once for all layers, because reading waits for all queued work.
 
-    A write through ``.data`` or by a kernel that PyTorch does not know changes no version: whoever
-    writes so to boundaries on a GPU must make a new tensor of them (``clone``).
+    A write through ``.data``, or by a kernel that PyTorch does not know of, does not change the
+    tensor's version and is not seen: make a new tensor of such boundaries (``clone``).
     """
     # In host memory, which numpy may share, reading is cheap; an inference tensor has no version.
     if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
         return cu_seqlens.tolist()
-    version, entries = _known.get(cu_seqlens, (None, None))
+    version, entries = _entries.get(cu_seqlens, (None, None))
     if version != cu_seqlens._version:
         entries = cu_seqlens.tolist()
-        _known[cu_seqlens] = (cu_seqlens._version, entries)
+        _entries[cu_seqlens] = (cu_seqlens._version, entries)
     return entries
 
 

@@ -1,8 +1,7 @@
-"""What both ways of exchanging latents have in common."""
+"""Base class of latent exchanges, and the overlap of their communication with autograd."""
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
@@ -10,23 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.context_parallel.deferred import begin_exchange
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.key_source import KeyBlock
+from absorbed_mla.first_order import first_order_only
 
 
-class ExchangedKeys(ABC):
-    """Keys of sequences that are cut over the ranks of a group; a ``KeySource``.
+class LatentExchange(ABC):
+    """Keys of sequences that are distributed over the ranks of a group. A ``TrainableKeySource``.
 
-    What travels is [latent | k_rope], once for all heads, and in backward its gradient, summed over
+    Ranks exchange [latent | k_rope], once for all heads, and in backward its gradient, summed over
     the ranks in fp32 (fp64).
 
     Args:
         layout: The part that this rank holds.
         causal: Whether a token sees only itself and earlier tokens of its sequence.
         group: The ranks, in the order of ``layout``.
-        begun_again: Whether :meth:`start` will be called again before backward, by recomputation:
-            what was received need not be kept then.
+        recomputed: Whether recomputation will call :meth:`start` again before backward. What was
+            received is not kept then.
     """
 
     def __init__(
@@ -34,29 +33,42 @@ class ExchangedKeys(ABC):
         layout: ContextParallelLayout,
         causal: bool,
         group: dist.ProcessGroup,
-        begun_again: bool,
+        recomputed: bool,
     ) -> None:
         self.layout = layout
         self.causal = causal
         self.group = group
-        self.begun_again = begun_again
+        self.recomputed = recomputed
 
     @property
     @abstractmethod
     def num_blocks(self) -> int:
         """Number of blocks that the keys come in."""
 
+    @property
+    def max_position(self) -> int:
+        """One more than the largest position of any token of any rank."""
+        return self.layout.sequences.max_position
+
     def positions(self, device: torch.device) -> Tensor:
         """Position of each of this rank's tokens in its own sequence, int64 [S]."""
-        return cached_index(ContextParallelLayout.positions, self.layout, device)
+        return self.layout.index("positions", device)
 
     def query_tokens(self, device: torch.device) -> Tensor:
-        """The token of the whole batch or pack that each of this rank's tokens is, int64 [S]."""
-        return cached_index(ContextParallelLayout.tokens, self.layout, device)
+        """Global token index, in the whole batch or pack, of each of this rank's tokens, [S]."""
+        return self.layout.index("tokens", device)
 
     def start(self, kv: Tensor) -> Tensor:
-        """Begin to exchange ``kv`` [S, B, C + rope]; attend with what this returns."""
-        return begin_exchange(kv.contiguous(), self)
+        """Begin to exchange ``kv`` [S, B, C + R].
+
+        Autograd runs backward steps in the reverse order of forward. The gradient is therefore
+        waited for only after the backward of everything that forward did between this call and the
+        attention, and its communication overlaps with that work.
+
+        Returns:
+            ``kv``, to be given to the attention.
+        """
+        return _Start.apply(kv.contiguous(), self)
 
     @abstractmethod
     def begin(self, kv: Tensor) -> None:
@@ -68,20 +80,32 @@ class ExchangedKeys(ABC):
 
     @abstractmethod
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
-        """Compute all blocks' gradients and begin to send them where they belong."""
+        """Compute the gradients of all blocks and begin to send them to the ranks they belong to.
+
+        Returns:
+            :func:`gradient_in_flight`; :meth:`finish_gradient` has the values.
+        """
 
     @abstractmethod
     def finish_gradient(self) -> Tensor:
-        """The gradient of this rank's ``kv`` from all ranks' queries, fp32 (fp64)."""
+        """Wait for the gradient of this rank's ``kv`` from all ranks' queries, fp32 (fp64)."""
 
 
-@functools.lru_cache(maxsize=32)
-def cached_index(
-    make: Callable[[ContextParallelLayout], Tensor],
-    layout: ContextParallelLayout,
-    device: torch.device,
-) -> Tensor:
-    """``make(layout)`` on ``device``; all layers of a model ask for the same."""
-    # An index made while evaluating must serve training as well.
-    with torch.inference_mode(False):
-        return make(layout).to(device)
+def gradient_in_flight(x: Tensor) -> Tensor:
+    """A placeholder for the gradient of ``x``, which is still being communicated."""
+    return x.new_zeros(()).expand(x.shape)
+
+
+class _Start(torch.autograd.Function):
+    """The identity; begins an exchange in forward and finishes it in backward."""
+
+    @staticmethod
+    def forward(ctx, kv: Tensor, exchange: LatentExchange) -> Tensor:
+        exchange.begin(kv)
+        ctx.exchange, ctx.dtype = exchange, kv.dtype
+        return kv.view_as(kv)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, placeholder: Tensor):
+        return ctx.exchange.finish_gradient().to(ctx.dtype), None

@@ -7,13 +7,13 @@ same. A rank holds its two chunks of the first sequence, then its two of the sec
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.caching import DerivedTables
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.sequences import SequenceLayout
 
 
@@ -33,6 +33,20 @@ class ContextParallelLayout:
     sequences: SequenceLayout
     cp_size: int
     cp_rank: int
+    _tables: DerivedTables = field(
+        # The spans of every rank's block, with and without causal mask.
+        default_factory=lambda: DerivedTables(maxsize=64),
+        init=False,
+        compare=False,
+        repr=False,
+    )
+
+    @classmethod
+    def of(cls, sequences: SequenceLayout, cp_size: int, cp_rank: int) -> ContextParallelLayout:
+        """The part of a rank, one object for all layers."""
+        return sequences.tables.get(
+            ("context parallel", cp_size, cp_rank), lambda: cls(sequences, cp_size, cp_rank)
+        )
 
     def __post_init__(self) -> None:
         chunks = 2 * self.cp_size
@@ -78,9 +92,34 @@ class ContextParallelLayout:
         """The inverse of :meth:`rank_major`: where the ranks' tokens hold each token; int64."""
         return self.rank_major().argsort()
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019  (small, and all layers ask)
-    def gathered_spans(self, causal: bool) -> tuple[Span, ...]:
+    def index(self, name: str, device: torch.device) -> Tensor:
+        """The result of the method ``name`` on ``device``; all layers of a model need the same.
+
+        Args:
+            name: ``"tokens"``, ``"positions"``, ``"rank_major"`` or ``"sequence_order"``.
+            device: Where the index is needed.
+        """
+
+        def make() -> Tensor:
+            # An index made under inference mode must serve training as well.
+            with torch.inference_mode(False):
+                return getattr(self, name)().to(device)
+
+        return self._tables.get((name, device), make)
+
+    def gathered_spans(self, causal: bool) -> Spans:
         """What this rank's queries see of all tokens in the order of the whole batch or pack."""
+        return self._tables.get(
+            ("gathered", causal), lambda: Spans(self._make_gathered_spans(causal))
+        )
+
+    def block_spans(self, key_rank: int, causal: bool) -> Spans:
+        """What this rank's queries see of the tokens of ``key_rank``, in that rank's order."""
+        return self._tables.get(
+            ("block", key_rank, causal), lambda: Spans(self._make_block_spans(key_rank, causal))
+        )
+
+    def _make_gathered_spans(self, causal: bool) -> list[Span]:
         spans = []
         for start, length, chunk_size in self._slots():
             for place, chunk in enumerate(self._chunks_of(self.cp_rank)):
@@ -93,11 +132,9 @@ class ContextParallelLayout:
                     spans.append(
                         Span(query_start, query_start + queries, start, start + seen, offset)
                     )
-        return tuple(spans)
+        return spans
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019
-    def block_spans(self, key_rank: int, causal: bool) -> tuple[Span, ...]:
-        """What this rank's queries see of the tokens of ``key_rank``, in that rank's order."""
+    def _make_block_spans(self, key_rank: int, causal: bool) -> list[Span]:
         spans = []
         for start, length, size in self._slots():
             first = start // self.cp_size
@@ -114,7 +151,7 @@ class ContextParallelLayout:
                     spans.append(
                         Span(query_start, query_start + count, first, first + keys, offset)
                     )
-        return tuple(spans)
+        return spans
 
     def _seen(
         self, key_rank: int, early_keys: int, late_keys: int, size: int

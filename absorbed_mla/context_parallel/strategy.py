@@ -1,4 +1,4 @@
-"""Which ranks a call is cut over, and how they exchange latents."""
+"""Over which ranks the sequences of a call are distributed, and how these exchange latents."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from absorbed_mla.context_parallel.consistency import require_agreement
-from absorbed_mla.context_parallel.exchange import ExchangedKeys
+from absorbed_mla.context_parallel.consistency import require_equal_shapes
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
-from absorbed_mla.context_parallel.strategies.all_gather import AllGatheredKeys
-from absorbed_mla.context_parallel.strategies.p2p import RingKeys
-from absorbed_mla.core_attention.key_source import KeySource, LocalKeys
-from absorbed_mla.options import CP_COMM_TYPES
+from absorbed_mla.core_attention.key_source import LocalKeys, TrainableKeySource
+from absorbed_mla.registry import CP_STRATEGIES
 from absorbed_mla.sequences import SequenceLayout
 
-_STRATEGIES: dict[str, type[ExchangedKeys]] = dict(zip(CP_COMM_TYPES, (AllGatheredKeys, RingKeys)))
-# Megatron's sparse attention spells it so.
+# The spelling of Megatron's sparse attention.
 _ALIASES = {"allgather": "all_gather"}
 
 
@@ -28,12 +24,16 @@ class ContextParallel:
         group: The context-parallel ranks of calls that do not bring their own.
         cp_comm_type: ``"all_gather"`` (None) or ``"p2p"``, the exchange of latents.
 
+    Attributes:
+        size: Number of ranks in ``group``.
+
     Raises:
         ValueError: If ``cp_comm_type`` is none of them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, cp_comm_type: str | None) -> None:
         self.group = group
+        self.size = 1 if group is None else group.size()
         self.cp_comm_type = _require_supported(cp_comm_type)
 
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
@@ -64,8 +64,8 @@ class ContextParallel:
         dtype: torch.dtype,
         *,
         causal: bool,
-        begun_again: bool,
-    ) -> KeySource:
+        recomputed: bool,
+    ) -> TrainableKeySource:
         """The keys of one call.
 
         Args:
@@ -74,26 +74,27 @@ class ContextParallel:
             batch: Sequences side by side.
             dtype: Of the latents.
             causal: Whether a token sees only itself and earlier tokens of its sequence.
-            begun_again: Whether recomputation will start the exchange again before backward.
+            recomputed: Whether recomputation will start the exchange again before backward.
 
         Raises:
             ValueError: If a sequence does not divide, or ranks were given different input.
         """
         if group is None:
             return LocalKeys(layout, causal)
-        require_agreement(group, layout, batch, dtype)
-        part = ContextParallelLayout(layout, group.size(), group.rank())
-        return _STRATEGIES[self.cp_comm_type](part, causal, group, begun_again)
+        require_equal_shapes(group, layout, batch, dtype)
+        part = ContextParallelLayout.of(layout, group.size(), group.rank())
+        return CP_STRATEGIES[self.cp_comm_type](part, causal, group, recomputed)
 
 
 def _require_supported(cp_comm_type: str | None) -> str:
     if isinstance(cp_comm_type, str) or cp_comm_type is None:
         name = cp_comm_type or "all_gather"
         name = _ALIASES.get(name, name)
-        if name in _STRATEGIES:
+        if name in CP_STRATEGIES.names():
             return name
+    accepted = ", ".join(CP_STRATEGIES.names())
     raise ValueError(
-        f"cp_comm_type must be one of {', '.join(CP_COMM_TYPES)} for this layer (a list in the "
+        f"cp_comm_type must be one of {accepted} for this layer (a list in the "
         f"config names one for each layer), got {cp_comm_type!r}: a2a and a2a+p2p cut keys by "
         "heads, and the latent is one head for all"
     )

@@ -1,9 +1,11 @@
-"""What an attention call costs in either form, by operations and by measured rates."""
+"""Estimated time of an attention call in either form, from operation counts and measured rates."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,7 +15,7 @@ from absorbed_mla.sequences import SequenceLayout
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank has to attend to.
+    """Amount of attention work on one rank.
 
     Attributes:
         query_tokens: Queries of this rank.
@@ -44,14 +46,20 @@ class Work:
         return cls(batch * queries, batch * keys, batch * pairs, training)
 
 
+class Rated(Protocol):
+    """Something with measured rates; see ``AttentionBackend.rates``."""
+
+    rates: Mapping[str, tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Operations:
     """Multiply-adds on one rank.
 
     Attributes:
-        products: Of matrix products outside of the attention that the form adds.
-        forward: Of attention, forward.
-        backward: Of attention, backward.
+        products: Of the matrix products that the form adds outside of the attention.
+        forward: Of the attention's forward.
+        backward: Of the attention's backward.
     """
 
     products: int
@@ -88,49 +96,35 @@ def operations(form: str, dims: MLADims, work: Work) -> Operations:
     return Operations(heads * products, pairs * (key + value), backward)
 
 
-# TFLOP/s in bf16: products with what they write (keys and values of 33k tokens and 128 heads take
-# 2.06 ms); then forward and backward of attention by backend, at 8k to 32k tokens
-# (docs/attention.md, docs/kernels.md; "reference" is a guess, "flash_attention_3" has been tested
-# but not timed here: its forward is what others measured). Every backend needs a row.
-_MEASURED: dict[str, dict[str, tuple[float, float]]] = {
-    "NVIDIA H200": {
-        "products": (550.0, 550.0),
-        "flash_attention_4": (740.0, 470.0),
-        "cudnn": (590.0, 460.0),
-        "transformer_engine": (585.0, 455.0),
-        "flash_attention_3": (600.0, 410.0),
-        "flash_mla": (570.0, 570.0),  # over cached latents (docs/inference.md)
-        "hopper": (640.0, 415.0),
-        "triton": (295.0, 170.0),
-        "reference": (15.0, 15.0),
-    }
-}
-# Elsewhere operations count, but for plain PyTorch, which is slow on a GPU, and for kernels in an
-# interpreter. Deterministic algorithms are not asked about: they change what "hopper" costs.
-_GPU = {"reference": (0.05, 0.05)}
-_CPU = {"triton": (1e-6, 1e-6)}
+# TFLOP/s in bf16 of the products with what they write (keys and values of 33k tokens and 128 heads
+# take 2.06 ms), by GPU. Backends declare their own rates, measured at 8k to 32k tokens
+# (docs/attention.md, docs/kernels.md). On other machines operations count, at the same rate.
+_PRODUCT_RATES = {"NVIDIA H200": 550.0}
 
 
-def seconds(form: str, backend: str, dims: MLADims, work: Work, machine: str) -> float:
-    """Estimated time of one call and its backward; only ratios mean anything on unknown machines.
+def seconds(form: str, backend: Rated, dims: MLADims, work: Work, machine: str) -> float:
+    """Estimated time of one call and its backward; on unknown machines only ratios are meaningful.
 
     Args:
         form: ``"absorbed"`` or ``"expanded"``.
-        backend: Name of the backend.
+        backend: Read for its measured rates.
         dims: Of the layer; heads of this rank count.
-        work: What there is to do.
+        work: Amount of work.
         machine: From :func:`machine_name`.
     """
-    rates = _MEASURED.get(machine, _CPU if machine == "cpu" else _GPU)
-    products, _ = rates.get("products", (1.0, 1.0))
-    known = rates[backend] if machine in _MEASURED else rates.get(backend, (1.0, 1.0))
-    forward, backward = known
+    forward, backward = rates_on(machine, backend)
     count = operations(form, dims, work)
-    time = count.products / products + count.forward / forward + count.backward / backward
-    return 2e-12 * time
+    products = count.products / _PRODUCT_RATES.get(machine, 1.0)
+    return 2e-12 * (products + count.forward / forward + count.backward / backward)
+
+
+def rates_on(machine: str, backend: Rated) -> tuple[float, float]:
+    """TFLOP/s forward and backward on a machine; relative ones where it was not measured."""
+    kind = "cpu" if machine == "cpu" else "gpu"
+    return backend.rates.get(machine, backend.rates.get(kind, (1.0, 1.0)))
 
 
 @functools.cache
 def machine_name(device: torch.device) -> str:
-    """What :func:`seconds` knows rates of, by name."""
+    """The name by which backends declare their rates."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Integers from the host that kernels read: brought to the device without waiting, and kept."""
+"""Tables of integers that the host makes and kernels read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# What a CUDA graph reads at every replay must live as long as the graph, whose end nobody tells.
+# Tables that a CUDA graph has recorded. A graph reads them at every replay and gives no destroy
+# callback, so they are kept for the life of the process: one entry for each table ever captured.
 _recorded: set[Tensor] = set()
 
 
 def to_device(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """``make()`` on ``device``; copying it does not wait for what the device is doing."""
-    # Made while evaluating, it must serve training as well.
+    """``make()`` on ``device``, copied without waiting for the work queued there."""
+    # A table made under inference mode must serve training as well.
     with torch.inference_mode(False):
         table = make()
         if device.type != "cuda":
@@ -22,7 +23,7 @@ def to_device(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def in_use(table: Tensor) -> Tensor:
-    """The table, kept alive for as long as the device may read it."""
+    """The table, kept alive until kernels queued on the current stream have read it."""
     if table.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             _recorded.add(table)

@@ -1,4 +1,4 @@
-"""Where the keys of an attention call come from: this process, or others besides."""
+"""Where the keys of an attention call come from: this rank, other ranks, or a cache."""
 
 from __future__ import annotations
 
@@ -9,62 +9,71 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
+from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
 from absorbed_mla.sequences import SequenceLayout
 
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Some of the keys, as latents.
+    """A block of keys, as latents.
 
     Attributes:
-        kv: [latent | k_rope], [S_k, B, C + rope].
-        spans: Which of this process's queries see which of these keys; a query is in at most one.
-        tokens: Makes int64 [S_k], the token of the whole batch or pack that each key is.
+        kv: [latent | k_rope], [S_k, B, C + R].
+        spans: Which of this rank's queries see which of these keys.
+        tokens: Makes int64 [S_k]: the global token index, in the whole batch or pack, of each key.
     """
 
     kv: Tensor
-    spans: tuple[Span, ...]
+    spans: Spans
     tokens: Callable[[], Tensor]
 
 
 class KeySource(Protocol):
-    """The keys of one call of the attention.
-
-    A call of the layer makes one, hands it the latents of this process's tokens by :meth:`start`,
-    and passes it to the core attention, which visits the blocks.
-    """
+    """All keys that this rank's queries see, block by block."""
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that the keys come in."""
+        """Number of blocks."""
+        ...
+
+    def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
+        """Visit the blocks.
+
+        Args:
+            kv: [latent | k_rope] of this rank's tokens.
+            keep: Whether backward will visit them again.
+        """
+        ...
+
+
+class TrainableKeySource(KeySource, Protocol):
+    """A key source with a gradient.
+
+    Every forward of a layer makes one, hands it the latents of this rank's tokens with
+    :meth:`start`, and passes it to the core attention.
+    """
+
+    @property
+    def max_position(self) -> int:
+        """One more than the largest position of any token."""
         ...
 
     def positions(self, device: torch.device) -> Tensor | None:
-        """Position of each of this process's tokens in its own sequence, int64 [S].
+        """Position of each of this rank's tokens in its own sequence, int64 [S].
 
         None where token i has position i.
         """
         ...
 
     def query_tokens(self, device: torch.device) -> Tensor:
-        """The token of the whole batch or pack that each of this process's tokens is, int64 [S]."""
+        """Global token index, in the whole batch or pack, of each of this rank's tokens, [S]."""
         ...
 
     def start(self, kv: Tensor) -> Tensor:
-        """Begin to exchange ``kv`` [S, B, C + rope], the latents of this process's tokens.
+        """Begin to exchange ``kv`` [S, B, C + R], the latents of this rank's tokens.
 
         Returns:
-            ``kv`` for the attention; what else uses it, autograd would not see.
-        """
-        ...
-
-    def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
-        """All keys that this process's queries see, block by block.
-
-        Args:
-            kv: What :meth:`start` returned.
-            keep: Whether backward will ask for them again.
+            ``kv`` for the attention. Nothing else may use it: autograd would miss that use.
         """
         ...
 
@@ -73,47 +82,49 @@ class KeySource(Protocol):
 
         Args:
             kv: What it returned.
-            block_gradient: Gradient [S_k, B, C + rope] of a block from this process's queries, in
-                the dtype it shall be summed in.
+            block_gradient: Gradient [S_k, B, C + R] of a block from this rank's queries, in the
+                dtype in which ranks sum it.
         """
         ...
 
 
 class LocalKeys:
-    """The keys of this process, which holds whole sequences.
+    """The keys of this rank, which holds whole sequences. A ``TrainableKeySource``.
 
     Args:
         layout: Its sequences.
         causal: Whether a token sees only itself and earlier tokens of its sequence.
     """
 
+    num_blocks = 1
+
     def __init__(self, layout: SequenceLayout, causal: bool) -> None:
         self.layout = layout
         self.causal = causal
 
     @property
-    def num_blocks(self) -> int:
-        """See :class:`KeySource`."""
-        return 1
+    def max_position(self) -> int:
+        """See ``TrainableKeySource``."""
+        return self.layout.max_position
 
     def positions(self, device: torch.device) -> Tensor | None:
-        """See :class:`KeySource`."""
+        """See ``TrainableKeySource``."""
         return self.layout.positions(device) if self.layout.packed else None
 
     def query_tokens(self, device: torch.device) -> Tensor:
-        """See :class:`KeySource`."""
+        """See ``TrainableKeySource``."""
         return torch.arange(self.layout.num_tokens, device=device)
 
     def start(self, kv: Tensor) -> Tensor:
-        """See :class:`KeySource`."""
+        """See ``TrainableKeySource``."""
         return kv
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
-        """See :class:`KeySource`."""
+        """See ``KeySource``."""
         spans = self_attention_spans(self.layout, self.causal)
         yield KeyBlock(kv, spans, lambda: self.query_tokens(kv.device))
 
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
-        """See :class:`KeySource`."""
+        """See ``TrainableKeySource``."""
         [block] = self.blocks(kv, keep=False)
         return block_gradient(block).to(kv.dtype)

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
-from absorbed_mla.core_attention.attend import attend
-from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
+from absorbed_mla.caching import DerivedTables
+from absorbed_mla.core_attention.attend import AttentionPlan, attend
+from absorbed_mla.core_attention.backend import (
+    DETERMINISM_REQUIRED,
+    AttentionBackend,
+    AttentionRequest,
+)
 from absorbed_mla.core_attention.cost import Work
-from absorbed_mla.core_attention.forms.forms import AbsorbedForm, ExpandedForm, Form, Query
-from absorbed_mla.core_attention.key_source import KeyBlock, KeySource
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
+from absorbed_mla.core_attention.forms.base import Form, Query
+from absorbed_mla.core_attention.forms.expanded import ExpandedForm
+from absorbed_mla.core_attention.key_source import TrainableKeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.selection import choose, choose_batch_invariant
 from absorbed_mla.dims import MLADims
-from absorbed_mla.options import FORMS, AbsorbedMLAOptions
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
 
 # Types of mask in which a token sees itself and earlier tokens only.
 CAUSAL_MASKS = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+_NO_SPANS = Spans()
 
 
 class LatentCoreAttention(nn.Module):
-    """Attention that sees the query, the latent and the up-projection weights.
+    """Attention over the latent, given the query, the latent and the up-projection weights.
 
-    It therefore decides itself whether to absorb W_UK into the query or to expand keys and values,
-    and when.
+    It chooses the form: to absorb W_UK into the query, or to expand keys and values.
 
     Args:
         config: Read for ``attention_dropout``.
@@ -59,21 +64,23 @@ class LatentCoreAttention(nn.Module):
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(options.expansion_chunk_size),
         }
+        # The form and backend chosen for a layout of sequences, so that it is chosen once.
+        self._choices = DerivedTables()
 
     def plan(
         self,
-        keys: KeySource,
+        keys: TrainableKeySource,
         layout: SequenceLayout,
         cp_size: int,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
     ) -> AttentionPlan:
-        """Check and settle everything about one call that needs no tensor of the model.
+        """Check the mask, and settle form, backend and score rules of one call.
 
         Args:
             keys: Where keys come from.
-            layout: The whole sequences.
-            cp_size: Ranks they are cut over.
+            layout: The whole sequences, of all context-parallel ranks.
+            cp_size: Number of context-parallel ranks.
             hidden_states: [S or S / tp, B, hidden_size], for its batch, dtype and device.
             attention_mask: As in the layer's ``forward``.
 
@@ -81,63 +88,65 @@ class LatentCoreAttention(nn.Module):
             ValueError: If the mask does not fit ``attn_mask_type``, the layout or the batch, or the
                 backend cannot do what is asked.
         """
-        device = hidden_states.device
-        self._check_mask(layout, cp_size, hidden_states.shape[1], attention_mask, device)
+        device, batch = hidden_states.device, hidden_states.shape[1]
+        self._check_mask(layout, cp_size, batch, attention_mask, device)
         dropout = self.attention_dropout if self.training else 0.0
         rules = ScoreRules(
             scale=self.softmax_scale,
-            spans=(),
+            spans=_NO_SPANS,
             attention_mask=attention_mask,
             dropout=dropout,
             dropout_seed=_draw_dropout_seed(device) if dropout else 0,
             query_tokens=keys.query_tokens(device) if dropout else None,
             query_chunk_size=self.options.query_chunk_size,
         )
-        # Not whether gradients are on: recomputation runs the first forward without them, and must
-        # repeat it.
-        batch = hidden_states.shape[1]
-        work = _work(layout, batch, cp_size, self.causal, self.training)
-        # Under context parallelism a rank has two pieces of each sequence.
-        packed = layout.packed or (cp_size > 1 and batch == 1)
-        described = (hidden_states, attention_mask, bool(dropout), packed)
-        requests = {
-            name: self._request(self._forms[name], *described)
-            for name in (FORMS[1:] if self.options.form == "auto" else (self.options.form,))
+        request = {
+            "device": device,
+            "dtype": hidden_states.dtype,
+            "masked": attention_mask is not None,
+            "dropout": bool(dropout),
+            # Under context parallelism a rank has two parts of each sequence.
+            "packed": layout.packed or (cp_size > 1 and batch == 1),
+            "deterministic": torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
         }
-        asked = self.options.core_attention_backend
-        if not hidden_states.numel():
-            asked = "reference"  # kernels are not launched over nothing
-        if self.options.batch_invariant:
-            form = "absorbed"
-            backend = choose_batch_invariant(requests[form], asked, keys.num_blocks)
-        else:
-            form, backend = choose(requests, asked, self.dims, work)
-        return AttentionPlan(self._forms[form], backend, keys, rules, layout.max_position)
-
-    def _request(
-        self,
-        form: Form,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        dropout: bool,
-        packed: bool,
-    ) -> AttentionRequest:
-        key_width, value_width, latent = form.widths(self.dims)
-        return AttentionRequest(
-            device=hidden_states.device,
-            dtype=hidden_states.dtype,
-            key_width=key_width,
-            value_width=value_width,
-            latent=latent,
-            masked=attention_mask is not None,
-            dropout=dropout,
-            packed=packed,
+        empty = not hidden_states.numel()
+        form, backend = self._choices.get(
+            (layout, batch, cp_size, self.training, empty, *request.values()),
+            lambda: self._choose(keys, layout, batch, cp_size, empty, request),
         )
+        return AttentionPlan(form, backend, keys, rules)
+
+    def _choose(
+        self,
+        keys: TrainableKeySource,
+        layout: SequenceLayout,
+        batch: int,
+        cp_size: int,
+        empty: bool,
+        request: dict,
+    ) -> tuple[Form, AttentionBackend]:
+        options = self.options
+        requests = {}
+        for form in self._forms if options.form == "auto" else (options.form,):
+            key_width, value_width = self._forms[form].widths(self.dims)
+            requests[form] = AttentionRequest(
+                form=form, key_width=key_width, value_width=value_width, **request
+            )
+        # Kernels are not launched for an empty batch.
+        backend = "reference" if empty else options.core_attention_backend
+        if options.batch_invariant:
+            invariant = choose_batch_invariant(requests["absorbed"], backend, keys.num_blocks)
+            return self._forms["absorbed"], invariant
+        # By ``training``, not by whether gradients are enabled: recomputation runs the first
+        # forward without them, and must get the same choice.
+        work = Work.of(layout, batch, cp_size, self.causal, self.training)
+        name, chosen = choose(requests, backend, self.dims, work)
+        return self._forms[name], chosen
 
     def forward(
         self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend.
+        """Attention and, in the absorbed form, the V up-projection of its output.
 
         Args:
             plan: From :meth:`plan`.
@@ -149,8 +158,7 @@ class LatentCoreAttention(nn.Module):
         Returns:
             Output [S, B, N, v] and LSE [S, B, N] (fp32; fp64 for fp64 inputs).
         """
-        weights = plan.form.weights(w_uk, w_uv)
-        out, lse = attend(plan.form, plan.backend, plan.keys, plan.rules_on, query, kv, weights)
+        out, lse = attend(plan, query, kv, plan.form.weights(w_uk, w_uv))
         return plan.form.output(out, w_uv), lse
 
     def _check_mask(
@@ -187,32 +195,6 @@ class LatentCoreAttention(nn.Module):
             raise ValueError(
                 f"attention_mask must be on {device} like hidden_states, got {mask.device}"
             )
-
-
-_work = functools.lru_cache(maxsize=64)(Work.of)
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """One call of the core attention, settled.
-
-    Attributes:
-        form: Absorbed or expanded.
-        backend: Computes the attention.
-        keys: Where keys come from.
-        rules: The score rules, less what depends on the block of keys.
-        max_position: One more than the largest position of any token.
-    """
-
-    form: Form
-    backend: AttentionBackend
-    keys: KeySource
-    rules: ScoreRules
-    max_position: int
-
-    def rules_on(self, block: KeyBlock) -> ScoreRules:
-        """The score rules on one block of keys."""
-        return self.rules.on_keys(block.spans, block.tokens)
 
 
 def _draw_dropout_seed(device: torch.device) -> int:

@@ -6,31 +6,57 @@ import logging
 from collections.abc import Mapping
 
 from absorbed_mla.batch_invariant.requirements import backend_for
-from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
-from absorbed_mla.core_attention.cost import Work, machine_name, seconds
-from absorbed_mla.core_attention.kept import kept_on_gpu
+from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
+from absorbed_mla.core_attention.cost import Work, machine_name, rates_on, seconds
 from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
 from absorbed_mla.dims import MLADims
+from absorbed_mla.log_once import log_once
+from absorbed_mla.registry import ATTENTION_BACKENDS
 
 logger = logging.getLogger(__name__)
-_logged: set[tuple[str, str]] = set()
+# Where two backends are estimated equal, as on machines without measurements, the one that is
+# faster here is taken.
+_REFERENCE_MACHINE = "NVIDIA H200"
 
 
 def choose(
     requests: Mapping[str, AttentionRequest], backend: str, dims: MLADims, work: Work
 ) -> tuple[str, AttentionBackend]:
-    """The form and the backend that take the least time by the cost model.
+    """The form and the backend with the least estimated time.
 
     Args:
         requests: What a backend must be able to do, for every form that may run.
         backend: The only backend that may run, or ``"auto"``.
         dims: Of the layer.
-        work: What one rank has to do.
+        work: Amount of work on one rank.
 
     Raises:
         ValueError: If there is no such backend, or it can run none of the forms.
     """
-    return _cheapest(tuple(requests.items()), backend, dims, work)
+    candidates, refused = [], []
+    for form, request in requests.items():
+        runnable, reasons = ATTENTION_BACKENDS.examine(backend, request)
+        candidates += [(form, entry) for entry in runnable]
+        refused += [f"{name} ({form}): {reason}" for name, reason in reasons.items()]
+    if not candidates:
+        raise ValueError(
+            f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
+        )
+    machine = machine_name(next(iter(requests.values())).device)
+
+    def estimate(candidate: tuple[str, AttentionBackend]) -> tuple[float, float]:
+        form, entry = candidate
+        return seconds(form, entry, dims, work, machine), -rates_on(_REFERENCE_MACHINE, entry)[0]
+
+    form, chosen = min(candidates, key=estimate)
+    if len(requests) > 1 or backend == "auto":
+        log_once(
+            logger,
+            f"'auto' runs form={form} with core_attention_backend={chosen.name}: the least "
+            f"estimated time of {', '.join(f'{name} {entry.name}' for name, entry in candidates)}; "
+            f"refused: {'; '.join(refused) or 'none'}",
+        )
+    return form, chosen
 
 
 def choose_batch_invariant(
@@ -57,39 +83,8 @@ def choose_batch_invariant(
     reasons = [reason for reason, holds in refused.items() if holds]
     runnable: list[AttentionBackend] = [TiledReferenceBackend()]
     if name != "reference" and not reasons:
-        runnable, refusals = examine(name, request)
+        runnable, refusals = ATTENTION_BACKENDS.examine(name, request)
         reasons = [f"{name}: {reason}" for reason in refusals.values()]
     if reasons:
         raise ValueError(f"batch_invariant=True cannot run here: {'; '.join(reasons)}")
     return runnable[0]
-
-
-@kept_on_gpu(256, lambda requests, *_: requests[0][1].device)
-def _cheapest(
-    requests: tuple[tuple[str, AttentionRequest], ...], backend: str, dims: MLADims, work: Work
-) -> tuple[str, AttentionBackend]:
-    candidates, refused = [], []
-    for form, request in requests:
-        runnable, reasons = examine(backend, request)
-        candidates += [(form, found) for found in runnable]
-        refused += [f"{name} ({form}): {reason}" for name, reason in reasons.items()]
-    if not candidates:
-        raise ValueError(
-            f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
-        )
-    machine = machine_name(requests[0][1].device)
-    form, found = min(candidates, key=lambda way: seconds(way[0], way[1].name, dims, work, machine))
-    if (len(requests) > 1 or backend == "auto") and (form, found.name) not in _logged:
-        _logged.add((form, found.name))
-        logger.info(
-            "'auto' runs form=%s with core_attention_backend=%s: the least estimated time of %s, "
-            "here for %d queries, %d keys, %s; refused: %s",
-            form,
-            found.name,
-            ", ".join(f"{name} {each.name}" for name, each in candidates),
-            work.query_tokens,
-            work.key_tokens,
-            "training" if work.training else "evaluation",
-            "; ".join(refused) or "none",
-        )
-    return form, found

@@ -1,4 +1,4 @@
-"""What attention is computed from, and what it gives."""
+"""Inputs, outputs and gradients of attention, the same for both forms and every backend."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class AttentionInputs(NamedTuple):
-    """AttentionInputs of attention whose scores are ``q_content . k_content + q_rope . k_rope``.
+    """Query, key and value; a score is ``q_content . k_content + q_rope . k_rope``.
 
-    Their gradients come as the same.
+    The gradients of these tensors have the same type.
 
     Attributes:
-        q_content: [S_q, B, N, D]; the absorbed query (D = C) or q_nope.
-        q_rope: [S_q, B, N, rope]; rope may be 0.
-        k_content: [S_k, B, K, D] with K = 1 (one latent head for all queries) or K = N.
-        k_rope: [S_k, B, rope], shared by all heads.
-        value: [S_k, B, K, V], or None where the value is ``k_content`` itself.
+        q_content: [S_q, B, N, D]: the absorbed query (D = C), or q_nope, or a whole query.
+        q_rope: [S_q, B, N, R]; R is 0 where q_content is a whole query.
+        k_content: [S_k, B, H, D] with H = 1 (one latent head for all queries) or H = N.
+        k_rope: [S_k, B, R], shared by all heads.
+        value: [S_k, B, H, V], or None where the value is ``k_content`` itself.
     """
 
     q_content: Tensor
@@ -29,12 +29,12 @@ class AttentionInputs(NamedTuple):
 
     @classmethod
     def multi_head(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-        """Ordinary attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
+        """Inputs of multi-head attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
         return cls(q, q[..., :0], k, k[:, :, 0, :0], v)
 
     def as_multi_head(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of ordinary attention, copied only where a rope part is apart."""
-        assert self.value is not None, "the latent form has one key for all heads"
+        """Query, key and value of multi-head attention; copies only if a rope part is separate."""
+        assert self.value is not None, "the absorbed form has one key for all heads"
         if not self.q_rope.shape[-1]:
             return self.q_content, self.k_content, self.value
         repeated = self.k_rope.unsqueeze(2).expand(-1, -1, self.k_content.shape[2], -1)
@@ -42,7 +42,7 @@ class AttentionInputs(NamedTuple):
         return q, torch.cat((self.k_content, repeated), dim=-1), self.value
 
     def multi_head_gradient(self, dq: Tensor, dk: Tensor, dv: Tensor) -> AttentionInputs:
-        """The gradient of these operands from that of :meth:`as_multi_head`."""
+        """Gradient of these inputs, given the gradient of :meth:`as_multi_head`."""
         content = self.k_content.shape[-1]
         dk_rope = dk[..., content:]
         dk_rope = dk_rope.sum(2) if dk_rope.shape[-1] else dk_rope[:, :, 0]
@@ -50,11 +50,11 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What attention gives.
+    """Output of attention.
 
     Attributes:
         out: [S_q, B, N, V].
-        lse: Log-sum-exp of the scores, [S_q, B, N].
+        lse: Log-sum-exp of the scores (natural logarithm), [S_q, B, N].
     """
 
     out: Tensor
@@ -62,7 +62,7 @@ class AttentionOutput(NamedTuple):
 
 
 class OutputGradient(NamedTuple):
-    """The gradient of :class:`AttentionOutput`; None where the LSE was not used."""
+    """Gradient of :class:`AttentionOutput`; ``lse`` is None where the LSE was not used."""
 
     out: Tensor
     lse: Tensor | None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.batch_invariant.requirements import backend_for
-from absorbed_mla.core_attention.attend import attend
-from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
+from absorbed_mla.core_attention.attend import AttentionPlan, attend
+from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
 from absorbed_mla.core_attention.cost import Work, machine_name, seconds
-from absorbed_mla.core_attention.forms.forms import AbsorbedForm, ExpandedForm
-from absorbed_mla.core_attention.kept import kept_on_gpu
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
+from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose
@@ -25,6 +25,7 @@ from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import InferenceStep, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.registry import ATTENTION_BACKENDS
 
 # Queries times heads in one call that keep the multiprocessors of a large GPU busy; and keys below
 # which a call is too short.
@@ -121,8 +122,8 @@ class CachedAttention:
         expands = functools.partial(
             is_cheaper_expanded,
             self.dims,
-            self._paged(step, q).name,
-            expanded.name,
+            _Paged(self._paged(step, q).name),
+            expanded,
             machine_name(q.device),
         )
         return segments(step.lengths, expands)
@@ -144,13 +145,13 @@ class CachedAttention:
         return paged_backends.choose(asked, request)
 
     def _request(self, q: Tensor) -> AttentionRequest:
-        key_width, value_width, latent = self.expanded.widths(self.dims)
+        key_width, value_width = self.expanded.widths(self.dims)
         return AttentionRequest(
             device=q.device,
             dtype=q.dtype,
             key_width=key_width,
             value_width=value_width,
-            latent=latent,
+            form="expanded",
             masked=False,
             dropout=False,
         )
@@ -202,20 +203,14 @@ class CachedAttention:
         )
         backend = self._for_expanded(q)
         assert backend is not None
-        out, _ = attend(
-            self.expanded,
-            backend,
-            keys,
-            lambda block: replace(rules, spans=block.spans),
-            self.expanded.query(q, weights[0], *cos_sin),
-            kv,
-            self.expanded.weights(*weights),
-        )
+        plan = AttentionPlan(self.expanded, backend, keys, rules)
+        query = self.expanded.query(q, weights[0], *cos_sin)
+        out, _ = attend(plan, query, kv, self.expanded.weights(*weights))
         return out
 
 
 def is_cheaper_expanded(
-    dims: MLADims, absorbed: str, expanded: str, machine: str, lengths: tuple[int, int]
+    dims: MLADims, absorbed, expanded, machine: str, lengths: tuple[int, int]
 ) -> bool:
     """Whether a row of so many (new tokens, keys) takes less time expanded than absorbed.
 
@@ -285,12 +280,21 @@ def _joined(parts: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@kept_on_gpu(64, lambda asked, request, *_: request.device)
 def _expanded_backend(
     asked: str, request: AttentionRequest, dims: MLADims, must: bool
 ) -> AttentionBackend | None:
     """The backend of the expanded form, or None where there is none and there need not be one."""
-    if not must and not examine(asked, request)[0]:
+    if not must and not ATTENTION_BACKENDS.examine(asked, request)[0]:
         return None
     typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
     return choose({"expanded": request}, asked, dims, typical)[1]
+
+
+class _Paged:
+    def __init__(self, name):
+        self.rates = {
+            "hopper": {"NVIDIA H200": (640.0, 415.0)},
+            "flash_mla": {"NVIDIA H200": (570.0, 570.0)},
+            "triton": {"NVIDIA H200": (295.0, 170.0), "cpu": (1e-6, 1e-6)},
+            "reference": {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)},
+        }[name]

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionRequest, examine_table
-from absorbed_mla.core_attention.kept import kept_on_gpu
-from absorbed_mla.core_attention.latent_kernels import hopper_refuses, triton_refuses
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
+from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
 from absorbed_mla.inference.backends import flash_mla
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
@@ -118,7 +118,7 @@ class KernelBackend:
 
 def _triton_refuses(request: PagedRequest) -> str | None:
     """Why the portable kernels cannot do this, or None: as in training."""
-    return triton_refuses(_training_request(request))
+    return TRITON.why_not(_training_request(request))
 
 
 def _hopper_refuses(request: PagedRequest) -> str | None:
@@ -128,7 +128,7 @@ def _hopper_refuses(request: PagedRequest) -> str | None:
             f"it needs a block size that is a multiple of {_HOPPER_PAGE}; the cache has "
             f"{request.block_size}"
         )
-    return hopper_refuses(_training_request(request))
+    return HOPPER.why_not(_training_request(request))
 
 
 def _training_request(request: PagedRequest) -> AttentionRequest:
@@ -137,7 +137,7 @@ def _training_request(request: PagedRequest) -> AttentionRequest:
         dtype=request.dtype,
         key_width=request.content + request.rope,
         value_width=request.content,
-        latent=True,
+        form="absorbed",
         masked=False,
         dropout=False,
     )
@@ -164,10 +164,21 @@ def examine(name: str, request: PagedRequest) -> tuple[list[PagedBackend], dict[
     Raises:
         ValueError: If there is no backend of that name.
     """
-    return examine_table("paged_attention_backend", _BACKENDS, name, request)
+    if name != "auto" and name not in _BACKENDS:
+        raise ValueError(
+            f"paged_attention_backend must be one of auto, {', '.join(_BACKENDS)}; got {name!r}"
+        )
+    runnable, refused = [], {}
+    for each in _BACKENDS if name == "auto" else (name,):
+        backend, refuses = _BACKENDS[each]
+        reason = refuses(request)
+        if reason is None:
+            runnable.append(backend)
+        else:
+            refused[each] = reason
+    return runnable, refused
 
 
-@kept_on_gpu(64, lambda name, request: request.device)
 def choose(name: str, request: PagedRequest) -> PagedBackend:
     """The first backend that can do this.
 

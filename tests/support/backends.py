@@ -9,10 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
+from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 
 from absorbed_mla import MLADims
-from absorbed_mla.core_attention.backend import AttentionRequest, examine
-from absorbed_mla.core_attention.forms.forms import AbsorbedForm, ExpandedForm
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.oracle import OracleMLA
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED, WIDE, config_for
@@ -77,17 +79,17 @@ def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
 def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot attend in a layer of this shape on this machine, or None."""
     dims = MLADims.from_config(config_for(mla, dtype), world.tp_size())
-    key_width, value_width, latent = FORMS[form].widths(dims)
+    key_width, value_width = FORMS[form].widths(dims)
     request = AttentionRequest(
         device=world.device(),
         dtype=dtype,
         key_width=key_width,
         value_width=value_width,
-        latent=latent,
+        form=form,
         masked=False,
         dropout=False,
     )
-    return examine(backend, request)[1].get(backend)
+    return ATTENTION_BACKENDS[backend].why_not(request)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Context parallelism by passing latents around: every rank sees one rank's tokens at a time."""
+"""Context parallelism by a ring: every rank sees the tokens of one rank at a time."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.context_parallel.deferred import gradient_to_come
-from absorbed_mla.context_parallel.exchange import ExchangedKeys
+from absorbed_mla.context_parallel.exchange import LatentExchange, gradient_in_flight
 from absorbed_mla.core_attention.key_source import KeyBlock
 
 
-class RingKeys(ExchangedKeys):
+class Ring(LatentExchange):
     """Latents travel from rank to rank; while one block is attended to, the next one arrives.
 
     In backward they travel again, each block's gradient one step behind it, so that every rank adds
     its share; the last rank that a block visits sends the gradient home.
     """
+
+    name = "p2p"
+    summary = "a ring: the latents of one rank at a time, overlapped with the attention"
 
     _first: Transfer | None = None
     _gradient: tuple[Tensor, Transfer] | None = None
@@ -30,7 +32,7 @@ class RingKeys(ExchangedKeys):
         return self.layout.cp_size
 
     def begin(self, kv: Tensor) -> None:
-        """See :class:`ExchangedKeys`."""
+        """See ``LatentExchange``."""
         self._first = self._pass_on(kv)
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
@@ -49,7 +51,7 @@ class RingKeys(ExchangedKeys):
         return self.layout.tokens(rank).to(device)
 
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
-        """See :class:`ExchangedKeys`."""
+        """See ``LatentExchange``."""
         blocks = self.blocks(kv, keep=False)
         own = block_gradient(next(blocks))
         # Every other block has been through the ranks between its own and this one.
@@ -58,10 +60,10 @@ class RingKeys(ExchangedKeys):
             grad = block_gradient(block)
             transfer = self._pass_on(grad.add_(transfer.received()))
         self._gradient = (own, transfer)
-        return gradient_to_come(kv)
+        return gradient_in_flight(kv)
 
     def finish_gradient(self) -> Tensor:
-        """See :class:`ExchangedKeys`."""
+        """See ``LatentExchange``."""
         assert self._gradient is not None, "the attention's backward comes first"
         (own, transfer), self._gradient = self._gradient, None
         return own + transfer.received()
@@ -89,3 +91,6 @@ class Transfer:
         for work in self._works:
             work.wait()
         return self._buffer
+
+
+ENTRY = Ring

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend, hopper_refuses
-from absorbed_mla.core_attention.masks.gaps import put_queries
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
 from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.masks.varlen import Wave, boundaries, covers, waves
+from absorbed_mla.core_attention.masks.varlen import VarlenCall, varlen_calls
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
-if TYPE_CHECKING:
-    from absorbed_mla.core_attention.backend import AttentionRequest
-
-# Widths of the latent and of the rotary part that its kernels with qv are compiled for.
-_CONTENT = (256, 512)
+# kv_lora_rank and rope width that its kernels with qv are compiled for.
+_KV_LORA_RANKS = (256, 512)
 _ROPE = 64
-# The package's operators, and those of vLLM's build, which importing vLLM is too much for.
+# The package's operators, and those of vLLM's build (vLLM itself is not imported for them).
 _NAMESPACES = ("flash_attn_3", "_vllm_fa3_C")
 _LENGTHS = (
     "cu_seqlens_q",
@@ -52,59 +49,61 @@ _FIXED = {
 }
 
 
-class FlashAttention3:
-    """Forward by FlashAttention-3, backward by this package's kernels for the same GPU."""
+class FlashAttention3Backend:
+    """Forward by FlashAttention-3, backward by the backend ``hopper``."""
 
     name = "flash_attention_3"
+    summary = "the flash-attn-3 package, Hopper, widths 256 or 512 and 64; backward of `hopper`"
+    forms = ("absorbed",)
+    # Tested but not timed here: the forward rate is what others measured.
+    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (600.0, 410.0)}
 
-    def __init__(self) -> None:
-        self._gradients = LatentKernelBackend("hopper")
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """See ``AttentionBackend``."""
+        c, rope = request.value_width, request.key_width - request.value_width
+        if request.form == "absorbed" and not (c in _KV_LORA_RANKS and rope == _ROPE):
+            return (
+                f"widths {c} (latent) and {rope} (rope) are not among {_KV_LORA_RANKS} and {_ROPE}"
+            )
+        reason = HOPPER.why_not(request)
+        if reason:
+            return f"{reason} (as 'hopper', which computes its backward)"
+        return operator_refusal()
 
-    def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
-        """See ``reference_forward``; the output is in the dtype of the query.
+    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+        """See ``reference_forward``; the output has the dtype of the query.
 
-        What lies between sequences of the keys must be finite: it is multiplied by zero.
+        Rows of the keys between sequences must be finite: they are multiplied by zero.
         """
-        tokens, batch, heads, _ = operands.q_content.shape
-        whole = covers(rules.spans, tokens)
-        make = torch.empty if whole else torch.zeros
-        q_content = operands.q_content
+        tokens, batch, heads, _ = inputs.q_content.shape
+        every_query = rules.spans.cover(tokens)
+        make = torch.empty if every_query else torch.zeros
+        q_content = inputs.q_content
         out = make(q_content.shape, dtype=q_content.dtype, device=q_content.device)
-        # As the kernel writes it: heads before tokens.
+        # [B, N, S], as the kernel writes it.
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q_content.device)
-        if not whole:
+        if not every_query:
             lse.fill_(-torch.inf)
-        for wave in waves(rules.spans, batch == 1):
-            put_queries(lse, _attend(wave, operands, rules.scale, out), wave)
+        for call in varlen_calls(rules.spans, batch == 1):
+            call.write_queries(lse, _forward(call, inputs, rules.scale, out))
         return AttentionOutput(out, lse.permute(2, 0, 1))
 
     def backward(
         self,
         grad: OutputGradient,
-        attended: AttentionOutput,
-        operands: AttentionInputs,
+        output: AttentionOutput,
+        inputs: AttentionInputs,
         rules: ScoreRules,
     ) -> AttentionInputs:
-        """See ``LatentKernelBackend``."""
-        return self._gradients.backward(grad, attended, operands, rules)
-
-
-def flash_attention_3_refuses(request: AttentionRequest) -> str | None:
-    """Why FlashAttention-3 cannot do this, or None."""
-    content, rope = request.value_width, request.key_width - request.value_width
-    if request.latent and not (content in _CONTENT and rope == _ROPE):
-        return f"widths {content} (latent) and {rope} (rope) are not among {_CONTENT} and {_ROPE}"
-    reason = hopper_refuses(request)
-    if reason:
-        return f"{reason} (as 'hopper', which computes its backward)"
-    return operator_refusal()
+        """See the backend ``hopper``."""
+        return HOPPER.backward(grad, output, inputs, rules)
 
 
 def operator_refusal() -> str | None:
     """Why there is no operator of FlashAttention-3 to call, or None."""
     try:
         operator = _operator()
-    # Whatever is wrong with it, others can still attend.
+    # The import can fail in any way; other backends still run.
     except Exception as error:
         return f"FlashAttention-3 cannot be imported ({type(error).__name__}: {error})"
     arguments = operator._schema.arguments
@@ -123,7 +122,7 @@ def _operator():
     """The operator that computes the forward.
 
     Raises:
-        Exception: Whatever importing the package raises where nobody has loaded an operator.
+        Exception: Anything that importing the package raises, if no operator is loaded yet.
     """
     for name in _NAMESPACES:
         if hasattr(getattr(torch.ops, name), "fwd"):
@@ -134,22 +133,21 @@ def _operator():
 
 @functools.cache
 def _settings(operator) -> dict[str, object]:
-    """What the operator takes besides the arguments of a call; None for what is not used."""
+    """The operator's other arguments, the same in every call; None for those not used."""
     names = (argument.name for argument in operator._schema.arguments)
     return {name: _FIXED.get(name) for name in names if name not in _USED}
 
 
-def _attend(wave: Wave, operands: AttentionInputs, scale: float, out: Tensor) -> Tensor:
-    """Attend for the queries of ``wave``: write their rows of ``out``, return the LSE [B, N, S].
+def _forward(call: VarlenCall, inputs: AttentionInputs, scale: float, out: Tensor) -> Tensor:
+    """Attention for the queries of ``call``: writes their rows of ``out``, returns LSE [B, N, S].
 
-    Always with boundaries of sequences, entry of the batch by entry: vLLM's build has no kernels
-    without.
+    Every entry of the batch is a call with cu_seqlens: vLLM's build has no kernels without them.
     """
-    q_content, q_rope, latent, k_rope, _ = operands
-    queries = (x[wave.queries] for x in (q_content, q_rope, out))
-    keys = (x[wave.keys] for x in (k_rope.unsqueeze(2), latent))
+    q_content, q_rope, latent, k_rope, _ = inputs
+    queries = (x[call.queries] for x in (q_content, q_rope, out))
+    keys = (x[call.keys] for x in (k_rope.unsqueeze(2), latent))
     operator = _operator()
-    lengths = dict(zip(_LENGTHS, (*boundaries(wave, out.device), *wave.longest)))
+    lengths = dict(zip(_LENGTHS, (*call.starts(out.device), *call.longest)))
     parts = []
     for q_v, q, rows, k, v in zip(*(x.unbind(1) for x in (*queries, *keys))):
         _, lse, *_ = operator(
@@ -159,9 +157,12 @@ def _attend(wave: Wave, operands: AttentionInputs, scale: float, out: Tensor) ->
             q_v=q_v,
             out=rows,
             softmax_scale=scale,
-            is_causal=wave.causal,
+            is_causal=call.causal,
             **lengths,
             **_settings(operator),
         )
         parts.append(lse)
     return torch.stack(parts)
+
+
+ENTRY = FlashAttention3Backend()

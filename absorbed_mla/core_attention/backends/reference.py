@@ -7,21 +7,25 @@ for fp64 inputs), whatever the input dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 
-def reference_forward(operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+def reference_forward(inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
     """Attention, without autograd.
 
     Returns:
         Output and LSE in fp32 (fp64). A token that may attend to nothing, such as padding between
         sequences, gets output 0 and LSE -inf.
     """
-    q_content, q_rope, k_content, k_rope, value = operands
+    q_content, q_rope, k_content, k_rope, value = inputs
     v = k_content if value is None else value
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = q_content.new_zeros(*q_content.shape[:3], v.shape[-1], dtype=compute)
@@ -41,22 +45,22 @@ def reference_forward(operands: AttentionInputs, rules: ScoreRules) -> Attention
 
 
 def reference_backward(
-    grad: OutputGradient, attended: AttentionOutput, operands: AttentionInputs, rules: ScoreRules
+    grad: OutputGradient, output: AttentionOutput, inputs: AttentionInputs, rules: ScoreRules
 ) -> AttentionInputs:
-    """Gradients of the operands of :func:`reference_forward`.
+    """Gradients of the inputs of :func:`reference_forward`.
 
-    The keys may be a part of those that ``attended`` is over: gradients of the queries are then
-    this part's share, gradients of the keys are whole.
+    The keys may be a part of those that ``output`` is the attention over: the gradient of the
+    queries is then this part's share, the gradients of the keys are complete.
 
     Returns:
         In fp32 (fp64); None for the value where it is ``k_content``.
     """
-    q_content, q_rope, k_content, k_rope, value = operands
-    out, lse = attended
+    q_content, q_rope, k_content, k_rope, value = inputs
+    out, lse = output
     compute = lse.dtype
     v = k_content if value is None else value
     dq_content, dq_rope, dk_content, dk_rope = (
-        torch.zeros_like(x, dtype=compute) for x in operands[:4]
+        torch.zeros_like(x, dtype=compute) for x in inputs[:4]
     )
     dv = dk_content if value is None else torch.zeros_like(value, dtype=compute)
     for chunk in rules.chunks():
@@ -124,3 +128,28 @@ def _key_sum(weights: Tensor, rows: Tensor, heads: int) -> Tensor:
     if heads == 1:
         return torch.einsum("bnqk,qbnd->kbd", weights, rows).unsqueeze(2)
     return torch.einsum("bnqk,qbnd->kbnd", weights, rows)
+
+
+def reference_one_pair(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[AttentionInputs, ScoreRules]:
+    """Inputs and rules of one query that sees one key, which cuDNN's backward refuses."""
+    return AttentionInputs.multi_head(q, k, v), ScoreRules(scale, Spans([Span(0, 1, 0, 1, None)]))
+
+
+class ReferenceBackend:
+    """Plain PyTorch in fp32 (fp64 for fp64 inputs)."""
+
+    name = "reference"
+    summary = "plain PyTorch in fp32, any device, dtype, mask and dropout"
+    forms = ("absorbed", "expanded")
+    # On the H200 a guess. Elsewhere it is slow beside any kernel of a GPU.
+    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)}
+    forward = staticmethod(reference_forward)
+    backward = staticmethod(reference_backward)
+
+    def why_not(self, request: AttentionRequest) -> None:
+        """Nothing is refused."""
+
+
+ENTRY = ReferenceBackend()

@@ -1,8 +1,8 @@
-"""cuDNN's fused attention through TransformerEngine: unlike PyTorch's operators it takes packs.
+"""cuDNN's fused attention through TransformerEngine, which also takes packs (``thd``).
 
-Its forward returns the LSE among the tensors for its backward, which takes it back: here from all
-blocks of keys, not only from those of the call, as TransformerEngine's own context parallelism
-does. The other such tensor is a generator's state, which nobody reads without dropout.
+Forward returns the LSE as one of the tensors for backward. Backward here gets the LSE over all
+blocks of keys, not only over those of the call, as TransformerEngine's own context parallelism
+does. The other such tensor is the state of a random generator, which is not read without dropout.
 """
 
 from __future__ import annotations
@@ -10,43 +10,63 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+from collections.abc import Mapping
 
 import torch
 from packaging.version import Version
 from torch import Tensor
 
-from absorbed_mla.core_attention.backends.reference import reference_backward, reference_forward
-from absorbed_mla.core_attention.by_identity import cached_by_identity
-from absorbed_mla.core_attention.determinism import is_demanded
-from absorbed_mla.core_attention.masks.gaps import lengths_alone, put_queries
+from absorbed_mla.core_attention.backend import (
+    DETERMINISM_REQUIRED,
+    AttentionRequest,
+    why_not_fused,
+)
+from absorbed_mla.core_attention.backends.reference import (
+    reference_backward,
+    reference_forward,
+    reference_one_pair,
+)
 from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.masks.spans import Span
-from absorbed_mla.core_attention.masks.varlen import Wave, boundaries, waves
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.masks.varlen import VarlenCall, varlen_calls
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-class TransformerEngineAttention:
+class TransformerEngineBackend:
     """Multi-head attention in fp16 or bf16: one call for all sequences, whatever their lengths.
 
     Its forward advances PyTorch's CUDA generator, although it uses no random number.
     """
 
     name = "transformer_engine"
+    summary = "cuDNN through TransformerEngine 2.12 or 2.13; Hopper or newer, packs in one call"
+    forms = ("expanded",)
+    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (585.0, 455.0)}
 
-    def forward(self, operands: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
-        """See ``reference_forward``; the output is in the dtype of the operands."""
-        q, k, v = operands.as_multi_head()
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """See ``AttentionBackend``."""
+        return why_not_fused(request) or _why_not_installed(
+            request.key_width,
+            request.value_width,
+            request.dtype,
+            request.deterministic,
+            request.packed,
+        )
+
+    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+        """See ``reference_forward``; the output has the dtype of the inputs."""
+        q, k, v = inputs.as_multi_head()
         tokens, batch, heads, _ = q.shape
         out: Tensor | None = None
-        # Queries are the last axis.
+        # [B, N, S]: queries are the last axis.
         lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32)
-        for wave in _calls(rules.spans, batch == 1):
-            rows = (q[wave.queries], k[wave.keys], v[wave.keys])
-            part, part_lse = _forward(wave, rows, rules.scale)
-            out = _add_rows(out, part, wave.queries, tokens)
-            put_queries(lse, part_lse.permute(1, 2, 0), wave)
+        for call in _calls(rules.spans, batch == 1):
+            qkv = (q[call.queries], k[call.keys], v[call.keys])
+            part, part_lse = _forward(call, qkv, rules.scale)
+            out = _add_rows(out, part, call.queries, tokens)
+            call.write_queries(lse, part_lse.permute(1, 2, 0))
         if out is None:
             out = q.new_zeros(tokens, batch, heads, v.shape[-1])
         return AttentionOutput(out, lse.permute(2, 0, 1))
@@ -54,29 +74,29 @@ class TransformerEngineAttention:
     def backward(
         self,
         grad: OutputGradient,
-        attended: AttentionOutput,
-        operands: AttentionInputs,
+        output: AttentionOutput,
+        inputs: AttentionInputs,
         rules: ScoreRules,
     ) -> AttentionInputs:
-        """See ``reference_backward``, which does it where the LSE has a gradient."""
+        """See ``reference_backward``, which computes it where the LSE has a gradient."""
         if grad.lse is not None:
-            return reference_backward(grad, attended, operands, rules)
-        whole = operands.as_multi_head()
+            return reference_backward(grad, output, inputs, rules)
+        whole = inputs.as_multi_head()
         q, k, v = whole
         sums: list[Tensor | None] = [None, None, None]
-        for wave in _calls(rules.spans, q.shape[1] == 1):
-            queries, keys = wave.queries, wave.keys
-            part = AttentionOutput(attended.out[queries], attended.lse[queries])
-            rows = (q[queries], k[keys], v[keys])
-            found = _backward(wave, rows, part, grad.out[queries], rules.scale)
-            for i, where in enumerate((queries, keys, keys)):
-                sums[i] = _add_rows(sums[i], found[i], where, len(whole[i]))
+        for call in _calls(rules.spans, q.shape[1] == 1):
+            queries, keys = call.queries, call.keys
+            part = AttentionOutput(output.out[queries], output.lse[queries])
+            qkv = (q[queries], k[keys], v[keys])
+            found = _backward(call, qkv, part, grad.out[queries], rules.scale)
+            for i, rows in enumerate((queries, keys, keys)):
+                sums[i] = _add_rows(sums[i], found[i], rows, len(whole[i]))
         dq, dk, dv = (torch.zeros_like(x) if s is None else s for s, x in zip(sums, whole))
-        return operands.multi_head_gradient(dq, dk, dv)
+        return inputs.multi_head_gradient(dq, dk, dv)
 
 
 def _add_rows(total: Tensor | None, part: Tensor, rows: slice, length: int) -> Tensor:
-    """Add a part to what there is of all ``length`` rows, which may be nothing yet."""
+    """Add ``part`` to rows of ``total`` [length, ...]; None stands for zeros."""
     if total is None and len(part) == length:
         return part
     if total is None:
@@ -85,70 +105,71 @@ def _add_rows(total: Tensor | None, part: Tensor, rows: slice, length: int) -> T
     return total
 
 
-@cached_by_identity(maxsize=1024)
-def _calls(spans: tuple[Span, ...], together: bool) -> tuple[Wave, ...]:
-    """Waves; span by span where there are more queries than keys, gaps counted.
+def _calls(spans: Spans, together: bool) -> tuple[VarlenCall, ...]:
+    """Varlen calls, but one call a span where there are more queries than keys.
 
-    cuDNN refuses to align a mask at the bottom right there, though no span has more queries.
+    cuDNN refuses to align a mask at the bottom right there. It counts rows between spans too: a
+    call can have more queries than keys although no span has.
     """
-    found: list[Wave] = []
-    for wave in waves(spans, together):
-        queries, keys = (rows.stop - rows.start for rows in (wave.queries, wave.keys))
-        if wave.causal and not _is_square(wave) and queries > keys:
-            found += [Wave((span,), causal=True) for span in wave.spans]
-        else:
-            found.append(wave)
-    return tuple(found)
+
+    def make() -> tuple[VarlenCall, ...]:
+        calls: list[VarlenCall] = []
+        for call in varlen_calls(spans, together):
+            queries, keys = (rows.stop - rows.start for rows in (call.queries, call.keys))
+            if call.causal and not call.is_square and queries > keys:
+                calls += [VarlenCall((span,), causal=True) for span in call.spans]
+            else:
+                calls.append(call)
+        return tuple(calls)
+
+    return spans.tables.get(("TransformerEngine", together), make)
 
 
-@cached_by_identity(maxsize=1024)
-def _is_square(wave: Wave) -> bool:
-    """Whether every span has as many queries as keys: aligned both ways."""
-    return all(s.query_end - s.query_start == s.key_end - s.key_start for s in wave.spans)
+def _forward(call: VarlenCall, qkv: _Tensors, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [S, B, N, V] and LSE [S, B, N] of the queries of ``call``.
 
-
-def _forward(wave: Wave, rows: _Tensors, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [S, B, N, V] and LSE [S, B, N] of the queries of ``wave``; 0 and anything in gaps."""
-    if _is_pair(rows):
-        return reference_forward(*_pair(rows, scale))
+    Rows between spans have output 0 and any LSE.
+    """
+    if _is_one_pair(qkv):
+        return reference_forward(*reference_one_pair(*qkv, scale))
     from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_fwd
 
-    call = _Call(wave, rows)
-    q, k, v = (call.taken(x) for x in rows)
+    arguments = _KernelArguments(call, qkv)
+    q, k, v = (arguments.rows(x) for x in qkv)
     out, (stats, *_) = fused_attn_fwd(
         True,
-        *call.lengths,
+        *arguments.lengths,
         q,
         k,
         v,
         q.dtype,
         _kernels(),
         attn_scale=scale,
-        **call.layout,
+        **arguments.layout,
     )
-    if call.together:
+    if arguments.packed:
         return out.unsqueeze(1), stats.squeeze(-1).unsqueeze(1)
     return out, stats.squeeze(-1).permute(2, 0, 1)
 
 
 def _backward(
-    wave: Wave, rows: _Tensors, attended: AttentionOutput, grad_out: Tensor, scale: float
+    call: VarlenCall, qkv: _Tensors, output: AttentionOutput, grad_out: Tensor, scale: float
 ) -> _Tensors:
-    """Gradients of the queries, keys and values of ``wave``; 0 in gaps."""
-    if _is_pair(rows):
+    """Gradients of the queries, keys and values of ``call``; 0 for rows between spans."""
+    if _is_one_pair(qkv):
         grad = OutputGradient(grad_out, None)
-        found = reference_backward(grad, attended, *_pair(rows, scale))
+        found = reference_backward(grad, output, *reference_one_pair(*qkv, scale))
         assert found.value is not None  # as the value is not the key
         return found.q_content, found.k_content, found.value
     from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
 
-    call = _Call(wave, rows)
-    q, k, v, out, grad_out = (call.taken(x) for x in (*rows, attended.out, grad_out))
-    # A query that sees nothing has no weights, whatever its scores are taken for.
-    lse = attended.lse.masked_fill(attended.lse == -torch.inf, _NO_WEIGHT)
-    stats = (lse[:, 0] if call.together else lse.permute(1, 2, 0)).unsqueeze(-1).contiguous()
+    arguments = _KernelArguments(call, qkv)
+    q, k, v, out, grad_out = (arguments.rows(x) for x in (*qkv, output.out, grad_out))
+    # A query that sees no key has LSE -inf; with this one its probabilities are 0, not NaN.
+    lse = output.lse.masked_fill(output.lse == -torch.inf, _LSE_OF_NO_KEY)
+    stats = (lse[:, 0] if arguments.packed else lse.permute(1, 2, 0)).unsqueeze(-1).contiguous()
     dq, dk, dv, *_ = fused_attn_bwd(
-        *call.lengths,
+        *arguments.lengths,
         q,
         k,
         v,
@@ -159,72 +180,67 @@ def _backward(
         [stats, torch.zeros(2, dtype=torch.int64, device=q.device)],
         _kernels(),
         attn_scale=scale,
-        deterministic=is_demanded(),
-        **call.layout,
+        deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
+        **arguments.layout,
     )
-    if call.together:
+    if arguments.packed:
         return dq.unsqueeze(1), dk.unsqueeze(1), dv.unsqueeze(1)
     return dq, dk, dv
 
 
-# As an LSE.
-_NO_WEIGHT = 1e30
+_LSE_OF_NO_KEY = 1e30
 
 
-class _Call:
-    """What a wave is in TransformerEngine's words.
+class _KernelArguments:
+    """A call, translated to the arguments of TransformerEngine's functions.
 
     Args:
-        wave: One span, of any batch, or several of one.
-        rows: Its queries, keys and values.
+        call: One span, of any batch, or several spans of a batch of 1.
+        qkv: Its queries, keys and values.
 
     Attributes:
-        together: Whether sequences lie one after the other (``thd``).
-        lengths: The longest sequences, of queries and of keys, and sums of lengths of both.
-        layout: Keywords of layout and mask, and whether a CUDA graph is being captured.
+        packed: Whether sequences lie one after the other (``thd``).
+        lengths: Longest sequence of queries and of keys, and cu_seqlens of both.
+        layout: Keywords for layout and mask, and whether a CUDA graph is being captured.
     """
 
-    def __init__(self, wave: Wave, rows: _Tensors) -> None:
-        q, k, _ = rows
-        self.together = len(wave.spans) > 1
-        mask = ["padding"] if self.together else []
-        if wave.causal:
-            mask += ["causal"] if _is_square(wave) else ["causal_bottom_right"]
+    def __init__(self, call: VarlenCall, qkv: _Tensors) -> None:
+        q, k, _ = qkv
+        self.packed = len(call.spans) > 1
+        mask = ["padding"] if self.packed else []
+        if call.causal:
+            mask += ["causal"] if call.is_square else ["causal_bottom_right"]
         self.layout: dict[str, object] = {
             "attn_mask_type": "_".join(mask) or "no_mask",
-            "window_size": (-1, 0) if wave.causal else (-1, -1),
-            # What an older cuDNN cannot do in a graph raises then.
+            "window_size": (-1, 0) if call.causal else (-1, -1),
+            # With this an older cuDNN raises for what it cannot do in a graph.
             "cuda_graph": q.is_cuda and torch.cuda.is_current_stream_capturing(),
         }
         self.lengths: tuple[int | Tensor, ...]
-        if self.together:
-            assert q.shape[1] == 1, "a batch would need boundaries of its own"
-            starts_q, starts_k, _, _ = boundaries(wave, q.device)
-            self.lengths = (*wave.longest, *lengths_alone(wave, q.device))
+        if self.packed:
+            assert q.shape[1] == 1, "kernels take no batch of packs"
+            starts_q, starts_k, _, _ = call.starts(q.device)
+            self.lengths = (*call.longest, *call.cu_seqlens(q.device))
             self.layout["qkv_layout"] = "thd_thd_thd"
             self.layout |= {"cu_seqlens_q_padded": starts_q, "cu_seqlens_kv_padded": starts_k}
         else:
-            self.lengths = (len(q), len(k), _starts(q), _starts(k))
+            self.lengths = (len(q), len(k), _batch_starts(q), _batch_starts(k))
             self.layout["qkv_layout"] = "sbhd_sbhd_sbhd"
 
-    def taken(self, x: Tensor) -> Tensor:
-        """[S, B, N, D], or [S, N, D] of one batch; its strides are taken for granted."""
-        return (x[:, 0] if self.together else x).contiguous()
+    def rows(self, x: Tensor) -> Tensor:
+        """[S, B, N, D], or [S, N, D] of a pack; contiguous, which the kernels assume."""
+        return (x[:, 0] if self.packed else x).contiguous()
 
 
-def _starts(x: Tensor) -> Tensor:
-    """Boundaries of a batch [S, B, N, D]."""
+def _batch_starts(x: Tensor) -> Tensor:
+    """cu_seqlens of a batch [S, B, N, D], whose sequences have equal lengths."""
     tokens, batch, _, _ = x.shape
     return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
 
 
-def _is_pair(rows: _Tensors) -> bool:
+def _is_one_pair(qkv: _Tensors) -> bool:
     """One query and one key, which cuDNN's backward refuses."""
-    return len(rows[0]) == len(rows[1]) == 1
-
-
-def _pair(rows: _Tensors, scale: float) -> tuple[AttentionInputs, ScoreRules]:
-    return AttentionInputs.multi_head(*rows), ScoreRules(scale, (Span(0, 1, 0, 1, None),))
+    return len(qkv[0]) == len(qkv[1]) == 1
 
 
 def _kernels():
@@ -240,12 +256,12 @@ def _dtype(dtype: torch.dtype):
     return names.kBFloat16 if dtype == torch.bfloat16 else names.kFloat16
 
 
-# Releases whose functions take the arguments they are called with here.
+# Releases whose functions take the arguments that are passed here; below the second one.
 _OLDEST, _TOO_NEW = "2.12", "2.14"
 # The first one that aligns masks of any lengths at the bottom right.
 _OLDEST_CUDNN = 90700
-# cuDNN 9.14 computes wrong gradients of packs (thd) with values 192 and 256 wide, 18 to 22 % off,
-# and says nothing; up to 128 they are right. The first one seen to be right there is 9.19.
+# cuDNN 9.14 computes wrong gradients of packs (thd) for v_head_dim 192 and 256, 18 to 22 % off and
+# without an error; up to 128 they are right. 9.19 was the first to be right in every test.
 _WIDEST_PACKED_VALUE = 128
 _OLDEST_CUDNN_FOR_WIDER = 91900
 _INTERFACE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
@@ -253,7 +269,7 @@ _ASKED = (("sbhd_sbhd_sbhd", "causal_bottom_right"), ("thd_thd_thd", "padding_ca
 
 
 @functools.cache
-def refusal(
+def _why_not_installed(
     key_width: int, value_width: int, dtype: torch.dtype, deterministic: bool, packed: bool
 ) -> str | None:
     """Why TransformerEngine cannot attend with these head widths, or None."""
@@ -266,7 +282,7 @@ def refusal(
     try:
         interface = importlib.import_module(_INTERFACE)
         library = importlib.import_module("transformer_engine_torch")
-    # Whatever is wrong with it, others can still attend.
+    # The import can fail in any way; other backends still run.
     except Exception as error:
         return f"TransformerEngine {version} cannot be imported ({type(error).__name__}: {error})"
     if (cudnn := library.get_cudnn_version()) < _OLDEST_CUDNN:
@@ -298,3 +314,6 @@ def refusal(
             widths = (key_width, value_width)
             return f"it has no kernel for head widths {widths}, layout {layout}, mask {mask}"
     return None
+
+
+ENTRY = TransformerEngineBackend()

@@ -1,7 +1,7 @@
-"""Attention dropout as a function of what is dropped.
+"""Attention dropout as a function of the seed and of the pair (batch, head, query, key).
 
-Whether the probability of a pair is dropped depends on the seed and the pair's coordinates alone:
-every form, chunking and context-parallel layout drops the same ones, and backward can ask again.
+Both forms, any chunk size and any context-parallel layout therefore drop the same probabilities,
+and backward computes the pattern again instead of storing it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What turns raw scores into attention: scale, mask, sequence boundaries, dropout, chunks."""
+"""Score rules: scale, causal and padding mask, sequence boundaries and dropout of one call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.dropout import keep_factors
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """The rules of one attention call, free of tensors of the model.
+    """How raw scores become probabilities in one attention call; holds no activation or weight.
 
     Attributes:
         scale: Multiplies the scores before the softmax.
@@ -30,7 +30,7 @@ class ScoreRules:
     """
 
     scale: float
-    spans: tuple[Span, ...]
+    spans: Spans
     attention_mask: Tensor | None = None
     dropout: float = 0.0
     dropout_seed: int = 0
@@ -39,31 +39,34 @@ class ScoreRules:
     first_head: int = 0
     query_chunk_size: int = 256
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", Spans(self.spans))
+
     def chunks(self) -> Iterator[Span]:
-        """Spans of at most ``query_chunk_size`` queries, which cover every span once."""
+        """The spans, cut into parts of at most ``query_chunk_size`` queries."""
         for span in self.spans:
             for first in range(span.query_start, span.query_end, self.query_chunk_size):
                 last = min(first + self.query_chunk_size, span.query_end)
                 yield span.within_queries(first, last)
 
-    def on_keys(self, spans: tuple[Span, ...], tokens: Callable[[], Tensor]) -> ScoreRules:
-        """The rules on some of the keys that the mask is for.
+    def on_keys(self, spans: Spans, tokens: Callable[[], Tensor]) -> ScoreRules:
+        """The rules for one block of keys.
 
         Args:
-            spans: Which queries see which of them.
-            tokens: Makes their ``key_tokens``, which the mask's last axis is indexed with.
+            spans: Which queries see which keys of the block.
+            tokens: Makes the block's ``key_tokens``, by which the mask's last axis is indexed.
         """
         mask = self.attention_mask
         if mask is None and not self.dropout:
             return replace(self, spans=spans)
         key_tokens = tokens()
-        # A block with as many keys as there are holds them all, in their order.
+        # A block as long as the mask holds all keys in their order.
         if mask is not None and len(key_tokens) != mask.shape[3]:
             mask = mask.index_select(3, key_tokens)
         return replace(self, spans=spans, attention_mask=mask, key_tokens=key_tokens)
 
     def for_heads(self, first: int) -> ScoreRules:
-        """The rules where the first head is ``first`` of these heads."""
+        """The rules for the heads from ``first`` on."""
         return replace(self, first_head=self.first_head + first) if first else self
 
     def mask(self, scores: Tensor, chunk: Span) -> Tensor:
@@ -79,7 +82,7 @@ class ScoreRules:
     def keep_mask(self, probs: Tensor, chunk: Span) -> Tensor | None:
         """Dropout factors of a chunk, 0 or 1 / (1 - dropout), in the shape of ``probs``.
 
-        They are made anew from the seed in backward instead of being kept.
+        Backward computes them again from the seed instead of storing them.
         """
         if not self.dropout:
             return None

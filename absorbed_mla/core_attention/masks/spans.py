@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.sequences import SequenceLayout
 
 
@@ -36,10 +36,20 @@ class Span:
         """The keys on their axis."""
         return slice(self.key_start, self.key_end)
 
-    def within_queries(self, start: int, end: int) -> Span:
-        """The part of queries ``start`` to ``end`` of the axis, without keys that none of it sees.
+    @property
+    def num_queries(self) -> int:
+        """Number of query tokens."""
+        return self.query_end - self.query_start
 
-        The range must lie within the span's.
+    @property
+    def num_keys(self) -> int:
+        """Number of key tokens."""
+        return self.key_end - self.key_start
+
+    def within_queries(self, start: int, end: int) -> Span:
+        """The span restricted to queries ``start`` to ``end``, and to the keys that those see.
+
+        The range must lie within the span's queries.
         """
         if self.causal_offset is None:
             return replace(self, query_start=start, query_end=end)
@@ -48,8 +58,36 @@ class Span:
         return Span(start, end, self.key_start, key_end, offset)
 
 
-@functools.lru_cache(maxsize=64)
-def self_attention_spans(layout: SequenceLayout, causal: bool) -> tuple[Span, ...]:
+class Spans(tuple[Span, ...]):
+    """The spans of one attention call. A query is in at most one of them.
+
+    Attributes:
+        tables: What backends derive from these spans, such as tables of integers on the device.
+            All layers read the same spans, so each table is made once.
+    """
+
+    tables: DerivedTables
+
+    def __new__(cls, spans=()) -> Spans:
+        """Make spans of any iterable; spans themselves are returned as they are."""
+        if isinstance(spans, cls):
+            return spans
+        made = super().__new__(cls, spans)
+        made.tables = DerivedTables()
+        return made
+
+    def cover(self, num_queries: int) -> bool:
+        """Whether every one of ``num_queries`` queries is in a span."""
+        return (
+            self.tables.get("num_queries", lambda: sum(span.num_queries for span in self))
+            == num_queries
+        )
+
+
+def self_attention_spans(layout: SequenceLayout, causal: bool) -> Spans:
     """Every sequence over itself, where queries and keys share one axis."""
     offset = 0 if causal else None
-    return tuple(Span(start, end, start, end, offset) for start, end in layout.segments())
+    return layout.tables.get(
+        ("self-attention", causal),
+        lambda: Spans(Span(start, end, start, end, offset) for start, end in layout.segments()),
+    )

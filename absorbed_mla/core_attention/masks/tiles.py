@@ -1,21 +1,19 @@
-"""Which query sees which key, as tables of integers with one row for each piece of a kernel's work.
+"""Tile tables: which query sees which key, one row of integers for each thread block of a kernel.
 
-Both tables are int32 on the CPU; whoever launches a kernel moves them to its device and keeps them.
-With ``length`` a table covers its whole axis, so a kernel may write into uninitialised memory: what
-lies in no span is in rows that see nothing. The longest rows come first: a GPU starts blocks in
-order, and short ones last leave less of it idle at the end.
+Both tables are int32 on the CPU; the backend that launches the kernel moves them to the device.
+With ``length`` a table covers its whole axis: tokens in no span are in tiles that see nothing, so
+every row of a kernel's output is written. Tiles with the most work come first: a GPU starts thread
+blocks in order, and short ones at the end leave less of it idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.spans import Span
 
 # The offset of a tile where every query sees every key: kernels compare with it to skip the mask.
 SEES_ALL = 2**30
@@ -39,8 +37,8 @@ def query_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -
     """
     table = _table(spans)
     if length is not None:
-        table = torch.cat((table, _gaps(table[:, :2], length)))
-    row, part = _parts(table[:, 1] - table[:, 0], tokens)
+        table = torch.cat((table, _outside(table[:, :2], length)))
+    row, part = _cut(table[:, 1] - table[:, 0], tokens)
     start, end, key_start, key_end, offset = table[row].unbind(1)
     start = start + part * tokens
     end = torch.minimum(start + tokens, end)
@@ -55,20 +53,20 @@ def query_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -
 def key_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> Tensor:
     """Cut spans into tiles of at most ``tokens`` keys and the queries that see any of them.
 
-    A row is (key_start, key_end, query_start, query_end, offset, layer). Key k of it is seen by
+    A row is (key_start, key_end, query_start, query_end, offset, buffer). Key k of it is seen by
     query q exactly where query_start <= q < query_end and
     k - key_start <= q - query_start + offset. The offset is ``SEES_ALL`` where this holds for all
     pairs; no pair is visible where query_end == query_start.
 
-    Spans may share keys, hence rows do; the sum over them is left to the kernel. Rows of one
-    ``layer`` share no key: a kernel that gives each layer a buffer of its own needs no atomics, and
-    adds up layers (one unless spans share keys) afterwards.
+    Spans may share keys, and then several tiles add to the gradient of one key. Tiles of one
+    ``buffer`` share no key: a kernel that writes each buffer's tiles to memory of their own needs
+    no atomics, and adds up the buffers (one unless spans share keys) afterwards.
 
     Args:
         spans: Any number of them may see a key.
         tokens: Most keys in a tile.
         length: Of the key axis; keys in no span then come in tiles without queries, so that every
-            key is in exactly one tile of every layer. None leaves them out.
+            key is in exactly one tile of every buffer. None leaves them out.
 
     Returns:
         int32 [tiles, 6], those with the most queries first.
@@ -76,22 +74,22 @@ def key_tiles(spans: Iterable[Span], tokens: int, length: int | None = None) -> 
     table = _table(spans)
     visible = (table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])
     table = table[visible]
-    layer = _layers(table[:, 2].tolist(), table[:, 3].tolist())
-    table = torch.cat((table, torch.tensor(layer, dtype=torch.int64)[:, None]), dim=1)
+    buffer = _buffers(table[:, 2].tolist(), table[:, 3].tolist())
+    table = torch.cat((table, torch.tensor(buffer, dtype=torch.int64)[:, None]), dim=1)
     if length is not None:
-        # At least one layer: the kernel's result is made from it even if no key is seen.
-        for index in range(max(layer, default=0) + 1):
-            gaps = _gaps(table[table[:, 5] == index, 2:4], length)[:, [2, 3, 0, 1, 4]]
-            table = torch.cat((table, torch.nn.functional.pad(gaps, (0, 1), value=index)))
-    row, part = _parts(table[:, 3] - table[:, 2], tokens)
-    query_start, query_end, start, end, offset, layers = table[row].unbind(1)
+        # At least one buffer: the kernel's result is made from it even if no key is seen.
+        for index in range(max(buffer, default=0) + 1):
+            between = _outside(table[table[:, 5] == index, 2:4], length)[:, [2, 3, 0, 1, 4]]
+            table = torch.cat((table, torch.nn.functional.pad(between, (0, 1), value=index)))
+    row, part = _cut(table[:, 3] - table[:, 2], tokens)
+    query_start, query_end, start, end, offset, buffers = table[row].unbind(1)
     start = start + part * tokens
     end = torch.minimum(start + tokens, end)
     offset = offset - part * tokens
     blind = (-offset).clamp(min=0)
     query_start = torch.minimum(query_start + blind, query_end)
     offset = _cut_offset(offset + blind, end - start)
-    columns = (start, end, query_start, query_end, offset, layers)
+    columns = (start, end, query_start, query_end, offset, buffers)
     return _longest_first(columns, query_end - query_start)
 
 
@@ -110,39 +108,39 @@ def _table(spans: Iterable[Span]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
 
-def _gaps(covered: Tensor, length: int) -> Tensor:
-    """What disjoint ranges [n, 2] leave of an axis, as spans [gaps, 5] that see nothing."""
+def _outside(covered: Tensor, length: int) -> Tensor:
+    """What disjoint ranges [n, 2] do not cover of an axis, as spans [m, 5] that see no key."""
     covered = covered[covered[:, 0].argsort()]
     start = torch.nn.functional.pad(covered[:, 1], (1, 0), value=0)
     end = torch.nn.functional.pad(covered[:, 0], (0, 1), value=length)
     left = start < end
     nothing = torch.zeros_like(start)
-    gaps = torch.stack((start, end, nothing, nothing, torch.full_like(start, SEES_ALL)), dim=1)
-    return gaps[left]
+    between = torch.stack((start, end, nothing, nothing, torch.full_like(start, SEES_ALL)), dim=1)
+    return between[left]
 
 
-def _parts(lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Row and number of every part that ranges of ``lengths`` are cut into."""
+def _cut(lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Cut ranges of ``lengths`` into tiles: the range of every tile, and its number within it."""
     counts = (lengths.clamp(min=0) + tokens - 1) // tokens
     row = torch.repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     return row, torch.arange(len(row)) - first[row]
 
 
-def _layers(starts: list[int], ends: list[int]) -> list[int]:
-    """The layer of every range, such that ranges of one layer are disjoint."""
-    layers = [0] * len(starts)
-    last: list[int] = []  # where the last range of every layer ends
+def _buffers(starts: list[int], ends: list[int]) -> list[int]:
+    """A buffer for every range, such that ranges of one buffer are disjoint."""
+    buffers = [0] * len(starts)
+    last: list[int] = []  # where the last range of every buffer ends
     for index in sorted(range(len(starts)), key=starts.__getitem__):
         free = (i for i, end in enumerate(last) if end <= starts[index])
-        layer = next(free, len(last))
-        last[layer : layer + 1] = [ends[index]]
-        layers[index] = layer
-    return layers
+        buffer = next(free, len(last))
+        last[buffer : buffer + 1] = [ends[index]]
+        buffers[index] = buffer
+    return buffers
 
 
 def _cut_offset(offset: Tensor, keys: Tensor) -> Tensor:
-    """The offset, or ``SEES_ALL`` where the first query sees the last of so many keys."""
+    """The offset, or ``SEES_ALL`` where the first query sees the last of ``keys`` keys."""
     return torch.where(offset >= keys - 1, SEES_ALL, offset)
 
 

@@ -1,22 +1,25 @@
-"""Grouping spans into calls of a kernel for sequences of different lengths."""
+"""Spans as calls of kernels for sequences of different lengths (``thd`` kernels)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.by_identity import cached_by_identity
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import in_use, to_device
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 
 
 @dataclass(frozen=True, eq=False)
-class Wave:
-    """Spans that follow each other on both axes, none sharing a key with another: one call.
+class VarlenCall:
+    """One call of a kernel: spans in the same order on both axes, no two sharing a key.
+
+    Between two spans there may be rows that belong to none, such as padding.
 
     Attributes:
         spans: In the order of both axes.
@@ -26,65 +29,122 @@ class Wave:
 
     spans: tuple[Span, ...]
     causal: bool
+    _tables: DerivedTables = field(default_factory=DerivedTables, init=False, repr=False)
 
     @property
     def queries(self) -> slice:
-        """From the first query to the last, with what lies between spans."""
+        """From the first query to the last, rows between spans included."""
         return slice(self.spans[0].query_start, self.spans[-1].query_end)
 
     @property
     def keys(self) -> slice:
-        """From the first key to the last, with what lies between spans."""
+        """From the first key to the last, rows between spans included."""
         return slice(self.spans[0].key_start, self.spans[-1].key_end)
 
     @functools.cached_property
     def num_keys(self) -> int:
         """Keys of all spans."""
-        return sum(span.key_end - span.key_start for span in self.spans)
+        return sum(span.num_keys for span in self.spans)
+
+    @functools.cached_property
+    def is_contiguous(self) -> bool:
+        """Whether no query lies between spans."""
+        queries = self.queries
+        return sum(s.num_queries for s in self.spans) == queries.stop - queries.start
+
+    @functools.cached_property
+    def is_square(self) -> bool:
+        """Whether every span has as many queries as keys, so that both alignments are the same."""
+        return all(span.num_queries == span.num_keys for span in self.spans)
 
     @functools.cached_property
     def longest(self) -> tuple[int, int]:
         """The largest number of queries, and of keys, in a span."""
-        queries = max(span.query_end - span.query_start for span in self.spans)
-        return queries, max(span.key_end - span.key_start for span in self.spans)
+        return max(s.num_queries for s in self.spans), max(s.num_keys for s in self.spans)
+
+    def starts(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Padded ``cu_seqlens`` of queries and keys, and the real lengths of both; int32.
+
+        Returns:
+            [spans + 1] first query of each span, counted from the first query of the call, and one
+            past the last; the same for keys; [spans] number of queries, and of keys.
+        """
+
+        def make() -> Tensor:
+            first_query, first_key = self.queries.start, self.keys.start
+            rows = [
+                [
+                    *(s.query_start - first_query for s in self.spans),
+                    self.queries.stop - first_query,
+                ],
+                [*(s.key_start - first_key for s in self.spans), self.keys.stop - first_key],
+                [s.num_queries for s in self.spans],
+                [s.num_keys for s in self.spans],
+            ]
+            entries = [x for row in rows for x in row]
+            return to_device(lambda: torch.tensor(entries, dtype=torch.int32), device)
+
+        count = len(self.spans)
+        table = in_use(self._tables.get(("starts", device), make))
+        starts_q, starts_k, lengths_q, lengths_k = table.split([count + 1, count + 1, count, count])
+        return starts_q, starts_k, lengths_q, lengths_k
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """``cu_seqlens`` of queries and keys, rows between spans not counted; int32 [spans + 1]."""
+
+        def make() -> Tensor:
+            rows = [
+                [0, *accumulate(span.num_queries for span in self.spans)],
+                [0, *accumulate(span.num_keys for span in self.spans)],
+            ]
+            return to_device(lambda: torch.tensor(rows, dtype=torch.int32), device)
+
+        table = in_use(self._tables.get(("cu_seqlens", device), make))
+        return table[0], table[1]
+
+    def write_queries(self, total: Tensor, part: Tensor) -> None:
+        """Write a kernel's result for this call's queries, leaving rows between spans unchanged.
+
+        Kernels allocate the LSE themselves and write the rows of spans only, so that the others
+        hold anything.
+
+        Args:
+            total: Result for all queries, which are its last axis.
+            part: Result for the queries of this call, which are its last axis.
+        """
+        rows = total[..., self.queries]
+        if self.is_contiguous:
+            rows.copy_(part)
+        else:
+            rows.copy_(torch.where(self._in_spans(total.device), part, rows))
+
+    def _in_spans(self, device: torch.device) -> Tensor:
+        """Bool: which of the call's queries are in a span."""
+
+        def make() -> Tensor:
+            first = self.queries.start
+            inside = torch.zeros(self.queries.stop - first, dtype=torch.bool)
+            for span in self.spans:
+                inside[span.query_start - first : span.query_end - first] = True
+            return inside
+
+        return in_use(self._tables.get(("in_spans", device), lambda: to_device(make, device)))
 
 
-def boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """int32 on ``device``: [spans + 1] starts of queries and of keys, [spans] counts of both.
-
-    Starts count from the first query and key of the wave. What lies between the end of a span and
-    the start of the next one belongs to none.
-    """
-    cu_seqlens_q, cu_seqlens_k, used_q, used_k = _boundaries(wave, device)
-    in_use(cu_seqlens_q)  # all four are views of one
-    return cu_seqlens_q, cu_seqlens_k, used_q, used_k
-
-
-@cached_by_identity(maxsize=256)
-def _boundaries(wave: Wave, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spans, first_query, first_key = wave.spans, wave.queries.start, wave.keys.start
-    rows = [
-        [*(s.query_start - first_query for s in spans), wave.queries.stop - first_query],
-        [*(s.key_start - first_key for s in spans), wave.keys.stop - first_key],
-        [s.query_end - s.query_start for s in spans],
-        [s.key_end - s.key_start for s in spans],
-    ]
-    entries = [x for row in rows for x in row]
-    flat = to_device(lambda: torch.tensor(entries, dtype=torch.int32), device)
-    cu_seqlens_q, cu_seqlens_k, used_q, used_k = flat.split([len(row) for row in rows])
-    return cu_seqlens_q, cu_seqlens_k, used_q, used_k
-
-
-@cached_by_identity(maxsize=1024)
-def waves(spans: tuple[Span, ...], together: bool) -> tuple[Wave, ...]:
-    """As few waves as a first-fit search finds; together they hold what the spans see.
+def varlen_calls(spans: Spans, together: bool) -> tuple[VarlenCall, ...]:
+    """As few calls as a first-fit search finds; together they hold what the spans see.
 
     Args:
-        spans: Of one call of the attention.
-        together: Whether a wave may hold several: kernels take no batch of them.
+        spans: Of one attention call.
+        together: Whether one call may hold several spans. Kernels take several sequences only
+            where the batch is 1.
     """
+    return spans.tables.get(("varlen", together), lambda: _first_fit(spans, together))
+
+
+def _first_fit(spans: Spans, together: bool) -> tuple[VarlenCall, ...]:
     groups: list[tuple[bool, list[Span]]] = []
-    for span in _aligned(spans):
+    for span in _bottom_right_aligned(spans):
         causal = span.causal_offset is not None
         for group_causal, group in groups:
             last = group[-1]
@@ -98,29 +158,22 @@ def waves(spans: tuple[Span, ...], together: bool) -> tuple[Wave, ...]:
                 break
         else:
             groups.append((causal, [span]))
-    return tuple(Wave(tuple(group), causal) for causal, group in groups)
+    return tuple(VarlenCall(tuple(group), causal) for causal, group in groups)
 
 
-@cached_by_identity(maxsize=1024)
-def covers(spans: tuple[Span, ...], num_queries: int) -> bool:
-    """Whether every query is in a span."""
-    return sum(span.query_end - span.query_start for span in spans) == num_queries
-
-
-def _aligned(spans: tuple[Span, ...]) -> Iterator[Span]:
-    """The same pairs in spans that see all keys or are causal, aligned at the bottom right."""
+def _bottom_right_aligned(spans: Spans) -> Iterator[Span]:
+    """The same pairs, in spans without a mask or with a causal one aligned at the bottom right."""
     for span in spans:
-        offset, keys = span.causal_offset, span.key_end - span.key_start
-        queries = span.query_end - span.query_start
+        offset, keys, queries = span.causal_offset, span.num_keys, span.num_queries
         if queries == 1 and (offset is None or offset >= keys - 1):
-            # Both; so it keeps causal spans company.
+            # Causal and unmasked at once: called causal, it fits into a call with causal spans.
             yield replace(span, causal_offset=keys - 1)
         elif offset is None or (offset >= keys - 1 and queries + offset > keys):
             yield replace(span, causal_offset=None)
         elif queries + offset <= keys:
             yield replace(span, key_end=span.key_start + queries + offset)
         else:
-            # Queries from here on see all keys.
+            # From this query on all keys are seen.
             full = span.query_start + keys - offset
             yield replace(span, query_end=full)
             yield replace(span, query_start=full, causal_offset=None)

@@ -8,7 +8,6 @@ import threading
 import weakref
 
 import pytest
-
 from absorbed_mla.core_attention.by_identity import cached_by_identity
 
 

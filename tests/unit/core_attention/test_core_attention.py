@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from absorbed_mla.core_attention.forms.forms import ExpandedForm
 from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +18,6 @@ from absorbed_mla.core_attention import selection as choice
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.cost import Work, operations, seconds
 from absorbed_mla.core_attention.forms import forms
-from absorbed_mla.core_attention.forms.forms import ExpandedForm
 from absorbed_mla.core_attention.key_source import LocalKeys
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.core_attention.selection import choose

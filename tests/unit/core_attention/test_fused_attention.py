@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
+from absorbed_mla.core_attention.backends.fused import FusedBackend
+from absorbed_mla.core_attention.masks.pieces import pieces
 from hypothesis import given, settings
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import ReferenceBackend
 from absorbed_mla.core_attention.backends.cudnn import CudnnKernel
-from absorbed_mla.core_attention.backends.fused import FusedBackend
-from absorbed_mla.core_attention.masks.pieces import pieces
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from tests.support import needs, world

@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 import torch
+from absorbed_mla.core_attention.backends.fused import FusedBackend
 
 from absorbed_mla.core_attention import merge as merge_module
-from absorbed_mla.core_attention.backends.fused import FusedBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.merge import merge

@@ -1,0 +1,214 @@
+"""The expanded form: keys and values of every head are computed from the latent.
+
+A key is [k_nope | k_rope]: the product with W_UK writes k_nope where fused attention wants it, and
+the shared k_rope is written beside it. In backward one product gives the gradient of the latent
+and the sum of k_rope's over the heads, accumulated in fp32, by a W_UK that an identity extends: ::
+
+    [dk_nope | dk_rope] . [[W_UK, 0], [0, 1]] = [d_latent | d_k_rope]
+
+Multiplying by one and adding zeros changes no bit but the sign of a zero. Forward does not use the
+identity: with few queries over a long cache its R (C + nope + R) multiply-adds per head and token
+would take a tenth of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.forms.base import BlockGradients
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
+from absorbed_mla.rope import rotate_tail
+
+
+class ExpandedForm:
+    """Multi-head attention over keys and values that are expanded from the latent.
+
+    They are expanded for a chunk of heads at a time, in forward and again in backward, so that
+    their memory is bounded by ``chunk_size``. The query is [q_nope | q_rope] [S, B, N, nope + R].
+
+    Args:
+        chunk_size: Heads times key tokens expanded at a time, but at least one head; an eighth more
+            where that makes fewer, equal chunks.
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def query(self, q, w_uk, cos, sin):
+        """The query with its rope part rotated in place."""
+        return (rotate_tail(q, cos, sin, len(w_uk)).unflatten(-1, (len(w_uk), -1)),)
+
+    def weights(self, w_uk, w_uv):
+        """Both up-projections expand the latent."""
+        return w_uk, w_uv
+
+    def output(self, core_out, w_uv):
+        """The output of the attention as it is: a sum of values."""
+        return core_out
+
+    def widths(self, dims):
+        """See ``Form``."""
+        return dims.qk_head_dim, dims.v_head_dim
+
+    def forward(self, query, kv, weights, backend, rules):
+        """See ``Form``; the output is [S, B, N, v]."""
+        (q,), (w_uk, w_uv) = query, weights
+        out: Tensor | None = None
+        lse: Tensor | None = None
+        for heads in self._head_chunks(w_uk, kv):
+            inputs = _inputs(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
+            part = backend.forward(inputs, rules.for_heads(heads.start))
+            # Free keys and values before memory for all heads is allocated.
+            del inputs
+            out, lse = (
+                _write_heads(whole, share, heads, len(w_uk), dim=2)
+                for whole, share in zip((out, lse), part)
+            )
+        assert out is not None and lse is not None, "there is a head"
+        return AttentionOutput(out, lse)
+
+    def backward(self, grad, output, query, kv, weights, backend, rules):
+        """See ``Form``."""
+        (q,), (w_uk, w_uv) = query, weights
+        dkv: Tensor | None = None
+        dq: Tensor | None = None
+        dw_uk: Tensor | None = None
+        dw_uv: Tensor | None = None
+        for heads in self._head_chunks(w_uk, kv):
+            inputs = _inputs(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
+            part_grad, part_output = (
+                type(group)(*(None if x is None else x[:, :, heads] for x in group))
+                for group in (grad, output)
+            )
+            found = backend.backward(part_grad, part_output, inputs, rules.for_heads(heads.start))
+            # Free them before the products that need memory.
+            del inputs
+            part, *d_weights = expand_backward(
+                kv, w_uk[heads], w_uv[heads], found.k_content, found.value
+            )
+            dkv = part if dkv is None else dkv.add_(part)
+            dq = _write_heads(dq, found.q_content, heads, len(w_uk), dim=2)
+            dw_uk, dw_uv = (
+                _write_heads(whole, share, heads, len(w_uk), dim=0)
+                for whole, share in zip((dw_uk, dw_uv), d_weights)
+            )
+        assert dkv is not None and dq is not None, "there is a head"
+        assert dw_uk is not None and dw_uv is not None
+        return BlockGradients((dq,), dkv, (dw_uk, dw_uv))
+
+    def _head_chunks(self, weight: Tensor, kv: Tensor) -> Iterator[slice]:
+        heads, at_a_time = len(weight), max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
+        # As few chunks as the bound allows, of about equal size. One chunk fewer, with up to an
+        # eighth more memory, if all are equal then: 34k tokens and 128 heads make four chunks of 32
+        # heads, which fill the multiprocessors of a GPU better than five of 26.
+        chunks = -(-heads // at_a_time)
+        fewer = -(-heads // max(at_a_time, at_a_time * 9 // 8))
+        chunks = fewer if heads % fewer == 0 else chunks
+        at_a_time = -(-heads // chunks)
+        for first in range(0, heads, at_a_time):
+            yield slice(first, min(first + at_a_time, heads))
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
+    """A whole query and key [S, B, N, nope + R], so no rope part stands apart."""
+    return AttentionInputs(q, q[..., :0], k, k[:, :, 0, :0], v)
+
+
+def _write_heads(
+    whole: Tensor | None, part: Tensor, heads: slice, num_heads: int, dim: int
+) -> Tensor:
+    """Write a chunk of heads into the tensor of all heads, allocated on first use.
+
+    Args:
+        whole: All heads, or None before the first chunk.
+        part: The chunk; returned as it is if it holds all heads.
+        heads: Which heads it holds.
+        num_heads: Number of all heads.
+        dim: The dimension of heads.
+
+    Returns:
+        The tensor of all heads.
+    """
+    if part.shape[dim] == num_heads:
+        return part
+    if whole is None:
+        whole = part.new_empty(*part.shape[:dim], num_heads, *part.shape[dim + 1 :])
+    whole.narrow(dim, heads.start, part.shape[dim]).copy_(part)
+    return whole
+
+
+def expand(kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, without autograd: their gradients are :func:`expand_backward`'s.
+
+    Args:
+        kv: [latent | k_rope], [S, B, C + rope].
+        w_uk: [N, nope, C].
+        w_uv: [N, v, C].
+
+    Returns:
+        [S, B, N, nope + rope] and [S, B, N, v].
+    """
+    heads, nope, c = w_uk.shape
+    rows = kv.flatten(0, 1)
+    latent, k_rope = rows[:, :c], rows[:, c:]
+    keys = kv.new_empty(len(rows), heads, nope + k_rope.shape[-1])
+    k_nope = keys[..., :nope].transpose(0, 1)
+    torch.bmm(latent.expand(heads, -1, -1), w_uk.transpose(1, 2), out=k_nope)
+    _broadcast_k_rope(k_rope, keys)
+    values = latent @ w_uv.flatten(0, 1).t()
+    return keys.unflatten(0, kv.shape[:2]), values.view(*kv.shape[:2], *w_uv.shape[:2])
+
+
+def expand_backward(
+    kv: Tensor, w_uk: Tensor, w_uv: Tensor, dk: Tensor, dv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of [latent | k_rope], W_UK and W_UV, in fp32 (fp64).
+
+    Args:
+        kv: As in :func:`expand`.
+        w_uk: As in :func:`expand`.
+        w_uv: As in :func:`expand`.
+        dk: [S, B, N, nope + rope].
+        dv: [S, B, N, v].
+    """
+    (_, nope, c), rope = w_uk.shape, kv.shape[-1] - w_uk.shape[-1]
+    w_k = _extend_by_rope(w_uk, rope)
+    rows = kv.flatten(0, 1)
+    dk_rows, dv_rows = (x.to(kv.dtype).flatten(0, 1).flatten(1) for x in (dk, dv))
+    dkv = _product(dk_rows, w_k.flatten(0, 1))
+    dkv[:, :c] += _product(dv_rows, w_uv.flatten(0, 1))
+    dw_k = _product(dk_rows.t(), rows).view(w_k.shape)
+    dw_uv = _product(dv_rows.t(), rows[:, :c]).view(w_uv.shape)
+    return dkv.view(kv.shape), dw_k[:, :nope, :c], dw_uv
+
+
+def _broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
+    """Write k_rope [T, rope] to the last channels of every head of ``keys`` [T, N, nope + rope]."""
+    rope = k_rope.shape[-1]
+    if keys.is_cuda and rope:
+        # Loaded where it runs: elsewhere the package does without Triton.
+        from absorbed_mla.kernels.broadcast_k_rope import broadcast_k_rope
+
+        broadcast_k_rope(k_rope, keys)
+    else:
+        keys[..., keys.shape[-1] - rope :] = k_rope[:, None]
+
+
+def _extend_by_rope(w_uk: Tensor, rope: int) -> Tensor:
+    """W_UK [N, nope, C] that hands k_rope through: [N, nope + rope, C + rope]."""
+    heads, nope, c = w_uk.shape
+    extended = w_uk.new_zeros(heads, nope + rope, c + rope)
+    extended[:, :nope, :c] = w_uk
+    extended[:, nope:, c:].diagonal(dim1=1, dim2=2).fill_(1)
+    return extended
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product whose sums stay in fp32 (fp64)."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return a.to(wide) @ b.to(wide)
