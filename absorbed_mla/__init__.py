@@ -1,14 +1,22 @@
 """DeepSeek's multi-head latent attention with matrix absorption, for Megatron-Core.
 
-Data flow of one layer, and where to read it:
+The stages of one layer, and where each is:
 
-    hidden_states -> projections.py -> rope.py -> core_attention/ -> linear_proj
-                                                  absorb.py: W_UK into the query, W_UV after it
+    hidden_states          attention.py puts the stages together
+    -> projections         linear.py, norm.py (built in attention.py)
+    -> absorb              absorb.py: W_UK into the query
+    -> rope                rope.py
+    -> [context parallel]  context_parallel/: ranks exchange latents
+    -> core attention      core_attention/: forms, masks, backends; kernels/
+    -> V up-projection     absorb.py: W_UV
+    -> linear_proj
 
-``attention.py`` puts the stages together, ``specs/absorbed_mla_layer_specs.py`` puts the attention
-into Megatron's layers, ``state_dict.py`` and ``sharded_state.py`` speak standard MLA's checkpoints.
+``naive.py`` has the same equations straight from the paper. ``inference/`` is the attention over
+cached latents, ``generation/`` makes text with Megatron's engine, ``checkpoint/`` reads and writes
+standard MLA's state dicts and checkpoints, ``specs/absorbed_mla_layer_specs.py`` puts the attention
+into Megatron's layers.
 
-A public name is imported when it is asked for: options, which command lines show, need no torch.
+Public names are imported on first use, so that command lines can show options without torch.
 """
 
 from __future__ import annotations

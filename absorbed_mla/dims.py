@@ -1,12 +1,18 @@
-"""The numbers that define one MLA layer, and the letters used for tensor shapes in this package.
+"""The dimensions of one MLA layer, and the letters for tensor shapes in this package.
 
-Shape letters (suffixes and docstrings):
+Shape letters in docstrings and comments; one letter has one meaning everywhere:
 
     S  tokens along the sequence axis (one sequence, or all tokens of a pack)
     B  batch (1 for packed sequences)
     N  attention heads on this tensor-parallel rank
-    D  head dims: ``qk_nope_head_dim`` (nope), ``qk_rope_head_dim`` (rope), ``v_head_dim`` (v)
-    C  ``kv_lora_rank``, the width of the latent
+    D  width of one head: ``nope`` (qk_nope_head_dim), ``v`` (v_head_dim), or nope + R
+    C  kv_lora_rank, the width of the latent
+    R  qk_rope_head_dim, the width of the rotary part
+    V  width of what attention returns for a head: C (absorbed form) or v (expanded form)
+    T  new tokens of all requests on one axis (inference)
+    Q, K  query and key tokens of a chunk or tile
+
+``S_q`` and ``S_k`` are the S of queries and of keys where they differ.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import os
 import subprocess
@@ -110,12 +111,16 @@ class TestConversion:
 
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports when it runs, by full name; not those for annotations only."""
+    return _imported(_running(ast.parse(path.read_text())))
+
+
+def _imported(nodes) -> set[str]:
     found = set()
-    for node in _running(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: relative import"
+            assert not node.level, "relative import"
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
@@ -129,51 +134,126 @@ def _running(node: ast.AST):
         yield from _running(child)
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+def module_name(path: Path, root: Path = ROOT) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-IMPORTS = {module_name(path): imports_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
-# Lowest first: a module may import what stands before it, or beside it, and nothing behind.
-LAYERS = [
-    {"kernels"},
-    {"batch_invariant", "dims", "options", "norm", "linear", "sequences", "first_order"},
-    {"tensor_parallel", "unsupported", "absorb", "parameter_marks"},
-    {"rope", "te_linear", "state_dict"},
-    {"core_attention", "sharded_state", "projections", "load_hooks"},
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Every module of the product -> modules of the product and others that it imports.
+
+    Imports inside functions and for type annotations count: both bind one file to the other.
+    """
+    paths = [p for folder in PRODUCT for p in sorted((root / folder).rglob("*.py"))]
+    files = {module_name(path, root): path for path in paths}
+    graph = {}
+    for module, path in files.items():
+        found = _imported(ast.walk(ast.parse(path.read_text())))
+        # "from folder import file" binds to the file, not to the folder's __init__.
+        folders = {name.rpartition(".")[0] for name in found if name in files}
+        names = {name for name in found if name in files or name.split(".")[0] not in PRODUCT}
+        graph[module] = names - (folders - _needed(path, files)) - {module}
+    return graph
+
+
+def _needed(path: Path, files: dict[str, Path]) -> set[str]:
+    """Folders whose __init__ itself gives a name to the file."""
+    return {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and any(f"{node.module}.{alias.name}" not in files for alias in node.names)
+    }
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, or nothing."""
+    sorter = graphlib.TopologicalSorter(graph)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def level_of(module: str) -> int:
+    """Where a module of absorbed_mla stands in LEVELS."""
+    own = module.split(".")[1]
+    return next(i for i, names in enumerate(LEVELS) if own in names)
+
+
+PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
+# Of absorbed_mla, lowest first: a file may import what stands below its own level or beside it.
+LEVELS = [
+    {"registry", "caching", "log_once", "first_order", "dims", "naive"},
+    {"kernels", "sequences", "options"},
+    {"batch_invariant"},
+    {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"},
+    {"unsupported", "checkpoint"},
+    {"core_attention"},
     {"context_parallel", "inference"},
     {"attention"},
-    {"distributed_checkpoint", "testing"},
+    {"generation", "packed_router"},
+    {"testing"},
 ]
+GRAPH = import_graph(ROOT)
 
 
-class TestDirection:
-    # The package itself exports from everywhere.
-    @pytest.mark.parametrize("module", [name for name in IMPORTS if "." in name])
-    def test_layers(self, module):
-        """core_attention knows nothing of the attention, and so on: see LAYERS."""
-        own = module.split(".")[1]
-        level = next(i for i, names in enumerate(LAYERS) if own in names)
-        allowed = set().union(*LAYERS[: level + 1])
-        used = {name.split(".")[1] for name in IMPORTS[module] if name.startswith("absorbed_mla.")}
-        assert used <= allowed
+class TestGraph:
+    def test_no_circles(self):
+        assert not cycle_in(GRAPH)
 
-    def test_every_module_has_a_layer(self):
-        modules = {name.split(".")[1] for name in IMPORTS if "." in name}
-        assert modules == set().union(*LAYERS)
+    @pytest.mark.parametrize("module", [name for name in GRAPH if name.count(".")])
+    def test_no_import_from_above(self, module):
+        """Core attention knows nothing of the attention layer, and so on."""
+        package = module.split(".")[0]
+        used = {name for name in GRAPH[module] if name.split(".")[0] in PRODUCT}
+        if package == "absorbed_mla":
+            inside = {name for name in used if name.startswith("absorbed_mla.")}
+            assert used == inside, "the package stands on nothing else of the product"
+            above = {name for name in inside if level_of(name) > level_of(module)}
+            assert not above
 
-    @pytest.mark.parametrize("module", IMPORTS)
-    def test_package_stands_alone(self, module):
-        above = {"specs", "checkpoint_conversion", "tests", "scripts", "training"}
-        assert not above & {name.split(".")[0] for name in IMPORTS[module]}
+    def test_every_file_has_a_level(self):
+        modules = {name.split(".")[1] for name in GRAPH if name.startswith("absorbed_mla.")}
+        assert modules <= set().union(*LEVELS)
+
+    @pytest.mark.parametrize("module", GRAPH)
+    def test_the_product_imports_no_tests_or_scripts(self, module):
+        if module.startswith("absorbed_mla.testing"):
+            return
+        used = {name.split(".")[0] for name in GRAPH[module]}
+        assert not used & {"tests", "scripts", "training", "rollout", "console", "benchmarks"}
+        assert not any(name.startswith("absorbed_mla.testing") for name in GRAPH[module])
 
     def test_specs_stand_on_the_package_alone(self):
-        for path in (ROOT / "specs").rglob("*.py"):
-            used = {name.split(".")[0] for name in imports_of(path)}
-            assert used <= {"__future__", "megatron", "absorbed_mla"}
+        for module in (name for name in GRAPH if name.startswith("specs")):
+            used = {name.split(".")[0] for name in GRAPH[module]}
+            assert used <= {"__future__", "megatron", "absorbed_mla", "typing", "collections"}
 
-    def test_the_check_sees_imports(self):
-        """Also those inside functions."""
-        assert "absorbed_mla.core_attention" in IMPORTS["absorbed_mla.attention"]
-        assert "absorbed_mla.te_linear" in imports_of(ROOT / "specs/absorbed_mla_layer_specs.py")
+
+class TestTheCheckItself:
+    """On small packages made for it."""
+
+    @pytest.fixture
+    def graph(self, tmp_path):
+        def make(**files: str) -> dict[str, set[str]]:
+            for name, text in files.items():
+                path = tmp_path / "absorbed_mla" / f"{name.replace('__', '/')}.py"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return import_graph(tmp_path)
+
+        return make
+
+    def test_sees_imports_in_functions(self, graph):
+        found = graph(rope="def f():\n    from absorbed_mla import norm\n", norm="")
+        assert found["absorbed_mla.rope"] == {"absorbed_mla.norm"}
+
+    def test_finds_a_circle_of_annotations(self, graph):
+        type_only = "if TYPE_CHECKING:\n    from absorbed_mla.attention import Layer\n"
+        found = graph(
+            checkpoint__sharded=type_only, attention="import absorbed_mla.checkpoint.sharded"
+        )
+        assert {"absorbed_mla.attention", "absorbed_mla.checkpoint.sharded"} <= set(cycle_in(found))
+        assert level_of("absorbed_mla.attention") > level_of("absorbed_mla.checkpoint.sharded")
