@@ -30,7 +30,7 @@ from absorbed_mla.kernels import operators
 from tests.support import needs
 from tests.support.backends import KernelCase, determinism, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED
-from tests.support.certify import execute
+from tests.support.execution import execute
 from tests.support.fake_flash_attention_3 import NAMESPACE, PACKAGE, VLLM, registered
 from tests.support.hostile import Case, evaluate, named, poisoned_memory
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed

@@ -19,7 +19,7 @@ from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from tests.support import needs
 from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED
-from tests.support.certify import Execution, execute
+from tests.support.execution import Execution, execute
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
 from tests.support.numerics import bounds_from_eager, compare
 from tests.unit.core_attention.test_flash_attention import install_stand_in

@@ -36,7 +36,7 @@ from absorbed_mla.sequences import SequenceLayout
 from tests.support import needs
 from tests.support.backends import KernelCase, determinism, kernels_running
 from tests.support.cases import INTERPRETED, config_for
-from tests.support.certify import execute
+from tests.support.execution import execute
 from tests.support.fake_transformer_engine import install
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
 from tests.support.numerics import bounds_from_eager, compare, relative_error
