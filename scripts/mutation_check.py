@@ -6,7 +6,7 @@ TP=2 run until the first failure. A mutation that no test notices makes the scri
 
     $ python scripts/mutation_check.py
     (nothing broken)         not caught
-    rope_pairing             caught in tests/unit by tests/unit/attention/test_property_shapes.py
+    rope_pairing             caught in tests/unit by tests/unit/attention/test_shapes.py
 
 With ``--tests`` only the named test files run, which is quick and shows what they notice.
 """

@@ -25,7 +25,7 @@ from tests import oracle
 from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
-from tests.support.certify import execute
+from tests.support.execution import execute
 from tests.support.harness import (
     Setup,
     build_attention,

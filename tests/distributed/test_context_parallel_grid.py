@@ -20,8 +20,8 @@ from tests.distributed.test_oracle_grid import (
 )
 from tests.support import needs, world
 from tests.support.backends import kernel_cases, kernels_running
-from tests.support.certify import Execution, execute
 from tests.support.combinations import grid
+from tests.support.execution import Execution, execute
 from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import LAYOUTS, cut_layout
 from tests.support.numerics import bounds_from_eager, compare

@@ -12,7 +12,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from tests.support import needs, world
 from tests.support.cases import TINY
-from tests.support.certify import execute
+from tests.support.execution import execute
 from tests.support.harness import Setup, build_attention, worst_over_ranks
 from tests.support.layouts import cut_layout
 from tests.support.numerics import compare

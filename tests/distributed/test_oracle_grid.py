@@ -23,8 +23,8 @@ from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import FUSED, TINY, shapes
-from tests.support.certify import Execution, execute
 from tests.support.combinations import grid
+from tests.support.execution import Execution, execute
 from tests.support.harness import Setup, worst_over_ranks
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import bounds_from_eager, compare

@@ -76,20 +76,25 @@ def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+def attention_request(form: str, **changes) -> AttentionRequest:
+    """DeepSeek-V3's attention on a GPU, and what is different this time."""
+    key_width, value_width = {"absorbed": (576, 512), "expanded": (192, 128)}[form]
+    fields = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "key_width": key_width}
+    fields |= {"value_width": value_width, "latent": form == "absorbed"}
+    return AttentionRequest(**{**fields, "masked": False, "dropout": False, **changes})
+
+
+def why_not(backend: str, request: AttentionRequest) -> str | None:
+    """Why ``backend`` cannot do what is requested, or None."""
+    return examine(backend, request)[1].get(backend)
+
+
 def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot attend in a layer of this shape on this machine, or None."""
     dims = MLADims.from_config(config_for(mla, dtype), world.tp_size())
     key_width, value_width = FORMS[form].widths(dims)
-    request = AttentionRequest(
-        device=world.device(),
-        dtype=dtype,
-        key_width=key_width,
-        value_width=value_width,
-        form=form,
-        masked=False,
-        dropout=False,
-    )
-    return ATTENTION_BACKENDS[backend].why_not(request)
+    widths = {"key_width": key_width, "value_width": value_width}
+    return why_not(backend, attention_request(form, device=world.device(), dtype=dtype, **widths))
 
 
 @dataclass(frozen=True)

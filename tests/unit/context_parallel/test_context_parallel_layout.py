@@ -15,6 +15,7 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.sequences import SequenceLayout
 from tests.support.layouts import Layout, cut_tokens, dense, packed
 from tests.support.refusal import refusal
+from tests.support.spans import pairs_in
 
 SIZES = (2, 3, 4, 8)
 
@@ -53,18 +54,6 @@ def visible_pairs(layout: Layout, causal: bool) -> set[tuple[int, int]]:
         for i, j in itertools.product(range(len(rows)), repeat=2):
             if j <= i or not causal:
                 pairs.add((rows[i], rows[j]))
-    return pairs
-
-
-def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
-    """(query, key) of every span, on the axes of the spans."""
-    pairs = []
-    for span in spans:
-        assert span.query_start < span.query_end and span.key_start < span.key_end
-        for i, query in enumerate(range(span.query_start, span.query_end)):
-            for j, key in enumerate(range(span.key_start, span.key_end)):
-                if span.causal_offset is None or j <= i + span.causal_offset:
-                    pairs.append((query, key))
     return pairs
 
 

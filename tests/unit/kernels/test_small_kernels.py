@@ -16,10 +16,10 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support import world
 from tests.support.backends import interpret_kernel
 from tests.support.cases import TINY, random_weights
+from tests.support.fake_packages.cudnn import PlainKernel
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
-from tests.unit.core_attention.test_fused_attention import PlainKernel
 
 pytest.importorskip("triton")
 

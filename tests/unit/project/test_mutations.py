@@ -5,7 +5,7 @@ and of two until the first fails, on copies of the checkout::
 
     python scripts/mutation_check.py                            # every mutation
     python scripts/mutation_check.py tile_offset wave_alignment # these
-    python scripts/mutation_check.py tile_offset --tests tests/unit/core_attention/test_tiles.py
+    python scripts/mutation_check.py tile_offset --tests tests/unit/core_attention/masks
     python scripts/mutation_check.py k_rope_reduction_sp k_rope_reduction_no_sp \\
         --tests tests/distributed/test_finalize_gradients.py --processes 2
 """

@@ -18,8 +18,9 @@ import provenance
 from absorbed_mla.testing import standard_mla
 from packed_gradients import layers, report, widths
 from packed_gradients.row import Findings, LayerRow
-from tests.support import fake_transformer_engine, world
+from tests.support import world
 from tests.support.cases import TINY
+from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 VERSIONS = {
     "torch": "2.11.0",

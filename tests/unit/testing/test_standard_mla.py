@@ -1,5 +1,7 @@
 """Megatron's own MLASelfAttention on a CPU: the comparison partner must itself be right."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -19,38 +21,15 @@ from absorbed_mla.testing.standard_mla import (
     get_standard_mla_layer_spec,
 )
 from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.refusal import refusal
+
+# No YaRN, so that whole layers may be compared with plain attention.
+SMALL = replace(TINY, rope_type="rope", scaling_factor=1.0, mscale_all_dim=1.0)
 
 
 def make_config(**changes) -> MLATransformerConfig:
-    values = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 48,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 8,
-        "qk_layernorm": True,
-        "normalization": "RMSNorm",
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-        "mscale_all_dim": 1.0,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "transformer_impl": "local",
-        "use_cpu_initialization": True,
-        "apply_rope_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-    }
-    return MLATransformerConfig(**{**values, **changes})
+    return config_for(SMALL, torch.float32, **{"num_layers": 2, **changes})
 
 
 def build_layer(config):
@@ -69,22 +48,20 @@ def random_qkv(*shape: int, v: int = 8, dtype=torch.float64):
     return [torch.randn(*shape, w, generator=generator, dtype=dtype) for w in widths]
 
 
-class TestPlainCoreAttention:
-    def test_causal_equals_torch(self):
-        q, k, v = random_qkv(7, 2, 3)
-        got = make_core()(q, k, v, None)
-        want = torch.nn.functional.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True, scale=0.3
-        )
-        torch.testing.assert_close(got, want.permute(2, 0, 1, 3).flatten(2))
+def pack_of(*ends: int) -> PackedSeqParams:
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, *ends]))
 
-    def test_default_scale(self):
-        q, k, v = random_qkv(5, 1, 2)
+
+class TestPlainCoreAttention:
+    @pytest.mark.parametrize("causal, scale", [(True, 0.3), (False, None)])
+    def test_equals_torch(self, causal, scale):
+        q, k, v = random_qkv(7, 2, 3)
         core = make_core()
-        core.softmax_scale = None
-        got = core(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+        core.softmax_scale = scale
+        mask_type = AttnMaskType.causal if causal else AttnMaskType.no_mask
+        got = core(q, k, v, None, attn_mask_type=mask_type)
         want = torch.nn.functional.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (q, k, v))
+            *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal, scale=scale
         )
         torch.testing.assert_close(got, want.permute(2, 0, 1, 3).flatten(2))
 
@@ -153,28 +130,26 @@ class TestPlainCoreAttention:
         assert torch.equal(core(q, k, v, None), first)
 
     @pytest.mark.parametrize(
-        "params, message",
+        "arguments, message",
         [
-            (PackedSeqParams(qkv_format="sbhd"), "qkv_format='thd'"),
-            (PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5])), "12 tokens"),
+            ({"packed_seq_params": PackedSeqParams(qkv_format="sbhd")}, "qkv_format='thd'"),
+            ({"packed_seq_params": pack_of(5)}, "12 tokens"),
+            (
+                {
+                    "packed_seq_params": pack_of(12),
+                    "attention_mask": torch.zeros(1, 1, 1, 12, dtype=torch.bool),
+                },
+                "attention_mask must be None",
+            ),
+            ({"attention_bias": torch.zeros(12, 12)}, "attention_bias"),
         ],
     )
-    def test_bad_boundaries(self, params, message):
-        with pytest.raises(ValueError, match=message):
-            make_core()(*random_qkv(12, 3), None, packed_seq_params=params)
-
-    def test_mask_with_packed_sequences(self):
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 12]))
-        mask = torch.zeros(1, 1, 1, 12, dtype=torch.bool)
-        with pytest.raises(ValueError, match="attention_mask must be None"):
-            make_core()(*random_qkv(12, 3), mask, packed_seq_params=params)
-
-    def test_bias(self):
-        with pytest.raises(ValueError, match="attention_bias"):
-            make_core()(*random_qkv(4, 1, 2), None, attention_bias=torch.zeros(4, 4))
+    def test_refused(self, arguments, message):
+        with refusal(message):
+            make_core()(*random_qkv(12, 3), **{"attention_mask": None, **arguments})
 
     def test_unsupported_option(self):
-        with pytest.raises(ValueError, match="softmax_type='vanilla' only, got 'off-by-one'"):
+        with refusal("softmax_type='vanilla' only, got 'off-by-one'"):
             make_core(softmax_type="off-by-one")
 
 
@@ -186,7 +161,7 @@ class TestSpecs:
         assert type(layer.self_attention) is MLASelfAttention
         norm = RMSNorm if qk_layernorm else IdentityOp
         assert isinstance(layer.self_attention.kv_layernorm, norm)
-        out, _ = layer(torch.randn(6, 2, 32, device=world.device()), attention_mask=None)
+        out, _ = layer(torch.randn(6, 2, SMALL.hidden, device=world.device()), attention_mask=None)
         out.square().sum().backward()
         without = [name for name, p in layer.named_parameters() if p.grad is None]
         assert without == []
@@ -194,7 +169,7 @@ class TestSpecs:
     def test_packed_layer_equals_one_by_one(self):
         """The host pads the value heads of packed sequences and trims the output afterwards."""
         layer = build_layer(make_config())
-        x = torch.randn(7, 1, 32, device=world.device())
+        x = torch.randn(7, 1, SMALL.hidden, device=world.device())
         cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=world.device())
         params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=4, max_seqlen_kv=4
@@ -229,25 +204,30 @@ class TestSpecs:
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             assert norm.weight.sequence_parallel
 
+    @pytest.mark.parametrize(
+        "changes, backend, message",
+        [
+            ({"q_lora_rank": None}, None, "qk_layernorm=True and q_lora_rank=None"),
+            ({}, "te", "one of local, transformer_engine or None; got 'te'"),
+            ({}, "transformer_engine", "needs transformer-engine"),
+            (
+                {"transformer_impl": "transformer_engine"},
+                "local",
+                "needs config.transformer_impl='local'",
+            ),
+        ],
+        ids=["local norm without q_lora", "unknown", "missing", "against the config"],
+    )
+    def test_refused(self, changes, backend, message, monkeypatch):
+        monkeypatch.setattr("absorbed_mla.testing.standard_mla.HAVE_TE", False)
+        with refusal(message):
+            get_standard_mla_layer_spec(make_config(**changes), backend=backend)
+
     def test_experts_missing(self):
         config = make_config()
         config.moe_layer_freq = [0, 1]
-        with pytest.raises(ValueError, match=r"moe_layer_freq=\[0, 1\] needs num_moe_experts"):
+        with refusal("moe_layer_freq=[0, 1] needs num_moe_experts"):
             get_standard_mla_decoder_block_spec(config)
-
-    def test_local_norm_without_q_lora(self):
-        config = make_config(q_lora_rank=None, qk_layernorm=True)
-        with pytest.raises(ValueError, match="qk_layernorm=True and q_lora_rank=None"):
-            get_standard_mla_layer_spec(config)
-
-    def test_backend_unknown(self):
-        with pytest.raises(ValueError, match="one of local, transformer_engine or None; got 'te'"):
-            get_standard_mla_layer_spec(make_config(), backend="te")
-
-    def test_backend_missing(self, monkeypatch):
-        monkeypatch.setattr("absorbed_mla.testing.standard_mla.HAVE_TE", False)
-        with pytest.raises(ValueError, match="needs transformer-engine"):
-            get_standard_mla_layer_spec(make_config(), backend="transformer_engine")
 
     def test_transformer_engine_specs_are_megatrons(self, monkeypatch):
         """Nothing is replaced there; what depends on the config is handed over."""
@@ -259,8 +239,3 @@ class TestSpecs:
         layer = get_standard_mla_layer_spec(config)
         assert layer == {"qk_layernorm": True, "multi_latent_attention": True}
         assert get_standard_mla_decoder_block_spec(config)["use_transformer_engine"]
-
-    def test_backend_against_config(self):
-        config = make_config(transformer_impl="transformer_engine")
-        with pytest.raises(ValueError, match=r"needs config\.transformer_impl='local'"):
-            get_standard_mla_layer_spec(config, backend="local")

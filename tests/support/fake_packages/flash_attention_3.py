@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tests.support.fake_attention import attend, scores_of, sequences
+from tests.support.fake_packages import kit
 
 NAMESPACE = "fake_flash_attn_3"
 _START = (
@@ -91,20 +91,14 @@ class Calls:
         assert longest == [int(x.max()) for x in lengths[2:]]
         q, k, v, q_v, out = tensors
         lse = torch.full((q.shape[1], len(q)), torch.nan, device=q.device)
-        parts = sequences(*lengths)
+        parts = kit.sequences(*lengths)
         for rows, keys in parts:
-            lse[:, rows] = self._attend(
-                q[rows], k[keys], v[keys], q_v[rows], out[rows], scale, causal
-            ).float()
+            query, key = (torch.cat(x, -1) for x in ((q[rows], q_v[rows]), (k[keys], v[keys])))
+            # Causal is aligned at the bottom right.
+            offset = len(key) - len(query) if causal else None
+            found, lse[:, rows] = kit.attend(query, key, v[keys], scale, offset)
+            out[rows] = found.to(out)
         self.sequences.append(len(parts))
-        return lse
-
-    def _attend(self, q, k, v, q_v, out, scale, causal) -> Tensor:
-        """One sequence; causal is aligned at the bottom right."""
-        seen = len(k) - len(q) if causal else None
-        scores = scores_of(torch.cat((q, q_v), -1), torch.cat((k, v), -1), scale, seen)
-        found, lse = attend(scores, v)
-        out.copy_(found)
         return lse
 
 

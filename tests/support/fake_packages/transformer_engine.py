@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from tests.support.fake_attention import attend, scores_of, sequences
+from tests.support.fake_packages import kit
 
 _WITH_PADDING = {"thd_thd_thd": True, "sbhd_sbhd_sbhd": False}
 _NAMES = ("QKVLayout", "AttnBiasType", "AttnMaskType", "SoftmaxType", "FusedAttnBackend")
@@ -71,8 +71,8 @@ class FusedAttention(ModuleType):
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         stats = torch.full(call.stats_shape, torch.nan, device=q.device)
         for queries, keys in call.sequences:
-            scores = scores_of(q[queries], k[keys], attn_scale, call.offset(q[queries], k[keys]))
-            found, lse = attend(scores, v[keys])
+            offset = call.offset(q[queries], k[keys])
+            found, lse = kit.attend(q[queries], k[keys], v[keys], attn_scale, offset)
             out[queries] = found.to(out)
             call.stats_of(stats, queries).copy_(lse)
         return out, [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
@@ -116,22 +116,12 @@ class FusedAttention(ModuleType):
         self.calls.append(Call("backward", qkv_layout, attn_mask_type, deterministic, dqkv_dtype))
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         for queries, keys in call.sequences:
-            rows = (q[queries], k[keys], v[keys], o[queries], d_o[queries])
-            scores = scores_of(*rows[:2], attn_scale, call.offset(*rows[:2]))
-            found = _gradients(rows, scores, call.stats_of(stats, queries), attn_scale)
+            lse, offset = call.stats_of(stats, queries), call.offset(q[queries], k[keys])
+            rows = (q[queries], k[keys], v[keys], o[queries], lse, d_o[queries])
+            found = kit.gradients(*rows, attn_scale, offset)
             for grad, where, part in zip(grads, (queries, keys, keys), found):
                 grad[where] = part.to(grad)
         return [*grads, None, None]
-
-
-def _gradients(rows: tuple[Tensor, ...], scores: Tensor, lse: Tensor, scale: float):
-    q, k, v, o, d_o = (x.double() for x in rows)
-    probs = (scores - lse.double()[..., None]).exp()
-    dprobs = torch.einsum("qnv,knv->nqk", d_o, v)
-    delta = torch.einsum("qnv,qnv->nq", d_o, o)
-    ds = probs * (dprobs - delta[..., None]) * scale
-    dq, dk = torch.einsum("nqk,knd->qnd", ds, k), torch.einsum("nqk,qnd->knd", ds, q)
-    return dq, dk, torch.einsum("nqk,qnv->knv", probs, d_o)
 
 
 class _Layout:
@@ -156,7 +146,7 @@ class _Layout:
             heads = q.shape[1]
             self.stats_shape = (len(q), heads, 1)
             assert lengths[2][-1] == len(q) and lengths[3][-1] == len(k)
-            self.sequences = sequences(*lengths[2:], *used)
+            self.sequences = kit.sequences(*lengths[2:], *used)
         else:
             batch, heads = q.shape[1:3]
             assert (batch, len(q), len(k)) != (1, 1, 1), "cuDNN refuses one pair"
@@ -198,9 +188,5 @@ def install(monkeypatch, version: str = "2.12.0", cudnn: int = 91900) -> FusedAt
     library.get_fused_attn_backend = lambda *_: fused.FusedAttnBackend["F16_arbitrary_seqlen"]
     monkeypatch.setattr(importlib.metadata, "version", version_of)
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    name = ""
-    for part in fused.__name__.split("."):
-        name = f"{name}.{part}" if name else part
-        module = fused if name == fused.__name__ else ModuleType(name)
-        monkeypatch.setitem(sys.modules, name, module)
+    kit.install(monkeypatch, fused.__name__, fused)
     return fused

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import nn
 
-from absorbed_mla.sequences import SequenceLayout
-from tests.support import needs, world
+from tests.support import world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
-from tests.support.layouts import dense, packed
+from tests.support.layouts import dense
 
 FORMS = ("absorbed", "expanded")
 TOKENS = dense(9, 2)
@@ -110,42 +108,3 @@ def test_without_hooks_the_query_is_rotated_in_place(monkeypatch):
     attention(rows(), None)
     [query] = [x for x in made if x.shape == expected.shape]
     assert not torch.equal(query, expected), "rotated where it lies"
-
-
-class TestBoundaries:
-    """One pack after the other, written into the same tensor of boundaries."""
-
-    LENGTHS = ((4, 5), (7, 2))
-
-    def outputs(self, attention, params) -> torch.Tensor:
-        x = TOKENS.random_rows(TINY.hidden, 1)[:, :1].to(world.device())
-        return attention(x, None, packed_seq_params=params)[0].detach()
-
-    @pytest.mark.parametrize("write", ["numpy", "data", "in place"])
-    @needs.no_gpu
-    def test_rewritten(self, write):
-        attention = layer("absorbed")
-        old, new = (packed(lengths).packed_seq_params(world.device()) for lengths in self.LENGTHS)
-        expected = self.outputs(attention, new)
-        entries = np.array(old.cu_seqlens_q)
-        if write == "numpy":
-            old.cu_seqlens_q = old.cu_seqlens_kv = torch.from_numpy(entries)
-        first = self.outputs(attention, old)
-        if write == "numpy":
-            entries[:] = new.cu_seqlens_q.numpy()
-        elif write == "data":
-            old.cu_seqlens_q.data.copy_(new.cu_seqlens_q)
-        else:
-            old.cu_seqlens_q.copy_(new.cu_seqlens_q)
-        assert not torch.equal(first, expected)
-        assert torch.equal(self.outputs(attention, old), expected)
-
-    @needs.gpu
-    def test_on_a_gpu_they_are_read_once(self, monkeypatch):
-        """Reading waits for everything that the GPU has to do."""
-        params, reads = packed((4, 5)).packed_seq_params(world.device()), []
-        plain = torch.Tensor.tolist
-        monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or plain(x))
-        for _ in range(3):
-            SequenceLayout.from_host(params, 9)
-        assert len(reads) == 1

@@ -9,24 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.merge import merge
-from tests.unit.context_parallel.test_context_parallel_layout import pairs_in
+from tests.support.spans import any_span, pairs_in
 
 
-@st.composite
-def spans(draw) -> Span:
-    query_start, key_start = draw(st.integers(0, 5)), draw(st.integers(0, 5))
-    queries, keys = draw(st.integers(1, 7)), draw(st.integers(1, 7))
-    offset = draw(st.none() | st.integers(0, 8))
-    if offset is not None:
-        # A causal span ends where its last query does.
-        keys = min(keys, offset + queries)
-    return Span(query_start, query_start + queries, key_start, key_start + keys, offset)
-
-
-@given(spans(), st.integers(1, 6))
-@settings(max_examples=400, deadline=None)
+@given(any_span(), st.integers(1, 6))
+@settings(max_examples=300, deadline=None)
 def test_chunks_of_queries(span, size):
     """All chunks together see what the span saw, and none holds keys that it does not see."""
     seen = []

@@ -1,4 +1,4 @@
-"""Every rotary angle: far positions, all frequencies, and both ends of YaRN's ramp."""
+"""The rotary table: far positions, all frequencies, both ends of YaRN's ramp, and its growth."""
 
 from __future__ import annotations
 
@@ -70,3 +70,21 @@ def test_ends_of_yarns_ramp(name):
     # found = plain (share / factor + 1 - share)
     share = (1 - found / plain) / (1 - 1 / mla.scaling_factor)
     assert share.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_growing_changes_no_row():
+    config = config_for(TINY)
+    table = RotaryTable(config)
+    short = table.cos_sin(5, CPU)
+    long = table.cos_sin(50, CPU)
+    for fresh, a, b in zip(RotaryTable(config).cos_sin(50, CPU), short, long):
+        assert torch.equal(b, fresh)
+        assert torch.equal(a, fresh[:5])
+    assert [len(x) for x in table.cos_sin(7, CPU)] == [7, 7]
+
+
+def test_is_built_rarely():
+    """Sequences that get longer one token at a time must not each cost a table."""
+    table = RotaryTable(config_for(TINY))
+    tables = {table.cos_sin(length, CPU)[0].data_ptr() for length in range(1, 1000)}
+    assert len(tables) <= 11

@@ -1,7 +1,7 @@
 """The layer on kernels, against the oracle, in one process.
 
-Without a GPU the portable kernels run in Triton's interpreter, and FlashAttention-4 has a stand-in
-of the same signatures. ``tests/distributed`` runs the kernels at other sizes.
+Without a GPU the portable kernels run in Triton's interpreter, and packages have stand-ins of the
+same signatures. ``tests/distributed`` runs the kernels at other sizes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import torch
 
 from absorbed_mla.context_parallel import strategy
 from absorbed_mla.core_attention.backend import _BACKENDS
+from absorbed_mla.core_attention.backends import flash_attention_3
+from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
 from absorbed_mla.core_attention.key_source import KeyBlock, LocalKeys
+from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
-from tests.support import needs
+from tests.support import fake_packages, needs
 from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED
-from tests.support.certify import Execution, execute
+from tests.support.execution import execute
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
 from tests.support.numerics import bounds_from_eager, compare
-from tests.unit.core_attention.test_flash_attention import install_stand_in
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
@@ -31,37 +34,68 @@ with triton_interpreter():
 
 # The first of every kernel.
 CASES = {case.core_attention_backend: case for case in reversed(kernel_cases())}
-STAND_IN = KernelCase("expanded", "flash_attention_4", INTERPRETED, torch.float32, "sbhd", False)
 
 
-# On a GPU the package itself runs, if it is there.
-@pytest.fixture(params=[*CASES, *([] if needs.HAS_GPU else ["stand_in"])])
+@pytest.fixture
+def flash_attention_3_fake(monkeypatch):
+    """Forward by the operator, backward by the portable kernels in the interpreter."""
+    fake = fake_packages.flash_attention_3
+    monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
+    backend = FlashAttention3()
+    backend._gradients = LatentKernelBackend("triton")
+    with fake.registered(fake.VLLM) as calls:
+        yield backend
+    assert calls.sequences
+
+
+@pytest.fixture
+def flash_attention_4_fake(monkeypatch):
+    interface = fake_packages.flash_attention_4.install(monkeypatch)
+    yield FlashAttention4()
+    assert interface.calls > 1
+
+
+@pytest.fixture
+def transformer_engine_fake(monkeypatch):
+    fused = fake_packages.transformer_engine.install(monkeypatch)
+    yield TransformerEngineAttention()
+    assert {call.function for call in fused.calls} == {"forward", "backward"}
+
+
+FAKES = {
+    "flash_attention_3": "absorbed",
+    "flash_attention_4": "expanded",
+    "transformer_engine": "expanded",
+}
+
+
+# On a GPU the packages themselves run, if they are there.
+@pytest.fixture(params=CASES if needs.HAS_GPU else [*CASES, *FAKES])
 def case(request, monkeypatch):
     """A kernel that runs."""
-    case = CASES.get(request.param, STAND_IN)
-    calls = None
-    if case is STAND_IN:
-        calls = install_stand_in(monkeypatch)
-        found = (FlashAttention4(), lambda request: None)
-        monkeypatch.setitem(_BACKENDS, case.core_attention_backend, found)
+    name = request.param
+    case = CASES.get(name)
+    if case is None:
+        case = KernelCase(FAKES[name], name, INTERPRETED, torch.float32, "sbhd", False)
+        backend = request.getfixturevalue(f"{name}_fake")
+        monkeypatch.setitem(_BACKENDS, name, (backend, lambda request: None))
     with kernels_running(case):
         yield case
-    assert calls is None or calls.calls > 1
 
 
-def check(execution: Execution, dtype: torch.dtype) -> None:
+def check(case: KernelCase, tokens) -> None:
     """Output and every gradient round no worse than three plain evaluations of the equations."""
+    execution = execute(case.mla, case.setup(), tokens)
     table = execution.table()
-    exact, eager = execution.oracle(table), execution.oracle(table, dtype)
-    compare(execution.tensors, exact, bounds_from_eager(eager, exact, dtype)).check()
+    exact, eager = execution.oracle(table), execution.oracle(table, case.dtype)
+    compare(execution.tensors, exact, bounds_from_eager(eager, exact, case.dtype)).check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_layer(case, recomputes, layout):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
-    setup = replace(case, recomputes=recomputes).setup()
-    check(execute(case.mla, setup, grid_layout(layout, divisible=False)), case.dtype)
+    check(replace(case, recomputes=recomputes), grid_layout(layout, divisible=False))
 
 
 class Blocks(LocalKeys):
@@ -104,6 +138,7 @@ def part_of(span: Span, first: int, last: int) -> Span | None:
     "layout", [dense(13, 2), packed((5, 1, 0, 7), (6, 3, 2, 9))], ids=["sbhd", "thd_padded"]
 )
 def test_blocks_of_keys(case, layout, monkeypatch):
-    """Queries that see nothing of a block, and gradients from the softmax over all of them."""
+    """As under context parallelism: backward gets the LSE over all blocks, and some queries see
+    nothing of a block."""
     monkeypatch.setattr(strategy, "LocalKeys", Blocks)
-    check(execute(case.mla, case.setup(), layout), case.dtype)
+    check(case, layout)

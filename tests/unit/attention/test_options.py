@@ -1,0 +1,240 @@
+"""Options, configs and specs that are refused before any work, at construction.
+
+A refusal that is missing here is an option that is silently ignored, or a wrong result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+import specs.absorbed_mla_layer_specs as layer_specs
+from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention, MLADims
+from absorbed_mla.linear import DuplicatedLinear
+from absorbed_mla.norm import RMSNorm
+from absorbed_mla.options import CORE_ATTENTION_BACKENDS
+from absorbed_mla.projections import ProjectionBuilder
+from absorbed_mla.unsupported import refuse_unsupported_config
+from tests.support.cases import TINY, config_for
+from tests.support.harness import Setup, build_attention
+from tests.support.refusal import refusal
+
+
+def config_with(**fields) -> MLATransformerConfig:
+    """A config changed after its own checks, which refuse some of it in their own words."""
+    config = config_for(TINY)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def attention_spec(config, **options):
+    options = AbsorbedMLAOptions(**options)
+    spec = layer_specs.get_absorbed_mla_layer_spec(config, backend="local", options=options)
+    return spec.submodules.self_attention
+
+
+def build(config, **more) -> AbsorbedMLASelfAttention:
+    spec = attention_spec(config_for(TINY))
+    return AbsorbedMLASelfAttention(config, spec.submodules, layer_number=1, **more)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "name, values, accepts",
+        [
+            ("form", ["fused", None], "auto, absorbed, expanded"),
+            ("down_projection", ["row_parallel"], "duplicated, column_parallel"),
+            ("core_attention_backend", ["flash"], ", ".join(CORE_ATTENTION_BACKENDS)),
+            ("latent_norm_eps", [0.0, 1.0, -1e-6, math.nan, "1e-6"], "None or between 0 and 1"),
+            ("query_chunk_size", [0, -64, 64.0, True], "at least 1"),
+            ("expansion_chunk_size", [0, 1.5], "at least 1"),
+        ],
+    )
+    def test_bad_value(self, name, values, accepts):
+        for value in values:
+            with refusal(name, accepts, f"got {value!r}"):
+                AbsorbedMLAOptions(**{name: value})
+            with refusal(name):
+                AbsorbedMLAOptions().replace(**{name: value})
+
+    def test_good_values(self):
+        options = AbsorbedMLAOptions(latent_norm_eps=1e-6, query_chunk_size=1, form="expanded")
+        assert options.replace(form="absorbed") == dataclasses.replace(options, form="absorbed")
+        assert AbsorbedMLAOptions.coerce(options) is options
+        assert AbsorbedMLAOptions.coerce(None) == AbsorbedMLAOptions()
+
+    def test_frozen_and_by_keyword(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            AbsorbedMLAOptions().form = "absorbed"
+        with pytest.raises(TypeError):
+            AbsorbedMLAOptions("absorbed")
+
+    def test_not_options(self):
+        given, config = {"form": "absorbed"}, config_for(TINY)
+        with refusal("options", "AbsorbedMLAOptions or None", f"got {given!r}"):
+            build(config, options=given)
+        for name in ("layer", "decoder_block"):
+            get_spec = getattr(layer_specs, f"get_absorbed_mla_{name}_spec")
+            with refusal("options", "AbsorbedMLAOptions or None", f"got {given!r}"):
+                get_spec(config, backend="local", options=given)
+
+    @pytest.mark.parametrize(
+        ("form", "backend", "fitting"),
+        [
+            ("absorbed", "flash_attention_4", "auto, flash_attention_3, hopper, triton, reference"),
+            (
+                "expanded",
+                "hopper",
+                "auto, flash_attention_4, cudnn, transformer_engine, reference",
+            ),
+        ],
+    )
+    def test_backend_of_the_other_form(self, form, backend, fitting):
+        """Otherwise the first forward would say so, after a model was built."""
+        given = f"core_attention_backend={backend!r}"
+        with refusal(given, "only", f"got form={form!r}", f"one of {fitting}"):
+            AbsorbedMLAOptions(form=form, core_attention_backend=backend)
+        options = AbsorbedMLAOptions(core_attention_backend=backend)
+        with refusal(given, f"got form={form!r}"):
+            options.replace(form=form)
+
+
+# Value to refuse -> what the message recommends.
+UNSUPPORTED = {
+    "multi_latent_attention": (False, "True"),
+    "hierarchical_context_parallel_sizes": ([2, 2], "None"),
+    "fp8": ("hybrid", "None"),
+    "fp4": ("e2m1", "None"),
+    "qk_clip": (True, "False"),
+    "log_max_attention_logit": (True, "False"),
+    "flash_decode": (True, "False"),
+    "experimental_attention_variant": ("dsa", "None"),
+    "apply_rope_fusion": (True, "False"),
+    "mla_down_proj_fusion": (True, "False"),
+    "attention_output_gate": (True, "False"),
+    "apply_query_key_layer_scaling": (True, "False"),
+    "qk_l2_norm": (True, "False"),
+    "window_size": ((128, 0), "None"),
+    "softmax_type": ("learnable", "'vanilla'"),
+    "softmax_scale": (0.1, "None"),
+    "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
+    "normalization": ("LayerNorm", "'RMSNorm'"),
+    "transformer_impl": ("inference_optimized", "'local'"),
+    "cuda_graph_impl": ("transformer_engine", "'none'"),
+    "no_rope_freq": ([0, 1], "None"),
+    "mrope_section": ([2, 1, 1], "None"),
+    "add_qkv_bias": (True, "False"),
+    "quant_recipe": ("recipe", "None"),
+    "use_kitchen": (True, "False"),
+}
+POSITIVE = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_head_dim", "v_head_dim")
+# Fields -> what the message holds.
+REFUSED = [
+    *(({name: 0, "num_query_groups": None}, (name, "at least 1", "got 0")) for name in POSITIVE),
+    ({"q_lora_rank": 0}, ("q_lora_rank", "None or at least 1", "got 0")),
+    *(
+        ({"qk_pos_emb_head_dim": width}, ("even", "not negative", f"got {width}"))
+        for width in (7, -2)
+    ),
+    ({"num_query_groups": 2}, ("num_query_groups", "num_attention_heads=4", "got 2")),
+    (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
+        ("offload_modules=['core_attn']", "qkv_linear, core_attn, attn_proj"),
+    ),
+    ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
+    ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
+    ({"rotary_scaling_factor": 0}, ("rotary_scaling_factor", "positive", "got 0")),
+    (
+        {"original_max_position_embeddings": -1},
+        ("original_max_position_embeddings", "positive", "got -1"),
+    ),
+    *(
+        ({name: value}, (f"{name}={value!r}", "not support", f"set it to {instead}"))
+        for name, (value, instead) in UNSUPPORTED.items()
+    ),
+]
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        "fields, parts", REFUSED, ids=lambda x: "" if isinstance(x, tuple) else next(iter(x))
+    )
+    def test_refused(self, fields, parts):
+        known = config_for(TINY)
+        assert all(hasattr(known, name) for name in fields), "another name is never refused"
+        with refusal(*parts):
+            build(config_with(**fields))
+
+    def test_offloading_of_other_modules(self):
+        """The MLP's business."""
+        refuse_unsupported_config(
+            config_with(fine_grained_activation_offloading=True, offload_modules=["moe_act"])
+        )
+
+    @pytest.mark.parametrize("value", ["a2a", "a2a+p2p", "ring", ["p2p"], 3])
+    def test_cp_comm_type(self, value):
+        with refusal("cp_comm_type", "all_gather, p2p", f"got {value!r}", "one head for all"):
+            build(config_for(TINY), cp_comm_type=value)
+
+    @pytest.mark.parametrize("value", [None, "all_gather", "allgather", "p2p"])
+    def test_accepted_cp_comm_type(self, value):
+        build(config_for(TINY), cp_comm_type=value)
+
+    def test_heads_do_not_divide(self):
+        parts = ("num_attention_heads=4", "divisible by", "tensor_model_parallel_size=3")
+        with refusal(*parts):
+            MLADims.from_config(config_for(TINY), 3)
+
+    def test_norm(self):
+        with refusal("normalization='LayerNorm'", "RMSNorm only"):
+            RMSNorm(config_with(normalization="LayerNorm"), 8)
+
+
+class HalfOfTheRows(ColumnParallelLinear):
+    def __init__(self, inputs, outputs, **kwargs):
+        super().__init__(inputs, outputs // 2, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "kind", "layer", "parts"),
+    [
+        (
+            3,
+            "column_parallel",
+            None,
+            (
+                "16 rows of linear_q_down_proj",
+                "tensor_model_parallel_size=3",
+                "down_projection='duplicated'",
+            ),
+        ),
+        (2, "duplicated", HalfOfTheRows, ("(HalfOfTheRows) is column_parallel", "same options")),
+        (2, "column_parallel", DuplicatedLinear, ("(DuplicatedLinear) is duplicated",)),
+    ],
+    ids=["rows do not divide", "sharded, not asked for", "whole, not asked for"],
+)
+def test_down_projection(tp_size, kind, layer, parts):
+    """A rank that holds a part of the rows must not take them for the whole, or vice versa."""
+    attention = build_attention(TINY, Setup())
+    options = AbsorbedMLAOptions(down_projection=kind)
+    # What the projections read of an attention, as if there were so many ranks.
+    owner = SimpleNamespace(
+        dims=attention.dims,
+        config=attention.config,
+        tp_group=attention.tp_group,
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: tp_size)),
+        options=options,
+        sequence_parallel=False,
+    )
+    submodules = attention_spec(attention.config, down_projection=kind).submodules
+    if layer:
+        submodules = dataclasses.replace(submodules, linear_q_down_proj=layer)
+    with refusal(f"down_projection={kind!r}", *parts):
+        ProjectionBuilder(owner, submodules, None).build()

@@ -1,0 +1,174 @@
+"""Backends of the expanded form on other people's kernels: cuDNN, FlashAttention-4 and
+TransformerEngine.
+
+Without a GPU stand-ins with the signatures of the packages compute in float64; on a GPU the
+packages themselves run as well.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from absorbed_mla.core_attention.backend import ReferenceBackend
+from absorbed_mla.core_attention.backends import flash_attention_4 as fa4
+from absorbed_mla.core_attention.backends import transformer_engine as te
+from absorbed_mla.core_attention.backends.cudnn import CudnnKernel
+from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
+from absorbed_mla.core_attention.backends.fused import FusedBackend
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.varlen import waves
+from tests.support import needs
+from tests.support.backends import determinism
+from tests.support.differentiable import NARROW, V3, operands, outcome
+from tests.support.fake_packages import flash_attention_4, transformer_engine
+from tests.support.fake_packages.cudnn import PlainKernel
+from tests.support.numerics import bounds_from_eager, compare, relative_error
+from tests.support.spans import SPANS
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    return flash_attention_4.install(monkeypatch)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    te.refusal.cache_clear()
+    yield transformer_engine.install(monkeypatch)
+    te.refusal.cache_clear()
+
+
+BACKENDS = {
+    "cudnn": FusedBackend("plain", PlainKernel()),
+    "flash_attention_4": FlashAttention4(),
+    "transformer_engine": TransformerEngineAttention(),
+}
+
+
+@pytest.mark.parametrize("lse_weight", [0.0, 0.3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_equals_the_reference(name, spans, batch, lse_weight, flash, fused):
+    """Output, LSE and gradients; accumulators are fp32, memory that nobody writes holds NaN."""
+    rules, leaves = (
+        ScoreRules(0.3, SPANS[spans], query_chunk_size=5),
+        operands(torch.float64, batch),
+    )
+    expected = outcome(ReferenceBackend(), leaves, rules, lse_weight)
+    actual = outcome(BACKENDS[name], leaves, rules, lse_weight)
+    for key, tensor in expected.items():
+        assert relative_error(actual[key].double(), tensor.double()) < 1e-6, key
+    if name == "flash_attention_4":
+        assert flash.calls == 2 * len(waves(rules.spans, batch == 1))
+    if name == "transformer_engine" and spans != "nothing":
+        # Its backward knows no gradient of the LSE.
+        functions = {"forward"} if lse_weight else {"forward", "backward"}
+        assert {call.function for call in fused.calls} == functions
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "expected"),
+    [
+        ("causal", 2, ["sbhd_sbhd_sbhd causal"]),
+        ("square", 1, ["sbhd_sbhd_sbhd no_mask"]),
+        ("padding", 1, ["thd_thd_thd padding_causal"]),
+        ("bottom_right_pack", 1, ["thd_thd_thd padding_causal_bottom_right"]),
+        ("wider_gap_of_queries", 1, ["sbhd_sbhd_sbhd causal_bottom_right"] * 2),
+    ],
+)
+def test_calls_of_transformer_engine(name, batch, expected, fused):
+    """A pack is one call, in TransformerEngine's own layout."""
+    leaves = operands(torch.float64, batch)
+    outcome(TransformerEngineAttention(), leaves, ScoreRules(0.3, SPANS[name]))
+    assert [f"{call.layout} {call.mask}" for call in fused.calls] == 2 * expected
+
+
+@pytest.mark.parametrize(
+    ("demanded", "warn_only", "expected"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_repeats_to_the_bit_where_it_must(demanded, warn_only, expected, flash, fused):
+    """Otherwise gradients differ from run to run, or cost more than they need to."""
+    with determinism(demanded, warn_only):
+        for backend in (FlashAttention4(), TransformerEngineAttention()):
+            outcome(backend, operands(torch.bfloat16), ScoreRules(0.3, SPANS["causal"]))
+    assert flash.deterministic == {expected}
+    assert fused.calls[-1].deterministic is expected
+
+
+@pytest.mark.parametrize("name", ["BFloat16", "Float16"])
+def test_type_of_transformer_engines_gradients(name, fused):
+    leaves = operands(getattr(torch, name.lower()))
+    outcome(TransformerEngineAttention(), leaves, ScoreRules(0.3, SPANS["causal"]))
+    assert fused.calls[-1].dtype == f"k{name}"
+
+
+def _transformer_engine_is_missing() -> str | None:
+    if not needs.HAS_GPU:
+        return needs.NEEDS_GPU
+    return te.refusal(192, 128, torch.bfloat16, deterministic=False, packed=True)
+
+
+ON_A_GPU = {
+    "cudnn": (FusedBackend("cudnn", CudnnKernel()), needs.gpu),
+    "flash_attention_4": (
+        FlashAttention4(),
+        needs.gpu_with("flash-attn-4", fa4.refusal(192, 128)),
+    ),
+    "transformer_engine": (
+        TransformerEngineAttention(),
+        needs.gpu_with("TransformerEngine", _transformer_engine_is_missing()),
+    ),
+}
+
+
+def on_a_gpu(name: str, *values):
+    """Parameters of a test that the package must be there for."""
+    backend, mark = ON_A_GPU[name]
+    return pytest.param(backend, *values, marks=mark, id="-".join(map(str, (name, *values))))
+
+
+def no_worse_than_pytorch(backend, spans, batch, widths, lse_weight, dtype) -> None:
+    """At most three times the error of a plain evaluation at the same precision."""
+    rules = ScoreRules(1 / math.sqrt(widths["nope"] + widths["rope"]), SPANS[spans])
+    leaves = operands(dtype, batch, widths)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = outcome(ReferenceBackend(), wide, rules, lse_weight)
+    eager = outcome(ReferenceBackend(), leaves, rules, lse_weight)
+    actual = outcome(backend, leaves, rules, lse_weight)
+    compare(actual, exact, bounds_from_eager(eager, exact, dtype)).check()
+
+
+@pytest.mark.parametrize("backend", [on_a_gpu(name) for name in ON_A_GPU])
+@pytest.mark.parametrize(
+    ("batch", "dtype", "lse_weight"),
+    [(1, torch.bfloat16, 0.0), (2, torch.bfloat16, 0.3), (1, torch.float16, 0.3)],
+)
+@pytest.mark.parametrize("spans", SPANS)
+def test_on_a_gpu(backend, spans, batch, dtype, lse_weight):
+    no_worse_than_pytorch(backend, spans, batch, V3, lse_weight, dtype)
+
+
+@pytest.mark.parametrize(
+    ("backend", "widths"),
+    [
+        on_a_gpu("cudnn", NARROW),
+        on_a_gpu("flash_attention_4", {"nope": 32, "rope": 32, "v": 64}),
+        on_a_gpu("flash_attention_4", {"nope": 96, "rope": 32, "v": 128}),
+    ],
+)
+def test_widths_on_a_gpu(backend, widths):
+    no_worse_than_pytorch(backend, "zigzag", 1, widths, 0.3, torch.bfloat16)
+
+
+@needs.gpu_with("TransformerEngine", _transformer_engine_is_missing())
+def test_bits_repeat_on_a_gpu():
+    leaves, rules = operands(torch.bfloat16, widths=V3), ScoreRules(0.07, SPANS["causal"])
+    with determinism(True):
+        first, again = (outcome(TransformerEngineAttention(), leaves, rules) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)

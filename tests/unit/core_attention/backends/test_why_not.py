@@ -1,0 +1,158 @@
+"""What each backend refuses, and why, from the request alone; no GPU is needed to ask.
+
+An explicit choice raises with the reason; "auto" takes another backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from absorbed_mla import AbsorbedMLAOptions, MLADims
+from absorbed_mla.core_attention import latent_kernels
+from absorbed_mla.core_attention import module as latent_attention
+from absorbed_mla.core_attention.backend import ReferenceBackend, examine
+from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4
+from absorbed_mla.core_attention.backends import transformer_engine as te
+from absorbed_mla.core_attention.cost import Work
+from absorbed_mla.core_attention.key_source import LocalKeys
+from absorbed_mla.core_attention.module import LatentCoreAttention
+from absorbed_mla.core_attention.selection import choose
+from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
+from absorbed_mla.sequences import SequenceLayout
+from tests.support import fake_packages
+from tests.support.backends import attention_request, determinism, why_not
+from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.refusal import refusal
+
+CPU = torch.device("cpu")
+DIMS = MLADims.from_config(config_for(TINY), 1)
+FORM = {"cudnn": "expanded", "transformer_engine": "expanded", "flash_attention_4": "expanded"}
+FORM |= {"flash_attention_3": "absorbed"}
+ANY_KERNEL = [
+    ({"device": CPU}, "needs a GPU"),
+    ({"dtype": torch.float32}, "fp16 and bf16"),
+    ({"masked": True}, "attention_mask"),
+    ({"dropout": True}, "attention_dropout=0"),
+]
+EXPANDED = [
+    ({"latent": True}, "form='expanded'"),
+    ({"key_width": 260}, "(260, 128) are not multiples of 8 up to 256"),
+    ({"value_width": 264}, "(192, 264) are not multiples of 8 up to 256"),
+]
+ABSORBED = [
+    ({"latent": False, "key_width": 192, "value_width": 128}, "form='absorbed'"),
+    ({"key_width": 192, "value_width": 128}, "widths 128 (latent) and 64 (rope)"),
+    ({"key_width": 544}, "32 (rope) are not among (256, 512) and 64"),
+]
+REFUSED = [
+    (name, changes, reason)
+    for name, form in FORM.items()
+    for changes, reason in ANY_KERNEL + (EXPANDED if form == "expanded" else ABSORBED)
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch):
+    """As on a Hopper GPU with every package."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    # It asks for the shared memory of a real device.
+    monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
+    fake = fake_packages.flash_attention_3
+    monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
+    monkeypatch.setattr(flash_attention_4, "refusal", lambda *widths: None)
+    te.refusal.cache_clear()
+    fake_packages.transformer_engine.install(monkeypatch)
+    with fake.registered(), determinism(demanded=False):
+        yield
+    te.refusal.cache_clear()
+
+
+def test_what_can_run():
+    for form, expected in {
+        "expanded": {"cudnn", "transformer_engine", "flash_attention_4", "reference"},
+        "absorbed": {"flash_attention_3", "hopper", "triton", "reference"},
+    }.items():
+        runnable, _ = examine("auto", attention_request(form))
+        assert {backend.name for backend in runnable} == expected
+    assert (
+        why_not("flash_attention_3", attention_request("absorbed", key_width=320, value_width=256))
+        is None
+    )
+    assert [x.name for x in examine("reference", attention_request("expanded"))[0]] == ["reference"]
+    with refusal("core_attention_backend", ", ".join(CORE_ATTENTION_BACKENDS), "'flash'"):
+        examine("flash", attention_request("expanded"))
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=str)
+def test_refused(name, changes, reason):
+    """An explicit choice raises; "auto" falls back."""
+    request = attention_request(FORM[name], **changes)
+    assert reason in why_not(name, request)
+    with refusal(f"core_attention_backend={name!r}", "cannot run here", reason):
+        choose({FORM[name]: request}, name, DIMS, Work(1, 1, 1, training=True))
+    runnable, _ = examine("auto", request)
+    assert runnable[-1].name == "reference" and name not in [x.name for x in runnable]
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("name", CORE_ATTENTION_BACKENDS[1:])
+def test_options_know_which_form_it_computes(name, form):
+    """They refuse what it refuses for its form, and nothing else."""
+    refused = "form=" in (why_not(name, attention_request(form)) or "")
+    with refusal(name, form) if refused else contextlib.nullcontext():
+        AbsorbedMLAOptions(form=form, core_attention_backend=name)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("name", FORM)
+def test_another_gpu(name, capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = why_not(name, attention_request(FORM[name]))
+    if capability == (10, 0) and name in ("cudnn", "transformer_engine"):
+        assert reason is None
+    else:
+        assert "compute capability 9.0" in reason
+
+
+def test_deterministic_algorithms():
+    with determinism(demanded=True):
+        assert "not deterministic" in why_not("cudnn", attention_request("expanded"))
+        assert why_not("transformer_engine", attention_request("expanded")) is None
+
+
+def test_flash_attention_3_needs_its_backward(monkeypatch):
+    """Nothing of FlashAttention-3 needs Triton, but its gradients here do."""
+    monkeypatch.setattr("triton.__version__", "3.8.0")
+    reason = why_not("flash_attention_3", attention_request("absorbed"))
+    assert "3.8.0 is installed" in reason and "'hopper', which computes its backward" in reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "cp_size", "batch", "expected"),
+    [
+        (SequenceLayout.dense(8), 1, 1, False),
+        (SequenceLayout.dense(8), 2, 1, True),
+        (SequenceLayout.dense(8), 2, 2, False),
+        (SequenceLayout(8, (0, 3), (3, 5), (3, 5), packed=True), 1, 1, True),
+    ],
+)
+def test_who_is_told_of_packs(layout, cp_size, batch, expected, monkeypatch):
+    """Packs, and the two parts that a context-parallel rank has of one sequence."""
+    seen = []
+
+    def record(requests, *_):
+        seen.extend(request.packed for request in requests.values())
+        return "expanded", ReferenceBackend()
+
+    monkeypatch.setattr(latent_attention, "choose", record)
+    config = config_for(INTERPRETED)
+    dims = MLADims.from_config(config, 1)
+    core = LatentCoreAttention(config, dims, AttnMaskType.causal, 0.2, AbsorbedMLAOptions())
+    keys = LocalKeys(layout, causal=True)
+    core.plan(keys, layout, cp_size, torch.zeros(8, batch, 32), None)
+    assert seen == [expected] * 2
