@@ -204,13 +204,13 @@ MUTATIONS = {
     ),
     "context_chunk_dropped": Mutation(
         "absorbed_mla/inference/chunked_context.py",
-        "pieces, room = [], chunk_size",
+        "ranges, room = [], chunk_size",
         "return",
     ),
     "context_of_another_row": Mutation(
         "absorbed_mla/inference/chunked_context.py",
-        "part.gather(self.first_row + piece.row,",
-        "part.gather(piece.row,",
+        "part.gather(self.first_row + keys.row,",
+        "part.gather(keys.row,",
     ),
     "segment_on_the_wrong_axis": Mutation(
         "absorbed_mla/inference/attention.py",
@@ -218,12 +218,12 @@ MUTATIONS = {
         "starts",
     ),
     "offloaded_part_starts_at_zero": Mutation(
-        "absorbed_mla/inference/caches/latent_memory.py",
+        "absorbed_mla/inference/latent_memory.py",
         "start += self.block_size",
         "start += 0",
     ),
     "cache_of_the_first_layer": Mutation(
-        "absorbed_mla/inference/caches/contexts.py",
+        "absorbed_mla/inference/caches/dynamic.py",
         "DynamicStep(context, layer_number - layer_offset(), tokens)",
         "DynamicStep(context, 1, tokens)",
     ),

@@ -1,10 +1,11 @@
-"""Attention of new tokens over cached latents: absorbed or expanded, row by row."""
+"""Attention of new tokens over cached latents: absorbed or expanded, chosen for each request."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +15,24 @@ from absorbed_mla.core_attention.attend import attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest, examine
 from absorbed_mla.core_attention.cost import Work, machine_name, seconds
 from absorbed_mla.core_attention.forms.forms import AbsorbedForm, ExpandedForm
-from absorbed_mla.core_attention.kept import kept_on_gpu
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose
 from absorbed_mla.dims import MLADims
-from absorbed_mla.inference import backend as paged_backends
+from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.step import InferenceStep, RowLengths
+from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
 from absorbed_mla.options import AbsorbedMLAOptions
 
-# Queries times heads in one call that keep the multiprocessors of a large GPU busy; and keys below
-# which a call is too short.
-_FULL = 2**15
-_LEAST_CHUNK = 2**12
+# Queries times heads of one call that keep all multiprocessors of a large GPU busy.
+_BUSY_QUERY_HEADS = 2**15
+# Calls over fewer keys are dominated by their launch.
+_MIN_CHUNK_KEYS = 2**12
+# The call that the backend of the expanded form is chosen for.
+_TYPICAL_PREFILL = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Segment:
 
     Attributes:
         form: ``"absorbed"`` or ``"expanded"``.
-        rows: Of the step.
+        rows: Which rows of the step.
         tokens: Their new tokens on the token axis.
     """
 
@@ -48,12 +51,15 @@ class Segment:
 
 
 class CachedAttention:
-    """Attends over the latent cache, where no gradient is asked for.
+    """Attends over the latent cache, without gradients.
 
     Rows with few new tokens (decode, speculative tokens) run absorbed over the paged latent. Rows
     with many run expanded: over their own tokens, and over the cached context in chunks, merged by
-    LSE. The cost model draws the line, for each row by itself, so that no row is decompressed
-    because of another.
+    LSE. The cost model decides for each row by itself, so that no row is decompressed because of
+    another.
+
+    Backends and the kind of cache are chosen when they are first needed, and kept until something
+    else is requested.
 
     Args:
         dims: Dimensions of the layer on this rank.
@@ -67,6 +73,18 @@ class CachedAttention:
         self.options = options
         self.absorbed = AbsorbedForm()
         self.expanded = ExpandedForm(options.expansion_chunk_size)
+        self._cache_choice: tuple[type, LatentCache] | None = None
+        self._paged_choice: tuple[PagedRequest, PagedBackend] | None = None
+        self._expanded_choice: tuple[AttentionRequest, AttentionBackend | None] | None = None
+
+    def open_step(
+        self, context: Any, layer_number: int, layer_offset: Callable[[], int], kv: Tensor
+    ) -> InferenceStep:
+        """The cache of the layer in ``context`` for one forward; see ``LatentCache.open``."""
+        if self._cache_choice is None or self._cache_choice[0] is not type(context):
+            self._cache_choice = type(context), choose_cache(context)
+        cache = self._cache_choice[1]
+        return cache.open(context, layer_number, layer_offset, kv, self.options, owner=self)
 
     def __call__(
         self,
@@ -80,27 +98,28 @@ class CachedAttention:
 
         Args:
             step: The cache, with the new tokens written.
-            q: [q_nope | q_rope] [T, 1, N * (nope + rope)], not rotated; used up.
-            kv: [latent | k_rope] of the new tokens [T, 1, C + rope].
+            q: [q_nope | q_rope] [T, 1, N * (nope + R)], not rotated; overwritten.
+            kv: [latent | k_rope] of the new tokens [T, 1, C + R].
             weights: W_UK [N, nope, C] and W_UV [N, v, C].
-            cos_sin: Of the new tokens' positions, [T, rope / 2] each.
+            cos_sin: Of the new tokens' positions, [T, R / 2] each.
 
         Returns:
-            [T, 1, N, v]; zeros for tokens that are no row's.
+            [T, 1, N, v]; zeros for tokens that are in no row.
         """
-        if not len(q):  # kernels are not launched over nothing
+        if not len(q):  # kernels cannot be launched for nothing
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
-        parts = []
+        outputs = []
         for segment in self._segments(step, q):
-            mine = segment.tokens
-            attended = (self._absorbed if segment.form == "absorbed" else self._expanded)(
-                step, segment, q[mine], kv[mine], weights, tuple(x[mine] for x in cos_sin)
+            run = self._absorbed if segment.form == "absorbed" else self._expanded
+            tokens = segment.tokens
+            cos, sin = cos_sin
+            outputs.append(
+                run(step, segment, q[tokens], kv[tokens], weights, (cos[tokens], sin[tokens]))
             )
-            parts.append(attended)
-        return _joined(parts, q, self.dims)
+        return _joined(outputs, q, self.dims)
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
-        whole = Segment("absorbed", slice(0, len(step.rows)), slice(0, len(q)))
+        all_absorbed = (Segment("absorbed", _ALL, _ALL),)
         form = self.options.form
         if step.lengths is None:
             if form == "expanded":
@@ -108,44 +127,48 @@ class CachedAttention:
                     "form='expanded' cannot be captured in a CUDA graph: its work depends on the "
                     "lengths; use form='auto' or 'absorbed', or no graphs for prefill"
                 )
-            return (whole,)
+            return all_absorbed
         if form == "absorbed" or self.options.batch_invariant:
-            return (whole,)
+            return all_absorbed
         if form == "expanded":
-            return segments(step.lengths, _all_rows)
+            return segments(step.lengths, lambda lengths: True)
         if step.rows.max_query_length == 1:
-            return (whole,)
-        expanded = self._for_expanded(q)
+            return all_absorbed
+        expanded = self._expanded_backend(q)
         if expanded is None:
-            return (whole,)
+            return all_absorbed
         expands = functools.partial(
             is_cheaper_expanded,
             self.dims,
-            self._paged(step, q).name,
+            self._paged_backend(step, q).name,
             expanded.name,
             machine_name(q.device),
         )
         return segments(step.lengths, expands)
 
-    def _paged(self, step: InferenceStep, q: Tensor) -> PagedBackend:
+    def _paged_backend(self, step: InferenceStep, q: Tensor) -> PagedBackend:
+        """The backend of the absorbed form."""
         request = PagedRequest(
             device=q.device,
             dtype=q.dtype,
-            heads=self.dims.num_heads_per_rank,
-            content=self.dims.kv_lora_rank,
-            rope=self.dims.qk_rope_head_dim,
+            num_heads=self.dims.num_heads_per_rank,
+            kv_lora_rank=self.dims.kv_lora_rank,
+            qk_rope_head_dim=self.dims.qk_rope_head_dim,
             block_size=step.block_size,
             batch_invariant=self.options.batch_invariant,
             windowed=step.windowed,
         )
-        asked = self.options.paged_attention_backend
-        if self.options.batch_invariant:  # the one that training attends with
-            asked = backend_for(asked, q.device)
-        return paged_backends.choose(asked, request)
+        if self._paged_choice is None or self._paged_choice[0] != request:
+            name = self.options.paged_attention_backend
+            if self.options.batch_invariant:  # the backend of training
+                name = backend_for(name, q.device)
+            self._paged_choice = request, paged.choose(name, request)
+        return self._paged_choice[1]
 
-    def _request(self, q: Tensor) -> AttentionRequest:
+    def _expanded_backend(self, q: Tensor) -> AttentionBackend | None:
+        """The backend of the expanded form; None where ``form="auto"`` and none can run."""
         key_width, value_width, latent = self.expanded.widths(self.dims)
-        return AttentionRequest(
+        request = AttentionRequest(
             device=q.device,
             dtype=q.dtype,
             key_width=key_width,
@@ -154,35 +177,39 @@ class CachedAttention:
             masked=False,
             dropout=False,
         )
+        if self._expanded_choice is None or self._expanded_choice[0] != request:
+            name, backend = self.options.core_attention_backend, None
+            if self.options.form == "expanded" or examine(name, request)[0]:
+                _, backend = choose({"expanded": request}, name, self.dims, _TYPICAL_PREFILL)
+            self._expanded_choice = request, backend
+        return self._expanded_choice[1]
 
     def _context_chunk(self, queries: int) -> int:
         """Tokens of context at a time: fewer where few queries need many heads to fill a GPU."""
-        heads = min(self.dims.num_heads_per_rank, -(-_FULL // queries))
-        shorter = max(self.options.expansion_chunk_size // heads, _LEAST_CHUNK)
+        heads = min(self.dims.num_heads_per_rank, -(-_BUSY_QUERY_HEADS // queries))
+        shorter = max(self.options.expansion_chunk_size // heads, _MIN_CHUNK_KEYS)
         return min(self.options.context_chunk_size, shorter)
-
-    def _for_expanded(self, q: Tensor) -> AttentionBackend | None:
-        """The backend of the expanded form, or None where the one asked for does not do it."""
-        asked, must = self.options.core_attention_backend, self.options.form == "expanded"
-        return _expanded_backend(asked, self._request(q), self.dims, must)
 
     def _absorbed(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
-        backend, total = self._paged(step, q), None
+        backend, total = self._paged_backend(step, q), None
         for part in step.parts():
-            rows = _rows_of(part.rows, segment, step.lengths)
-            found = backend.forward(
+            attended = backend.forward(
                 q_content,
                 q_rope,
                 part.cache,
-                rows,
+                _rows_of(part.rows, segment, step.lengths),
                 self.softmax_scale,
                 key_start=part.start,
                 key_end=part.end,
                 batch_invariant=self.options.batch_invariant,
             )
-            total = found if total is None else merge(total[0].to(total[1].dtype), total[1], *found)
+            if total is None:
+                total = attended
+            else:
+                out, lse = total
+                total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
         out = total[0].to(q.dtype)
         return self.absorbed.output(out.unsqueeze(1), w_uv)
@@ -200,7 +227,7 @@ class CachedAttention:
         rules = ScoreRules(
             scale=self.softmax_scale, spans=(), query_chunk_size=self.options.query_chunk_size
         )
-        backend = self._for_expanded(q)
+        backend = self._expanded_backend(q)
         assert backend is not None
         out, _ = attend(
             self.expanded,
@@ -217,14 +244,14 @@ class CachedAttention:
 def is_cheaper_expanded(
     dims: MLADims, absorbed: str, expanded: str, machine: str, lengths: tuple[int, int]
 ) -> bool:
-    """Whether a row of so many (new tokens, keys) takes less time expanded than absorbed.
+    """Whether a row takes less time expanded than absorbed, by the cost model.
 
     Args:
         dims: Of the layer on this rank.
         absorbed: Backend of the absorbed form.
         expanded: Backend of the expanded form.
         machine: See ``cost.seconds``.
-        lengths: Of the row.
+        lengths: New tokens and keys of the row.
     """
     queries, keys = lengths
     pairs = queries * keys - queries * (queries - 1) // 2
@@ -237,60 +264,44 @@ def is_cheaper_expanded(
 def segments(
     lengths: RowLengths, expands: Callable[[tuple[int, int]], bool]
 ) -> tuple[Segment, ...]:
-    """Cut the rows into runs of one form.
+    """Group neighbouring rows of one form.
 
     Args:
         lengths: Of all rows.
         expands: Whether a row of (new tokens, keys) runs expanded.
     """
-    found: list[Segment] = []
+    runs: list[Segment] = []
     token = 0
     for row, (queries, keys) in enumerate(zip(lengths.queries, lengths.keys)):
         form = "expanded" if expands((queries, keys)) else "absorbed"
-        first = Segment(form, slice(row, row), slice(token, token))
-        if found and found[-1].form == form:
-            first = found.pop()
+        run = Segment(form, slice(row, row), slice(token, token))
+        if runs and runs[-1].form == form:
+            run = runs.pop()
         token += queries
-        found.append(
-            Segment(form, slice(first.rows.start, row + 1), slice(first.tokens.start, token))
-        )
-    return tuple(found)
-
-
-def _all_rows(lengths: tuple[int, int]) -> bool:
-    return True
+        runs.append(Segment(form, slice(run.rows.start, row + 1), slice(run.tokens.start, token)))
+    return tuple(runs)
 
 
 def _rows_of(rows: Rows, segment: Segment, lengths: RowLengths | None) -> Rows:
     """The segment's rows, on its own token axis."""
-    mine, first = segment.rows, segment.tokens.start
-    if lengths is None or mine == slice(0, len(rows)):
+    chosen, first = segment.rows, segment.tokens.start
+    if lengths is None or chosen == _ALL or chosen == slice(0, len(rows)):
         return rows
-    starts = rows.query_starts[mine]
+    starts = rows.query_starts[chosen]
     return Rows(
         query_starts=starts - first if first else starts,
-        query_lengths=rows.query_lengths[mine],
-        kv_lengths=rows.kv_lengths[mine],
-        block_table=rows.block_table[mine],
-        max_query_length=max(lengths.queries[mine]),
-        max_kv_length=max(lengths.keys[mine]),
+        query_lengths=rows.query_lengths[chosen],
+        kv_lengths=rows.kv_lengths[chosen],
+        block_table=rows.block_table[chosen],
+        max_query_length=max(lengths.queries[chosen]),
+        max_kv_length=max(lengths.keys[chosen]),
     )
 
 
-def _joined(parts: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
-    """All tokens' outputs [T, 1, N, v]: the parts one after the other, then the host's padding."""
-    missing = len(q) - sum(map(len, parts))
+def _joined(outputs: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
+    """Outputs of all tokens [T, 1, N, v]: the segments', then zeros for Megatron's padding."""
+    missing = len(q) - sum(map(len, outputs))
     if missing:
-        parts = [*parts, q.new_zeros(missing, 1, dims.num_heads_per_rank, dims.v_head_dim)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@kept_on_gpu(64, lambda asked, request, *_: request.device)
-def _expanded_backend(
-    asked: str, request: AttentionRequest, dims: MLADims, must: bool
-) -> AttentionBackend | None:
-    """The backend of the expanded form, or None where there is none and there need not be one."""
-    if not must and not examine(asked, request)[0]:
-        return None
-    typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
-    return choose({"expanded": request}, asked, dims, typical)[1]
+        padding = q.new_zeros(missing, 1, dims.num_heads_per_rank, dims.v_head_dim)
+        outputs = [*outputs, padding]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
