@@ -237,15 +237,15 @@ MUTATIONS = {
         "gl.minimum(tile.key_start + block * KEYS + page, last)",
         "tile.key_start + block * KEYS + page",
     ),
-    "decode_parts_overlap": Mutation(
+    "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",
-        "tl.minimum((number + 1) * part_keys[:, None], keys[:, None])",
+        "tl.minimum((number + 1) * split_keys[:, None], keys[:, None])",
         "keys[:, None]",
     ),
-    "last_part_not_merged": Mutation(
+    "last_split_not_combined": Mutation(
         "absorbed_mla/kernels/paged/combine.py",
-        "count = (keys + part_keys - 1) // part_keys",
-        "count = keys // part_keys",
+        "count = (keys + split_keys - 1) // split_keys",
+        "count = keys // split_keys",
     ),
     "unused_latents_not_cleared": Mutation(
         "absorbed_mla/kernels/hopper/forward_shared.py",
