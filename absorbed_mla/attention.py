@@ -25,7 +25,6 @@ from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
-from absorbed_mla.inference.caches.contexts import open_step
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
@@ -249,9 +248,7 @@ class AbsorbedMLASelfAttention(Attention):
         q_down, kv_down = self._down_project(hidden_states)
         query, kv = self._query(q_down), self._latent(kv_down)
         layer_offset = self._get_pp_layer_offset_for_inference
-        step = open_step(
-            context, self.layer_number, layer_offset, kv, self.options, owner=self.cached_attention
-        )
+        step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
         cos, sin = self.rotary.rows(step.max_position, step.positions(), kv.device)
         kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
         step.write(kv)

@@ -204,13 +204,13 @@ MUTATIONS = {
     ),
     "context_chunk_dropped": Mutation(
         "absorbed_mla/inference/chunked_context.py",
-        "pieces, room = [], chunk_size",
+        "ranges, room = [], chunk_size",
         "return",
     ),
     "context_of_another_row": Mutation(
         "absorbed_mla/inference/chunked_context.py",
-        "part.gather(self.first_row + piece.row,",
-        "part.gather(piece.row,",
+        "part.gather(self.first_row + keys.row,",
+        "part.gather(keys.row,",
     ),
     "segment_on_the_wrong_axis": Mutation(
         "absorbed_mla/inference/attention.py",
@@ -218,12 +218,12 @@ MUTATIONS = {
         "starts",
     ),
     "offloaded_part_starts_at_zero": Mutation(
-        "absorbed_mla/inference/caches/latent_memory.py",
+        "absorbed_mla/inference/latent_memory.py",
         "start += self.block_size",
         "start += 0",
     ),
     "cache_of_the_first_layer": Mutation(
-        "absorbed_mla/inference/caches/contexts.py",
+        "absorbed_mla/inference/caches/dynamic.py",
         "DynamicStep(context, layer_number - layer_offset(), tokens)",
         "DynamicStep(context, 1, tokens)",
     ),
@@ -237,15 +237,15 @@ MUTATIONS = {
         "gl.minimum(tile.key_start + block * KEYS + page, last)",
         "tile.key_start + block * KEYS + page",
     ),
-    "decode_parts_overlap": Mutation(
+    "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",
-        "tl.minimum((number + 1) * part_keys[:, None], keys[:, None])",
+        "tl.minimum((number + 1) * split_keys[:, None], keys[:, None])",
         "keys[:, None]",
     ),
-    "last_part_not_merged": Mutation(
+    "last_split_not_combined": Mutation(
         "absorbed_mla/kernels/paged/combine.py",
-        "count = (keys + part_keys - 1) // part_keys",
-        "count = keys // part_keys",
+        "count = (keys + split_keys - 1) // split_keys",
+        "count = keys // split_keys",
     ),
     "unused_latents_not_cleared": Mutation(
         "absorbed_mla/kernels/hopper/forward_shared.py",

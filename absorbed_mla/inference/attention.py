@@ -1,10 +1,11 @@
-"""Attention of new tokens over cached latents: absorbed or expanded, row by row."""
+"""Attention of new tokens over cached latents: absorbed or expanded, chosen for each request."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,25 +13,29 @@ from torch import Tensor
 from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.attend import AttentionPlan, attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
-from absorbed_mla.core_attention.cost import Work, machine_name, seconds
+from absorbed_mla.core_attention.cost import Rated, Work, machine_name, seconds
 from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose
 from absorbed_mla.dims import MLADims
-from absorbed_mla.inference import backend as paged_backends
+from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.step import InferenceStep, RowLengths
+from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 
-# Queries times heads in one call that keep the multiprocessors of a large GPU busy; and keys below
-# which a call is too short.
-_FULL = 2**15
-_LEAST_CHUNK = 2**12
+# Queries times heads of one call that keep all multiprocessors of a large GPU busy.
+_BUSY_QUERY_HEADS = 2**15
+# Calls over fewer keys are dominated by their launch.
+_MIN_CHUNK_KEYS = 2**12
+# The call that the backend of the expanded form is chosen for.
+_TYPICAL_PREFILL = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Segment:
 
     Attributes:
         form: ``"absorbed"`` or ``"expanded"``.
-        rows: Of the step.
+        rows: Which rows of the step.
         tokens: Their new tokens on the token axis.
     """
 
@@ -49,12 +54,15 @@ class Segment:
 
 
 class CachedAttention:
-    """Attends over the latent cache, where no gradient is asked for.
+    """Attends over the latent cache, without gradients.
 
     Rows with few new tokens (decode, speculative tokens) run absorbed over the paged latent. Rows
     with many run expanded: over their own tokens, and over the cached context in chunks, merged by
-    LSE. The cost model draws the line, for each row by itself, so that no row is decompressed
-    because of another.
+    LSE. The cost model decides for each row by itself, so that no row is decompressed because of
+    another.
+
+    Backends and the kind of cache are chosen when they are first needed, and kept until something
+    else is requested.
 
     Args:
         dims: Dimensions of the layer on this rank.
@@ -68,6 +76,18 @@ class CachedAttention:
         self.options = options
         self.absorbed = AbsorbedForm()
         self.expanded = ExpandedForm(options.expansion_chunk_size)
+        self._cache_choice: tuple[type, LatentCache] | None = None
+        self._paged_choice: tuple[PagedRequest, PagedBackend] | None = None
+        self._expanded_choice: tuple[AttentionRequest, AttentionBackend | None] | None = None
+
+    def open_step(
+        self, context: Any, layer_number: int, layer_offset: Callable[[], int], kv: Tensor
+    ) -> InferenceStep:
+        """The cache of the layer in ``context`` for one forward; see ``LatentCache.open``."""
+        if self._cache_choice is None or self._cache_choice[0] is not type(context):
+            self._cache_choice = type(context), choose_cache(context)
+        cache = self._cache_choice[1]
+        return cache.open(context, layer_number, layer_offset, kv, self.options, owner=self)
 
     def __call__(
         self,
@@ -77,31 +97,32 @@ class CachedAttention:
         weights: tuple[Tensor, Tensor],
         cos_sin: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Attend.
+        """Attention of the new tokens over all keys of their rows.
 
         Args:
             step: The cache, with the new tokens written.
-            q: [q_nope | q_rope] [T, 1, N * (nope + rope)], not rotated; used up.
-            kv: [latent | k_rope] of the new tokens [T, 1, C + rope].
+            q: [q_nope | q_rope] [T, 1, N * (nope + R)], not rotated; overwritten.
+            kv: [latent | k_rope] of the new tokens [T, 1, C + R].
             weights: W_UK [N, nope, C] and W_UV [N, v, C].
-            cos_sin: Of the new tokens' positions, [T, rope / 2] each.
+            cos_sin: Of the new tokens' positions, [T, R / 2] each.
 
         Returns:
-            [T, 1, N, v]; zeros for tokens that are no row's.
+            [T, 1, N, v]; zeros for tokens that are in no row.
         """
-        if not len(q):  # kernels are not launched over nothing
+        if not len(q):  # kernels cannot be launched for nothing
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
-        parts = []
+        outputs = []
         for segment in self._segments(step, q):
-            mine = segment.tokens
-            attended = (self._absorbed if segment.form == "absorbed" else self._expanded)(
-                step, segment, q[mine], kv[mine], weights, tuple(x[mine] for x in cos_sin)
+            run = self._absorbed if segment.form == "absorbed" else self._expanded
+            tokens = segment.tokens
+            cos, sin = cos_sin
+            outputs.append(
+                run(step, segment, q[tokens], kv[tokens], weights, (cos[tokens], sin[tokens]))
             )
-            parts.append(attended)
-        return _joined(parts, q, self.dims)
+        return _joined(outputs, q, self.dims)
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
-        whole = Segment("absorbed", slice(0, len(step.rows)), slice(0, len(q)))
+        all_absorbed = (Segment("absorbed", _ALL, _ALL),)
         form = self.options.form
         if step.lengths is None:
             if form == "expanded":
@@ -109,81 +130,89 @@ class CachedAttention:
                     "form='expanded' cannot be captured in a CUDA graph: its work depends on the "
                     "lengths; use form='auto' or 'absorbed', or no graphs for prefill"
                 )
-            return (whole,)
+            return all_absorbed
         if form == "absorbed" or self.options.batch_invariant:
-            return (whole,)
+            return all_absorbed
         if form == "expanded":
-            return segments(step.lengths, _all_rows)
+            return segments(step.lengths, lambda lengths: True)
         if step.rows.max_query_length == 1:
-            return (whole,)
-        expanded = self._for_expanded(q)
+            return all_absorbed
+        expanded = self._expanded_backend(q)
         if expanded is None:
-            return (whole,)
+            return all_absorbed
         expands = functools.partial(
             is_cheaper_expanded,
             self.dims,
-            _Paged(self._paged(step, q).name),
+            self._paged_backend(step, q),
             expanded,
             machine_name(q.device),
         )
         return segments(step.lengths, expands)
 
-    def _paged(self, step: InferenceStep, q: Tensor) -> PagedBackend:
+    def _paged_backend(self, step: InferenceStep, q: Tensor) -> PagedBackend:
+        """The backend of the absorbed form."""
         request = PagedRequest(
             device=q.device,
             dtype=q.dtype,
-            heads=self.dims.num_heads_per_rank,
-            content=self.dims.kv_lora_rank,
-            rope=self.dims.qk_rope_head_dim,
+            num_heads=self.dims.num_heads_per_rank,
+            kv_lora_rank=self.dims.kv_lora_rank,
+            qk_rope_head_dim=self.dims.qk_rope_head_dim,
             block_size=step.block_size,
             batch_invariant=self.options.batch_invariant,
             windowed=step.windowed,
         )
-        asked = self.options.paged_attention_backend
-        if self.options.batch_invariant:  # the one that training attends with
-            asked = backend_for(asked, q.device)
-        return paged_backends.choose(asked, request)
+        if self._paged_choice is None or self._paged_choice[0] != request:
+            name = self.options.paged_attention_backend
+            if self.options.batch_invariant:  # the backend of training
+                name = backend_for(name, q.device)
+            self._paged_choice = request, paged.choose(name, request)
+        return self._paged_choice[1]
 
-    def _request(self, q: Tensor) -> AttentionRequest:
+    def _expanded_backend(self, q: Tensor) -> AttentionBackend | None:
+        """The backend of the expanded form; None where ``form="auto"`` and none can run."""
         key_width, value_width = self.expanded.widths(self.dims)
-        return AttentionRequest(
+        request = AttentionRequest(
+            form="expanded",
             device=q.device,
             dtype=q.dtype,
             key_width=key_width,
             value_width=value_width,
-            form="expanded",
             masked=False,
             dropout=False,
         )
+        if self._expanded_choice is None or self._expanded_choice[0] != request:
+            name, backend = self.options.core_attention_backend, None
+            if self.options.form == "expanded" or ATTENTION_BACKENDS.examine(name, request)[0]:
+                _, backend = choose({"expanded": request}, name, self.dims, _TYPICAL_PREFILL)
+            self._expanded_choice = request, backend
+        return self._expanded_choice[1]
 
     def _context_chunk(self, queries: int) -> int:
         """Tokens of context at a time: fewer where few queries need many heads to fill a GPU."""
-        heads = min(self.dims.num_heads_per_rank, -(-_FULL // queries))
-        shorter = max(self.options.expansion_chunk_size // heads, _LEAST_CHUNK)
+        heads = min(self.dims.num_heads_per_rank, -(-_BUSY_QUERY_HEADS // queries))
+        shorter = max(self.options.expansion_chunk_size // heads, _MIN_CHUNK_KEYS)
         return min(self.options.context_chunk_size, shorter)
-
-    def _for_expanded(self, q: Tensor) -> AttentionBackend | None:
-        """The backend of the expanded form, or None where the one asked for does not do it."""
-        asked, must = self.options.core_attention_backend, self.options.form == "expanded"
-        return _expanded_backend(asked, self._request(q), self.dims, must)
 
     def _absorbed(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
-        backend, total = self._paged(step, q), None
+        backend, total = self._paged_backend(step, q), None
         for part in step.parts():
-            rows = _rows_of(part.rows, segment, step.lengths)
-            found = backend.forward(
+            attended = backend.forward(
                 q_content,
                 q_rope,
                 part.cache,
-                rows,
+                _rows_of(part.rows, segment, step.lengths),
                 self.softmax_scale,
                 key_start=part.start,
                 key_end=part.end,
                 batch_invariant=self.options.batch_invariant,
             )
-            total = found if total is None else merge(total[0].to(total[1].dtype), total[1], *found)
+            if total is None:
+                total = attended
+            else:
+                out, lse = total
+                total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
         out = total[0].to(q.dtype)
         return self.absorbed.output(out.unsqueeze(1), w_uv)
@@ -199,9 +228,9 @@ class CachedAttention:
             step.windowed,
         )
         rules = ScoreRules(
-            scale=self.softmax_scale, spans=(), query_chunk_size=self.options.query_chunk_size
+            scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size
         )
-        backend = self._for_expanded(q)
+        backend = self._expanded_backend(q)
         assert backend is not None
         plan = AttentionPlan(self.expanded, backend, keys, rules)
         query = self.expanded.query(q, weights[0], *cos_sin)
@@ -210,16 +239,16 @@ class CachedAttention:
 
 
 def is_cheaper_expanded(
-    dims: MLADims, absorbed, expanded, machine: str, lengths: tuple[int, int]
+    dims: MLADims, absorbed: Rated, expanded: Rated, machine: str, lengths: tuple[int, int]
 ) -> bool:
-    """Whether a row of so many (new tokens, keys) takes less time expanded than absorbed.
+    """Whether a row takes less time expanded than absorbed, by the cost model.
 
     Args:
         dims: Of the layer on this rank.
         absorbed: Backend of the absorbed form.
         expanded: Backend of the expanded form.
         machine: See ``cost.seconds``.
-        lengths: Of the row.
+        lengths: New tokens and keys of the row.
     """
     queries, keys = lengths
     pairs = queries * keys - queries * (queries - 1) // 2
@@ -232,69 +261,44 @@ def is_cheaper_expanded(
 def segments(
     lengths: RowLengths, expands: Callable[[tuple[int, int]], bool]
 ) -> tuple[Segment, ...]:
-    """Cut the rows into runs of one form.
+    """Group neighbouring rows of one form.
 
     Args:
         lengths: Of all rows.
         expands: Whether a row of (new tokens, keys) runs expanded.
     """
-    found: list[Segment] = []
+    runs: list[Segment] = []
     token = 0
     for row, (queries, keys) in enumerate(zip(lengths.queries, lengths.keys)):
         form = "expanded" if expands((queries, keys)) else "absorbed"
-        first = Segment(form, slice(row, row), slice(token, token))
-        if found and found[-1].form == form:
-            first = found.pop()
+        run = Segment(form, slice(row, row), slice(token, token))
+        if runs and runs[-1].form == form:
+            run = runs.pop()
         token += queries
-        found.append(
-            Segment(form, slice(first.rows.start, row + 1), slice(first.tokens.start, token))
-        )
-    return tuple(found)
-
-
-def _all_rows(lengths: tuple[int, int]) -> bool:
-    return True
+        runs.append(Segment(form, slice(run.rows.start, row + 1), slice(run.tokens.start, token)))
+    return tuple(runs)
 
 
 def _rows_of(rows: Rows, segment: Segment, lengths: RowLengths | None) -> Rows:
     """The segment's rows, on its own token axis."""
-    mine, first = segment.rows, segment.tokens.start
-    if lengths is None or mine == slice(0, len(rows)):
+    chosen, first = segment.rows, segment.tokens.start
+    if lengths is None or chosen == _ALL or chosen == slice(0, len(rows)):
         return rows
-    starts = rows.query_starts[mine]
+    starts = rows.query_starts[chosen]
     return Rows(
         query_starts=starts - first if first else starts,
-        query_lengths=rows.query_lengths[mine],
-        kv_lengths=rows.kv_lengths[mine],
-        block_table=rows.block_table[mine],
-        max_query_length=max(lengths.queries[mine]),
-        max_kv_length=max(lengths.keys[mine]),
+        query_lengths=rows.query_lengths[chosen],
+        kv_lengths=rows.kv_lengths[chosen],
+        block_table=rows.block_table[chosen],
+        max_query_length=max(lengths.queries[chosen]),
+        max_kv_length=max(lengths.keys[chosen]),
     )
 
 
-def _joined(parts: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
-    """All tokens' outputs [T, 1, N, v]: the parts one after the other, then the host's padding."""
-    missing = len(q) - sum(map(len, parts))
+def _joined(outputs: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:
+    """Outputs of all tokens [T, 1, N, v]: the segments', then zeros for Megatron's padding."""
+    missing = len(q) - sum(map(len, outputs))
     if missing:
-        parts = [*parts, q.new_zeros(missing, 1, dims.num_heads_per_rank, dims.v_head_dim)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _expanded_backend(
-    asked: str, request: AttentionRequest, dims: MLADims, must: bool
-) -> AttentionBackend | None:
-    """The backend of the expanded form, or None where there is none and there need not be one."""
-    if not must and not ATTENTION_BACKENDS.examine(asked, request)[0]:
-        return None
-    typical = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
-    return choose({"expanded": request}, asked, dims, typical)[1]
-
-
-class _Paged:
-    def __init__(self, name):
-        self.rates = {
-            "hopper": {"NVIDIA H200": (640.0, 415.0)},
-            "flash_mla": {"NVIDIA H200": (570.0, 570.0)},
-            "triton": {"NVIDIA H200": (295.0, 170.0), "cpu": (1e-6, 1e-6)},
-            "reference": {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)},
-        }[name]
+        padding = q.new_zeros(missing, 1, dims.num_heads_per_rank, dims.v_head_dim)
+        outputs = [*outputs, padding]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

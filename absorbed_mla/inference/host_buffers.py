@@ -1,4 +1,4 @@
-"""Buffers that Megatron keeps, and that generation may leave unusable for training."""
+"""Megatron's communication buffers, which training cannot use after inference."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from megatron.core import parallel_state
 
 
 def drop_inference_buffers() -> None:
-    """Let training make its own buffers, where inference mode made larger ones.
+    """Drop the buffers that were allocated in ``torch.inference_mode``; call it after generation.
 
-    Megatron gathers tokens under sequence parallelism into a buffer that only ever grows. Grown in
-    ``torch.inference_mode`` it is a tensor that autograd must not write to: the next training
-    forward raises "Inplace update to inference tensor". To be called when generation is over.
+    Megatron gathers tokens under sequence parallelism into a buffer that it only replaces by a
+    larger one. Allocated in inference mode, it makes the next training forward raise "Inplace
+    update to inference tensor".
     """
     buffers = parallel_state.get_global_memory_buffer().buffer
     for key in [key for key, tensor in buffers.items() if tensor.is_inference()]:

@@ -1,15 +1,21 @@
-"""One forward over cached latents, as the attention sees it, from whichever context."""
+"""The interface between the attention and Megatron's inference contexts.
+
+A :class:`LatentCache` knows one kind of context (``inference/caches``); for every forward of a
+layer it opens an :class:`InferenceStep`, which writes and reads the layer's latents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.registry import LATENT_CACHES
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class CachePart:
     """The keys of all rows at positions ``start`` to ``end``, on the device.
 
     Attributes:
-        cache: [latent | k_rope] in blocks, [blocks, block_size, C + rope].
+        cache: [latent | k_rope] in blocks, [blocks, block_size, C + R].
         rows: Their block table begins with the block that holds position ``start``.
         start: First position.
         end: One past the last; None: there are no more.
@@ -29,23 +35,23 @@ class CachePart:
     end: int | None = None
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
-        """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [.., C + rope]."""
+        """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [K, C + R]."""
         blocks = self.rows.block_table[row]
         start, end = start - self.start, end - self.start
         if out.is_cuda:
-            # Loaded where it runs: elsewhere the package does without Triton.
+            # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.paged.gather import gather
 
             gather(self.cache, blocks, start, end, out)
             return
         positions = torch.arange(start, end)
         block_size = self.cache.shape[1]
-        found = blocks.long()[positions // block_size]
-        out.copy_(self.cache[found, positions % block_size])
+        block = blocks.long()[positions // block_size]
+        out.copy_(self.cache[block, positions % block_size])
 
 
 class BatchPart(CachePart):
-    """Of a batch whose requests are a block each: block r is row r's."""
+    """A part of a cache in which every row is one block: block r holds the keys of row r."""
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
         """See :class:`CachePart`."""
@@ -54,7 +60,7 @@ class BatchPart(CachePart):
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The lengths in :class:`Rows` as integers of the host.
+    """The lengths in :class:`Rows` as integers on the host.
 
     Attributes:
         queries: New tokens of each row.
@@ -66,7 +72,7 @@ class RowLengths:
 
 
 class InferenceStep(Protocol):
-    """What a forward does with the cache of one layer.
+    """One forward of one layer over its cache.
 
     Attributes:
         max_position: One more than the largest position that a token may have.
@@ -85,7 +91,7 @@ class InferenceStep(Protocol):
 
     @property
     def lengths(self) -> RowLengths | None:
-        """Of the rows; None while a CUDA graph is captured, which must serve any."""
+        """Lengths of the rows; None for a CUDA graph, which must serve rows of any length."""
         ...
 
     def positions(self) -> Tensor | slice:
@@ -93,7 +99,7 @@ class InferenceStep(Protocol):
         ...
 
     def pack(self, x: Tensor) -> Tensor:
-        """Tokens of ``x`` [S, B, D], as the host gives them, on one axis: [T, 1, D]."""
+        """Tokens of ``x`` [S, B, width], in Megatron's layout, on one axis: [T, 1, width]."""
         ...
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -101,12 +107,71 @@ class InferenceStep(Protocol):
         ...
 
     def write(self, kv: Tensor) -> None:
-        """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + rope]."""
+        """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R]."""
         ...
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """The keys in order of position, the new tokens' included, at least those below ``end``.
 
-        A part lives until the next is asked for.
+        The memory of a part is reused for the next one.
         """
         ...
+
+
+class LatentCache(Protocol):
+    """Keeps latents in one kind of inference context: an entry of the registry ``LATENT_CACHES``.
+
+    Attributes:
+        name: Name of its file.
+        summary: Which contexts, and what is kept where, one phrase.
+    """
+
+    name: str
+    summary: str
+
+    def why_not(self, context: Any) -> str | None:
+        """Why it cannot keep latents in contexts of this class, or None.
+
+        The answer is remembered for the class; ``open`` checks the state of a context.
+        """
+        ...
+
+    def open(
+        self,
+        context: Any,
+        layer_number: int,
+        layer_offset: Callable[[], int],
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> InferenceStep:
+        """The cache of one layer for one forward.
+
+        Args:
+            context: Megatron's inference context.
+            layer_number: Of the layer in the model, from 1.
+            layer_offset: Returns the number of layers before this pipeline stage.
+            kv: Latents of the new tokens in Megatron's layout, [S, B, C + R].
+            options: Where latents are kept.
+            owner: An object that lives as long as the layer and belongs to no other layer.
+
+        Raises:
+            ValueError: If the new tokens do not fit into the context, or it cannot hold latents, or
+                holds those of another model.
+        """
+        ...
+
+
+def choose_cache(context: Any) -> LatentCache:
+    """The entry of ``LATENT_CACHES`` for an inference context.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    accepting, refused = LATENT_CACHES.examine("auto", context)
+    if not accepting:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ValueError(
+            f"inference_context cannot keep latents, got a {type(context).__name__} ({reasons})"
+        )
+    return accepting[0]

@@ -1,6 +1,8 @@
-"""Attention kernels, and the tables that tell them which query sees which key.
+"""Attention kernels, without autograd; they import nothing from the rest of the package.
 
-``tiles.py`` cuts spans into tables of integers; ``portable/`` is plain Triton, also for its
-interpreter on the CPU; ``hopper/`` is Gluon for compute capability 9.0. All of it is free of
-autograd and of the rest of the package; importing this module loads neither kernels nor Triton.
+``triton/`` holds plain Triton kernels, which also run in Triton's interpreter on the CPU;
+``hopper/`` Gluon kernels for compute capability 9.0; ``paged/`` kernels over a paged cache;
+``invariant/`` products and operators whose result for a token does not depend on the batch.
+``operators.py`` makes PyTorch operators of them. Importing this module loads neither kernels nor
+Triton.
 """

@@ -1,4 +1,4 @@
-"""The shared k_rope written into every head's key, beside k_nope."""
+"""Kernel that copies the k_rope that all heads share into the key of every head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers of a program of 128 threads.
+# Values that a program of 128 threads copies.
 _NUMBERS = 8192
 
 
@@ -15,7 +15,7 @@ def broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
     """Write ``k_rope`` to the last channels of all heads.
 
     Args:
-        k_rope: [T, rope], rope >= 1, the last dim contiguous.
+        k_rope: [T, R], R >= 1, the last dim contiguous.
         keys: [T, N, width], contiguous.
     """
     (tokens, heads, width), rope = keys.shape, k_rope.shape[-1]

@@ -1,4 +1,4 @@
-"""Two parts of a softmax joined in one pass; ``core_attention.merge``'s kernel."""
+"""Kernel of ``core_attention.merge``: attention over two sets of keys, merged by LSE."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers of a program of 128 threads.
+# Values that a program of 128 threads computes.
 _NUMBERS = 4096
 
 

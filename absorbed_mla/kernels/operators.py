@@ -1,7 +1,7 @@
 """The kernels of latent attention as custom operators of PyTorch, without autograd.
 
-They take tensors and numbers only: ``torch.compile`` takes them as they are, and a CUDA graph
-records them. Triton is imported with the first call.
+They take tensors and numbers only, so that ``torch.compile`` does not trace into them and a CUDA
+graph records them. Triton is imported with the first call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def latent_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [S_q, B, N, C] and LSE [S_q, B, N] of ``kernels/<kernel>/forward.py``."""
     module = _kernel_module(kernel, "forward")
-    # Triton launches on the current device, whichever the tensors are on.
+    # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(q_content):
         return module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale)
 
@@ -47,20 +47,21 @@ def latent_attention_backward(
     k_rope: Tensor,
     query_tiles: Tensor,
     key_tiles: Tensor | None,
-    layers: int,
+    num_buffers: int,
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R].
 
-    They are those of ``kernels/<kernel>/backward.py``, whose tiles these are.
+    Computed by ``kernels/<kernel>/backward.py``, which also describes the tiles; only ``triton``
+    reads ``key_tiles`` and ``num_buffers``.
     """
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
     module = _kernel_module(kernel, "backward")
     with torch.cuda.device_of(q_content):
         if kernel == "triton":
             assert key_tiles is not None
-            return module.backward(*saved, query_tiles, key_tiles, layers, scale)
+            return module.backward(*saved, query_tiles, key_tiles, num_buffers, scale)
         return module.backward(*saved, query_tiles, scale, deterministic=False)
 
 
@@ -76,7 +77,7 @@ def _(
     k_rope,
     query_tiles,
     key_tiles,
-    layers,
+    num_buffers,
     scale,
     kernel,
 ):
@@ -103,7 +104,7 @@ def paged_attention_forward(
     key_start: int,
     key_end: int | None,
     batch_invariant: bool,
-    splits: int | None = None,
+    num_splits: int | None = None,
     kernel: str = "triton",
 ) -> tuple[Tensor, Tensor]:
     """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``."""
@@ -124,7 +125,7 @@ def paged_attention_forward(
             key_start,
             key_end,
             batch_invariant,
-            splits,
+            num_splits,
         )
 
 
@@ -135,5 +136,5 @@ def _(q_content, q_rope, cache, *rest):
 
 
 def _kernel_module(kernel: str, direction: str):
-    """The kernels, and with them Triton, which importing this module does not need."""
+    """Import the kernels, and with them Triton, which this module can do without."""
     return importlib.import_module(f"absorbed_mla.kernels.{kernel}.{direction}")

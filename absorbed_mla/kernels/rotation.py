@@ -1,4 +1,4 @@
-"""Rotary embedding of the last channels of every head, in place; ``rope.apply_rope``'s kernel."""
+"""Kernel of ``rope.apply_rope``: rotates the last channels of every head in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 
     Args:
         x: [S, B, N, width], any strides but for the last dim.
-        cos: fp32 [S, rope / 2]; rope is a power of two.
+        cos: fp32 [S, R / 2]; R is a power of two.
         sin: Likewise.
         back: Whether to compute the gradient: halves come in, interleaved pairs go out.
     """

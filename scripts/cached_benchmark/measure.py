@@ -16,7 +16,6 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention
-from absorbed_mla.inference.caches.contexts import open_step
 from attention_benchmark.row import Times
 from attention_benchmark.timing import Repeated
 from cached_benchmark.cases import Case
@@ -130,7 +129,7 @@ class Measurement:
             count = min(8192, case.context - first)
             filled = self._random(count, case.batch, dims.kv_down_dim)
             context.sequence_len_offset = first
-            step = open_step(context, 1, lambda: 0, filled, options, owner=attention)
+            step = attention.open_step(context, 1, lambda: 0, filled)
             step.write(step.pack(filled))
         context.sequence_len_offset = case.context
         kv = self._random(case.queries, case.batch, dims.kv_down_dim)
@@ -143,7 +142,7 @@ class Measurement:
         cos_sin = (angles.cos(), angles.sin())
 
         def run() -> Tensor:
-            step = open_step(context, 1, lambda: 0, kv, options, owner=attention)
+            step = attention.open_step(context, 1, lambda: 0, kv)
             packed = step.pack(kv)
             step.write(packed)
             return attention(step, q, packed, weights, cos_sin)

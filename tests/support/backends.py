@@ -9,12 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
-from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 
 from absorbed_mla import MLADims
 from absorbed_mla.core_attention.backend import AttentionRequest
-from absorbed_mla.registry import ATTENTION_BACKENDS
+from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
+from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from tests.oracle import OracleMLA
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED, WIDE, config_for

@@ -1,1 +1,1 @@
-"""Paged attention backends: one file each, named as the backend."""
+"""Backends for absorbed attention over a paged latent cache, one file each."""

@@ -1,16 +1,18 @@
 """Absorbed attention over a paged latent cache in plain PyTorch: what kernels are tested against.
 
-The result of a token depends on nothing but its query and its keys, to the bit: every token has
-products of its own, of one shape, over tiles of keys in their order, and what it does not see adds
-exact zeros.
+It is batch-invariant: every token has matrix products of its own, of one shape, over tiles of keys
+in their order, and keys that it does not see add exact zeros.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import CHUNK_TOKENS, TILE_KEYS, attend_to_tiles
+from absorbed_mla.inference.backend import PagedRequest, Rates
 from absorbed_mla.inference.rows import Rows
 
 
@@ -38,11 +40,11 @@ def paged_reference(
         scale: Multiplies the scores.
         key_start: First key that is seen.
         key_end: One past the last key that is seen; None: no bound.
-        batch_invariant: The result is so in any case.
+        batch_invariant: Changes nothing: the result always is.
 
     Returns:
         Output [T, N, C] in the dtype of ``q_content`` and natural-log LSE [T, N] in fp32 (fp64).
-        A token in no row, or that sees no key, gets 0 and -inf, whatever lies in its query.
+        A token that is in no row or sees no key gets 0 and -inf, whatever its query holds.
     """
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
@@ -54,40 +56,66 @@ def paged_reference(
         # Padding may hold NaN, which times 0 is NaN.
         query = query.masked_fill((last[chunk] < 0)[:, None, None], 0.0)
         table = rows.block_table[row[chunk]].long()
-        keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start, key_end)
+        keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start)
         tiles = map(keys.tile, keys.tiles)
         out[chunk], lse[chunk] = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
     return out, lse
 
 
 class _Keys:
-    """The keys of each of some tokens, counted from the first one in the cache."""
+    """The keys of some tokens, a tile at a time, counted from the first one in the cache.
 
-    def __init__(self, cache: Tensor, table: Tensor, last: Tensor, most: int, end: int | None):
+    Args:
+        cache: [blocks, block_size, C + R].
+        table: Block table of each token's row, int64 [T, blocks].
+        last: Last key that each token sees, -1 for none, [T].
+        max_keys: No token sees more keys.
+    """
+
+    def __init__(self, cache: Tensor, table: Tensor, last: Tensor, max_keys: int):
         self.cache, self.table, self.last = cache, table, last
-        if last.device.type == "cpu":  # where looking costs nothing: tables may be far too wide
-            most = min(most, int(last.max()) + 1)
-        self.tiles = range(0, most, TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
+        if last.device.type == "cpu":  # reading a number does not wait: tables may be far too wide
+            max_keys = min(max_keys, int(last.max()) + 1)
+        self.tiles = range(0, max_keys, TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
 
     def tile(self, start: int) -> tuple[Tensor, Tensor]:
-        """Keys [T, tile, D] as they are cached, 0 where unseen, and who sees them [T, tile]."""
+        """Cached keys [T, tile, C + R], 0 where unseen, and which are seen, bool [T, tile]."""
         key = torch.arange(start, start + TILE_KEYS, device=self.last.device)
         seen = key <= self.last[:, None]
         block_size = self.cache.shape[1]
         column = (key // block_size).clamp(max=self.table.shape[1] - 1)
         # Unseen entries of the table may be anything.
         block = self.table[:, column].masked_fill(~seen, 0)
-        found = self.cache[block, key % block_size]
-        return found.masked_fill(~seen[..., None], 0.0), seen
+        keys = self.cache[block, key % block_size]
+        return keys.masked_fill(~seen[..., None], 0.0), seen
 
 
 def _last_keys(rows: Rows, tokens: int, key_start: int, key_end: int | None):
     """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none."""
     token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
     index = token - rows.query_starts
-    member = (index >= 0) & (index < rows.query_lengths)  # [T, R]
+    member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]
     row = member.to(torch.uint8).argmax(1)
     last = (rows.kv_lengths - rows.query_lengths + index).gather(1, row[:, None])[:, 0]
     if key_end is not None:
         last = last.clamp(max=key_end - 1)
     return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)
+
+
+class PagedReference:
+    """See :class:`~absorbed_mla.inference.backend.PagedBackend`; always batch-invariant."""
+
+    name = "reference"
+    summary = "plain PyTorch: any device, dtype and block size"
+    forms = ("absorbed",)
+    rates: ClassVar[Rates] = {
+        "NVIDIA H200": (15.0, 15.0),
+        "gpu": (0.05, 0.05),
+    }
+    forward = staticmethod(paged_reference)
+
+    def why_not(self, request: PagedRequest) -> None:
+        """It can do everything."""
+
+
+ENTRY = PagedReference()

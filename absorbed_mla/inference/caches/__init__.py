@@ -1,1 +1,1 @@
-"""Latent caches: one file for each of Megatron's inference contexts."""
+"""Where latents are kept in Megatron's inference contexts, one file per kind of context."""

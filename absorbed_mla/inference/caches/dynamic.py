@@ -5,25 +5,59 @@ The only module that knows that context; its scheduler, allocator and prefix cac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
+from absorbed_mla.options import AbsorbedMLAOptions
+
+
+class DynamicCache:
+    """See :class:`~absorbed_mla.inference.step.LatentCache`; the context allocates the blocks."""
+
+    name = "dynamic"
+    summary = "DynamicInferenceContext: blocks of tokens, requests of any length, CUDA graphs"
+
+    def why_not(self, context: Any) -> str | None:
+        """See :class:`LatentCache`."""
+        if not hasattr(context, "is_static_batching") or context.is_static_batching():
+            return "it needs a DynamicInferenceContext"
+        return None
+
+    def open(
+        self,
+        context: Any,
+        layer_number: int,
+        layer_offset: Callable[[], int],
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> DynamicStep:
+        """See :class:`LatentCache`."""
+        tokens, batch, _ = kv.shape
+        if options.latent_cache_tokens is not None:
+            raise ValueError(
+                "latent_cache_tokens needs a StaticInferenceContext; DynamicInferenceContext has "
+                "InferenceConfig.unified_memory_level for caches larger than the device's memory"
+            )
+        if batch != 1:
+            raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
+        return DynamicStep(context, layer_number - layer_offset(), tokens)
 
 
 class DynamicStep:
     """One forward of the requests that the context scheduled.
 
     Args:
-        context: The host's, made from a config with ``cache_mla_latents``.
+        context: Megatron's, made from a config with ``cache_mla_latents``.
         layer_number: Of the layer among those of its pipeline stage, from 1.
-        tokens: Tokens of the forward, the host's padding included.
+        tokens: Tokens of the forward, Megatron's padding included.
 
     Raises:
-        ValueError: If the context does not hold latents, or was not told of this forward.
+        ValueError: If the context does not hold latents, or scheduled another number of tokens.
     """
 
     windowed = False
@@ -80,8 +114,11 @@ class DynamicStep:
 
 
 def _lengths(context: Any) -> RowLengths:
-    """Lengths of the active requests, from the host's own bookkeeping: the GPU is not asked."""
+    """Lengths of the active requests, from tensors that Megatron keeps on the CPU."""
     active = slice(context.paused_request_count, context.total_request_count)
     queries = context.request_query_lengths[active].tolist()
     cached = context.request_kv_length_offsets[active].tolist()
     return RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
+
+
+ENTRY = DynamicCache()

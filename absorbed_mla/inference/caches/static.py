@@ -1,40 +1,61 @@
-"""The latent cache in Megatron's ``StaticInferenceContext``: one batch that grows in step."""
+"""The latent cache in Megatron's ``StaticInferenceContext``: requests of equal length."""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import in_use, to_device
-from absorbed_mla.inference.caches.latent_memory import (
-    LatentMemory,
-    OffloadedLatents,
-    ResidentLatents,
-)
+from absorbed_mla.inference.latent_memory import LatentMemory, OffloadedLatents, ResidentLatents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
 
 
+class StaticCache:
+    """See :class:`~absorbed_mla.inference.step.LatentCache`; allocates on the first forward."""
+
+    name = "static"
+    summary = "StaticInferenceContext: requests of equal length, later positions in host memory"
+
+    def why_not(self, context: Any) -> str | None:
+        """See :class:`LatentCache`."""
+        if not hasattr(context, "is_static_batching") or not context.is_static_batching():
+            return "it needs a StaticInferenceContext"
+        return None
+
+    def open(
+        self,
+        context: Any,
+        layer_number: int,
+        layer_offset: Callable[[], int],
+        kv: Tensor,
+        options: AbsorbedMLAOptions,
+        owner: object,
+    ) -> StaticStep:
+        """See :class:`LatentCache`."""
+        return StaticStep(context, layer_number, kv, options, owner)
+
+
 class StaticStep:
     """One forward of a batch whose requests all hold the same number of tokens.
 
-    The context keeps two tensors under the layer's number, [positions, max_batch_size, C + rope]:
-    latents on the device, and those behind in host memory (none by default). Its own
-    ``swap_key_value_dict`` reorders requests in both.
+    The context keeps two tensors under the layer's number, [positions, max_batch_size, C + R]:
+    the latents of the first positions on the device, those of the others in host memory (none by
+    default). Its own ``swap_key_value_dict`` reorders requests in both.
 
     Args:
-        context: The host's; its ``sequence_len_offset`` and ``batch_size_offset`` say where the
+        context: Megatron's; its ``sequence_len_offset`` and ``batch_size_offset`` say where the
             new tokens go.
         layer_number: Key of the layer in the context.
-        kv: Latents of the new tokens, [S, B, C + rope].
+        kv: Latents of the new tokens, [S, B, C + R].
         options: Read for ``latent_cache_tokens`` and ``context_chunk_size``.
-        owner: See ``open_step``.
+        owner: See :class:`LatentCache`.
 
     Raises:
         ValueError: If the new tokens do not fit into the context, or follow another model's.
@@ -58,9 +79,7 @@ class StaticStep:
         _claim(context, layer_number, owner)
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
-        self.rows = _rows(self.lengths, kv.device, _stream(kv.device))
-        in_use(self.rows.query_starts)  # as are the lengths: views of one
-        in_use(self.rows.block_table)
+        self.rows = _rows(context, self.lengths, kv.device)
 
     def positions(self) -> Tensor | slice:
         """See :class:`InferenceStep`."""
@@ -88,19 +107,21 @@ class StaticStep:
         return self.memory.parts(self.rows, self.requests, end or self.max_position)
 
 
-@functools.lru_cache(maxsize=8)
-def _rows(lengths: RowLengths, device: torch.device, stream: int) -> Rows:
-    """The tables of a forward, which are the same in all layers; a request is one block.
+def _rows(context: Any, lengths: RowLengths, device: torch.device) -> Rows:
+    """The tables of a forward, made once for all layers; a request is one block of the cache."""
 
-    They are written in the order of one stream, whose number is a part of the key.
-    """
-    requests = range(len(lengths.queries))
-    blocks = to_device(lambda: torch.tensor(requests, dtype=torch.int32)[:, None], device)
-    return Rows.of(lengths.queries, lengths.keys, blocks)
+    def make() -> Rows:
+        requests = range(len(lengths.queries))
+        blocks = to_device(lambda: torch.tensor(requests, dtype=torch.int32)[:, None], device)
+        return Rows.of(lengths.queries, lengths.keys, blocks)
 
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    # They are copied to the device in the order of one stream, on which alone they may be read.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    tables = vars(context).setdefault("latent_tables", DerivedTables(maxsize=8))
+    rows: Rows = tables.get((lengths, device, stream), make)
+    in_use(rows.query_starts)  # and with it both lengths, which are views of the same memory
+    in_use(rows.block_table)
+    return rows
 
 
 def _require_fits(name: str, limit: int, needed: int) -> None:
@@ -112,9 +133,9 @@ def _require_fits(name: str, limit: int, needed: int) -> None:
 
 
 def _claim(context: Any, layer_number: int, owner: object) -> None:
-    """Refuse to continue what another model's layer wrote; the first tokens of all may be anyone's.
+    """Refuse to continue prompts that another model began in this context.
 
-    Another model of the same dimensions would find its layer's number taken, and fit.
+    The shapes of another model of the same dimensions would fit.
     """
     owners = vars(context).setdefault("latent_owners", {})
     last = owners.get(layer_number)
@@ -133,16 +154,16 @@ def _memory(
     """The layer's latents, allocated on first use."""
     positions, batch = context.max_sequence_length, context.max_batch_size
     resident = min(positions, options.latent_cache_tokens or positions)
-    kept = context.key_value_memory_dict
-    if layer_number not in kept:
+    memory = context.key_value_memory_dict
+    if layer_number not in memory:
         pinned = kv.is_cuda and resident < positions
-        kept[layer_number] = (
+        memory[layer_number] = (
             kv.new_empty(resident, batch, kv.shape[-1]),
             torch.empty(
                 positions - resident, batch, kv.shape[-1], dtype=kv.dtype, pin_memory=pinned
             ),
         )
-    near, far = kept[layer_number]
+    near, far = memory[layer_number]
     expected = (resident, batch, kv.shape[-1])
     if near.shape != expected or near.dtype != kv.dtype or near.device != kv.device:
         raise ValueError(
@@ -152,7 +173,10 @@ def _memory(
         )
     if not len(far):
         return ResidentLatents(near)
-    if kv.is_cuda and not far.is_pinned():  # the host reordered requests
+    if kv.is_cuda and not far.is_pinned():  # Megatron reordered requests
         far = far.pin_memory()
-        kept[layer_number] = (near, far)
+        memory[layer_number] = (near, far)
     return OffloadedLatents(near, far, max(1, options.context_chunk_size // batch))
+
+
+ENTRY = StaticCache()

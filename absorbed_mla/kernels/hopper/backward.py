@@ -51,12 +51,10 @@ def backward(
         ValueError: If ``deterministic`` is True.
     """
     if deterministic:
-        raise ValueError(
-            "the Hopper backward is not deterministic; the portable one (kernel 'triton') is"
-        )
-    keys, batch, content = latent.shape
+        raise ValueError("the Hopper backward is not deterministic; that of kernel 'triton' is")
+    keys, batch, kv_lora_rank = latent.shape
     heads, rope = q_rope.shape[2:]
-    columns = content + rope
+    columns = kv_lora_rank + rope
     tokens, packed = tile_shape(heads)
     dq_content, dq_rope = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
@@ -69,10 +67,10 @@ def backward(
         return dq_content.zero_(), dq_rope.zero_(), in_order(dkv, columns, keys)
     grad_out = grad_out.to(q_content.dtype)
     attend_backward[(programs,)](
-        tensor_map(q_content, (tokens, 1, packed, content)),
+        tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
-        tensor_map(grad_out, (tokens, 1, packed, content)),
-        tensor_map(latent, (_KEYS, 1, content)),
+        tensor_map(grad_out, (tokens, 1, packed, kv_lora_rank)),
+        tensor_map(latent, (_KEYS, 1, kv_lora_rank)),
         tensor_map(k_rope, (_KEYS, 1, rope)),
         lse.contiguous(),
         delta(grad_out, grad_lse, out),
@@ -84,8 +82,8 @@ def backward(
         heads,
         blocks,
         scale,
-        LATENT=content,
-        ROPE=rope,
+        C=kv_lora_rank,
+        R=rope,
         HEADS=packed,
         num_warps=8,
     )

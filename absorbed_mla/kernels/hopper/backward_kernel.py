@@ -189,8 +189,8 @@ def attend_backward(
     heads,
     key_blocks,
     scale,
-    LATENT: gl.constexpr,
-    ROPE: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
     HEADS: gl.constexpr,
 ):
     """Gradients of every tile; one program for each tile, entry of the batch and group of heads.
@@ -213,12 +213,12 @@ def attend_backward(
         heads: N.
         key_blocks: S_k / 64, rounded up.
         scale: Of the scores.
-        LATENT: C.
-        ROPE: R.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
         HEADS: Heads in a tile.
     """
     tile = read_tile(tiles, batches, heads, HEADS)
-    shared = allocate(latent.dtype, LATENT, ROPE)
+    shared = allocate(latent.dtype, C, R)
     block = tile.key_start // KEYS
     blocks = (tile.key_end + KEYS - 1) // KEYS - block
     # A tile without keys still stores zeros.
@@ -236,9 +236,9 @@ def attend_backward(
         clear_outside(shared.grad_out, 0, rows)
         finish_clearing()
 
-    target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (LATENT + ROPE))
-    acc_content = gl.zeros([ROWS, LATENT], gl.float32, _accumulator(LATENT))
-    acc_rope = gl.zeros([ROWS, ROPE], gl.float32, _accumulator(ROPE))
+    target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (C + R))
+    acc_content = gl.zeros([ROWS, C], gl.float32, _accumulator(C))
+    acc_rope = gl.zeros([ROWS, R], gl.float32, _accumulator(R))
     for i in range(blocks):
         first = (block + i) * KEYS
         mbarrier.wait(shared.keys_full, i & 1)
@@ -253,7 +253,7 @@ def attend_backward(
         if i + 1 < blocks:
             load_keys(latent, k_rope, shared, tile, first + KEYS)
         _reduce_key_gradient(shared, i, target)
-        target += KEYS * (LATENT + ROPE)
+        target += KEYS * (C + R)
 
     synchronize()
     _store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)

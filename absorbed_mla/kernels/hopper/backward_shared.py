@@ -54,14 +54,14 @@ class Shared:
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr):
+def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
     """Shared memory with its barriers ready for use."""
     operands = (
-        _operand(dtype, ROWS, LATENT),
-        _operand(dtype, ROWS, ROPE),
-        _operand(dtype, ROWS, LATENT),
-        _operand(dtype, KEYS, LATENT),
-        _operand(dtype, KEYS, ROPE),
+        _operand(dtype, ROWS, C),
+        _operand(dtype, ROWS, R),
+        _operand(dtype, ROWS, C),
+        _operand(dtype, KEYS, C),
+        _operand(dtype, KEYS, R),
         _operand(dtype, ROWS, KEYS),
         _operand(dtype, ROWS, KEYS),
     )

@@ -49,67 +49,69 @@ def forward(
     key_start: int,
     key_end: int | None,
     batch_invariant: bool,
-    splits: int | None,
+    num_splits: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens over the cached latents of their rows; see paged/forward.py.
+    """Attention of new tokens over the cached latents of their requests; see paged/forward.py.
 
     Args:
         q_content: [T, N, C] in bf16 or fp16; C = 128, 256 or 512.
         q_rope: [T, N, R]; R = 16, 32 or 64.
         cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``, any if one
             holds all keys.
-        query_starts: As in ``Rows``, like the next five.
-        query_lengths: Int32 [R].
-        kv_lengths: Int32 [R].
-        block_table: Int32 or int64 [R, blocks of a row].
-        max_query_length: Of any row.
-        max_kv_length: Of any row.
+        query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
+        query_lengths: Int32 [Q].
+        kv_lengths: Int32 [Q].
+        block_table: Int32 or int64 [Q, blocks of a request].
+        max_query_length: Maximum new tokens of a request.
+        max_kv_length: Maximum keys of a request.
         scale: Multiplies the scores.
         key_start: First key in the cache.
         key_end: One past the last key that is seen, or None.
-        batch_invariant: Split nothing: a token's result then depends on its query and keys only,
-            and has the bits of forward.py's.
-        splits: Parts of the keys of the longest row; None for what is fast.
+        batch_invariant: No splits: a token's result then depends on its query and keys only, and
+            is bitwise that of forward.py.
+        num_splits: Splits of the keys of every request; None: the device chooses.
 
     Returns:
         Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
-        in no row, or that sees no key.
+        in no request, or that sees no key.
 
     Raises:
         ValueError: The scale is not positive, or the copy engine cannot load the cache as it lies.
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    (tokens, heads, _), rows = q_content.shape, len(query_starts)
+    (tokens, heads, _), requests = q_content.shape, len(query_starts)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
     window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
-    if not (rows and max_query_length and window and cache.numel() and block_table.numel()):
+    if not (requests and max_query_length and window and cache.numel() and block_table.numel()):
         return out.zero_(), lse.fill_(-math.inf)
     if not tokens:
         return out, lse
-    tiles = plan.tiles_for(rows, heads, tokens, max_query_length, ROWS.value)
-    parts = 1 if batch_invariant else splits
-    cut = plan.cut_for(tiles, window, KEYS.value, 1, q_content.device, parts)
+    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, ROWS.value)
+    num_splits = 1 if batch_invariant else num_splits
+    split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     lists = (query_starts, query_lengths, kv_lengths)
-    table = schedule(*lists, key_start, window, tiles, cut, KEYS.value, out, lse, interpreted())
-    shape = (places(tiles, cut), tiles.head_blocks, ROWS.value)
+    table = schedule(
+        *lists, key_start, window, tiles, split_kv, KEYS.value, out, lse, interpreted()
+    )
+    shape = (places(tiles, split_kv), tiles.head_blocks, ROWS.value)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     page = page_size(cache.shape[1], window)
     maps = _tensor_maps(q_content, q_rope, cache, page, tiles)
     results = (out, lse, *waiting)
-    split = cut.more > 0
+    split = split_kv.max_extra > 0
     _launch(maps, table.programs, block_table, results, cache.shape[1], scale, tiles, split)
     if split:
-        combine(*waiting, table, tiles, cut, (out, lse))
+        combine(*waiting, table, tiles, split_kv, (out, lse))
     return out, lse
 
 
 def _tensor_maps(
     q_content: Tensor, q_rope: Tensor, cache: Tensor, page: int, tiles: plan.Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Of both parts of the queries, and of both parts of the keys."""
-    content = q_content.shape[-1]
+    """Tensor maps of q_content, q_rope, latent and k_rope."""
+    kv_lora_rank = q_content.shape[-1]
     if page < LEAST_PAGE or not has_map(cache):
         raise ValueError(
             f"paged_attention_backend='hopper' needs a cache whose block size is a multiple of "
@@ -118,13 +120,13 @@ def _tensor_maps(
             "any"
         )
     # Columns that arrive together; rows of a smaller page lie together in so many columns only.
-    chunk = max(content // _CHUNKS, SWIZZLED.value) if page == KEYS.value else SWIZZLED.value
+    chunk = max(kv_lora_rank // _CHUNKS, SWIZZLED.value) if page == KEYS.value else SWIZZLED.value
     keys = cache.transpose(0, 1)
     return (
-        tensor_map(q_content, (tiles.tokens, tiles.heads, content)),
+        tensor_map(q_content, (tiles.tokens, tiles.heads, kv_lora_rank)),
         tensor_map(q_rope, (tiles.tokens, tiles.heads, q_rope.shape[-1])),
-        tensor_map(keys[..., :content], (page, 1, chunk)),
-        tensor_map(keys[..., content:], (page, 1, q_rope.shape[-1])),
+        tensor_map(keys[..., :kv_lora_rank], (page, 1, chunk)),
+        tensor_map(keys[..., kv_lora_rank:], (page, 1, q_rope.shape[-1])),
     )
 
 
@@ -139,7 +141,7 @@ def _launch(
     split: bool,
 ) -> None:
     """Run the kernel; its arguments are described there."""
-    heads, content = results[0].shape[1:]
+    heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     attend_decode[(len(table) * tiles.head_blocks,)](
@@ -153,8 +155,8 @@ def _launch(
         tiles.head_blocks,
         scale / math.log(2),
         HEADS=tiles.heads,
-        LATENT=content,
-        ROPE=maps[1].block_shape[-1],
+        C=kv_lora_rank,
+        R=maps[1].block_shape[-1],
         SPLIT=split,
         num_warps=4,
     )

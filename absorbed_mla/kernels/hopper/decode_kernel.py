@@ -1,4 +1,4 @@
-"""The decode kernel: the forward kernel over a paged cache, of which a program takes a part.
+"""The decode kernel: the forward kernel over a paged cache, with split-KV.
 
 Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a tile of 64 rows
 (heads of one or more new tokens of a request) goes through keys 64 at a time. Different are
@@ -6,10 +6,10 @@ Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a 
 * where keys are: the load role looks their blocks up in the table of blocks before it waits for a
   stage, so that the answer is there when the stage is free. A copy loads keys of one block of the
   cache, at most 64.
-* how many programs share a tile: where the device would be idle otherwise, keys are cut into parts,
-  each of a program; paged/schedule.py says which program does what.
-* what is written: the output where a tile has one part, else the part's output in fp32 with its LSE
-  in bits, which paged/combine.py merges.
+* how many programs share a tile: where the device would be idle otherwise, its keys are split, and
+  each program takes one split; paged/schedule.py says which program does what.
+* what is written: the output where a tile has one split, else the split's output in fp32 with its
+  LSE to base 2, which paged/combine.py combines.
 """
 
 from triton.experimental import gluon
@@ -37,8 +37,8 @@ def _load_role(tile, shared, queries, keys, places):
     """Load the queries, then each block as soon as the block before last is done with its stage."""
     q_content, q_rope = queries
     latent, k_rope = keys
-    block_table, block_size, row_stride = places
-    HALF: gl.constexpr = shared.LATENT // 2
+    block_table, block_size, table_stride = places
+    HALF: gl.constexpr = shared.C // 2
     PAGE: gl.constexpr = k_rope.block_shape[0]
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
@@ -48,14 +48,14 @@ def _load_role(tile, shared, queries, keys, places):
     for block in range(count_blocks(tile)):
         stage = block % STAGES
         parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
-        pages = find_pages(tile, block, block_table, block_size, row_stride, PAGE)
+        pages = find_pages(tile, block, block_table, block_size, table_stride, PAGE)
         mbarrier.wait(shared.left_empty.index(stage), parity)
         for column in gl.static_range(0, HALF, shared.CHUNK):
             full = chunk_full(shared, stage, column)
             chunk = shared.left.index(stage).slice(column, shared.CHUNK, dim=2)
             _load_pages(latent, pages, column, full, chunk)
         mbarrier.wait(shared.right_empty.index(stage), parity)
-        for column in gl.static_range(HALF, shared.LATENT, shared.CHUNK):
+        for column in gl.static_range(HALF, shared.C, shared.CHUNK):
             full = chunk_full(shared, stage, column)
             chunk = shared.right.index(stage).slice(column - HALF, shared.CHUNK, dim=2)
             _load_pages(latent, pages, column, full, chunk)
@@ -69,12 +69,12 @@ def _load_pages(keys, pages, column: gl.constexpr, full, place):
     mbarrier.expect(full, KEYS // PAGE * keys.block_type.nbytes)
     for page in gl.static_range(KEYS // PAGE):
         cache_block, slot = pages[page]
-        part = place.slice(page * PAGE, PAGE, dim=0)
-        tma.async_copy_global_to_shared(keys, [slot, cache_block, column], full, part)
+        target = place.slice(page * PAGE, PAGE, dim=0)
+        tma.async_copy_global_to_shared(keys, [slot, cache_block, column], full, target)
 
 
 @gluon.jit
-def _score_role(tile, shared, whole, parts, heads, scale, SPLIT: gl.constexpr):
+def _score_role(tile, shared, whole, split, heads, scale, SPLIT: gl.constexpr):
     """Compute all scores, the LSE and the left half of the output."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o, top, total, norm = start_left(tile, shared, scale)
@@ -82,33 +82,33 @@ def _score_role(tile, shared, whole, parts, heads, scale, SPLIT: gl.constexpr):
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     index, inside = tile.rows(1, heads, rows)
     if SPLIT:
-        gl.store(parts[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
+        gl.store(split[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
         inside &= tile.place < 0
     gl.store(whole[1] + index, bits * LN_2, mask=inside)
-    _store(tile, finish_left(o, norm), whole[0], parts[0], heads, 0, SPLIT)
+    _store(tile, finish_left(o, norm), whole[0], split[0], heads, 0, SPLIT)
 
 
 @gluon.jit
-def _value_role(tile, shared, whole, parts, heads, SPLIT: gl.constexpr):
+def _value_role(tile, shared, whole, split, heads, SPLIT: gl.constexpr):
     """Compute the right half of the output."""
     o = compute_right(tile, shared)
-    _store(tile, o, whole[0], parts[0], heads, shared.LATENT // 2, SPLIT)
+    _store(tile, o, whole[0], split[0], heads, shared.C // 2, SPLIT)
 
 
 @gluon.jit
-def _store(tile, o, out, parts, heads, first: gl.constexpr, SPLIT: gl.constexpr):
+def _store(tile, o, out, split, heads, first: gl.constexpr, SPLIT: gl.constexpr):
     """Write columns from ``first`` on of the tile's rows, [64, C / 2], where they belong."""
     if SPLIT:
         if tile.place < 0:
             store_half(out, tile, o, 1, heads, first)
         else:
-            _store_part(parts, tile, o, heads, first)
+            _store_split(split, tile, o, heads, first)
     else:
         store_half(out, tile, o, 1, heads, first)
 
 
 @gluon.jit
-def _store_part(parts, tile, o, heads, first: gl.constexpr):
+def _store_split(split, tile, o, heads, first: gl.constexpr):
     """Write columns from ``first`` on of the tile's rows, [64, C / 2], to its place in fp32."""
     HALF: gl.constexpr = o.shape[1]
     layout: gl.constexpr = accumulator_layout(HALF, 1)
@@ -117,11 +117,11 @@ def _store_part(parts, tile, o, heads, first: gl.constexpr):
     _, inside = tile.rows(1, heads, rows)
     column = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     # The four lanes of a row write 32 bytes together, a whole sector, without any exchange.
-    pointers = parts + (place * (2 * HALF))[:, None] + column[None, :]
+    pointers = split + (place * (2 * HALF))[:, None] + column[None, :]
     gl.store(pointers, o, mask=inside[:, None])
 
 
-@gluon.jit(do_not_specialize=["block_size", "row_stride", "heads", "head_blocks"])
+@gluon.jit(do_not_specialize=["block_size", "table_stride", "heads", "head_blocks"])
 def attend_decode(
     q_content,
     q_rope,
@@ -131,16 +131,16 @@ def attend_decode(
     block_table,
     out,
     lse,
-    parts,
-    parts_lse,
+    split_out,
+    split_lse,
     block_size,
-    row_stride,
+    table_stride,
     heads,
     head_blocks,
     scale,
     HEADS: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROPE: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
     """Attention of every tile; one program for each entry of the table and group of heads.
@@ -152,31 +152,31 @@ def attend_decode(
             together].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
         table: int32 [programs, 8], contiguous, see paged/schedule.py.
-        block_table: [R, blocks of a row], int32 or int64, last axis contiguous.
-        out: [T, N, C], contiguous; tiles in several parts are not written.
+        block_table: [Q, blocks of a request], int32 or int64, last axis contiguous.
+        out: [T, N, C], contiguous; tiles in several splits are not written.
         lse: [T, N] fp32, contiguous, likewise.
-        parts: [places, head_blocks, 64, C] fp32, contiguous; the parts of the others.
-        parts_lse: [places, head_blocks, 64] fp32, contiguous, in bits.
+        split_out: [places, head_blocks, 64, C] fp32, contiguous; the splits of the others.
+        split_lse: [places, head_blocks, 64] fp32, contiguous, to base 2.
         block_size: Keys in a block of the cache.
-        row_stride: Of ``block_table``.
+        table_stride: Of ``block_table``.
         heads: N.
         head_blocks: Tiles for all heads of a token.
         scale: Of the scores, positive, times log2(e).
         HEADS: Heads in a tile.
-        LATENT: C.
-        ROPE: R.
-        SPLIT: Whether there may be several parts.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
+        SPLIT: Whether there may be several splits.
     """
     tile = read_decode_tile(table, head_blocks, HEADS)
     if tile.query_start < tile.query_end:
-        shared = allocate(q_content, q_rope, latent, k_rope, LATENT, ROPE)
+        shared = allocate(q_content, q_rope, latent, k_rope, C, R)
         queries, keys = (q_content, q_rope), (latent, k_rope)
-        places = (block_table, block_size, row_stride)
-        whole, cut = (out, lse), (parts, parts_lse)
+        places = (block_table, block_size, table_stride)
+        whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(
             [
-                (_score_role, (tile, shared, whole, cut, heads, scale, SPLIT)),
-                (_value_role, (tile, shared, whole, cut, heads, SPLIT)),
+                (_score_role, (tile, shared, whole, waiting, heads, scale, SPLIT)),
+                (_value_role, (tile, shared, whole, waiting, heads, SPLIT)),
                 (_load_role, (tile, shared, queries, keys, places)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four

@@ -1,4 +1,4 @@
-"""A tile of the decode kernel: tokens of one row of the batch, heads, and a part of their keys."""
+"""A tile of the decode kernel: tokens of one request, heads, and a split of their keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,18 +15,18 @@ class DecodeTile:
     """Which rows and keys a program works on. Keys are counted from the first one in the cache.
 
     Attributes:
-        row: Of the batch; the row of the table of blocks.
+        request: Of the batch; its row in the table of blocks.
         query_start, query_end: Tokens on the token axis; none where there is nothing to do.
-        key_start: First key of the part, a multiple of ``KEYS``.
-        keys: How many the part has that any of the tokens sees; 0 or fewer: none.
-        offset: Token i of the tile sees the part's keys 0 .. i + offset.
-        place: Where the result waits for those of the other parts, counted in tiles; negative if
+        key_start: First key of the split, a multiple of ``KEYS``.
+        keys: How many the split has that any of the tokens sees; 0 or fewer: none.
+        offset: Token i of the tile sees the split's keys 0 .. i + offset.
+        place: Where the result waits for those of the other splits, counted in tiles; negative if
             there are none.
         head: First head.
         HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
     """
 
-    row: gl.tensor
+    request: gl.tensor
     query_start: gl.tensor
     query_end: gl.tensor
     key_start: gl.tensor
@@ -37,8 +37,10 @@ class DecodeTile:
     HEADS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, row, query_start, query_end, key_start, keys, offset, place, head, HEADS):
-        self.row = row
+    def __init__(
+        self, request, query_start, query_end, key_start, keys, offset, place, head, HEADS
+    ):
+        self.request = request
         self.query_start = query_start
         self.query_end = query_end
         self.key_start = key_start
@@ -50,7 +52,7 @@ class DecodeTile:
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):
-        """As ``Tile.rows``, with tokens of all rows of the batch on one axis: [T, 1, N]."""
+        """As ``Tile.rows``, with tokens of all requests on one axis: [T, 1, N]."""
         row = gl.arange(0, ROWS, layout)
         token = self.query_start + row // self.HEADS
         head = self.head + row % self.HEADS
@@ -92,22 +94,22 @@ def read_decode_tile(table, head_blocks, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def find_pages(tile, block, block_table, block_size, row_stride, PAGE: gl.constexpr):
+def find_pages(tile, block, block_table, block_size, table_stride, PAGE: gl.constexpr):
     """Where the keys of a block of the tile lie in the cache.
 
     Args:
         tile: The tile.
         block: Of ``KEYS`` keys.
-        block_table: [R, blocks of a row], int32 or int64.
+        block_table: [Q, blocks of a request], int32 or int64.
         block_size: Keys in a block of the cache, a multiple of ``PAGE``.
-        row_stride: Of the table.
+        table_stride: Of ``block_table``.
         PAGE: Keys that lie together, a divisor of ``KEYS``.
 
     Returns:
         For each page the block of the cache and its first place there, int32. Pages behind the
         tile's last key are that key's: entries of the table beyond it may be anything.
     """
-    entries = block_table + tile.row.to(gl.int64) * row_stride
+    entries = block_table + tile.request.to(gl.int64) * table_stride
     last = (tile.key_start + gl.maximum(tile.keys, 1) - 1) // PAGE * PAGE
     pages = ()
     for page in gl.static_range(0, KEYS, PAGE):

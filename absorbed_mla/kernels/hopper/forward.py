@@ -45,7 +45,7 @@ def forward(
     """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    queries, batch, heads, content = q_content.shape
+    queries, batch, heads, kv_lora_rank = q_content.shape
     rope = q_rope.shape[3]
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = torch.empty(queries, batch, heads, dtype=torch.float32, device=q_content.device)
@@ -55,9 +55,9 @@ def forward(
     programs = len(tiles) * batch * (heads // packed)
     if not programs:
         return out, lse
-    chunk = max(content // _CHUNKS, SWIZZLED.value)
+    chunk = max(kv_lora_rank // _CHUNKS, SWIZZLED.value)
     attend_forward[(programs,)](
-        tensor_map(q_content, (tokens, 1, packed, content)),
+        tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
         tensor_map(latent, (KEYS.value, 1, chunk)),
         tensor_map(k_rope, (KEYS.value, 1, rope)),
@@ -68,8 +68,8 @@ def forward(
         heads,
         scale / math.log(2),
         HEADS=packed,
-        LATENT=content,
-        ROPE=rope,
+        C=kv_lora_rank,
+        R=rope,
         num_warps=4,
     )
     return out, lse

@@ -68,7 +68,7 @@ LOAD_REGISTERS = gl.constexpr(40)
 @gluon.jit
 def _load_role(tile, shared, q_content, q_rope, latent, k_rope):
     """Load the queries, then each block as soon as the block before last is done with its stage."""
-    HALF: gl.constexpr = shared.LATENT // 2
+    HALF: gl.constexpr = shared.C // 2
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
     position = [tile.query_start, tile.batch, tile.head, 0]
@@ -82,7 +82,7 @@ def _load_role(tile, shared, q_content, q_rope, latent, k_rope):
         for column in gl.static_range(0, HALF, shared.CHUNK):
             _load_chunk(tile, shared, shared.left, latent, stage, key, column)
         mbarrier.wait(shared.right_empty.index(stage), parity)
-        for column in gl.static_range(HALF, shared.LATENT, shared.CHUNK):
+        for column in gl.static_range(HALF, shared.C, shared.CHUNK):
             _load_chunk(tile, shared, shared.right, latent, stage, key, column)
         full = shared.rope_full.index(stage)
         mbarrier.expect(full, k_rope.block_type.nbytes)
@@ -93,7 +93,7 @@ def _load_role(tile, shared, q_content, q_rope, latent, k_rope):
 @gluon.jit
 def _load_chunk(tile, shared, half, latent, stage, key, column: gl.constexpr):
     """Load the columns from ``column`` on into their place in a half."""
-    chunk = half.index(stage).slice(column % (shared.LATENT // 2), shared.CHUNK, dim=2)
+    chunk = half.index(stage).slice(column % (shared.C // 2), shared.CHUNK, dim=2)
     full = chunk_full(shared, stage, column)
     mbarrier.expect(full, latent.block_type.nbytes)
     tma.async_copy_global_to_shared(latent, [key, tile.batch, column], full, chunk)
@@ -123,7 +123,7 @@ def start_left(tile, shared, scale):
         The half [64, C / 2] whose last product is running, the rows' largest products and sums of
         exp2(scale * (product - largest)), and by what ``finish_left`` multiplies the half, [64].
     """
-    HALF: gl.constexpr = shared.LATENT // 2
+    HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o_layout: gl.constexpr = accumulator_layout(HALF, 1)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -174,13 +174,13 @@ def finish_left(o, norm):
 @gluon.jit
 def _value_role(tile, shared, out, batches, heads):
     """Compute the right half of the output."""
-    store_half(out, tile, compute_right(tile, shared), batches, heads, shared.LATENT // 2)
+    store_half(out, tile, compute_right(tile, shared), batches, heads, shared.C // 2)
 
 
 @gluon.jit
 def compute_right(tile, shared):
     """The right half of the output, [64, C / 2], from what the score role tells."""
-    HALF: gl.constexpr = shared.LATENT // 2
+    HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = accumulator_layout(HALF, 1)
     o = gl.zeros([ROWS, HALF], gl.float32, layout)
     last = count_blocks(tile) - 1
@@ -224,8 +224,8 @@ def attend_forward(
     heads,
     scale,
     HEADS: gl.constexpr,
-    LATENT: gl.constexpr,
-    ROPE: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
 ):
     """Attention of every tile; one program for each tile, entry of the batch and group of heads.
 
@@ -241,11 +241,11 @@ def attend_forward(
         heads: N.
         scale: Of the scores, positive, times log2(e).
         HEADS: Heads in a tile.
-        LATENT: C.
-        ROPE: R.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
     """
     tile = read_tile(tiles, batches, heads, HEADS)
-    shared = allocate(q_content, q_rope, latent, k_rope, LATENT, ROPE)
+    shared = allocate(q_content, q_rope, latent, k_rope, C, R)
     gl.warp_specialize(
         [
             (_score_role, (tile, shared, out, lse, batches, heads, scale)),

@@ -22,10 +22,10 @@ def start_scores(shared, stage, parity, layout: gl.constexpr):
 @gluon.jit
 def finish_scores(shared, s, stage, parity):
     """Queue the parts of the other chunks and of k_rope, each when it has come."""
-    for column in gl.static_range(shared.CHUNK, shared.LATENT, shared.CHUNK):
+    for column in gl.static_range(shared.CHUNK, shared.C, shared.CHUNK):
         s = _add_chunk(shared, s, stage, parity, column)
-    queries = shared.q_rope.reshape([ROWS, shared.ROPE])
-    keys = shared.k_rope(stage).reshape([KEYS, shared.ROPE])
+    queries = shared.q_rope.reshape([ROWS, shared.R])
+    keys = shared.k_rope(stage).reshape([KEYS, shared.R])
     mbarrier.wait(shared.rope_full.index(stage), parity)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
 
@@ -33,10 +33,10 @@ def finish_scores(shared, s, stage, parity):
 @gluon.jit
 def _add_chunk(shared, s, stage, parity, column: gl.constexpr):
     """Queue the part of the chunk that begins at a column."""
-    HALF: gl.constexpr = shared.LATENT // 2
+    HALF: gl.constexpr = shared.C // 2
     half = shared.left if column < HALF else shared.right
     keys = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, shared.CHUNK, dim=1)
-    queries = shared.q_content.reshape([ROWS, shared.LATENT]).slice(column, shared.CHUNK, dim=1)
+    queries = shared.q_content.reshape([ROWS, shared.C]).slice(column, shared.CHUNK, dim=1)
     mbarrier.wait(chunk_full(shared, stage, column), parity)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=column > 0, is_async=True)
 

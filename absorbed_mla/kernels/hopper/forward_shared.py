@@ -26,8 +26,8 @@ class Shared:
         q_full, norm_full: One barrier.
         rope_full, p_full, left_empty, right_empty: One for each stage.
         k_full: One for each stage and chunk, see ``chunk_full``.
-        LATENT: C.
-        ROPE: R.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
         CHUNK: Columns of the latents that arrive together.
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
     """
@@ -46,13 +46,13 @@ class Shared:
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     norm_full: gl.shared_memory_descriptor
-    LATENT: gl.constexpr
-    ROPE: gl.constexpr
+    C: gl.constexpr
+    R: gl.constexpr
     CHUNK: gl.constexpr
     ROPE_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, LATENT, ROPE, CHUNK, ROPE_LAYOUT):
+    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT):
         (
             self.q_content,
             self.q_rope,
@@ -71,8 +71,8 @@ class Shared:
             self.right_empty,
             self.norm_full,
         ) = barriers
-        self.LATENT = gl.constexpr(LATENT)
-        self.ROPE = gl.constexpr(ROPE)
+        self.C = gl.constexpr(C)
+        self.R = gl.constexpr(R)
         self.CHUNK = gl.constexpr(CHUNK)
         self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
 
@@ -85,16 +85,16 @@ class Shared:
     def k_rope(self, stage):
         """k_rope of the block in a stage, [64, 1, R]."""
         return self.rope.index(stage)._reinterpret(
-            self.rope.dtype, [KEYS, 1, self.ROPE], self.ROPE_LAYOUT
+            self.rope.dtype, [KEYS, 1, self.R], self.ROPE_LAYOUT
         )
 
 
 @gluon.jit
-def allocate(q_content, q_rope, latent, k_rope, LATENT: gl.constexpr, ROPE: gl.constexpr):
+def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps."""
     dtype: gl.constexpr = latent.dtype
-    CHUNKS: gl.constexpr = LATENT // latent.block_shape[2]
-    half: gl.constexpr = [STAGES, KEYS, 1, LATENT // 2]
+    CHUNKS: gl.constexpr = C // latent.block_shape[2]
+    half: gl.constexpr = [STAGES, KEYS, 1, C // 2]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     buffers = (
         gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
@@ -115,7 +115,7 @@ def allocate(q_content, q_rope, latent, k_rope, LATENT: gl.constexpr, ROPE: gl.c
         _barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, LATENT, ROPE, latent.block_shape[2], k_rope.layout)
+    return Shared(buffers, barriers, C, R, latent.block_shape[2], k_rope.layout)
 
 
 @gluon.jit
@@ -130,7 +130,7 @@ def _barriers(COUNT: gl.constexpr):
 @gluon.jit
 def chunk_full(shared, stage, column: gl.constexpr):
     """The barrier of the chunk that begins at a column."""
-    CHUNKS: gl.constexpr = shared.LATENT // shared.CHUNK
+    CHUNKS: gl.constexpr = shared.C // shared.CHUNK
     return shared.k_full.index(stage * CHUNKS + column // shared.CHUNK)
 
 

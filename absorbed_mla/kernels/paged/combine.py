@@ -1,4 +1,4 @@
-"""One output from those over parts of the keys, merged by their LSE in the order of the keys."""
+"""Combine the outputs of split-KV by their LSE, in the order of the keys."""
 
 from __future__ import annotations
 
@@ -6,45 +6,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.plan import Cut, Tiles
+from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
 
-# Numbers of a program of 128 threads that are on their way together, and columns of a row, which a
-# few programs share where it has many parts.
+# Values that a program of 128 threads loads at once, columns of a row of the output that it
+# computes, and bounds of the splits that it loads at once.
 _LOADED = 4096
 _COLUMNS = 512
-_PARTS = (2, 32)
-# Programs for every one that attends at a time: rows that nothing is to be done for cost little if
-# a program has many of them.
+_SPLITS = (2, 32)
+# Programs for each attention program that runs at a time: a program takes many rows, since most
+# need no combining.
 _PROGRAMS = 8
 
 
 def combine(
-    parts: Tensor, parts_lse: Tensor, table: Schedule, tiles: Tiles, cut: Cut, result
+    split_out: Tensor, split_lse: Tensor, table: Schedule, tiles: Tiles, split_kv: SplitKV, result
 ) -> None:
-    """Write output and LSE of the tokens whose keys are in several parts.
+    """Write output and LSE of the tokens whose keys were split.
 
     Args:
-        parts: Fp32 [places, head blocks, rows of a tile, C]; read where a part has keys.
-        parts_lse: Fp32 [places, head blocks, rows of a tile], in bits.
+        split_out: Fp32 [places, head blocks, rows of a tile, C]; read where a split has keys.
+        split_lse: Fp32 [places, head blocks, rows of a tile], base 2.
         table: Of the batch.
-        tiles: How rows were cut.
-        cut: How their keys were.
+        tiles: Tiles of the queries.
+        split_kv: Bounds of the splits.
         result: Output [T, N, C] and LSE [T, N], contiguous.
     """
     out, lse = result
-    heads, width = out.shape[1:]
-    expected = triton.cdiv(cut.programs, tiles.most * tiles.head_blocks)
-    together = min(max(triton.next_power_of_2(expected), _PARTS[0]), _PARTS[1])
-    columns = min(width, _COLUMNS, _LOADED // together)
+    heads, kv_lora_rank = out.shape[1:]
+    expected = triton.cdiv(split_kv.programs, tiles.max_tiles * tiles.head_blocks)
+    together = min(max(triton.next_power_of_2(expected), _SPLITS[0]), _SPLITS[1])
+    columns = min(kv_lora_rank, _COLUMNS, _LOADED // together)
     rows = max(_LOADED // (together * columns), 1)
-    groups = triton.cdiv(min(tiles.tokens, tiles.row_tokens) * heads, rows)
-    programs = max(_PROGRAMS * cut.programs // tiles.most, 1)
+    groups = triton.cdiv(min(tiles.tokens, tiles.max_tokens) * heads, rows)
+    programs = max(_PROGRAMS * split_kv.programs // tiles.max_tiles, 1)
     rounds = triton.cdiv(groups, programs)
-    _combine_kernel[(tiles.most, triton.cdiv(groups, rounds), width // columns)](
-        parts,
-        parts_lse,
+    _combine_kernel[(tiles.max_tiles, triton.cdiv(groups, rounds), kv_lora_rank // columns)](
+        split_out,
+        split_lse,
         out,
         lse,
         table.tiles,
@@ -53,24 +53,24 @@ def combine(
         tiles.head_blocks,
         HEADS=tiles.heads,
         TOKENS=tiles.tokens,
-        C=width,
+        C=kv_lora_rank,
         ROWS=rows,
-        PARTS=together,
+        SPLITS=together,
         COLUMNS=columns,
         INTERPRETED=interpreted(),
         num_warps=4,
     )
 
 
-def places(tiles: Tiles, cut: Cut) -> int:
-    """Parts that can wait for others at most; 0 if nothing is cut."""
-    return min(2 * cut.more, tiles.most + cut.more)
+def places(tiles: Tiles, split_kv: SplitKV) -> int:
+    """Maximum splits whose results wait to be combined; 0 without splits."""
+    return min(2 * split_kv.max_extra, tiles.max_tiles + split_kv.max_extra)
 
 
 @triton.jit(do_not_specialize=["rounds"])
 def _combine_kernel(
-    parts_ptr,
-    parts_lse_ptr,
+    split_out_ptr,
+    split_lse_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
@@ -81,19 +81,19 @@ def _combine_kernel(
     TOKENS: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     entry = table_ptr + tl.program_id(0) * TABLE_COLUMNS
     first, tokens, keys = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    part_keys = tl.load(entry + 3)
-    if (tokens == 0) | (keys <= part_keys):
+    split_keys = tl.load(entry + 3)
+    if (tokens == 0) | (keys <= split_keys):
         return
     first_place, equal, last_place = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    count = (keys + part_keys - 1) // part_keys
-    # [PARTS], [COLUMNS]
-    number = tl.arange(0, PARTS)
+    count = (keys + split_keys - 1) // split_keys
+    # [SPLITS], [COLUMNS]
+    number = tl.arange(0, SPLITS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     for one in range(rounds):
         # [ROWS]: heads of tokens as they lie in the output, and in a tile.
@@ -104,17 +104,17 @@ def _combine_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-        # In an order that the number of parts alone decides.
-        for start in range(0, count, PARTS):
-            part = start + number
-            place = tl.where(part < equal, first_place + part, last_place).to(tl.int64)
-            # [ROWS, PARTS]
+        # In an order that depends on the number of splits only.
+        for start in range(0, count, SPLITS):
+            split = start + number
+            place = tl.where(split < equal, first_place + split, last_place).to(tl.int64)
+            # [ROWS, SPLITS]
             source = place[None, :] * (head_blocks * TOKENS * HEADS) + place_in_tile[:, None]
-            there = (part < count)[None, :] & inside[:, None]
-            lse = tl.load(parts_lse_ptr + source, mask=there, other=float("-inf"))
-            # [ROWS, PARTS, COLUMNS]
+            there = (split < count)[None, :] & inside[:, None]
+            lse = tl.load(split_lse_ptr + source, mask=there, other=float("-inf"))
+            # [ROWS, SPLITS, COLUMNS]
             values = tl.load(
-                parts_ptr + source[:, :, None] * C + column[None, None, :],
+                split_out_ptr + source[:, :, None] * C + column[None, None, :],
                 mask=there[:, :, None],
                 other=0.0,
             )

@@ -1,7 +1,7 @@
-"""Forward: a tile of queries (heads of a row's new tokens), and some of the row's cached keys.
+"""Forward: a tile of queries (heads of a request's new tokens), and a split of its cached keys.
 
-The arithmetic is that of the training kernel, step by step: with its blocks, and keys that are not
-split, the result of a token is the same to the bit.
+The arithmetic is that of the training kernel, step by step: with the same block sizes and without
+splits, the result of a token is bitwise the same.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ def forward(
     key_start: int,
     key_end: int | None,
     batch_invariant: bool,
-    splits: int | None,
+    num_splits: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of new tokens over the cached latents of their rows.
+    """Attention of new tokens over the cached latents of their requests.
 
     Args:
         q_content: [T, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
         q_rope: [T, N, R]; R likewise, or 0.
         cache: [blocks, block_size, C + R]; any strides of blocks and slots.
-        query_starts: As in ``Rows``, like the next five.
-        query_lengths: Int32 [R].
-        kv_lengths: Int32 [R].
-        block_table: Int32 or int64 [R, blocks of a row].
-        max_query_length: Of any row.
-        max_kv_length: Of any row.
+        query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
+        query_lengths: Int32 [Q].
+        kv_lengths: Int32 [Q].
+        block_table: Int32 or int64 [Q, blocks of a request].
+        max_query_length: Maximum new tokens of a request.
+        max_kv_length: Maximum keys of a request.
         scale: Multiplies the scores.
         key_start: First key in the cache.
         key_end: One past the last key that is seen, or None.
-        batch_invariant: Take the blocks of training and split nothing.
-        splits: Parts of the keys of the longest row; None for what is fast.
+        batch_invariant: Use the block sizes of training and no splits.
+        num_splits: Splits of the keys of every request; None: the device chooses.
 
     Returns:
         Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
-        in no row, or that sees no key.
+        in no request, or that sees no key.
     """
     q_content, q_rope, cache = rows_contiguous(q_content, q_rope, cache)
-    (tokens, heads, width), rope = q_content.shape, q_rope.shape[-1]
+    (tokens, heads, kv_lora_rank), rope = q_content.shape, q_rope.shape[-1]
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
     window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
@@ -74,15 +74,17 @@ def forward(
     if not tokens:
         return out, lse
     rows = None if batch_invariant else max_query_length * heads
-    blocks, warps = plan.blocks_for(q_content.dtype, width, rope, q_content.device, rows)
+    blocks, warps = plan.blocks_for(q_content.dtype, kv_lora_rank, rope, q_content.device, rows)
     tiles = plan.tiles_for(len(query_starts), heads, tokens, max_query_length, blocks.rows)
-    resident = plan.resident(blocks, width, rope, q_content.dtype, q_content.device)
-    parts = 1 if batch_invariant else splits
-    cut = plan.cut_for(tiles, window, blocks.keys, resident, q_content.device, parts)
+    resident = plan.resident(blocks, kv_lora_rank, rope, q_content.dtype, q_content.device)
+    num_splits = 1 if batch_invariant else num_splits
+    split_kv = plan.split_kv_for(tiles, window, blocks.keys, resident, q_content.device, num_splits)
     lists = (query_starts, query_lengths, kv_lengths)
-    table = schedule(*lists, key_start, window, tiles, cut, blocks.keys, out, lse, interpreted())
-    shape = (places(tiles, cut), tiles.head_blocks, blocks.rows)
-    waiting = out.new_empty((*shape, width), dtype=torch.float32), lse.new_empty(shape)
+    table = schedule(
+        *lists, key_start, window, tiles, split_kv, blocks.keys, out, lse, interpreted()
+    )
+    shape = (places(tiles, split_kv), tiles.head_blocks, blocks.rows)
+    waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
     _paged_kernel[(len(table.programs) * tiles.head_blocks,)](
         q_content,
         q_rope,
@@ -99,20 +101,20 @@ def forward(
         scale * LOG2_E.value,
         heads,
         tiles.head_blocks,
-        C=width,
+        C=kv_lora_rank,
         R=rope,
         HB=tiles.heads,
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
-        SPLIT=cut.more > 0,
+        SPLIT=split_kv.max_extra > 0,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
         num_warps=warps,
         num_stages=blocks.stages,
     )
-    if cut.more:
-        combine(*waiting, table, tiles, cut, (out, lse))
+    if split_kv.max_extra:
+        combine(*waiting, table, tiles, split_kv, (out, lse))
     return out, lse
 
 
@@ -127,8 +129,8 @@ def _paged_kernel(
     block_table_ptr,
     out_ptr,
     lse_ptr,
-    parts_ptr,
-    parts_lse_ptr,
+    split_out_ptr,
+    split_lse_ptr,
     table_ptr,
     stride_qc_t,
     stride_qc_n,
@@ -151,7 +153,7 @@ def _paged_kernel(
     INTERPRETED: tl.constexpr,
 ):
     entry = table_ptr + (tl.program_id(0) // head_blocks) * TABLE_COLUMNS
-    table_row, first = tl.load(entry), tl.load(entry + 1)
+    request, first = tl.load(entry), tl.load(entry + 1)
     tokens, seen_first = tl.load(entry + 2), tl.load(entry + 3)
     key_start, key_end = tl.load(entry + 4), tl.load(entry + 5)
     if tokens == 0:
@@ -170,7 +172,7 @@ def _paged_kernel(
     else:
         qr = qc
 
-    block_list = block_table_ptr + table_row.to(tl.int64) * stride_table
+    block_list = block_table_ptr + request.to(tl.int64) * stride_table
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
     acc = tl.full([BLOCK_M, C], 0.0, tl.float32)
@@ -185,7 +187,7 @@ def _paged_kernel(
         kr = kc
         if R > 0:
             kr = load_rows(cache_ptr + C, slots, there, R)
-        # The next ones already: loads that wait for others are not started ahead.
+        # Load the next ones now: the pipeliner does not prefetch loads that depend on other loads.
         block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
         seen = (key[None, :] <= last_key[:, None]) & there[None, :]
         largest, total, acc = attend_to_keys(
@@ -193,7 +195,7 @@ def _paged_kernel(
         )
 
     acc, lse = normalised(largest, total, acc)
-    # Read again: what is kept over the loop does not fit into registers.
+    # Read again: kept over the loop they would not fit into registers.
     first, tokens = tl.load(entry + 1, volatile=True), tl.load(entry + 2, volatile=True)
     token = (first + row // HB).to(tl.int64)
     valid = (row // HB < tokens) & (head < heads)
@@ -201,10 +203,10 @@ def _paged_kernel(
     if SPLIT:
         waiting = tl.load(entry + 6, volatile=True)
         if waiting >= 0:
-            part = waiting.to(tl.int64) * head_blocks + tl.program_id(0) % head_blocks
-            place = part * BLOCK_M + row
-            store_rows(parts_ptr, place * C, valid, acc, C, INTERPRETED)
-            tl.store(parts_lse_ptr + place, lse, mask=valid)
+            split = waiting.to(tl.int64) * head_blocks + tl.program_id(0) % head_blocks
+            place = split * BLOCK_M + row
+            store_rows(split_out_ptr, place * C, valid, acc, C, INTERPRETED)
+            tl.store(split_lse_ptr + place, lse, mask=valid)
         else:
             store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(lse_ptr + place, lse * LN_2, mask=valid)
@@ -215,7 +217,7 @@ def _paged_kernel(
 
 @triton.jit
 def load_blocks(block_list, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Blocks of the cache that hold keys ``start`` .. [BLOCK_N]; one number if all are in one."""
+    """Cache blocks of BLOCK_N keys from ``start`` on, [BLOCK_N]; one number if all are in one."""
     if BLOCK_SIZE % BLOCK_N == 0:
         # Keys begin at a multiple of BLOCK_N.
         block = tl.load(block_list + start // BLOCK_SIZE, mask=start < end, other=0)

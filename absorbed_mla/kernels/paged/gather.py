@@ -1,4 +1,4 @@
-"""Keys of a request from the blocks of a cache into one tensor."""
+"""Kernel that copies keys of a request from the blocks of a cache to one tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program of 128 threads copies so many tokens and columns.
+# Tokens and columns that a program of 128 threads copies.
 _TOKENS = 64
 _COLUMNS = 64
 

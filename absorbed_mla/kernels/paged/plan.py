@@ -1,4 +1,4 @@
-"""Block sizes, tiles and bounds of the paged kernels, from numbers that the host knows."""
+"""Block sizes, tiles and split-KV bounds of the paged kernels, from numbers known on the host."""
 
 from __future__ import annotations
 
@@ -9,151 +9,162 @@ import torch
 
 from absorbed_mla.kernels.triton.launch import Blocks, launch_for, shared_memory
 
-# With few heads and one token the products are small and memory is what takes time: few rows, whose
-# products each warp does for keys of its own. 16 rows take so little shared memory that two
-# programs fit on a multiprocessor: one's copies run while the other computes (an H200: 350 us
-# instead of 381 for 128 requests of 8192 keys). More rows go as in training.
+# With few heads and one token the products are small and loading keys takes the time: tiles have
+# few rows, and each warp multiplies keys of its own. With 16 rows two programs fit into the shared
+# memory of a multiprocessor, and one copies while the other computes (an H200: 350 us instead of
+# 381 for 128 requests of 8192 keys). Tiles of more rows are those of training.
 _FEW_ROWS: dict[int, tuple[Blocks, ...]] = {
     16: (Blocks(16, 64, 2), Blocks(16, 32, 2), Blocks(16, 16, 2), Blocks(16, 16, 1)),
     32: (Blocks(32, 64, 3), Blocks(32, 32, 3), Blocks(32, 16, 3), Blocks(32, 16, 1)),
 }
-_LEAST_PART_KEYS = 256
-# Parts that rows may have beyond their first, in programs that run at a time. The grid has room for
-# all of them; programs without work end at once.
-_MORE_PARTS = 2
-# So many times the programs that run at a time keep the device busy however unequal they are.
+_MIN_SPLIT_KEYS = 256
+# Maximum extra splits, in multiples of the programs that run at a time. The grid has room for all
+# of them; programs without work end at once.
+_EXTRA_SPLITS = 2
+# This many times the programs that run at a time keep the device busy without splits, even if the
+# requests are unequal.
 _ENOUGH = 8
-# The interpreter has one; so few make it split.
+# Assumed in Triton's interpreter; so few that it splits too.
 _INTERPRETED_PROCESSORS = 4
 
 
 class Tiles(NamedTuple):
-    """How queries are cut into the tiles that programs work on.
+    """Tiles of queries that programs work on. A row of a tile is a head of a token.
 
     Attributes:
         heads: Heads in a tile, a power of two; those beyond N are idle.
-        tokens: Tokens of one row in a tile.
+        tokens: Tokens of one request in a tile.
         head_blocks: Tiles for all heads of a token.
-        most: No batch of these shapes has more tiles of tokens.
-        row_tokens: No row has more tokens.
+        max_tiles: Maximum tiles of tokens of any batch of these shapes.
+        max_tokens: Maximum new tokens of a request.
     """
 
     heads: int
     tokens: int
     head_blocks: int
-    most: int
-    row_tokens: int
+    max_tiles: int
+    max_tokens: int
 
 
-class Cut(NamedTuple):
-    """Within what bounds keys may be cut into parts, each of a program of its own.
+class SplitKV(NamedTuple):
+    """Bounds of split-KV: the keys of a tile may be split over several programs.
 
     Attributes:
-        more: Parts that all tiles together have beyond their first ones, at most.
-        programs: How many run at a time.
-        least: Blocks of keys in a part, unless there are no more.
-        fixed: Into how many parts every row is cut, or 0 for what takes the least time.
+        max_extra: Maximum extra splits: all splits of all tiles, less one for each tile.
+        programs: Programs that run at a time.
+        min_blocks: Minimum blocks of keys in a split, where there are that many.
+        num_splits: Splits of every request; 0: the device chooses (``split_kv.py``).
     """
 
-    more: int
+    max_extra: int
     programs: int
-    least: int
-    fixed: int
+    min_blocks: int
+    num_splits: int
 
 
 @functools.lru_cache(maxsize=256)
 def blocks_for(
-    dtype: torch.dtype, width: int, rope: int, device: torch.device, rows: int | None
+    dtype: torch.dtype, kv_lora_rank: int, rope: int, device: torch.device, rows: int | None
 ) -> tuple[Blocks, int]:
-    """Blocks and warps.
+    """Block sizes and warps.
 
     Args:
         dtype: Of the operands.
-        width: C.
+        kv_lora_rank: C.
         rope: R.
         device: Where the kernels run.
-        rows: Heads times tokens of the longest row; None for the blocks of training, whatever the
-            batch.
+        rows: Heads times tokens of the longest request; None for the blocks of training, whatever
+            the batch.
     """
-    training = launch_for(dtype, width, rope, device)
+    training = launch_for(dtype, kv_lora_rank, rope, device)
     size = max(16, _power_of_two(rows)) if rows is not None else training.forward.rows
     if size >= training.forward.rows or dtype.itemsize != 2:
         return training.forward, training.warps
     limit, hopper = shared_memory(device)
     for blocks in _FEW_ROWS[size]:
-        if _few_rows_bytes(blocks, width, rope, dtype, hopper) <= limit:
+        if _few_rows_bytes(blocks, kv_lora_rank, rope, dtype, hopper) <= limit:
             return blocks, training.warps
     return training.forward, training.warps
 
 
-def tiles_for(rows: int, heads: int, tokens: int, max_query_length: int, block_rows: int) -> Tiles:
+def tiles_for(
+    requests: int, heads: int, tokens: int, max_query_length: int, block_rows: int
+) -> Tiles:
     """The tiles of a batch.
 
     Args:
-        rows: Requests, R.
+        requests: Q.
         heads: N.
-        tokens: Length of the token axis, T.
-        max_query_length: Of any row.
-        block_rows: Heads and tokens of a program.
+        tokens: T.
+        max_query_length: Maximum new tokens of a request.
+        block_rows: Rows of a tile, heads times tokens.
     """
     packed = min(_power_of_two(heads), block_rows)
     each = block_rows // packed
-    most = rows if max_query_length <= each else rows + tokens // each
-    return Tiles(packed, each, -(-heads // packed), most, max_query_length)
+    max_tiles = requests if max_query_length <= each else requests + tokens // each
+    return Tiles(packed, each, -(-heads // packed), max_tiles, max_query_length)
 
 
-def cut_for(
+def split_kv_for(
     tiles: Tiles,
     keys: int,
     block_keys: int,
     resident: int,
     device: torch.device,
-    parts: int | None = None,
-) -> Cut:
-    """What the device may do when it cuts the rows of a batch, see ``schedule``.
+    num_splits: int | None = None,
+) -> SplitKV:
+    """The bounds within which the device splits the keys of a batch, see ``schedule``.
 
     Args:
         tiles: Of the batch.
-        keys: Of the longest row.
+        keys: Of the longest request.
         block_keys: Keys that a program loads at a time.
         resident: Programs that run on a multiprocessor at a time.
         device: Where the kernels run.
-        parts: Of every row; None for what takes the least time.
+        num_splits: Splits of every request; None: the device chooses.
     """
-    at_a_time = _processors(device) * resident
-    least = max(_LEAST_PART_KEYS // block_keys, 1) if device.type == "cuda" else 1
-    if parts is not None:
-        return Cut(tiles.most * (parts - 1), at_a_time, least, parts)
-    most = max(-(-keys // block_keys) // least, 1)
-    more = min(_MORE_PARTS * -(-at_a_time // tiles.head_blocks), tiles.most * (most - 1))
-    enough = tiles.most * tiles.head_blocks >= _ENOUGH * at_a_time
-    return Cut(0 if enough else more, at_a_time, least, 0)
+    concurrent = _processors(device) * resident
+    min_blocks = max(_MIN_SPLIT_KEYS // block_keys, 1) if device.type == "cuda" else 1
+    if num_splits is not None:
+        return SplitKV(tiles.max_tiles * (num_splits - 1), concurrent, min_blocks, num_splits)
+    most = max(-(-keys // block_keys) // min_blocks, 1)
+    max_extra = min(
+        _EXTRA_SPLITS * -(-concurrent // tiles.head_blocks), tiles.max_tiles * (most - 1)
+    )
+    enough = tiles.max_tiles * tiles.head_blocks >= _ENOUGH * concurrent
+    return SplitKV(0 if enough else max_extra, concurrent, min_blocks, 0)
 
 
 def resident(
-    blocks: Blocks, width: int, rope: int, dtype: torch.dtype, device: torch.device
+    blocks: Blocks, kv_lora_rank: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Programs that run on a multiprocessor at a time.
 
     Args:
-        blocks: Of the portable kernel.
-        width: C.
+        blocks: Of the ``triton`` kernel.
+        kv_lora_rank: C.
         rope: R.
         dtype: Of the operands.
         device: Where the kernels run.
     """
     limit, hopper = shared_memory(device)
-    # More rows than the fewest fill the registers.
+    # Tiles of more rows fill the registers.
     small = blocks.rows == min(_FEW_ROWS)
-    return 2 if small and 2 * _few_rows_bytes(blocks, width, rope, dtype, hopper) <= limit else 1
+    return (
+        2
+        if small and 2 * _few_rows_bytes(blocks, kv_lora_rank, rope, dtype, hopper) <= limit
+        else 1
+    )
 
 
-def _few_rows_bytes(blocks: Blocks, width: int, rope: int, dtype: torch.dtype, hopper: bool) -> int:
-    """Shared memory of a program of the portable kernel that has few rows."""
-    # Its products read keys through registers: the block in use has no place here.
-    key_bytes = (width + rope) * dtype.itemsize
+def _few_rows_bytes(
+    blocks: Blocks, kv_lora_rank: int, rope: int, dtype: torch.dtype, hopper: bool
+) -> int:
+    """Shared memory of a program of the ``triton`` kernel whose tile has few rows."""
+    # Its products read keys from registers: the block in use takes no shared memory.
+    key_bytes = (kv_lora_rank + rope) * dtype.itemsize
     streamed = max(blocks.stages - 1, 1) * blocks.keys * key_bytes
-    result_bytes = 0 if hopper else width * 4
+    result_bytes = 0 if hopper else kv_lora_rank * 4
     return blocks.rows * (key_bytes + result_bytes + blocks.keys * dtype.itemsize) + streamed
 
 

@@ -29,7 +29,7 @@ def backward(
     k_rope: Tensor,
     query_tiles: Tensor,
     key_tiles: Tensor,
-    layers: int,
+    num_buffers: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what ``forward`` took; the same bits in every run.
@@ -46,7 +46,7 @@ def backward(
         query_tiles: As in ``forward``.
         key_tiles: Of ``key_tiles`` with ``key_tokens`` tokens and the length of the key axis, int32
             [tiles, 6] on the device.
-        layers: How many of them ``key_tiles`` has.
+        num_buffers: Buffers of ``key_tiles``; tiles of one buffer share no key.
         scale: Multiplies the scores.
 
     Returns:
@@ -59,11 +59,11 @@ def backward(
     delta = _delta(grad_out, grad_lse, out, lse)
     operands = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
     dq = _query_gradients(operands, query_tiles, scale)
-    return *dq, _key_gradients(operands, key_tiles, layers, scale)
+    return *dq, _key_gradients(operands, key_tiles, num_buffers, scale)
 
 
 def _delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """What every score's gradient has in common in a row, fp32 [S_q, B, N]."""
+    """sum(grad_out * out) - grad_lse of every row, fp32 [S_q, B, N]; part of all its gradients."""
     delta = torch.empty_like(lse)
     rows = lse.numel()
     if rows:
@@ -88,11 +88,11 @@ def _query_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q_content and q_rope."""
     q_content, q_rope = operands[:2]
-    heads, width = q_content.shape[2:]
+    heads, kv_lora_rank = q_content.shape[2:]
     dq_content, dq_rope = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
     )
-    launch = launch_for(q_content.dtype, width, q_rope.shape[-1], q_content.device)
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
     grid = (len(tiles) * (heads // pack(heads, launch.query.rows).heads), q_content.shape[1])
     if all(grid):
         query_kernel[grid](
@@ -110,24 +110,26 @@ def _query_gradients(
 
 
 def _key_gradients(
-    operands: tuple[Tensor, ...], tiles: Tensor, layers: int, scale: float
+    operands: tuple[Tensor, ...], tiles: Tensor, num_buffers: int, scale: float
 ) -> Tensor:
     """Gradients of latent and k_rope side by side, fp32 [S_k, B, C + R]."""
     q_content, _, latent, k_rope = operands[:4]
-    keys, batch, width = latent.shape
+    keys, batch, kv_lora_rank = latent.shape
     rope = k_rope.shape[-1]
-    launch = launch_for(q_content.dtype, width, rope, latent.device)
+    launch = launch_for(q_content.dtype, kv_lora_rank, rope, latent.device)
     splits = splits_for(len(tiles), batch, latent.device)
-    # Each written once, and added up in this order.
+    # Each is written once; they are added up in this order.
     dkv = torch.empty(
-        (layers * splits, keys, batch, width + rope), dtype=torch.float32, device=latent.device
+        (num_buffers * splits, keys, batch, kv_lora_rank + rope),
+        dtype=torch.float32,
+        device=latent.device,
     )
     grid = (len(tiles), splits, batch)
     if all(grid):
         key_kernel[grid](
             *operands,
             dkv,
-            dkv[..., width:],
+            dkv[..., kv_lora_rank:],
             tiles,
             *_strides(operands),
             *dkv.stride()[:3],

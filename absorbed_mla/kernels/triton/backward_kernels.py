@@ -1,4 +1,4 @@
-"""Device code of the portable backward: delta, the gradient of the queries, that of the keys."""
+"""Device code of the ``triton`` backward: delta, the gradients of queries and of keys."""
 
 from __future__ import annotations
 

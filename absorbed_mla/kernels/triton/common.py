@@ -1,4 +1,4 @@
-"""What the portable kernels share: pieces of device code.
+"""Device functions that the ``triton`` kernels share.
 
 Rows of a block are heads and tokens together: row m is head m % HB of token m // HB, where HB, the
 largest power of two that divides the number of heads, is at most the rows of a block. All heads
@@ -33,7 +33,7 @@ def interpreted() -> bool:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of a product of matrices: fp32 operands are not rounded to tf32."""
+    """Input precision of matrix products: fp32 operands are not rounded to tf32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 

@@ -46,10 +46,10 @@ def forward(
         a query that sees no key.
     """
     q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    tokens, batch, heads, width = q_content.shape
+    tokens, batch, heads, kv_lora_rank = q_content.shape
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = torch.empty((tokens, batch, heads), dtype=torch.float32, device=q_content.device)
-    launch = launch_for(q_content.dtype, width, q_rope.shape[-1], q_content.device)
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
     rows, keys, stages = launch.forward
     packing = pack(heads, rows)
     grid = (len(tiles) * (heads // packing.heads), batch)
@@ -71,7 +71,7 @@ def forward(
         *lse.stride()[:2],
         scale * LOG2_E.value,
         heads // packing.heads,
-        C=width,
+        C=kv_lora_rank,
         R=q_rope.shape[-1],
         HB=packing.heads,
         BLOCK_M=rows,

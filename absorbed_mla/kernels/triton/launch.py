@@ -1,4 +1,4 @@
-"""Block sizes, warps and pipeline depth of the portable kernels."""
+"""Block sizes, warps and pipeline depth of the ``triton`` kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-# Shared memory of the interpreter, which has no limit, is that of Hopper: the same blocks are run.
+# Assumed in the interpreter, which has no limit: it then runs the blocks of Hopper.
 _HOPPER_SHARED_MEMORY = 232448
 
 
@@ -86,12 +86,12 @@ _MOST_SPLITS = 16
 
 
 @functools.lru_cache(maxsize=64)
-def launch_for(dtype: torch.dtype, width: int, rope: int, device: torch.device) -> Launch:
+def launch_for(dtype: torch.dtype, kv_lora_rank: int, rope: int, device: torch.device) -> Launch:
     """The largest blocks that fit into shared memory.
 
     Args:
         dtype: Of the operands.
-        width: C.
+        kv_lora_rank: C.
         rope: R.
         device: Where the kernels run.
 
@@ -100,9 +100,9 @@ def launch_for(dtype: torch.dtype, width: int, rope: int, device: torch.device) 
     """
     size = dtype.itemsize
     limit, hopper = shared_memory(device)
-    key_row = (width + rope) * size
-    # Elsewhere results leave registers through shared memory of their own.
-    result_row = 0 if hopper else width * 4
+    key_row = (kv_lora_rank + rope) * size
+    # Other GPUs move results from registers through shared memory.
+    result_row = 0 if hopper else kv_lora_rank * 4
 
     def query_bytes(blocks: Blocks, resident_row: int) -> int:
         streamed = blocks.stages * blocks.keys * key_row
@@ -117,9 +117,9 @@ def launch_for(dtype: torch.dtype, width: int, rope: int, device: torch.device) 
         for blocks in (*candidates, _SMALLEST):
             if needed(blocks) <= limit:
                 return blocks
-        raise ValueError(f"a row of {width} + {rope} {dtype} is too long for shared memory")
+        raise ValueError(f"a row of {kv_lora_rank} + {rope} {dtype} is too long for shared memory")
 
-    query = largest(_QUERY_BLOCKS[size], lambda b: query_bytes(b, key_row + width * size))
+    query = largest(_QUERY_BLOCKS[size], lambda b: query_bytes(b, key_row + kv_lora_rank * size))
     same_rows = tuple(b for b in _QUERY_BLOCKS[size] if b.rows == query.rows)
     forward = largest(same_rows, lambda b: query_bytes(b, key_row))
     key = largest(_KEY_BLOCKS[size], key_bytes)
@@ -127,21 +127,21 @@ def launch_for(dtype: torch.dtype, width: int, rope: int, device: torch.device) 
 
 
 def splits_for(tiles: int, batch: int, device: torch.device) -> int:
-    """In how many parts the queries of a tile of keys are worked through, a power of two.
+    """Number of splits of the queries of a tile of keys, a power of two.
 
-    At least four blocks for every multiprocessor, so that those at the diagonal fill the gaps (on
-    an H200, 8192 tokens: 1 part 98, 2 parts 195, 8 parts 219 TFLOP/s; 5 are slower than 4). The
-    interpreter has one, and two parts to add up.
+    At least four blocks for every multiprocessor, since those at the diagonal have less work (on an
+    H200, 8192 tokens: 1 split 98, 2 splits 195, 8 splits 219 TFLOP/s; 5 are slower than 4). Two in
+    the interpreter, so that tests add up splits.
     """
     if device.type != "cuda":
         return 2
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    parts = -(-4 * processors // max(tiles * batch, 1))
-    return min(1 << (parts - 1).bit_length(), _MOST_SPLITS)
+    splits = -(-4 * processors // max(tiles * batch, 1))
+    return min(1 << (splits - 1).bit_length(), _MOST_SPLITS)
 
 
 def shared_memory(device: torch.device) -> tuple[int, bool]:
-    """Bytes that a block can have, and whether matrix products read them without registers."""
+    """Bytes of a block, and whether matrix products read operands from shared memory (Hopper)."""
     if device.type != "cuda":
         return _HOPPER_SHARED_MEMORY, True
     properties = torch.cuda.get_device_properties(device)

@@ -21,8 +21,8 @@ from absorbed_mla.core_attention.forms import forms
 from absorbed_mla.core_attention.key_source import LocalKeys
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.core_attention.selection import choose
-from absorbed_mla.inference import backend as paged_backends
 from absorbed_mla.options import FORMS
+from absorbed_mla.registry import PAGED_BACKENDS
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import world
@@ -198,7 +198,7 @@ class TestAuto:
         assert fastest(300) == fastest(keys) == "expanded"
 
     def test_every_backend_has_rates(self):
-        backends = {*backend._BACKENDS, *paged_backends._BACKENDS}
+        backends = {*backend._BACKENDS, *PAGED_BACKENDS.names()}
         assert set(cost._MEASURED["NVIDIA H200"]) - {"products"} == backends
 
     def test_training_expands_on_a_known_gpu(self, monkeypatch, not_deterministic):

@@ -15,7 +15,7 @@ from absorbed_mla.core_attention.cost import machine_name
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention, is_cheaper_expanded, segments
-from absorbed_mla.inference.chunked_context import ChunkedContext, Piece, chunks
+from absorbed_mla.inference.chunked_context import ChunkedContext, KeyRange, chunks
 from absorbed_mla.inference.step import RowLengths
 from absorbed_mla.rope import apply_rope
 from tests.support.inference import PagedStep
@@ -160,8 +160,8 @@ class TestChoice:
 class TestChunks:
     def test_example(self):
         assert list(chunks((3, 0, 4), 0, None, 5)) == [
-            [Piece(0, 0, 3), Piece(2, 0, 2)],
-            [Piece(2, 2, 4)],
+            [KeyRange(0, 0, 3), KeyRange(2, 0, 2)],
+            [KeyRange(2, 2, 4)],
         ]
 
     @settings(deadline=None, max_examples=60)
@@ -173,10 +173,10 @@ class TestChunks:
     def test_every_key_once(self, context, bounds, size):
         start, end = bounds
         seen = []
-        for pieces in chunks(tuple(context), start, end, size):
-            assert pieces and len({piece.row for piece in pieces}) == len(pieces)
-            assert sum(piece.end - piece.start for piece in pieces) <= size
-            seen += [(p.row, key) for p in pieces for key in range(p.start, p.end)]
+        for ranges in chunks(tuple(context), start, end, size):
+            assert ranges and len({each.row for each in ranges}) == len(ranges)
+            assert sum(each.end - each.start for each in ranges) <= size
+            seen += [(p.row, key) for p in ranges for key in range(p.start, p.end)]
         stop = 99 if end is None else end
         wanted = [(r, k) for r, n in enumerate(context) for k in range(start, min(n, stop))]
         assert seen == wanted

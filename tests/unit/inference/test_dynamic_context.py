@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from absorbed_mla.inference import backend as paged_backends
 from absorbed_mla.inference.caches.dynamic import DynamicStep
+from absorbed_mla.registry import PAGED_BACKENDS
 from absorbed_mla.testing.cpu_inference import enable_cpu_inference
 from absorbed_mla.testing.engine import BLOCK_SIZE
 from tests.support import world
@@ -245,6 +246,7 @@ class Kernel:
     """Stands in for a kernel that runs on a GPU."""
 
     name = "triton"
+    rates: ClassVar = {}
 
     @staticmethod
     def forward(q_content, q_rope, cache, rows, scale, **_):
@@ -254,7 +256,7 @@ class Kernel:
 @pytest.mark.parametrize("form", ["auto", "absorbed"])
 def test_capture(monkeypatch, form):
     """Nothing between the kernels waits for the device, in prefill and in decode."""
-    monkeypatch.setattr(paged_backends, "choose", lambda name, request: Kernel)
+    monkeypatch.setattr(PAGED_BACKENDS, "examine", lambda name, request: ([Kernel], {}))
     layer = build(form)
     # As Megatron does: once without a graph, then captured.
     for watched in (contextlib.nullcontext, Captured):

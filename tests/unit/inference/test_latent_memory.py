@@ -9,8 +9,8 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.inference.caches.contexts import open_step
-from absorbed_mla.inference.caches.latent_memory import OffloadedLatents
+from absorbed_mla.inference.latent_memory import OffloadedLatents
+from absorbed_mla.inference.step import choose_cache
 from tests.support import world
 from tests.support.refusal import refusal
 
@@ -65,7 +65,7 @@ class TestStaticContext:
     def open(self, context, tokens=4, batch=BATCH, dtype=torch.float32, owner=None, **options):
         kv = torch.zeros(tokens, batch, WIDTH, dtype=dtype, device=world.device())
         options = AbsorbedMLAOptions(**options)
-        return open_step(context, 7, lambda: 0, kv, options, owner or type(self))
+        return choose_cache(context).open(context, 7, lambda: 0, kv, options, owner or type(self))
 
     def test_only_latents_are_kept(self):
         """C + rope numbers per token and layer, and nothing else."""

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from absorbed_mla.inference import backend as paged_backends
-from absorbed_mla.inference.backend import PagedRequest, choose, examine
-from absorbed_mla.inference.backends import flash_mla
+from absorbed_mla.inference.backend import PagedRequest, choose
 from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support.paged import PagedCase
 from tests.support.refusal import refusal
 
 ON_CPU = PagedRequest(torch.device("cpu"), torch.float32, 8, 32, 16, 16)
+FLASH_MLA = PAGED_BACKENDS["flash_mla"]
 DEEP = PagedRequest(torch.device("cuda"), torch.bfloat16, 128, 512, 64, 64)
 
 
@@ -26,7 +27,7 @@ class TestChoice:
             assert choose("reference", replace(ON_CPU, dtype=dtype)).name == "reference"
 
     def test_unknown_name(self):
-        with pytest.raises(ValueError, match=r"one of auto, hopper, .*reference; got 'flash'"):
+        with pytest.raises(ValueError, match=r"one of auto, flash_mla, .*triton; got 'flash'"):
             choose("flash", ON_CPU)
 
     def test_explicit_choice_says_why_not(self):
@@ -39,13 +40,13 @@ class TestChoice:
         with caplog.at_level("INFO"):
             assert {choose("auto", ON_CPU).name for _ in range(3)} == {"reference"}
         assert len(caplog.records) == 1
-        assert "flash_mla: it needs a GPU; triton: it" in caplog.text
+        assert "flash_mla: it needs a GPU; hopper: it" in caplog.text
 
     def test_the_interpreter_is_taken_where_it_is_asked_for(self, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         assert choose("triton", ON_CPU).name == "triton"
-        odd = replace(ON_CPU, content=48)
-        assert "powers of two" in examine("triton", odd)[1]["triton"]
+        odd = replace(ON_CPU, kv_lora_rank=48)
+        assert "powers of two" in PAGED_BACKENDS["triton"].why_not(odd)
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -53,11 +54,11 @@ class TestChoice:
             ({"device": torch.device("cpu")}, "needs a GPU"),
             ({"dtype": torch.float32}, "fp16 and bf16"),
             ({"block_size": 100}, "a multiple of 16; the cache has 100"),
-            ({"rope": 16}, "widths 512 (latent) and 16 (rope)"),
+            ({"qk_rope_head_dim": 16}, "widths 512 (latent) and 16 (rope)"),
         ],
     )
     def test_hopper_refuses(self, change, reason):
-        assert reason in examine("hopper", replace(DEEP, **change))[1]["hopper"]
+        assert reason in PAGED_BACKENDS["hopper"].why_not(replace(DEEP, **change))
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -67,20 +68,20 @@ class TestChoice:
             ({"batch_invariant": True}, "batch_invariant=True"),
             ({"windowed": True}, "not a part of them"),
             ({"block_size": 16}, "block size of 64; the cache has 16"),
-            ({"rope": 32}, "widths 512 (latent) and 32 (rope)"),
+            ({"qk_rope_head_dim": 32}, "widths 512 (latent) and 32 (rope)"),
         ],
     )
     def test_flash_mla_refuses(self, change, reason):
-        assert reason in flash_mla.refuses(replace(DEEP, **change))
+        assert reason in FLASH_MLA.why_not(replace(DEEP, **change))
 
     def test_flash_mla_must_be_importable(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setitem(sys.modules, "flash_mla", None)
-        assert "cannot be imported" in flash_mla.refuses(DEEP)
+        assert "cannot be imported" in FLASH_MLA.why_not(DEEP)
         monkeypatch.setitem(sys.modules, "flash_mla", SimpleNamespace())
-        assert flash_mla.refuses(DEEP) is None
+        assert FLASH_MLA.why_not(DEEP) is None
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-        assert "9.0" in flash_mla.refuses(DEEP)
+        assert "9.0" in FLASH_MLA.why_not(DEEP)
 
 
 def decode_of_flash_mla(
@@ -131,7 +132,7 @@ class TestFlashMLA:
         case = PagedCase(query_lengths, (70, 3, 0, 9), heads=4, dtype=torch.float32, padding=2)
         inputs = case.inputs()
         self.rows = inputs[3]
-        out, lse = flash_mla.FlashMLABackend().forward(*inputs)
+        out, lse = FLASH_MLA.forward(*inputs)
         expected, expected_lse = paged_reference(*inputs)
         torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(lse, expected_lse, atol=2e-6, rtol=1e-5)
@@ -140,7 +141,7 @@ class TestFlashMLA:
         inputs = PagedCase((1,), (70,), heads=4).inputs()
         self.rows = inputs[3]
         with pytest.raises(ValueError, match="0 to 64"):
-            flash_mla.FlashMLABackend().forward(*inputs, 0, 64)
+            FLASH_MLA.forward(*inputs, 0, 64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without a GPU")

@@ -120,9 +120,9 @@ def test_torch_compile(kernel):
     operands, grad = inputs()
     expected = compute(backend, CASE, operands, grad)
     table = backends._query_tiles(kernel, operands, CASE.spans)
-    keys, layers = (None, 1)
+    keys, num_buffers = (None, 1)
     if kernel == "triton":
-        keys, layers = backends._key_tiles(operands, CASE.spans)
+        keys, num_buffers = backends._key_tiles(operands, CASE.spans)
     scale, latent = CASE.rules.scale, operands.k_content.squeeze(2)
     ops = torch.ops.absorbed_mla
 
@@ -130,7 +130,7 @@ def test_torch_compile(kernel):
         tensors = (q_content * 2, q_rope * 2, latent, k_rope)
         out, lse = ops.latent_attention_forward(*tensors, table, scale / 2, kernel)
         grads = ops.latent_attention_backward(
-            grad_out, None, out, lse, *tensors, table, keys, layers, scale / 2, kernel
+            grad_out, None, out, lse, *tensors, table, keys, num_buffers, scale / 2, kernel
         )
         return out, lse, grads[0] * 2, grads[1] * 2, grads[2]
 

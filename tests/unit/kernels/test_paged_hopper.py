@@ -30,7 +30,7 @@ if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
 
 @contextlib.contextmanager
 def interpreter():
-    """Triton's, where there is no GPU, for the schedule and the merging of parts."""
+    """Triton's, where there is no GPU, for the schedule and the combining of splits."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -57,13 +57,13 @@ def _interpreted():
         yield
 
 
-def attend(inputs, window=(0, None), batch_invariant=False, splits=None, seed=0):
+def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, seed=0):
     q_content, q_rope, cache, rows, scale = inputs
     lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
     lengths = (rows.max_query_length, rows.max_kv_length)
     with run(decode, "decode", seed), poisoned_memory():
         return decode.forward(
-            q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, splits
+            q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, num_splits
         )
 
 
@@ -114,21 +114,21 @@ def test_equals_the_reference(name):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("name", "splits"),
-    [(name, splits) for name in ("block_64", "heads_12", "window") for splits in (1, 2, 4)]
+    ("name", "num_splits"),
+    [(name, num_splits) for name in ("block_64", "heads_12", "window") for num_splits in (1, 2, 4)]
     + [("heads_128", 2)],  # takes seconds where it is emulated
 )
-def test_splits(name, splits):
-    """Of rows of one key, too: most of their parts are empty."""
-    check(CASES[name], splits=splits)
+def test_splits(name, num_splits):
+    """Of requests of one key, too: most of their splits are empty."""
+    check(CASES[name], num_splits=num_splits)
 
 
 def test_any_order():
     """Roles and copies may go on in any order: the result has the same bits."""
     inputs = replace(MIXED, query_lengths=(2,), kv_lengths=(350,)).inputs(DEVICE)
-    expected = attend(inputs, splits=1)
+    expected = attend(inputs, num_splits=1)
     for seed in range(1, 13):
-        found = attend(inputs, splits=1, seed=seed)
+        found = attend(inputs, num_splits=1, seed=seed)
         assert all(torch.equal(*pair) for pair in zip(found, expected)), seed
 
 

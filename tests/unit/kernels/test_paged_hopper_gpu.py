@@ -37,9 +37,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("splits", [None, 1, 5])
-def test_equals_the_reference(name, splits):
-    check(CASES[name], splits=splits)
+@pytest.mark.parametrize("num_splits", [None, 1, 5])
+def test_equals_the_reference(name, num_splits):
+    check(CASES[name], num_splits=num_splits)
 
 
 @pytest.mark.parametrize("name", ["heads_128", "block_16", "decode"])

@@ -52,7 +52,7 @@ def _interpreted():
         yield
 
 
-def attend(inputs, window=(0, None), batch_invariant=False, splits=None):
+def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None):
     """Output and LSE by the kernels."""
     q_content, q_rope, cache, rows, scale = inputs
     return operators.paged_attention_forward(
@@ -68,7 +68,7 @@ def attend(inputs, window=(0, None), batch_invariant=False, splits=None):
         scale,
         *window,
         batch_invariant,
-        splits,
+        num_splits,
     )
 
 
@@ -130,14 +130,14 @@ def test_equals_the_reference(name):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ("name", "splits"),
+    ("name", "num_splits"),
     [(n, s) for n in ("block_16", "block_64", "decode_16", "window", "long") for s in (1, 2, 7)]
     # The interpreter takes seconds for each.
     + [("heads_40", 7), ("heads_128", 2)],
 )
-def test_splits(name, splits):
+def test_splits(name, num_splits):
     """Of rows of one key, too: most of their splits are empty."""
-    check(CASES[name], splits=splits)
+    check(CASES[name], num_splits=num_splits)
 
 
 @pytest.mark.parametrize("name", ["block_16", "decode_3", "window"])
@@ -177,14 +177,16 @@ def test_lengths_come_from_the_device():
 
 
 class TestSchedule:
-    """Tiles and parts of keys, read off the tables."""
+    """Tiles and splits of keys, read off the tables."""
 
-    def tables(self, rows: Rows, tiles: plan.Tiles, cut: plan.Cut, window: int = 1000, start=0):
+    def tables(
+        self, rows: Rows, tiles: plan.Tiles, split_kv: plan.SplitKV, window: int = 1000, start=0
+    ):
         """Entries of programs that have something to do, and those of tiles."""
         out, lse = torch.zeros(20, 2, 16, device=DEVICE), torch.zeros(20, 2, device=DEVICE)
         lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths)
         with poisoned_memory():
-            made = schedule(*lists, start, window, tiles, cut, 16, out, lse, not ON_GPU)
+            made = schedule(*lists, start, window, tiles, split_kv, 16, out, lse, not ON_GPU)
         self.cleared = (lse == -torch.inf).all(1).tolist()
         programs = [entry for entry in made.programs.tolist() if entry[2]]
         return programs, made.tiles.tolist()
@@ -194,8 +196,8 @@ class TestSchedule:
             (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(4, 2, 20, 5, 4)
-        assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, most=14, row_tokens=5)
-        programs, table = self.tables(rows, tiles, plan.Cut(0, 14, 1, 1))
+        assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, max_tiles=14, max_tokens=5)
+        programs, table = self.tables(rows, tiles, plan.SplitKV(0, 14, 1, 1))
         assert [entry[:7] for entry in programs] == [
             [0, 0, 2, 66, 0, 67, -1],
             [0, 2, 2, 68, 0, 69, -1],
@@ -215,13 +217,13 @@ class TestSchedule:
         assert not any(entry[1] for entry in table[6:])
         assert self.cleared == [False] * 10 + [True] * 10
 
-    def test_longer_rows_have_more_parts(self):
-        """Equal ones and what is left, the longest programs first; short rows are not cut."""
+    def test_longer_requests_have_more_splits(self):
+        """Equal ones and a remainder, the longest programs first; short requests are not split."""
         rows = Rows.of(
             (1, 1, 1), (160, 16, 648), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(3, 16, 20, 1, 16)
-        programs, table = self.tables(rows, tiles, plan.Cut(12, 6, 1, 0))
+        programs, table = self.tables(rows, tiles, plan.SplitKV(12, 6, 1, 0))
         # 10, 1 and 41 blocks of 16 for 6 programs at a time: none has more than 11.
         assert [(entry[0], *entry[4:7]) for entry in programs] == [
             (2, 0, 176, 0),
@@ -234,60 +236,62 @@ class TestSchedule:
         assert [entry[2:4] for entry in table] == [[160, 160], [16, 16], [648, 176]]
         assert table[2][4:7] == [0, 3, 3]
 
-    def test_no_more_parts_than_there_is_room_for(self):
+    def test_no_more_splits_than_there_is_room_for(self):
         """However many programs run at a time."""
         rows = Rows.of((1, 1), (1000, 500), torch.zeros(2, 9, dtype=torch.int32, device=DEVICE))
         tiles = plan.tiles_for(2, 2, 20, 1, 16)
         for more in (1, 2, 7):
-            programs, _ = self.tables(rows, tiles, plan.Cut(more, 50, 1, 0))
+            programs, _ = self.tables(rows, tiles, plan.SplitKV(more, 50, 1, 0))
             assert more < len(programs) <= 2 + more
 
     @pytest.mark.parametrize("fixed", [0, 1, 3])
     @pytest.mark.parametrize("seed", range(4))
     def test_every_key_of_every_token_once(self, seed, fixed):
-        """Of any batch: no key is left out or seen twice, and no two parts have the same place."""
+        """Of any batch: no key is left out or seen twice, and no two splits have the same place."""
         draw = random.Random(seed)
         new = [draw.choice((0, 1, 1, 2, 5)) for _ in range(9)]
         kv = [draw.choice((0, 3, 40, 300, 1500)) + length for length in new]
         rows = Rows.of(new, kv, torch.zeros(9, 100, dtype=torch.int32, device=DEVICE))
         start, window = draw.choice(((0, 1600), (32, 500)))
         tiles = plan.tiles_for(9, 2, 20 + sum(new), 5, 4)
-        more = tiles.most * 2 if fixed == 3 else draw.choice((1, 5, 40)) * (fixed != 1)
-        cut = plan.Cut(more, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
-        programs, table = self.tables(rows, tiles, cut, window, start)
+        more = tiles.max_tiles * 2 if fixed == 3 else draw.choice((1, 5, 40)) * (fixed != 1)
+        split_kv = plan.SplitKV(more, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
+        programs, table = self.tables(rows, tiles, split_kv, window, start)
         places = [entry[6] for entry in programs if entry[6] >= 0]
         assert len(set(places)) == len(places)
-        assert all(place < min(2 * more, tiles.most + more) for place in places)
+        assert all(place < min(2 * more, tiles.max_tiles + more) for place in places)
         by_tile = defaultdict(list)
         for _, first, _, _, begin, end, place in sorted(entry[:7] for entry in programs):
             by_tile[first].append((begin, end, place))
         expected = {entry[0]: entry for entry in table if entry[1]}
         assert set(by_tile) == set(expected) and sum(e[1] for e in expected.values()) == sum(new)
-        for first, parts in by_tile.items():
-            _, _, keys, part_keys, first_place, equal, last_place, _ = expected[first]
-            assert [begin for begin, _, _ in parts] == list(range(0, max(keys, 1), part_keys))
-            assert [end for _, end, _ in parts] == [b for b, _, _ in parts[1:]] + [keys]
-            if len(parts) == 1:
-                assert keys <= part_keys and parts[0][2] == -1
+        for first, splits in by_tile.items():
+            _, _, keys, split_keys, first_place, equal, last_place, _ = expected[first]
+            assert [begin for begin, _, _ in splits] == list(range(0, max(keys, 1), split_keys))
+            assert [end for _, end, _ in splits] == [b for b, _, _ in splits[1:]] + [keys]
+            if len(splits) == 1:
+                assert keys <= split_keys and splits[0][2] == -1
             else:
-                merged = [first_place + i if i < equal else last_place for i in range(len(parts))]
-                assert [place for _, _, place in parts] == merged
+                merged = [first_place + i if i < equal else last_place for i in range(len(splits))]
+                assert [place for _, _, place in splits] == merged
 
 
 class TestPlan:
     """Decisions for DeepSeek-V3's widths on a GPU of 132 multiprocessors."""
 
-    def cut(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
+    def split(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
         """Programs that have something to do, and the keys of the first."""
         monkeypatch.setattr(plan, "_processors", lambda device: 132)
         batch = Rows.of(
             [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(len(kv), heads, len(kv), 1, rows)
-        cut = plan.cut_for(tiles, max(kv), 64, resident, torch.device("cuda"))
+        split_kv = plan.split_kv_for(tiles, max(kv), 64, resident, torch.device("cuda"))
         out = torch.zeros(len(kv), heads, 16, device=DEVICE)
         lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)
-        made = schedule(*lists, 0, max(kv), tiles, cut, 64, out, out[..., 0], not ON_GPU).programs
+        made = schedule(
+            *lists, 0, max(kv), tiles, split_kv, 64, out, out[..., 0], not ON_GPU
+        ).programs
         programs = [entry for entry in made.tolist() if entry[2]]
         return len(programs) * tiles.head_blocks, programs[0][5] - programs[0][4]
 
@@ -305,15 +309,15 @@ class TestPlan:
     )
     def test_rows_of_one_length(self, monkeypatch, batch, kv, heads, programs, keys):
         """Whole waves; a device that is full is not split."""
-        assert self.cut(monkeypatch, [kv] * batch, heads) == (programs, keys)
+        assert self.split(monkeypatch, [kv] * batch, heads) == (programs, keys)
 
     def test_two_programs_on_a_multiprocessor(self, monkeypatch):
-        found = self.cut(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
+        found = self.split(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
         assert found == (256, 4096)
 
     def test_rows_of_almost_one_length(self, monkeypatch):
-        """They are not cut into a large part and a rest."""
-        assert self.cut(monkeypatch, list(range(8064, 8192)), 16)[0] == 128
+        """They are not split into a large part and a small rest."""
+        assert self.split(monkeypatch, list(range(8064, 8192)), 16)[0] == 128
 
     @pytest.mark.parametrize(
         "kv",
@@ -332,19 +336,19 @@ class TestPlan:
         blocks = [-(-keys // 64) for keys in kv]
 
         def end(size: int) -> float:
-            parts = [min(size, left) for each in blocks for left in range(each, 0, -size)]
+            splits = [min(size, left) for each in blocks for left in range(each, 0, -size)]
             free = [0.0] * 132
-            for part in sorted(parts, key=lambda part: part != size):
-                heapq.heapreplace(free, free[0] + part + 3)
-            return max(free) + (len(parts) > len(kv)) * (3 + len(parts) / 64)
+            for keys in sorted(splits, key=lambda keys: keys != size):
+                heapq.heapreplace(free, free[0] + keys + 3)
+            return max(free) + (len(splits) > len(kv)) * (3 + len(splits) / 64)
 
-        _, keys = self.cut(monkeypatch, kv, 16)
+        _, keys = self.split(monkeypatch, kv, 16)
         best = min(end(size) for size in range(4, max(blocks) + 1))
         assert end(-(-keys // 64)) < 1.15 * best
 
     def test_one_long_row(self, monkeypatch):
-        """It is spread over the whole device, whatever is beside it."""
-        programs, keys = self.cut(monkeypatch, [100] * 127 + [131072], 16)
+        """It is split over the whole device, whatever else is in the batch."""
+        programs, keys = self.split(monkeypatch, [100] * 127 + [131072], 16)
         assert programs < 2 * 132 and keys < 2 * 131072 // 132
 
     def test_heads_are_padded_to_a_power_of_two(self):

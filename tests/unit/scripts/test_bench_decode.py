@@ -13,8 +13,8 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 import bench_decode
-from absorbed_mla.inference import backend as paged_backends
 from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.registry import PAGED_BACKENDS
 from decode_benchmark import measure, peers
 from decode_benchmark.arguments import cases, parse_arguments
 from decode_benchmark.cases import IMPLEMENTATIONS, OURS, PEERS, DecodeCase
@@ -88,7 +88,7 @@ def test_uneven_requests():
 
 
 def test_every_backend_is_measured():
-    assert set(paged_backends._BACKENDS) <= {name.removeprefix("ours, ") for name in OURS}
+    assert set(PAGED_BACKENDS.names()) <= {name.removeprefix("ours, ") for name in OURS}
     assert set(PEERS) == set(peers.FUNCTIONS)
 
 

@@ -11,13 +11,13 @@ import math
 
 import pytest
 import torch
+from absorbed_mla.core_attention.backends.fused import FusedBackend
 
 from absorbed_mla.core_attention.backend import ReferenceBackend
 from absorbed_mla.core_attention.backends import flash_attention_4 as fa4
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.cudnn import CudnnKernel
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
-from absorbed_mla.core_attention.backends.fused import FusedBackend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import waves

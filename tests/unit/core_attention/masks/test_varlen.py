@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from absorbed_mla.core_attention.masks.pieces import pieces
 from hypothesis import given, settings
 
-from absorbed_mla.core_attention.masks.pieces import pieces
 from absorbed_mla.core_attention.masks.spans import self_attention_spans
 from absorbed_mla.core_attention.masks.varlen import boundaries, waves
 from absorbed_mla.sequences import SequenceLayout

@@ -1,4 +1,4 @@
-"""Latents of a batch by position: all on the device, or the later ones in host memory."""
+"""Memory for the latents of a batch: all on the device, or later positions in host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from absorbed_mla.inference.step import BatchPart, CachePart
 
 
 class LatentMemory(Protocol):
-    """[latent | k_rope] of every request in the batch, of up to so many positions.
+    """[latent | k_rope] of every request of a batch by position.
 
     Attributes:
         block_size: Positions in a block of the first part; a request is one block.
@@ -25,19 +25,19 @@ class LatentMemory(Protocol):
     windowed: bool
 
     def write(self, first: int, requests: slice, kv: Tensor) -> None:
-        """Put ``kv`` [S, B, C + rope] at positions from ``first`` on."""
+        """Store ``kv`` [S, B, C + R] at positions from ``first`` on."""
         ...
 
     def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
-        """The keys below position ``end``. A part lives until the next is asked for."""
+        """The keys below position ``end``. The memory of a part is reused for the next one."""
         ...
 
 
 class ResidentLatents:
-    """All on the device.
+    """All positions on the device.
 
     Args:
-        memory: [positions, batch, C + rope].
+        memory: [positions, batch, C + R].
     """
 
     windowed = False
@@ -58,13 +58,12 @@ class ResidentLatents:
 class OffloadedLatents:
     """The first positions on the device, the others in host memory.
 
-    Attention reads every key, so which ones are resident does not matter to it; the first ones are
-    because they never have to move. The others are copied to one of two buffers while the device
-    attends to the other.
+    Attention reads every key, whichever are on the device. Those in host memory are copied to two
+    buffers in turn: one is filled while the device attends to the other.
 
     Args:
-        resident: Positions on the device, [positions, batch, C + rope].
-        host: Positions behind those, in pinned memory where the device is a GPU.
+        resident: Positions on the device, [positions, batch, C + R].
+        host: The positions after those, in pinned memory where the device is a GPU.
         chunk: Positions copied at a time.
     """
 
@@ -78,9 +77,9 @@ class OffloadedLatents:
         """See :class:`LatentMemory`."""
         room = max(0, min(len(kv), self.block_size - first))
         self.resident[first : first + room, requests] = kv[:room]
-        behind = max(0, first - self.block_size)
-        # On the stream that the streaming copies wait for.
-        target = self.host[behind : behind + len(kv) - room, requests]
+        start = max(0, first - self.block_size)
+        # On the current stream, which the copies back to the device wait for.
+        target = self.host[start : start + len(kv) - room, requests]
         target.copy_(kv[room:], non_blocking=self.host.is_pinned())
 
     def parts(self, rows: Rows, requests: slice, end: int) -> Iterator[CachePart]:
@@ -94,7 +93,7 @@ class OffloadedLatents:
                 yield BatchPart(cache, rows, start, start + len(copy))
 
     def _streamed(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Chunks of the first ``count`` positions of the host, on the device, and their starts."""
+        """The first ``count`` positions in host memory: starts of chunks, and their copies."""
         device = self.resident.device
         shape = (min(self.chunk, count), *self.host.shape[1:])
         buffers = [torch.empty(shape, dtype=self.host.dtype, device=device) for _ in range(2)]
@@ -107,24 +106,24 @@ class OffloadedLatents:
             copies.begin(target, source)
             return target
 
-        coming = begin(0)
+        pending = begin(0)
         for index, start in enumerate(starts):
-            ready = coming
+            ready = pending
             copies.wait()
             if index + 1 < len(starts):
-                # Its buffer was the last chunk's; what was asked of the device reads it still.
-                coming = begin(index + 1)
+                # Kernels on the current stream may still read this buffer; the copy waits for them.
+                pending = begin(index + 1)
             yield start, ready
 
 
 class _Copies:
-    """Copies to the device beside what it computes; ordinary ones on a CPU."""
+    """Copies to the device on a stream of their own; plain copies on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy, once the device has done what was asked of it before."""
+        """Start to copy after everything that is queued on the current stream."""
         if self.stream is None:
             target.copy_(source)
             return
@@ -134,6 +133,6 @@ class _Copies:
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """What is asked of the device from now on waits for the copy."""
+        """Let what is queued on the current stream from now on wait for the copies."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

@@ -1,0 +1,62 @@
+"""Base class of the paged backends that run this package's own kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from absorbed_mla.core_attention.backend import AttentionRequest
+from absorbed_mla.inference.backend import PagedRequest
+from absorbed_mla.inference.rows import Rows
+from absorbed_mla.kernels import operators
+
+
+class PagedKernelBackend:
+    """Calls the paged kernels of the folder of ``kernels`` that is named like the backend.
+
+    With ``batch_invariant`` a token gets the bits of the training kernel of the same name.
+    """
+
+    name: str
+    forms = ("absorbed",)
+
+    def forward(
+        self,
+        q_content: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        scale: float,
+        key_start: int = 0,
+        key_end: int | None = None,
+        batch_invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See ``backends.reference.paged_reference``; the LSE is in fp32."""
+        return operators.paged_attention_forward(
+            q_content,
+            q_rope,
+            cache,
+            rows.query_starts,
+            rows.query_lengths,
+            rows.kv_lengths,
+            rows.block_table,
+            rows.max_query_length,
+            rows.max_kv_length,
+            scale,
+            key_start,
+            key_end,
+            batch_invariant,
+            kernel=self.name,
+        )
+
+
+def training_request(request: PagedRequest) -> AttentionRequest:
+    """The request to the training kernel that a paged kernel shares its limits with."""
+    return AttentionRequest(
+        form="absorbed",
+        device=request.device,
+        dtype=request.dtype,
+        key_width=request.kv_lora_rank + request.qk_rope_head_dim,
+        value_width=request.kv_lora_rank,
+        masked=False,
+        dropout=False,
+    )
