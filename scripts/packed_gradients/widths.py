@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionBackend, ReferenceBackend
-from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.backend import AttentionBackend
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
@@ -36,7 +37,7 @@ def measure_widths(
             exact = _outcome(ReferenceBackend(), [x.double() for x in inputs], rules)
             errors, error = {}, ""
             try:
-                found = _outcome(TransformerEngineAttention(), inputs, rules)
+                found = _outcome(TransformerEngineBackend(), inputs, rules)
                 errors = {name: relative_error(found[name], exact[name]) for name in exact}
             except Exception as problem:
                 error = shortened(f"{type(problem).__name__}: {problem}", 1000)

@@ -14,6 +14,7 @@ from absorbed_mla import MLADims
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.oracle import OracleMLA
 from tests.support import needs, world
 from tests.support.cases import INTERPRETED, WIDE, config_for
@@ -79,13 +80,13 @@ def attention_request(form: str, **changes) -> AttentionRequest:
     """DeepSeek-V3's attention on a GPU, and what is different this time."""
     key_width, value_width = {"absorbed": (576, 512), "expanded": (192, 128)}[form]
     fields = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "key_width": key_width}
-    fields |= {"value_width": value_width, "latent": form == "absorbed"}
+    fields |= {"value_width": value_width, "form": form}
     return AttentionRequest(**{**fields, "masked": False, "dropout": False, **changes})
 
 
 def why_not(backend: str, request: AttentionRequest) -> str | None:
     """Why ``backend`` cannot do what is requested, or None."""
-    return examine(backend, request)[1].get(backend)
+    return ATTENTION_BACKENDS[backend].why_not(request)
 
 
 def refusal_of(backend: str, form: str, mla: OracleMLA, dtype: torch.dtype) -> str | None:

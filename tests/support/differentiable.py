@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionBackend, ReferenceBackend
+from absorbed_mla.core_attention.backend import AttentionBackend
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from tests.support import world

@@ -68,7 +68,7 @@ class FlashAttention3Backend:
         reason = HOPPER.why_not(request)
         if reason:
             return f"{reason} (as 'hopper', which computes its backward)"
-        return operator_refusal()
+        return why_not_installed()
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output has the dtype of the query.
@@ -99,7 +99,7 @@ class FlashAttention3Backend:
         return HOPPER.backward(grad, output, inputs, rules)
 
 
-def operator_refusal() -> str | None:
+def why_not_installed() -> str | None:
     """Why there is no operator of FlashAttention-3 to call, or None."""
     try:
         operator = _operator()

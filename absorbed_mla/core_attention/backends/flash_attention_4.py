@@ -31,7 +31,7 @@ class FlashAttention4Backend:
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
-        reason = why_not_fused(request) or _why_not_installed(
+        reason = why_not_fused(request) or why_not_installed(
             request.key_width, request.value_width
         )
         if reason is None and torch.cuda.get_device_capability(request.device)[0] != 9:
@@ -176,7 +176,7 @@ _OLDEST = "4.0.0b36"
 
 
 @functools.cache
-def _why_not_installed(key_width: int, value_width: int) -> str | None:
+def why_not_installed(key_width: int, value_width: int) -> str | None:
     """Why flash-attn-4 cannot attend with these head widths, or None."""
     try:
         version = importlib.metadata.version("flash-attn-4")

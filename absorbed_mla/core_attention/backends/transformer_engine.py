@@ -47,7 +47,7 @@ class TransformerEngineBackend:
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
-        return why_not_fused(request) or _why_not_installed(
+        return why_not_fused(request) or why_not_installed(
             request.key_width,
             request.value_width,
             request.dtype,
@@ -269,7 +269,7 @@ _ASKED = (("sbhd_sbhd_sbhd", "causal_bottom_right"), ("thd_thd_thd", "padding_ca
 
 
 @functools.cache
-def _why_not_installed(
+def why_not_installed(
     key_width: int, value_width: int, dtype: torch.dtype, deterministic: bool, packed: bool
 ) -> str | None:
     """Why TransformerEngine cannot attend with these head widths, or None."""

@@ -15,8 +15,8 @@ from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategies import all_gather
 from absorbed_mla.context_parallel.strategies import p2p as ring
-from absorbed_mla.context_parallel.strategies.all_gather import AllGatheredKeys
-from absorbed_mla.context_parallel.strategies.p2p import RingKeys
+from absorbed_mla.context_parallel.strategies.all_gather import AllGather
+from absorbed_mla.context_parallel.strategies.p2p import Ring
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.rope import RotaryTable
 from absorbed_mla.sequences import SequenceLayout
@@ -75,7 +75,7 @@ def peak(strategy, heads: int, cp_size: int, chunk_size: int = 1) -> int:
     )
     core = LatentCoreAttention(config_for(TINY), dims, AttnMaskType.causal, 0.3, options)
     sequences = SequenceLayout.dense(SHARE * cp_size)
-    keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, begun_again=False)
+    keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, recomputed=False)
     shapes = [(SHARE, 1, heads * (TINY.nope + TINY.rope))]
     shapes += [(SHARE, 1, TINY.kv_lora_rank + TINY.rope)]
     shapes += [(heads, TINY.nope, TINY.kv_lora_rank), (heads, TINY.v, TINY.kv_lora_rank)]
@@ -103,7 +103,7 @@ def growth_per_token(peaks: list[int]) -> list[float]:
 @pytest.mark.parametrize("heads", [4, 16])
 def test_ring_stays_flat(heads):
     """Whatever the length: blocks of latents coming and going, a gradient, bounded chunks."""
-    peaks = [peak(RingKeys, heads, cp_size) for cp_size in SIZES]
+    peaks = [peak(Ring, heads, cp_size) for cp_size in SIZES]
     assert max(peaks) - min(peaks) <= SHARE * LATENT_BYTES
 
 
@@ -114,7 +114,7 @@ def test_all_gather_grows_by_latents_alone(heads):
     Of the latents: gathered, their gradient, and the order of both. Of a head: keys and values,
     their gradients, and what the reference computes with.
     """
-    peaks = [peak(AllGatheredKeys, heads, cp_size) for cp_size in SIZES]
+    peaks = [peak(AllGather, heads, cp_size) for cp_size in SIZES]
     one_head = (TINY.nope + TINY.rope + TINY.v) * FLOAT
     assert 0 < max(growth_per_token(peaks)) <= 4 * LATENT_BYTES + 5 * one_head
 
@@ -123,5 +123,5 @@ def test_the_measure_sees_keys_and_values():
     """In one chunk, the same test would fail: they grow with the tokens and the heads."""
     heads = 16
     whole = heads * SHARE * max(SIZES)
-    peaks = [peak(AllGatheredKeys, heads, cp_size, whole) for cp_size in SIZES]
+    peaks = [peak(AllGather, heads, cp_size, whole) for cp_size in SIZES]
     assert min(growth_per_token(peaks)) > heads * (TINY.nope + TINY.v) * FLOAT

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.context_parallel.strategies import p2p as ring
-from absorbed_mla.context_parallel.strategies.p2p import RingKeys, Transfer
+from absorbed_mla.context_parallel.strategies.p2p import Ring, Transfer
 from absorbed_mla.sequences import SequenceLayout
 
 CP_SIZE, SHARE, WIDTH = 4, 2, 3
@@ -44,7 +44,7 @@ def test_gradients_are_summed_in_fp32(monkeypatch, dtype):
     """Whatever the latents' dtype; each sum to the bit, as bf16 loses what many ranks add."""
     post = Post(monkeypatch)
     layout = ContextParallelLayout(SequenceLayout.dense(SHARE * CP_SIZE), CP_SIZE, 0)
-    keys = RingKeys(layout, True, None, begun_again=False)
+    keys = Ring(layout, True, None, recomputed=False)
     kv = torch.ones(SHARE, 1, WIDTH, dtype=dtype)
     own = [numbers(step) for step in range(CP_SIZE)]
     arriving = [numbers(10 + step) for step in range(CP_SIZE - 1)]

@@ -8,7 +8,7 @@ import torch
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, LATENT_CACHES, PAGED_BACKENDS
 from tests.support.cases import TINY
-from tests.support.certify import execute
+from tests.support.execution import execute
 from tests.support.harness import Setup, build_attention
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import relative_error

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import ReferenceBackend
 from absorbed_mla.core_attention.backends import flash_attention_3 as backend
-from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3
-from absorbed_mla.core_attention.masks.varlen import waves
+from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
+from absorbed_mla.core_attention.masks.varlen import varlen_calls
 from absorbed_mla.kernels import operators
 from tests.support import needs
 from tests.support.backends import attention_request, determinism, triton_interpreter
@@ -50,14 +50,14 @@ def test_forward(name, batch, calls):
     case = case_of(name, batch)
     operands = case.operands(CPU)
     with poisoned_memory():
-        actual = FlashAttention3().forward(operands, case.rules)
+        actual = FlashAttention3Backend().forward(operands, case.rules)
     exact = ReferenceBackend().forward(operands, case.rules)
     unseen = exact.lse == -torch.inf
     assert torch.equal(actual.lse == -torch.inf, unseen) and (actual.out[unseen] == 0).all()
     assert relative_error(actual.out, exact.out) < 1e-5
     assert relative_error(*(x.lse[~unseen] for x in (actual, exact))) < 1e-6
     # A pack is one call.
-    assert len(calls.sequences) == batch * len(waves(case.spans, batch == 1))
+    assert len(calls.sequences) == batch * len(varlen_calls(case.spans, batch == 1))
 
 
 @pytest.mark.parametrize(("demanded", "expected"), [(False, "hopper"), (True, "triton")])
@@ -71,9 +71,9 @@ def test_whose_backward(demanded, expected, calls, monkeypatch):
         return operands.q_content, operands.q_rope, torch.zeros(32, 1, 320)
 
     monkeypatch.setattr(operators, "latent_attention_backward", recorded)
-    attended = FlashAttention3().forward(operands, case.rules)
+    attended = FlashAttention3Backend().forward(operands, case.rules)
     with determinism(demanded), triton_interpreter():
-        FlashAttention3().backward(grad, attended, operands, case.rules)
+        FlashAttention3Backend().backward(grad, attended, operands, case.rules)
     assert asked == [expected]
 
 
@@ -85,8 +85,8 @@ def test_gradients(name, monkeypatch):
     case = case_of(name)
     operands, grad = case.operands(CPU), case.gradient(CPU)
     with registered(), determinism(True), triton_interpreter():
-        attended = FlashAttention3().forward(operands, case.rules)
-        actual = FlashAttention3().backward(grad, attended, operands, case.rules)
+        attended = FlashAttention3Backend().forward(operands, case.rules)
+        actual = FlashAttention3Backend().backward(grad, attended, operands, case.rules)
     exact = ReferenceBackend().forward(operands, case.rules)
     expected = ReferenceBackend().backward(grad, exact, operands, case.rules)
     for found, truth in zip(actual[:4], expected[:4]):
@@ -110,8 +110,8 @@ def test_on_a_gpu(name, batch, content, dtype):
     case = replace(case_of(name, batch, dtype), content=content, heads=16)
     device = torch.device("cuda")
     operands, grad = case.operands(device), case.gradient(device)
-    attended = FlashAttention3().forward(operands, case.rules)
-    found = named(attended, FlashAttention3().backward(grad, attended, operands, case.rules))
+    attended = FlashAttention3Backend().forward(operands, case.rules)
+    found = named(attended, FlashAttention3Backend().backward(grad, attended, operands, case.rules))
     exact = evaluate(case, operands, grad, torch.float64)
     eager = evaluate(case, operands, grad, dtype)
     for key, truth in exact.items():

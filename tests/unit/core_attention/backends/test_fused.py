@@ -11,21 +11,20 @@ import math
 
 import pytest
 import torch
-from absorbed_mla.core_attention.backends.fused import FusedBackend
 
-from absorbed_mla.core_attention.backend import ReferenceBackend
 from absorbed_mla.core_attention.backends import flash_attention_4 as fa4
 from absorbed_mla.core_attention.backends import transformer_engine as te
-from absorbed_mla.core_attention.backends.cudnn import CudnnKernel
-from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
-from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.backends.cudnn import CudnnBackend
+from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.masks.varlen import waves
+from absorbed_mla.core_attention.masks.varlen import varlen_calls
 from tests.support import needs
 from tests.support.backends import determinism
 from tests.support.differentiable import NARROW, V3, operands, outcome
 from tests.support.fake_packages import flash_attention_4, transformer_engine
-from tests.support.fake_packages.cudnn import PlainKernel
+from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.numerics import bounds_from_eager, compare, relative_error
 from tests.support.spans import SPANS
 
@@ -37,15 +36,15 @@ def flash(monkeypatch):
 
 @pytest.fixture
 def fused(monkeypatch):
-    te.refusal.cache_clear()
+    te.why_not_installed.cache_clear()
     yield transformer_engine.install(monkeypatch)
-    te.refusal.cache_clear()
+    te.why_not_installed.cache_clear()
 
 
 BACKENDS = {
-    "cudnn": FusedBackend("plain", PlainKernel()),
-    "flash_attention_4": FlashAttention4(),
-    "transformer_engine": TransformerEngineAttention(),
+    "cudnn": PlainCudnn(),
+    "flash_attention_4": FlashAttention4Backend(),
+    "transformer_engine": TransformerEngineBackend(),
 }
 
 
@@ -64,7 +63,7 @@ def test_equals_the_reference(name, spans, batch, lse_weight, flash, fused):
     for key, tensor in expected.items():
         assert relative_error(actual[key].double(), tensor.double()) < 1e-6, key
     if name == "flash_attention_4":
-        assert flash.calls == 2 * len(waves(rules.spans, batch == 1))
+        assert flash.calls == 2 * len(varlen_calls(rules.spans, batch == 1))
     if name == "transformer_engine" and spans != "nothing":
         # Its backward knows no gradient of the LSE.
         functions = {"forward"} if lse_weight else {"forward", "backward"}
@@ -84,7 +83,7 @@ def test_equals_the_reference(name, spans, batch, lse_weight, flash, fused):
 def test_calls_of_transformer_engine(name, batch, expected, fused):
     """A pack is one call, in TransformerEngine's own layout."""
     leaves = operands(torch.float64, batch)
-    outcome(TransformerEngineAttention(), leaves, ScoreRules(0.3, SPANS[name]))
+    outcome(TransformerEngineBackend(), leaves, ScoreRules(0.3, SPANS[name]))
     assert [f"{call.layout} {call.mask}" for call in fused.calls] == 2 * expected
 
 
@@ -95,7 +94,7 @@ def test_calls_of_transformer_engine(name, batch, expected, fused):
 def test_repeats_to_the_bit_where_it_must(demanded, warn_only, expected, flash, fused):
     """Otherwise gradients differ from run to run, or cost more than they need to."""
     with determinism(demanded, warn_only):
-        for backend in (FlashAttention4(), TransformerEngineAttention()):
+        for backend in (FlashAttention4Backend(), TransformerEngineBackend()):
             outcome(backend, operands(torch.bfloat16), ScoreRules(0.3, SPANS["causal"]))
     assert flash.deterministic == {expected}
     assert fused.calls[-1].deterministic is expected
@@ -104,24 +103,24 @@ def test_repeats_to_the_bit_where_it_must(demanded, warn_only, expected, flash, 
 @pytest.mark.parametrize("name", ["BFloat16", "Float16"])
 def test_type_of_transformer_engines_gradients(name, fused):
     leaves = operands(getattr(torch, name.lower()))
-    outcome(TransformerEngineAttention(), leaves, ScoreRules(0.3, SPANS["causal"]))
+    outcome(TransformerEngineBackend(), leaves, ScoreRules(0.3, SPANS["causal"]))
     assert fused.calls[-1].dtype == f"k{name}"
 
 
 def _transformer_engine_is_missing() -> str | None:
     if not needs.HAS_GPU:
         return needs.NEEDS_GPU
-    return te.refusal(192, 128, torch.bfloat16, deterministic=False, packed=True)
+    return te.why_not_installed(192, 128, torch.bfloat16, deterministic=False, packed=True)
 
 
 ON_A_GPU = {
-    "cudnn": (FusedBackend("cudnn", CudnnKernel()), needs.gpu),
+    "cudnn": (CudnnBackend(), needs.gpu),
     "flash_attention_4": (
-        FlashAttention4(),
-        needs.gpu_with("flash-attn-4", fa4.refusal(192, 128)),
+        FlashAttention4Backend(),
+        needs.gpu_with("flash-attn-4", fa4.why_not_installed(192, 128)),
     ),
     "transformer_engine": (
-        TransformerEngineAttention(),
+        TransformerEngineBackend(),
         needs.gpu_with("TransformerEngine", _transformer_engine_is_missing()),
     ),
 }
@@ -170,5 +169,5 @@ def test_widths_on_a_gpu(backend, widths):
 def test_bits_repeat_on_a_gpu():
     leaves, rules = operands(torch.bfloat16, widths=V3), ScoreRules(0.07, SPANS["causal"])
     with determinism(True):
-        first, again = (outcome(TransformerEngineAttention(), leaves, rules) for _ in range(2))
+        first, again = (outcome(TransformerEngineBackend(), leaves, rules) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -66,7 +66,7 @@ class TestFlashAttention3:
             raise error
 
         monkeypatch.setattr(flash_attention_3.importlib, "import_module", fails)
-        reason = flash_attention_3.operator_refusal()
+        reason = flash_attention_3.why_not_installed()
         assert f"cannot be imported ({type(error).__name__}: {error})" in reason
 
     def test_another_package_of_that_name(self, monkeypatch):
@@ -85,12 +85,12 @@ class TestFlashAttention4:
     def folder(self, tmp_path, monkeypatch) -> Path:
         monkeypatch.syspath_prepend(str(tmp_path))
         real = {name: sys.modules.pop(name) for name in self.loaded()}
-        flash_attention_4.refusal.cache_clear()
+        flash_attention_4.why_not_installed.cache_clear()
         yield tmp_path
         for name in self.loaded():
             del sys.modules[name]
         sys.modules.update(real)
-        flash_attention_4.refusal.cache_clear()
+        flash_attention_4.why_not_installed.cache_clear()
 
     def loaded(self) -> list[str]:
         return [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
@@ -109,17 +109,17 @@ class TestFlashAttention4:
     @pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b37", "4.0.0rc1", "4.0.0", "4.1.2"])
     def test_taken(self, folder, version):
         self.install(folder, version)
-        assert flash_attention_4.refusal(192, 128) is None
-        assert "head widths (200, 128)" in flash_attention_4.refusal(200, 128)
+        assert flash_attention_4.why_not_installed(192, 128) is None
+        assert "head widths (200, 128)" in flash_attention_4.why_not_installed(200, 128)
 
     def test_not_installed(self, no_metadata):
-        assert flash_attention_4.refusal(192, 128) == "flash-attn-4 is not installed"
+        assert flash_attention_4.why_not_installed(192, 128) == "flash-attn-4 is not installed"
 
     @pytest.mark.parametrize("version", ["2.8.3", "4.0.0b35", "4.0.0a99"])
     def test_another_version(self, folder, version):
         """Its functions, which are not public, may take other arguments."""
         self.install(folder, version)
-        reason = flash_attention_4.refusal(192, 128)
+        reason = flash_attention_4.why_not_installed(192, 128)
         assert "4.0.0b36 or newer" in reason and version in reason
 
     @pytest.mark.parametrize(
@@ -135,32 +135,32 @@ class TestFlashAttention4:
     )
     def test_broken(self, folder, files, parts):
         self.install(folder, **files)
-        reason = flash_attention_4.refusal(192, 128)
+        reason = flash_attention_4.why_not_installed(192, 128)
         assert "4.0.0b36 cannot be imported" in reason
         assert all(part in reason for part in parts)
 
     def test_metadata_without_a_package(self, folder, monkeypatch):
         self.install(folder)
         monkeypatch.setitem(sys.modules, "flash_attn", None)
-        assert "4.0.0b36 cannot be imported" in flash_attention_4.refusal(192, 128)
+        assert "4.0.0b36 cannot be imported" in flash_attention_4.why_not_installed(192, 128)
 
     def test_no_cute(self, folder):
         self.install(folder)
         (folder / "flash_attn" / "cute").rename(folder / "elsewhere")
-        assert "flash_attn.cute" in flash_attention_4.refusal(192, 128)
+        assert "flash_attn.cute" in flash_attention_4.why_not_installed(192, 128)
 
     def test_other_functions(self, folder):
         self.install(folder, interface="def _flash_attn_fwd(): ...\n")
-        assert "has no _flash_attn_bwd" in flash_attention_4.refusal(192, 128)
+        assert "has no _flash_attn_bwd" in flash_attention_4.why_not_installed(192, 128)
 
 
 class TestTransformerEngine:
     @pytest.fixture(autouse=True)
     def _ask_again(self):
-        te.refusal.cache_clear()
+        te.why_not_installed.cache_clear()
         with determinism(demanded=False):
             yield
-        te.refusal.cache_clear()
+        te.why_not_installed.cache_clear()
 
     def reason(self, **changes) -> str | None:
         return why_not("transformer_engine", attention_request("expanded", **changes))

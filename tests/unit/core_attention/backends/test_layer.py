@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from absorbed_mla.context_parallel import strategy
-from absorbed_mla.core_attention.backend import _BACKENDS
 from absorbed_mla.core_attention.backends import flash_attention_3
-from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3
-from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4
-from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineAttention
+from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
+from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
+from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.key_source import KeyBlock, LocalKeys
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import fake_packages, needs
 from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
 from tests.support.cases import INTERPRETED
@@ -41,7 +41,7 @@ def flash_attention_3_fake(monkeypatch):
     """Forward by the operator, backward by the portable kernels in the interpreter."""
     fake = fake_packages.flash_attention_3
     monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
-    backend = FlashAttention3()
+    backend = FlashAttention3Backend()
     backend._gradients = LatentKernelBackend("triton")
     with fake.registered(fake.VLLM) as calls:
         yield backend
@@ -51,14 +51,14 @@ def flash_attention_3_fake(monkeypatch):
 @pytest.fixture
 def flash_attention_4_fake(monkeypatch):
     interface = fake_packages.flash_attention_4.install(monkeypatch)
-    yield FlashAttention4()
+    yield FlashAttention4Backend()
     assert interface.calls > 1
 
 
 @pytest.fixture
 def transformer_engine_fake(monkeypatch):
     fused = fake_packages.transformer_engine.install(monkeypatch)
-    yield TransformerEngineAttention()
+    yield TransformerEngineBackend()
     assert {call.function for call in fused.calls} == {"forward", "backward"}
 
 
@@ -78,7 +78,8 @@ def case(request, monkeypatch):
     if case is None:
         case = KernelCase(FAKES[name], name, INTERPRETED, torch.float32, "sbhd", False)
         backend = request.getfixturevalue(f"{name}_fake")
-        monkeypatch.setitem(_BACKENDS, name, (backend, lambda request: None))
+        monkeypatch.setattr(backend, "why_not", lambda request: None)
+        monkeypatch.setitem(ATTENTION_BACKENDS._registered, name, backend)
     with kernels_running(case):
         yield case
 

@@ -12,16 +12,16 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from absorbed_mla import AbsorbedMLAOptions, MLADims
-from absorbed_mla.core_attention import latent_kernels
 from absorbed_mla.core_attention import module as latent_attention
-from absorbed_mla.core_attention.backend import ReferenceBackend, examine
-from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4
+from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4, triton
 from absorbed_mla.core_attention.backends import transformer_engine as te
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.core_attention.key_source import LocalKeys
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.core_attention.selection import choose
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
 from tests.support import fake_packages
 from tests.support.backends import attention_request, determinism, why_not
@@ -39,12 +39,12 @@ ANY_KERNEL = [
     ({"dropout": True}, "attention_dropout=0"),
 ]
 EXPANDED = [
-    ({"latent": True}, "form='expanded'"),
+    ({"form": "absorbed"}, "form='expanded'"),
     ({"key_width": 260}, "(260, 128) are not multiples of 8 up to 256"),
     ({"value_width": 264}, "(192, 264) are not multiples of 8 up to 256"),
 ]
 ABSORBED = [
-    ({"latent": False, "key_width": 192, "value_width": 128}, "form='absorbed'"),
+    ({"form": "expanded", "key_width": 192, "value_width": 128}, "form='absorbed'"),
     ({"key_width": 192, "value_width": 128}, "widths 128 (latent) and 64 (rope)"),
     ({"key_width": 544}, "32 (rope) are not among (256, 512) and 64"),
 ]
@@ -61,15 +61,15 @@ def _hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("triton.__version__", "3.6.0")
     # It asks for the shared memory of a real device.
-    monkeypatch.setattr(latent_kernels, "_too_long", lambda *_: None)
+    monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
     fake = fake_packages.flash_attention_3
     monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
     monkeypatch.setattr(flash_attention_4, "refusal", lambda *widths: None)
-    te.refusal.cache_clear()
+    te.why_not_installed.cache_clear()
     fake_packages.transformer_engine.install(monkeypatch)
     with fake.registered(), determinism(demanded=False):
         yield
-    te.refusal.cache_clear()
+    te.why_not_installed.cache_clear()
 
 
 def test_what_can_run():
@@ -77,15 +77,17 @@ def test_what_can_run():
         "expanded": {"cudnn", "transformer_engine", "flash_attention_4", "reference"},
         "absorbed": {"flash_attention_3", "hopper", "triton", "reference"},
     }.items():
-        runnable, _ = examine("auto", attention_request(form))
+        runnable, _ = ATTENTION_BACKENDS.examine("auto", attention_request(form))
         assert {backend.name for backend in runnable} == expected
     assert (
         why_not("flash_attention_3", attention_request("absorbed", key_width=320, value_width=256))
         is None
     )
-    assert [x.name for x in examine("reference", attention_request("expanded"))[0]] == ["reference"]
+    assert [
+        x.name for x in ATTENTION_BACKENDS.examine("reference", attention_request("expanded"))[0]
+    ] == ["reference"]
     with refusal("core_attention_backend", ", ".join(CORE_ATTENTION_BACKENDS), "'flash'"):
-        examine("flash", attention_request("expanded"))
+        ATTENTION_BACKENDS.examine("flash", attention_request("expanded"))
 
 
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=str)
@@ -95,7 +97,7 @@ def test_refused(name, changes, reason):
     assert reason in why_not(name, request)
     with refusal(f"core_attention_backend={name!r}", "cannot run here", reason):
         choose({FORM[name]: request}, name, DIMS, Work(1, 1, 1, training=True))
-    runnable, _ = examine("auto", request)
+    runnable, _ = ATTENTION_BACKENDS.examine("auto", request)
     assert runnable[-1].name == "reference" and name not in [x.name for x in runnable]
 
 
