@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 
 
@@ -75,7 +75,7 @@ class Case:
 
     queries: int
     keys: int
-    spans: tuple[Span, ...]
+    spans: Spans | tuple[Span, ...]
     heads: int = 16
     batch: int = 1
     content: int = 32
@@ -84,6 +84,9 @@ class Case:
     magnitude: float = 1.0
     lse_gradient: bool = True
     last_stride: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", Spans(self.spans))
 
     @property
     def rules(self) -> ScoreRules:

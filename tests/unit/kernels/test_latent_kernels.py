@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention import latent_kernels as backends
 from absorbed_mla.core_attention.backend import AttentionRequest, ReferenceBackend
+from absorbed_mla.core_attention.backends import triton
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.log_once import log_once
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import needs
 from tests.support.hostile import Case, evaluate, named, poisoned_memory
 from tests.support.numerics import relative_error
@@ -54,19 +55,22 @@ def _settings():
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
+TRITON, HOPPER = ATTENTION_BACKENDS["triton"], ATTENTION_BACKENDS["hopper"]
+
+
 def refuses(name: str, case: Case) -> str | None:
     request = AttentionRequest(
         device=DEVICE,
         dtype=case.dtype,
         key_width=case.content + case.rope,
         value_width=case.content,
-        latent=True,
+        form="absorbed",
         masked=False,
         dropout=False,
     )
     if name == "triton" and case.dtype == torch.float32:
         return None  # refused on a GPU for its speed alone
-    return {"triton": backends.triton_refuses, "hopper": backends.hopper_refuses}[name](request)
+    return ATTENTION_BACKENDS[name].why_not(request)
 
 
 def backend_for(name: str, case: Case) -> LatentKernelBackend:
@@ -76,7 +80,7 @@ def backend_for(name: str, case: Case) -> LatentKernelBackend:
         pytest.skip(needs.NEEDS_GPU)
     if reason := refuses(name, case):
         pytest.skip(f"{name}: {reason}")
-    return LatentKernelBackend(name)
+    return ATTENTION_BACKENDS[name]
 
 
 def compute(
@@ -246,11 +250,11 @@ def test_deterministic_backward_of_hopper(caplog):
     case = CASES["zigzag"]
     operands, grad = case.operands(DEVICE), case.gradient(DEVICE)
     torch.use_deterministic_algorithms(True)
-    attended = LatentKernelBackend("triton").forward(operands, case.rules)
+    attended = TRITON.forward(operands, case.rules)
     log_once.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
-            grads = LatentKernelBackend("hopper").backward(grad, attended, operands, case.rules)
+            grads = HOPPER.backward(grad, attended, operands, case.rules)
     assert len(caplog.records) == 1 and "deterministic" in caplog.text
     check(named(attended, grads), case)
 
@@ -260,18 +264,16 @@ class TestTables:
         """Whatever the layer, forward or backward."""
         case = CASES["causal"]
         operands = case.operands(DEVICE)
-        first, second = (
-            backends._query_tiles("triton", operands, case.spans).data_ptr() for _ in range(2)
-        )
+        first, second = (TRITON._query_tiles(operands, case.spans).data_ptr() for _ in range(2))
         assert first == second
 
     def test_serve_training_after_evaluation(self):
         case = replace(CASES["one_token"], spans=(Span(0, 1, 0, 1, None),))
         operands, grad = case.operands(DEVICE), case.gradient(DEVICE)
-        backend = LatentKernelBackend("triton")
+        backend = TRITON
         with torch.inference_mode():
             backend.forward(operands, case.rules)
-        table = backends._query_tiles("triton", operands, case.spans)
+        table = TRITON._query_tiles(operands, case.spans)
         assert not table.is_inference()
         check(compute(backend, case, operands, grad), case)
 
@@ -306,17 +308,17 @@ class TestRefusals:
         dtype=torch.bfloat16,
         key_width=576,
         value_width=512,
-        latent=True,
+        form="absorbed",
         masked=False,
         dropout=False,
     )
 
-    @pytest.mark.parametrize("refuses", [backends.triton_refuses, backends.hopper_refuses])
+    @pytest.mark.parametrize("refuses", [TRITON.why_not, HOPPER.why_not])
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
             ({"dtype": torch.float64}, "fp16 and bf16"),
-            ({"latent": False}, "form='absorbed'"),
+            ({"form": "expanded"}, "form='absorbed'"),
             ({"masked": True}, "attention_mask"),
             ({"dropout": True}, "attention_dropout=0"),
             ({"key_width": 500, "value_width": 436}, "widths 436"),
@@ -331,29 +333,29 @@ class TestRefusals:
         """A CPU has the reference, unless TRITON_INTERPRET asks for the interpreter."""
         request = replace(self.REQUEST, device=torch.device("cpu"))
         if not ON_GPU:
-            assert backends.triton_refuses(request) is None
+            assert TRITON.why_not(request) is None
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        assert backends.triton_refuses(request) == "it needs a GPU"
+        assert TRITON.why_not(request) == "it needs a GPU"
 
     @pytest.mark.parametrize("version", ["3.5.1", "2.0.0"])
     def test_old_triton(self, monkeypatch, version):
         monkeypatch.setattr("triton.__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for refuses in (backends.triton_refuses, backends.hopper_refuses):
+        for refuses in (TRITON.why_not, HOPPER.why_not):
             assert f"{version} is installed" in refuses(self.REQUEST)
 
     @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])
     def test_capability(self, monkeypatch, capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(backends.launch, "launch_for", lambda *what: None)
+        monkeypatch.setattr(triton.launch, "launch_for", lambda *what: None)
         monkeypatch.setattr("triton.__version__", "3.6.0")
-        assert (backends.triton_refuses(self.REQUEST) is None) == (capability >= (8, 0))
-        assert (backends.hopper_refuses(self.REQUEST) is None) == (capability == (9, 0))
+        assert (TRITON.why_not(self.REQUEST) is None) == (capability >= (8, 0))
+        assert (HOPPER.why_not(self.REQUEST) is None) == (capability == (9, 0))
 
     def test_rows_too_long_for_shared_memory(self, monkeypatch):
         """512 + 64 in fp32 on a GPU with 99 KiB, for example."""
-        monkeypatch.setattr(backends.launch, "shared_memory", lambda device: (101376, False))
-        launch = backends.launch.launch_for.__wrapped__
+        monkeypatch.setattr(triton.launch, "shared_memory", lambda device: (101376, False))
+        launch = triton.launch.launch_for.__wrapped__
         assert launch(torch.bfloat16, 512, 64, DEVICE).query.rows == 16
         with pytest.raises(ValueError, match="too long for shared memory"):
             launch(torch.float32, 512, 64, DEVICE)

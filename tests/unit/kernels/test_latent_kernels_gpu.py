@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.core_attention import latent_kernels as backends
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from tests.support import needs
@@ -119,10 +118,8 @@ def test_torch_compile(kernel):
     backend = backend_for(kernel, CASE)
     operands, grad = inputs()
     expected = compute(backend, CASE, operands, grad)
-    table = backends._query_tiles(kernel, operands, CASE.spans)
-    keys, num_buffers = (None, 1)
-    if kernel == "triton":
-        keys, num_buffers = backends._key_tiles(operands, CASE.spans)
+    table = backend._query_tiles(operands, CASE.spans)
+    keys, num_buffers = backend.key_tiles(operands, CASE.spans)
     scale, latent = CASE.rules.scale, operands.k_content.squeeze(2)
     ops = torch.ops.absorbed_mla
 

@@ -142,7 +142,7 @@ def test_offsets_beyond_32_bits(backend):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_training_and_decode_agree_to_the_bit(heads):
     """batch_invariant: the training forward, the whole prompt, and the last token alone."""
-    from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
+    from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
     from absorbed_mla.core_attention.masks.scores import ScoreRules
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.core_attention.types import AttentionInputs
@@ -150,7 +150,7 @@ def test_training_and_decode_agree_to_the_bit(heads):
     length = 1000
     case = replace(CASE, query_lengths=(length,), kv_lengths=(length,), heads=heads, padding=0)
     q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
-    triton = choose("triton", replace(REQUEST, heads=heads, batch_invariant=True))
+    triton = choose("triton", replace(REQUEST, num_heads=heads, batch_invariant=True))
     whole = triton.forward(q_content, q_rope, cache, rows, scale, batch_invariant=True)
     for start, end in ((0, 1), (1, 700), (700, 999), (999, 1000)):
         part = Rows.of((end - start,), (end,), rows.block_table)
@@ -163,5 +163,5 @@ def test_training_and_decode_agree_to_the_bit(heads):
         q_content[:, None], q_rope[:, None], keys[..., None, :512], keys[..., 512:], None
     )
     rules = ScoreRules(scale=scale, spans=(Span(0, length, 0, length, 0),))
-    trained = LatentKernelBackend("triton").forward(operands, rules)
+    trained = TRITON.forward(operands, rules)
     assert torch.equal(trained.out[:, 0], whole[0]) and torch.equal(trained.lse[:, 0], whole[1])

@@ -222,8 +222,7 @@ class TestTransformerEngine:
 
         library = sys.modules["transformer_engine_torch"]
         monkeypatch.setattr(library, "get_fused_attn_backend", choose)
-        with determinism(True):
-            reason = self.reason()
+        reason = self.reason(deterministic=True)
         assert "(192, 128), layout thd_thd_thd, mask padding_causal_bottom_right" in reason
         assert all(what[12:14] == (192, 128) and what[-1] is True for what in asked)
         assert [what[1] for what in asked] == ["kBFloat16"] * 2

@@ -1,6 +1,6 @@
 """The layer on kernels, against the oracle, in one process.
 
-Without a GPU the portable kernels run in Triton's interpreter, and packages have stand-ins of the
+Without a GPU the Triton kernels run in Triton's interpreter, and packages have stand-ins of the
 same signatures. ``tests/distributed`` runs the kernels at other sizes.
 """
 
@@ -17,7 +17,6 @@ from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttentio
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.key_source import KeyBlock, LocalKeys
-from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import fake_packages, needs
@@ -38,11 +37,11 @@ CASES = {case.core_attention_backend: case for case in reversed(kernel_cases())}
 
 @pytest.fixture
 def flash_attention_3_fake(monkeypatch):
-    """Forward by the operator, backward by the portable kernels in the interpreter."""
+    """Forward by the operator, backward by the Triton kernels in the interpreter."""
     fake = fake_packages.flash_attention_3
     monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
     backend = FlashAttention3Backend()
-    backend._gradients = LatentKernelBackend("triton")
+    monkeypatch.setattr(flash_attention_3, "HOPPER", ATTENTION_BACKENDS["triton"])
     with fake.registered(fake.VLLM) as calls:
         yield backend
     assert calls.sequences
