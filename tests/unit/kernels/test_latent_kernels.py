@@ -1,6 +1,6 @@
 """The kernels over the latent against the reference, on the inputs that kernels get wrong.
 
-Without a GPU the portable kernels run in Triton's interpreter, on the same blocks as on a GPU.
+Without a GPU the ``triton`` kernels run in Triton's interpreter, on the same blocks as on a GPU.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def refuses(name: str, case: Case) -> str | None:
     request = AttentionRequest(
         device=DEVICE,
         dtype=case.dtype,
-        key_width=case.kv_lora_rank + case.rope,
-        value_width=case.kv_lora_rank,
+        key_width=case.content + case.rope,
+        value_width=case.content,
         latent=True,
         masked=False,
         dropout=False,
@@ -70,7 +70,7 @@ def refuses(name: str, case: Case) -> str | None:
 
 def backend_for(name: str, case: Case) -> LatentKernelBackend:
     """The backend, unless it cannot run here."""
-    # The portable one runs in Triton's interpreter, too.
+    # 'triton' also runs in Triton's interpreter.
     if name == "hopper" and not ON_GPU:
         pytest.skip(needs.NEEDS_GPU)
     if reason := refuses(name, case):
@@ -124,8 +124,8 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 CASES = {
     "causal": Case(37, 37, CAUSAL),
-    "causal_fp16": Case(37, 37, CAUSAL, dtype=FP16, kv_lora_rank=64),
-    "causal_fp32": Case(37, 37, CAUSAL, dtype=FP32, kv_lora_rank=16, heads=4),
+    "causal_fp16": Case(37, 37, CAUSAL, dtype=FP16, content=64),
+    "causal_fp32": Case(37, 37, CAUSAL, dtype=FP32, content=16, heads=4),
     "all_keys": Case(5, 70, (Span(0, 5, 0, 70, None),), lse_gradient=False),
     "padding_between_sequences": Case(37, 37, PACK, heads=6, batch=2),
     "bottom_right": Case(3, 70, (Span(0, 3, 0, 70, 67),), dtype=FP32, heads=8, rope=0),
@@ -142,33 +142,31 @@ CASES = {
     "strided_columns": Case(11, 13, (Span(0, 11, 0, 13, 2),), last_stride=2),
     "heads_128": Case(4, 70, (Span(0, 4, 0, 70, 66),), heads=128),
     "odd_heads": Case(70, 7, (Span(0, 70, 0, 7, None),), heads=3),
-    "width_512": Case(19, 19, (Span(0, 19, 0, 19, 0),), kv_lora_rank=512, rope=64),
-    "width_512_fp16": Case(5, 67, (Span(0, 5, 0, 67, 62),), kv_lora_rank=512, rope=64, dtype=FP16),
-    "width_256": Case(
-        13, 70, (Span(1, 13, 3, 68, 53),), kv_lora_rank=256, rope=64, heads=20, batch=2
-    ),
-    "width_128": Case(37, 37, PACK, kv_lora_rank=128, rope=32, heads=8, batch=2),
+    "width_512": Case(19, 19, (Span(0, 19, 0, 19, 0),), content=512, rope=64),
+    "width_512_fp16": Case(5, 67, (Span(0, 5, 0, 67, 62),), content=512, rope=64, dtype=FP16),
+    "width_256": Case(13, 70, (Span(1, 13, 3, 68, 53),), content=256, rope=64, heads=20, batch=2),
+    "width_128": Case(37, 37, PACK, content=128, rope=32, heads=8, batch=2),
 }
 if ON_GPU:
     # The shapes of DeepSeek-V3, which the interpreter is too slow for.
-    DEEP = Case(300, 300, (Span(0, 300, 0, 300, 0),), kv_lora_rank=512, rope=64)
+    DEEP = Case(300, 300, (Span(0, 300, 0, 300, 0),), content=512, rope=64)
     LONG = (Span(0, 1, 0, 1, 0), Span(5, 700, 5, 700, 0), Span(703, 1500, 703, 1500, 0))
     CASES |= {
         **{f"deep_{heads}": replace(DEEP, heads=heads, batch=2) for heads in (8, 16, 20, 128)},
         "deep_fp16": replace(DEEP, dtype=FP16),
-        "deep_pack": Case(1501, 1501, LONG, kv_lora_rank=512, rope=64),
-        "deep_zigzag": replace(CASES["zigzag"], kv_lora_rank=512, rope=64),
-        "deep_blind": replace(CASES["first_queries_see_nothing"], kv_lora_rank=512, rope=64),
-        "deep_nobody": replace(CASES["nobody_sees_anything"], kv_lora_rank=512, rope=64),
+        "deep_pack": Case(1501, 1501, LONG, content=512, rope=64),
+        "deep_zigzag": replace(CASES["zigzag"], content=512, rope=64),
+        "deep_blind": replace(CASES["first_queries_see_nothing"], content=512, rope=64),
+        "deep_nobody": replace(CASES["nobody_sees_anything"], content=512, rope=64),
         "deep_huge": replace(DEEP, magnitude=15.0),
-        "deep_one_token": replace(CASES["one_token"], kv_lora_rank=512, rope=64),
-        "deep_one_query": Case(1, 5000, (Span(0, 1, 0, 5000, None),), kv_lora_rank=512, rope=64),
+        "deep_one_token": replace(CASES["one_token"], content=512, rope=64),
+        "deep_one_query": Case(1, 5000, (Span(0, 1, 0, 5000, None),), content=512, rope=64),
     }
 
 
 def of_hopper(case: Case) -> bool:
     """Whether the kernels for Hopper have these widths and this dtype."""
-    return case.kv_lora_rank in (128, 256, 512) and case.rope in (32, 64) and case.dtype != FP32
+    return case.content in (128, 256, 512) and case.rope in (32, 64) and case.dtype != FP32
 
 
 KERNELS = pytest.mark.parametrize("kernel", ["triton", "hopper"])
@@ -230,7 +228,7 @@ class TestEveryCase:
 
     @KERNELS
     def test_the_same_bits_again(self, kernel):
-        """Also where several parts are added up; 'hopper' has the portable backward for it."""
+        """Also where splits are added up; 'hopper' takes the backward of 'triton' for it."""
         case = CASES["deep_pack" if ON_GPU else "zigzag"]
         backend = backend_for(kernel, case)
         torch.use_deterministic_algorithms(True)
@@ -284,7 +282,7 @@ class TestOperators:
         case = CASES["width_128"] if ON_GPU else CASES["first_queries_see_nothing"]
         backend_for(kernel, case)
         (qc, qr, kc, kr, _), grad = case.operands(DEVICE), case.gradient(DEVICE)
-        launch = launch_for(case.dtype, case.kv_lora_rank, case.rope, DEVICE)
+        launch = launch_for(case.dtype, case.content, case.rope, DEVICE)
         tiles = query_tiles(case.spans, launch.query_tokens(case.heads), case.queries).to(DEVICE)
         keys = key_tiles(case.spans, launch.key_tokens, case.keys).to(DEVICE)
         operands = (qc, qr, kc.squeeze(2), kr)

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.parametrize("kernel", ["triton", "hopper"]),
 ]
 
-CASE = Case(500, 500, (Span(0, 500, 0, 500, 0),), kv_lora_rank=512, rope=64, lse_gradient=False)
+CASE = Case(500, 500, (Span(0, 500, 0, 500, 0),), content=512, rope=64, lse_gradient=False)
 # Hopper's backward adds in any order, in fp32.
 ORDER = {"triton": 0.0, "hopper": 2e-4}
 
@@ -66,7 +66,7 @@ def test_a_million_tokens(kernel):
     long = AttentionInputs(*(at_the_end(x) for x in operands[:4]), None)
     assert long.q_content.numel() > 2**32
     start = length - CASE.queries
-    case = Case(length, length, (Span(start, length, start, length, 0),), kv_lora_rank=512, rope=64)
+    case = Case(length, length, (Span(start, length, start, length, 0),), content=512, rope=64)
     attended = backend.forward(long, case.rules)
     long_grad = OutputGradient(at_the_end(grad.out), None)
     actual = named(attended, backend.backward(long_grad, attended, long, case.rules))
