@@ -1,4 +1,4 @@
-"""Integers from the host that kernels read: brought to the device without waiting, and kept."""
+"""Tables of integers that kernels read: copied to the device without waiting, and kept alive."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# What a CUDA graph reads at every replay must live as long as the graph, whose end nobody tells.
+# Tables that captured CUDA graphs read at every replay. Kept forever, because a graph gives no
+# callback when it is destroyed.
 _recorded: set[Tensor] = set()
 
 
 def to_device(make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """``make()`` on ``device``; copying it does not wait for what the device is doing."""
-    # Made while evaluating, it must serve training as well.
+    """``make()`` on ``device``; the copy does not wait for work that is queued there."""
+    # A table made in inference mode must serve training as well.
     with torch.inference_mode(False):
         table = make()
         if device.type != "cuda":
@@ -22,7 +23,7 @@ def to_device(make: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def in_use(table: Tensor) -> Tensor:
-    """The table, kept alive for as long as the device may read it."""
+    """Return ``table``; its memory is not reused before the current stream has read it."""
     if table.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             _recorded.add(table)

@@ -51,6 +51,12 @@ class TestChoice:
             able.remove(order[-1])
         assert [each.name for each in order] == ["hopper", "flash_mla", "triton", "reference"]
 
+    def test_a_new_backend_is_one_entry(self):
+        """Registered, it is chosen by its name and, where it is the fastest, by "auto"."""
+        entry = SimpleNamespace(name="toy", rates={"cpu": (1e9, 1e9)}, why_not=lambda request: None)
+        with PAGED_BACKENDS.registered(entry):
+            assert choose("toy", ON_CPU) is choose("auto", ON_CPU) is entry
+
     def test_the_interpreter_is_taken_only_where_it_is_named(self, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         assert choose("triton", ON_CPU).name == "triton"
