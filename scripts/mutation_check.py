@@ -213,7 +213,7 @@ MUTATIONS = {
         "part.gather(keys.row,",
     ),
     "segment_on_the_wrong_axis": Mutation(
-        "absorbed_mla/inference/attention.py",
+        "absorbed_mla/inference/segments.py",
         "starts - first if first else starts",
         "starts",
     ),

@@ -1,4 +1,4 @@
-"""Parity mode: a token gets the same logits, to the bit, however and with whom it is computed.
+"""Parity mode: a token gets bitwise the same logits in training, prefill and decode, in any batch.
 
 See ``docs/parity.md``.
 """

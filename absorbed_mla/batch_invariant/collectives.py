@@ -1,7 +1,7 @@
-"""Sums over tensor-parallel ranks in the order of the ranks, wherever in the buffer a token lies.
+"""Sums over tensor-parallel ranks in the order of the ranks.
 
-Ring algorithms begin the sum of every piece of the buffer at another rank. With two ranks that
-does not matter; with more, a token's sum would depend on its place.
+Ring algorithms start the sum of each chunk of the buffer at another rank. With more than two ranks
+the result of a token would then depend on its place in the buffer.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-# a + b is b + a.
+# Two summands may be added in either order.
 _COMMUTATIVE_RANKS = 2
 _REDUCE, _REDUCE_SCATTER = mappings._reduce, mappings._reduce_scatter_along_first_dim
 
 
 def sum_in_rank_order() -> None:
-    """Replace the sums of Megatron's own layers; TransformerEngine's layers have others."""
+    """Replace the sums in Megatron's own layers; TransformerEngine's layers have their own."""
     mappings._reduce = reduce_in_rank_order
     mappings._reduce_scatter_along_first_dim = reduce_scatter_in_rank_order
 
 
-def sum_as_the_host_does() -> None:
+def restore_megatron_sums() -> None:
     """Undo :func:`sum_in_rank_order`."""
     mappings._reduce = _REDUCE
     mappings._reduce_scatter_along_first_dim = _REDUCE_SCATTER
@@ -49,7 +49,7 @@ def reduce_scatter_in_rank_order(
         input_: Of one shape on all ranks.
         group: The ranks.
         input_split_sizes: Lengths of the ranks' parts; None for equal ones.
-        use_global_buffer: The host's; nothing is gained by it here.
+        use_global_buffer: Part of Megatron's signature; used with one or two ranks only.
     """
     ranks = group.size()
     if ranks <= _COMMUTATIVE_RANKS:

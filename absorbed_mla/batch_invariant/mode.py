@@ -1,7 +1,7 @@
-"""Switching the operators of this process to ones that are independent of the batch.
+"""Switch the operators of this process to batch-invariant ones.
 
 On a GPU they are Megatron's (``megatron.core.transformer.custom_layers.batch_invariant_kernels``)
-and what it leaves out; on the CPU, for which it has none, this package's.
+and those that it lacks; on the CPU, for which Megatron has none, they are this package's.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from megatron.core.transformer.custom_layers import batch_invariant_kernels as host
+from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import collectives
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
-# Device type -> what holds the operators that are replaced there.
+# Device type -> the library that holds the operators replaced on it.
 _replaced: dict[str, torch.library.Library] = {}
 
 
 def is_enabled(device: torch.device) -> bool:
-    """Whether operators on a device like this one are independent of the batch."""
+    """Whether operators on devices of this type are batch-invariant."""
     if device.type == "cuda":
-        # Perhaps by Megatron's own function; ``require_enabled`` adds what that leaves out.
-        return host.is_batch_invariant_mode_enabled()
+        # Perhaps switched on by Megatron's own function; ``require_enabled`` adds what that lacks.
+        return megatron.is_batch_invariant_mode_enabled()
     return device.type in _replaced
 
 
 def enable_batch_invariant_mode(device_type: str | None = None) -> None:
-    """Make products, norms and activations of this process independent of the batch.
+    """Make products, norms and activations of this process batch-invariant.
 
-    Process-wide, until :func:`disable_batch_invariant_mode`: also for modules that are not this
-    package's. Slower: see ``docs/parity.md``.
+    It holds for the whole process, other packages' modules too, until
+    :func:`disable_batch_invariant_mode`, and is slower: see ``docs/parity.md``.
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``; None: a GPU where there is one.
@@ -45,26 +45,26 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
     """
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        _enable_host()
+        _enable_megatron()
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
     collectives.sum_in_rank_order()
 
 
 def disable_batch_invariant_mode(device_type: str | None = None) -> None:
-    """Give the process its former operators back; see :func:`enable_batch_invariant_mode`."""
+    """Undo :func:`enable_batch_invariant_mode`."""
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        host.disable_batch_invariant_mode()
+        megatron.disable_batch_invariant_mode()
     if device_type in _replaced:
         _replaced.pop(device_type)._destroy()
     if not _replaced:
-        collectives.sum_as_the_host_does()
+        collectives.restore_megatron_sums()
 
 
 @contextlib.contextmanager
 def batch_invariant_mode(device_type: str | None = None) -> Iterator[None]:
-    """:func:`enable_batch_invariant_mode` for a while, unless it was on before."""
+    """:func:`enable_batch_invariant_mode` in a ``with`` block; it stays on if it was on."""
     was_on = is_enabled(torch.device(_device_type(device_type)))
     enable_batch_invariant_mode(device_type)
     try:
@@ -75,18 +75,18 @@ def batch_invariant_mode(device_type: str | None = None) -> Iterator[None]:
 
 
 def _device_type(device_type: str | None) -> str:
-    found = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if found not in ("cuda", "cpu"):
+    chosen = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cuda", "cpu"):
         raise ValueError(f"device_type must be None, 'cuda' or 'cpu'; got {device_type!r}")
-    return found
+    return chosen
 
 
-def _enable_host() -> None:
+def _enable_megatron() -> None:
     try:
-        host.enable_batch_invariant_mode()
+        megatron.enable_batch_invariant_mode()
     except ModuleNotFoundError as error:
-        # It replaces PyTorch's operators first, then those of TransformerEngine (0.19.2), which
-        # does not need to be there.
+        # Megatron (0.19.2) replaces PyTorch's operators first, then those of TransformerEngine,
+        # which need not be installed.
         if (error.name or "").split(".")[0] != "transformer_engine":
             raise
 
@@ -95,7 +95,7 @@ def _replace(device_type: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     operators = {"topk": topk, **(_cpu_operators() if device_type == "cpu" else {"bmm": _bmm})}
     with warnings.catch_warnings():
-        # PyTorch says that operators are overridden, which is what was asked for.
+        # PyTorch warns that operators are overridden, which is intended.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for name, operator in operators.items():
             library.impl(name, operator, device_type.upper())
@@ -103,7 +103,7 @@ def _replace(device_type: str) -> torch.library.Library:
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
-    """PyTorch's, except for what linear layers make of inputs that are not contiguous."""
+    """PyTorch's, but one ``mm`` for an expanded matrix, which linear layers pass to ``bmm``."""
     if cpu.is_one_matrix(right):
         return torch.mm(left.reshape(-1, left.shape[-1]), right[0]).view(
             *left.shape[:2], right.shape[-1]

@@ -1,4 +1,4 @@
-"""What parity mode needs of options, config and process, each refused with one clear error."""
+"""What parity mode requires of options, config and process; one error for each requirement."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_en
 from absorbed_mla.options import AbsorbedMLAOptions
 
 _BACKENDS = ("auto", "triton", "reference")
-# Option -> (values that are fine, why others are not).
+# Option -> (accepted values, why others are refused).
 _OPTIONS: dict[str, tuple[tuple, str]] = {
     "form": (("auto", "absorbed"), "a token must be computed in one form"),
     "core_attention_backend": (_BACKENDS, "the others' order of sums depends on the batch"),
     "paged_attention_backend": (_BACKENDS, "the others' order of sums depends on the batch"),
     "latent_cache_tokens": ((None,), "parts of a cache would be summed up one by one"),
 }
-# Field of the config -> likewise.
+# Field of the config -> the same.
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "context_parallel_size": ((1,), "ranks would sum up parts of the keys"),
     "moe_expert_capacity_factor": ((None,), "which tokens are dropped depends on the batch"),
@@ -34,11 +34,11 @@ def settle_options(
     causal: bool,
     tp_size: int,
 ) -> AbsorbedMLAOptions:
-    """The options of a layer, with everything settled that parity mode leaves no choice of.
+    """The options of a layer; in parity mode with form and backends set to what it requires.
 
     Args:
-        options: What was asked for.
-        config: Its ``batch_invariant_mode`` asks for parity mode as well.
+        options: The user's.
+        config: Its ``batch_invariant_mode`` switches parity mode on as well.
         causal: Whether a token sees itself and earlier tokens only.
         tp_size: Tensor-parallel ranks.
 
@@ -71,34 +71,34 @@ def settle_options(
 
 
 def _one_backend(options: AbsorbedMLAOptions) -> dict[str, str]:
-    """The same backend for training and cache; ``"auto"`` where the device decides."""
+    """The same backend for training and cache; ``"auto"`` if the device is to decide."""
     names = ("core_attention_backend", "paged_attention_backend")
-    asked = {getattr(options, name) for name in names} - {"auto"}
-    if len(asked) > 1:
+    explicit = {getattr(options, name) for name in names} - {"auto"}
+    if len(explicit) > 1:
         raise ValueError(
             "batch_invariant=True needs one backend: core_attention_backend="
             f"{options.core_attention_backend!r} and paged_attention_backend="
             f"{options.paged_attention_backend!r} differ; leave one of them 'auto'"
         )
-    return dict.fromkeys(names, next(iter(asked), "auto"))
+    return dict.fromkeys(names, next(iter(explicit), "auto"))
 
 
-def backend_for(asked: str, device: torch.device) -> str:
-    """The backend that attends in parity mode: ``asked``, or the device's where it is "auto"."""
-    if asked != "auto":
-        return asked
+def backend_for(name: str, device: torch.device) -> str:
+    """The backend of parity mode: the named one; for "auto" the one of the device."""
+    if name != "auto":
+        return name
     return "triton" if device.type == "cuda" else "reference"
 
 
 def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
-    """Refuse to run a layer whose surroundings depend on the batch.
+    """Refuse to run a layer in a process whose operators are not batch-invariant.
 
     Args:
         device: Of the layer.
         config: Of the model.
 
     Raises:
-        ValueError: If batch-invariant mode is off, or leaves out something of such a model.
+        ValueError: If batch-invariant mode is off, or does not cover such a model.
     """
     if not is_enabled(device):
         raise ValueError(
@@ -112,12 +112,12 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
             "torch.use_deterministic_algorithms(True) or moe_permute_fusion=True on a GPU: "
             "Megatron would add up the experts' results in any order"
         )
-    # Megatron's own function, which may have been called instead, leaves out a part.
+    # If Megatron's own function switched the mode on, this adds what that lacks.
     enable_batch_invariant_mode(device.type)
 
 
 def _adds_experts_by_atomics(config: MLATransformerConfig) -> bool:
-    """Whether it matters: a + b is b + a."""
+    """Whether results of more than two experts are added in any order; two give the same sum."""
     several = bool(config.num_moe_experts) and config.moe_router_topk > 2
     in_order = config.moe_permute_fusion or torch.are_deterministic_algorithms_enabled()
     return several and not in_order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.attend import AttentionPlan, attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
-from absorbed_mla.core_attention.cost import Rated, Work, machine_name, seconds
+from absorbed_mla.core_attention.cost import Work, machine_name
 from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.masks.scores import ScoreRules
@@ -24,7 +23,13 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
-from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.segments import (
+    ALL_ABSORBED,
+    Segment,
+    is_cheaper_expanded,
+    rows_of,
+    segments,
+)
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
@@ -35,22 +40,6 @@ _BUSY_QUERY_HEADS = 2**15
 _MIN_CHUNK_KEYS = 2**12
 # The call that the backend of the expanded form is chosen for.
 _TYPICAL_PREFILL = Work(query_tokens=1024, key_tokens=8192, pairs=2**23, training=False)
-_ALL = slice(None)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring rows that run in one form.
-
-    Attributes:
-        form: ``"absorbed"`` or ``"expanded"``.
-        rows: Which rows of the step.
-        tokens: Their new tokens on the token axis.
-    """
-
-    form: str
-    rows: slice
-    tokens: slice
 
 
 class CachedAttention:
@@ -122,7 +111,6 @@ class CachedAttention:
         return _joined(outputs, q, self.dims)
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
-        all_absorbed = (Segment("absorbed", _ALL, _ALL),)
         form = self.options.form
         if step.lengths is None:
             if form == "expanded":
@@ -130,16 +118,16 @@ class CachedAttention:
                     "form='expanded' cannot be captured in a CUDA graph: its work depends on the "
                     "lengths; use form='auto' or 'absorbed', or no graphs for prefill"
                 )
-            return all_absorbed
+            return (ALL_ABSORBED,)
         if form == "absorbed" or self.options.batch_invariant:
-            return all_absorbed
+            return (ALL_ABSORBED,)
         if form == "expanded":
             return segments(step.lengths, lambda lengths: True)
         if step.rows.max_query_length == 1:
-            return all_absorbed
+            return (ALL_ABSORBED,)
         expanded = self._expanded_backend(q)
         if expanded is None:
-            return all_absorbed
+            return (ALL_ABSORBED,)
         expands = functools.partial(
             is_cheaper_expanded,
             self.dims,
@@ -198,11 +186,14 @@ class CachedAttention:
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
         backend, total = self._paged_backend(step, q), None
         for part in step.parts():
+            rows = part.rows
+            if segment is not ALL_ABSORBED:
+                rows = rows_of(rows, segment, step.lengths)
             attended = backend.forward(
                 q_content,
                 q_rope,
                 part.cache,
-                _rows_of(part.rows, segment, step.lengths),
+                rows,
                 self.softmax_scale,
                 key_start=part.start,
                 key_end=part.end,
@@ -236,63 +227,6 @@ class CachedAttention:
         query = self.expanded.query(q, weights[0], *cos_sin)
         out, _ = attend(plan, query, kv, self.expanded.weights(*weights))
         return out
-
-
-def is_cheaper_expanded(
-    dims: MLADims, absorbed: Rated, expanded: Rated, machine: str, lengths: tuple[int, int]
-) -> bool:
-    """Whether a row takes less time expanded than absorbed, by the cost model.
-
-    Args:
-        dims: Of the layer on this rank.
-        absorbed: Backend of the absorbed form.
-        expanded: Backend of the expanded form.
-        machine: See ``cost.seconds``.
-        lengths: New tokens and keys of the row.
-    """
-    queries, keys = lengths
-    pairs = queries * keys - queries * (queries - 1) // 2
-    work = Work(query_tokens=queries, key_tokens=keys, pairs=pairs, training=False)
-    return seconds("expanded", expanded, dims, work, machine) < seconds(
-        "absorbed", absorbed, dims, work, machine
-    )
-
-
-def segments(
-    lengths: RowLengths, expands: Callable[[tuple[int, int]], bool]
-) -> tuple[Segment, ...]:
-    """Group neighbouring rows of one form.
-
-    Args:
-        lengths: Of all rows.
-        expands: Whether a row of (new tokens, keys) runs expanded.
-    """
-    runs: list[Segment] = []
-    token = 0
-    for row, (queries, keys) in enumerate(zip(lengths.queries, lengths.keys)):
-        form = "expanded" if expands((queries, keys)) else "absorbed"
-        run = Segment(form, slice(row, row), slice(token, token))
-        if runs and runs[-1].form == form:
-            run = runs.pop()
-        token += queries
-        runs.append(Segment(form, slice(run.rows.start, row + 1), slice(run.tokens.start, token)))
-    return tuple(runs)
-
-
-def _rows_of(rows: Rows, segment: Segment, lengths: RowLengths | None) -> Rows:
-    """The segment's rows, on its own token axis."""
-    chosen, first = segment.rows, segment.tokens.start
-    if lengths is None or chosen == _ALL or chosen == slice(0, len(rows)):
-        return rows
-    starts = rows.query_starts[chosen]
-    return Rows(
-        query_starts=starts - first if first else starts,
-        query_lengths=rows.query_lengths[chosen],
-        kv_lengths=rows.kv_lengths[chosen],
-        block_table=rows.block_table[chosen],
-        max_query_length=max(lengths.queries[chosen]),
-        max_kv_length=max(lengths.keys[chosen]),
-    )
 
 
 def _joined(outputs: list[Tensor], q: Tensor, dims: MLADims) -> Tensor:

@@ -22,8 +22,8 @@ class PagedCase:
         kv_lengths: Keys of each row.
         heads: N.
         block_size: Tokens in a block.
-        content: C.
-        rope: R.
+        kv_lora_rank: C.
+        rope: R, width of k_rope.
         dtype: Of query and cache.
         magnitude: Of queries.
         padding: Tokens that are in no row, behind those that are.
@@ -34,7 +34,7 @@ class PagedCase:
     kv_lengths: tuple[int, ...]
     heads: int = 3
     block_size: int = 16
-    content: int = 32
+    kv_lora_rank: int = 32
     rope: int = 16
     dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0
@@ -43,16 +43,18 @@ class PagedCase:
 
     @property
     def scale(self) -> float:
-        return (self.content + self.rope) ** -0.5
+        return (self.kv_lora_rank + self.rope) ** -0.5
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0):
         """Query, rope query, cache, rows and scale."""
         make = torch.Generator().manual_seed(seed)
-        latents = [self._random(make, keys, self.content + self.rope) for keys in self.kv_lengths]
+        latents = [
+            self._random(make, keys, self.kv_lora_rank + self.rope) for keys in self.kv_lengths
+        ]
         cache, table = self._cache(latents)
         tokens = sum(self.query_lengths)
         query = []
-        for width in (self.content, self.rope):
+        for width in (self.kv_lora_rank, self.rope):
             # Every other column, of twice the heads: no stride is that of a new tensor.
             whole = torch.full((tokens + self.padding, 2 * self.heads, 2 * width), torch.nan)
             part = whole.to(self.dtype)[:, : self.heads, ::2]
@@ -75,7 +77,7 @@ class PagedCase:
         width = max(-(-len(latent) // size) for latent in held) + 1
         number = sum(-(-len(latent) // size) for latent in held)
         # Blocks of a larger buffer, and fewer of them in use than there are.
-        shape = (2 * number + 3, size + 1, self.content + self.rope + 8)
+        shape = (2 * number + 3, size + 1, self.kv_lora_rank + self.rope + 8)
         cache = torch.full(shape, torch.nan, dtype=self.dtype)[:, :size, :-8]
         order = iter(torch.randperm(len(cache)).tolist())
         table = torch.full((len(held), width), NO_BLOCK, dtype=torch.int32)

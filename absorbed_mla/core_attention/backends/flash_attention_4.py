@@ -31,9 +31,7 @@ class FlashAttention4Backend:
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
-        reason = why_not_fused(request) or why_not_installed(
-            request.key_width, request.value_width
-        )
+        reason = why_not_fused(request) or why_not_installed(request.key_width, request.value_width)
         if reason is None and torch.cuda.get_device_capability(request.device)[0] != 9:
             reason = "it was tried on compute capability 9.0 only"
         return reason

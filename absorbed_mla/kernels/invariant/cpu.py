@@ -1,11 +1,11 @@
-"""PyTorch's operators on the CPU, made independent of how many rows there are and of a row's place.
+"""Batch-invariant operators on the CPU: a row's result depends on no other row, nor on its place.
 
 A library chooses the kernel of a matrix product by its shape: with MKL on AVX-512, a row of fp32
-gets other bits among 3 rows than among 4. So products here have one shape, whatever the number of
-rows. Elementwise functions compute what does not fill a vector register by another formula, and so
-the last elements of a tensor, or of a thread's share of it, differ: here nothing is left over.
+gets other bits among 3 rows than among 4. So products here always have the same number of rows.
+Elementwise functions use another formula for elements that do not fill a vector register, the last
+ones of a tensor or of a thread's share: here tensors are padded to whole vectors.
 
-All of it calls the operators' ``out`` variants, which nobody overrides.
+All of them call the operators' ``out`` variants, which are not overridden.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Rows of a product: a decoding step pays for all of them, and a long prompt for every call.
+# Rows of a product: more cost a decode, which has few; fewer cost a long prompt more calls.
 TILE_ROWS = 32
-# Every vector loop of PyTorch takes a divisor of this many elements at a time.
+# A multiple of the elements that any vector loop of PyTorch takes at a time.
 _VECTOR = 128
 # Below the size at which PyTorch cuts work up among threads (32768).
 _CHUNK = 16384
@@ -27,7 +27,7 @@ Product = Callable[..., Tensor]
 
 
 def mm(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` [M, K] times ``right`` [K, N]."""
+    """``left`` [rows, width] times ``right`` [width, columns]."""
     return _in_tiles(torch.mm, left[None], right)[0]
 
 
@@ -40,14 +40,14 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta=1, alpha=1) -> Tens
 
 
 def bmm(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` [B, M, K] times ``right`` [B, K, N]."""
+    """``left`` [B, rows, width] times ``right`` [B, width, columns]."""
     if is_one_matrix(right):
         return mm(left.reshape(-1, left.shape[-1]), right[0]).view(*left.shape[:2], right.shape[-1])
     return _in_tiles(torch.bmm, left, right)
 
 
 def is_one_matrix(right: Tensor) -> bool:
-    """Whether ``right`` [B, K, N] is the same for all B, as linear layers may have it."""
+    """Whether ``right`` [B, width, columns] is one matrix expanded, as linear layers pass it."""
     return len(right) > 0 and (len(right) == 1 or not right.stride(0))
 
 
@@ -73,7 +73,7 @@ def in_vectors(function: Callable[..., Tensor], x: Tensor, *args, **kwargs) -> T
 
 
 def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:
-    """A product of ``left`` [B, M, K], some rows at a time, always as many: [B, M, N]."""
+    """A product of ``left`` [B, rows, width], the same number of rows at a time."""
     batch, rows, width = left.shape
     result = left.new_empty(batch, rows, right.shape[-1])
     if not result.numel():
@@ -82,16 +82,16 @@ def _in_tiles(product: Product, left: Tensor, right: Tensor) -> Tensor:
         right = right.contiguous()
     threads = torch.get_num_threads()
     at_a_time = _tile_rows(product, left.dtype, right.shape[-2:], right.stride()[-2:], threads)
-    # Always the same memory: kernels may ask how operands are aligned. What lies beyond the last
-    # row is never looked at; NaN there would only be slow.
+    # Always the same memory: kernels may depend on the alignment of operands. Rows after the last
+    # one are not used; they are zeroed because NaN would be slow.
     tile = left.new_zeros(batch, at_a_time, width)
-    found = left.new_empty(batch, at_a_time, right.shape[-1])
+    part = left.new_empty(batch, at_a_time, right.shape[-1])
     squeeze = product is torch.mm
     for first in range(0, rows, at_a_time):
         count = min(at_a_time, rows - first)
         tile[:, :count].copy_(left[:, first : first + count])
-        product(tile[0] if squeeze else tile, right, out=found[0] if squeeze else found)
-        result[:, first : first + count].copy_(found[:, :count])
+        product(tile[0] if squeeze else tile, right, out=part[0] if squeeze else part)
+        result[:, first : first + count].copy_(part[:, :count])
     return result
 
 
@@ -103,9 +103,9 @@ def _tile_rows(
     stride: tuple[int, int],
     threads: int,
 ) -> int:
-    """``TILE_ROWS`` where a row's place among them does not matter, else 1.
+    """``TILE_ROWS`` if a row's result does not depend on its place among them, else 1.
 
-    It does in products of fp64. Tried once for every shape, with the rows in other orders.
+    It does in products of fp64. Tested once for every shape, by permuting rows.
     """
     generator = torch.Generator().manual_seed(0)
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride))

@@ -1,4 +1,4 @@
-"""One matrix per head: a product whose blocks, and with them the order of its sums, are fixed."""
+"""Kernel that multiplies each head by a matrix, with the same order of sums for any batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
 
-# Tokens, outputs and summands of a block; nothing may make them depend on the number of tokens.
+# Tokens, outputs and summands of a block; they must not depend on the number of tokens.
 _TOKENS, _OUTPUTS, _SUMMANDS = 64, 64, 32
 
 
@@ -17,11 +17,11 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply every head by its matrix, in fp32.
 
     Args:
-        x: [T, N, K], bf16, fp16 or fp32, any strides.
-        weight: [N, K, C], in the dtype of ``x``, any strides.
+        x: [T, N, summands], bf16, fp16 or fp32, any strides.
+        weight: [N, summands, outputs], in the dtype of ``x``, any strides.
 
     Returns:
-        [T, N, C] in the dtype of ``x``.
+        [T, N, outputs] in the dtype of ``x``.
     """
     tokens, heads, summands = x.shape
     outputs = weight.shape[-1]
@@ -52,7 +52,7 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-# A count of 1 would be compiled into a kernel of its own.
+# Not specialised: one token would get a kernel of its own.
 @triton.jit(do_not_specialize=["tokens"])
 def _head_product_kernel(
     x_ptr,

@@ -1,4 +1,4 @@
-"""The k largest elements, in an order that neither the algorithm nor the caller decides."""
+"""``torch.topk`` with one order of the elements, whatever the algorithm and the arguments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The first k elements of a stable sort, of which there is one only, ties included.
+    """The first k elements of a stable sort, which also fixes the order of equal elements.
 
-    ``sorted`` is not asked: Megatron's router (0.19.2) sorts in training and not in inference, and
-    then adds up the scores in that order.
+    ``sorted`` is ignored: Megatron's router (0.19.2) passes True in training, False in inference,
+    and adds up the scores in the order that it gets.
     """
     if not x.ndim:
         return x.clone(), torch.zeros_like(x, dtype=torch.long)

@@ -34,7 +34,7 @@ def delta_kernel(
     BLOCK_M: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """Delta of BLOCK_M rows, of all heads of all tokens."""
+    """Delta of BLOCK_M rows; a row is a head of a token."""
     # [BLOCK_M]
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < rows
@@ -192,7 +192,7 @@ def key_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Share of a split in the gradient of a tile of keys, over queries and all heads."""
+    """Gradient of a tile of keys from one split of the queries, all heads."""
     tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 6
     key_start, key_end = tl.load(tile), tl.load(tile + 1)
     query_start, query_end, offset = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -221,7 +221,7 @@ def key_kernel(
     row = tl.arange(0, BLOCK_M)
     TOKENS: tl.constexpr = BLOCK_M // HB
     blocks = (query_end - query_start + TOKENS - 1) // TOKENS * head_blocks
-    # Splits take turns, so that each has its share of the diagonal and of every head.
+    # Splits take blocks in turn, so that each gets its share of the diagonal and of every head.
     for block in range(split, blocks, splits):
         # [BLOCK_M]; a row is a head of a token
         index = block // head_blocks * TOKENS + row // HB

@@ -39,14 +39,14 @@ def precision(dtype: torch.dtype) -> str:
 
 @triton.jit
 def load_rows(pointer, rows, valid, WIDTH: tl.constexpr):
-    """Rows [M, WIDTH] at int64 offsets [M]; zero where not valid, whatever lies there."""
+    """Rows [BLOCK_M, WIDTH] at int64 offsets [BLOCK_M]; zero where not valid."""
     columns = tl.arange(0, WIDTH)
     return tl.load(pointer + rows[:, None] + columns[None, :], mask=valid[:, None], other=0.0)
 
 
 @triton.jit
 def store_rows(pointer, rows, valid, values, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Store fp32 values [M, WIDTH] in the pointer's type, at int64 offsets [M]."""
+    """Store fp32 values [BLOCK_M, WIDTH] in the pointer's type, at int64 offsets [BLOCK_M]."""
     pointers = pointer + rows[:, None] + tl.arange(0, WIDTH)[None, :]
     tl.store(pointers, narrow(values, pointer.dtype.element_ty, INTERPRETED), mask=valid[:, None])
 
@@ -72,11 +72,11 @@ def narrow(values, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def row_max(values):
-    """[M] from [M, N]."""
+    """Maximum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
     return tl.reduce(values, 1, tl.standard._elementwise_max)
 
 
 @triton.jit
 def row_sum(values):
-    """[M] from [M, N]."""
+    """Sum of every row, [BLOCK_M] from [BLOCK_M, BLOCK_N]."""
     return tl.reduce(values, 1, tl.standard._sum_combine)

@@ -180,17 +180,17 @@ def attend_to_keys(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One step of the online softmax; every kernel that takes it gives a row the same bits.
+    """One step of the online softmax; all kernels that use it compute bitwise the same.
 
     Args:
-        qc: Queries [M, C].
-        qr: [M, R]; unused where R is 0.
-        kc: Keys [N, C], and values: finite where nobody sees them.
-        kr: [N, R]; unused where R is 0.
-        seen: [M, N].
-        largest: Largest score so far [M], in bits: scores are multiplied by log2(e).
-        total: Sum of exponentials [M].
-        acc: Sum of values [M, C].
+        qc: Queries [BLOCK_M, C].
+        qr: [BLOCK_M, R]; unused where R is 0.
+        kc: Keys and values [BLOCK_N, C]; finite also where unseen.
+        kr: [BLOCK_N, R]; unused where R is 0.
+        seen: [BLOCK_M, BLOCK_N].
+        largest: Largest score so far [BLOCK_M], to base 2: scores are multiplied by log2(e).
+        total: Sum of exponentials [BLOCK_M].
+        acc: Sum of values [BLOCK_M, C].
         scale_log2: Multiplies the scores.
         R: Width of the rope part.
         PRECISION: Of the products.
@@ -199,7 +199,7 @@ def attend_to_keys(
     Returns:
         The new largest, total and acc.
     """
-    # [M, N]
+    # [BLOCK_M, BLOCK_N]
     scores = tl.full([qc.shape[0], kc.shape[0]], 0.0, tl.float32)
     scores = product(qc, tl.trans(kc), scores, PRECISION, INTERPRETED)
     if R > 0:
@@ -218,7 +218,7 @@ def attend_to_keys(
 
 @triton.jit
 def normalised(largest, total, acc):
-    """Output [M, C] and LSE [M] in bits; 0 and -inf for a row that has seen nothing."""
+    """Output [BLOCK_M, C] and LSE [BLOCK_M] to base 2; 0 and -inf for a row that sees no key."""
     blind = total == 0.0
     out = acc / tl.where(blind, 1.0, total)[:, None]
     return out, tl.where(blind, float("-inf"), largest + tl.log2(total))

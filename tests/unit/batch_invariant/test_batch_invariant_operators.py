@@ -203,9 +203,9 @@ class TestSwitch:
             raise ModuleNotFoundError(name=missing)
 
         name = "enable_batch_invariant_mode"
-        monkeypatch.setattr(mode.host, name, lambda: enable("transformer_engine.pytorch"))
+        monkeypatch.setattr(mode.megatron, name, lambda: enable("transformer_engine.pytorch"))
         enable_batch_invariant_mode("cuda")
-        monkeypatch.setattr(mode.host, name, lambda: enable("triton"))
+        monkeypatch.setattr(mode.megatron, name, lambda: enable("triton"))
         with pytest.raises(ModuleNotFoundError):
             enable_batch_invariant_mode("cuda")
         disable_batch_invariant_mode("cuda")

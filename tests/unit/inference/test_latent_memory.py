@@ -80,6 +80,14 @@ class TestStaticContext:
         self.open(context, latent_cache_tokens=10)
         assert [len(tensor) for tensor in context.key_value_memory_dict[7]] == [10, 6]
 
+    def test_tables_are_made_once_for_all_layers(self):
+        """They belong to the context, which keeps those of its latest forwards."""
+        context = StaticInferenceContext(BATCH, 16)
+        rows = [self.open(context, tokens).rows for tokens in range(1, 10)]
+        assert rows[8] is self.open(context, 9).rows
+        assert rows[0] is not self.open(context, 1).rows
+        assert rows[8] is not self.open(StaticInferenceContext(BATCH, 16), 9).rows
+
     def test_requests_change_places(self):
         """Megatron's own reordering applies to latents on either side."""
         context = StaticInferenceContext(BATCH, 6)

@@ -14,7 +14,6 @@ from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.log_once import log_once
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support.paged import PagedCase
-from tests.support.refusal import refusal
 
 ON_CPU = PagedRequest(torch.device("cpu"), torch.float32, 8, 32, 16, 16)
 FLASH_MLA = PAGED_BACKENDS["flash_mla"]
@@ -22,17 +21,16 @@ DEEP = PagedRequest(torch.device("cuda"), torch.bfloat16, 128, 512, 64, 64)
 
 
 class TestChoice:
-    def test_the_reference_does_everything(self):
-        for dtype in (torch.float64, torch.bfloat16):
-            assert choose("reference", replace(ON_CPU, dtype=dtype)).name == "reference"
-
-    def test_unknown_name(self):
-        with pytest.raises(ValueError, match=r"one of auto, flash_mla, .*triton; got 'flash'"):
-            choose("flash", ON_CPU)
-
-    def test_explicit_choice_says_why_not(self):
-        with pytest.raises(ValueError, match=r"'flash_mla' cannot run here: flash_mla: it needs"):
-            choose("flash_mla", ON_CPU)
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("flash", "paged_attention_backend must be one of auto, flash_mla, .*; got 'flash'"),
+            ("flash_mla", "'flash_mla' cannot run here: flash_mla: it needs a GPU"),
+        ],
+    )
+    def test_refused(self, name, message):
+        with pytest.raises(ValueError, match=message):
+            choose(name, ON_CPU)
 
     def test_auto_says_once_what_it_took(self, caplog, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -42,37 +40,52 @@ class TestChoice:
         assert len(caplog.records) == 1
         assert "flash_mla: it needs a GPU; hopper: it" in caplog.text
 
-    def test_the_interpreter_is_taken_where_it_is_asked_for(self, monkeypatch):
+    @pytest.mark.parametrize("machine", ["NVIDIA H200", "a GPU that was not measured"])
+    def test_auto_takes_the_fastest(self, monkeypatch, machine):
+        """By measured rate; on other GPUs in the order of an H200."""
+        monkeypatch.setattr(paged_backends, "machine_name", lambda device: machine)
+        order, able = [], list(PAGED_BACKENDS)
+        monkeypatch.setattr(PAGED_BACKENDS, "examine", lambda name, request: (able, {}))
+        while able:
+            order.append(choose("auto", DEEP))
+            able.remove(order[-1])
+        assert [each.name for each in order] == ["hopper", "flash_mla", "triton", "reference"]
+
+    def test_a_new_backend_is_one_entry(self):
+        """Registered, it is chosen by its name and, where it is the fastest, by "auto"."""
+        entry = SimpleNamespace(name="toy", rates={"cpu": (1e9, 1e9)}, why_not=lambda request: None)
+        with PAGED_BACKENDS.registered(entry):
+            assert choose("toy", ON_CPU) is choose("auto", ON_CPU) is entry
+
+    def test_the_interpreter_is_taken_only_where_it_is_named(self, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         assert choose("triton", ON_CPU).name == "triton"
+        assert choose("auto", ON_CPU).name == "reference"
         odd = replace(ON_CPU, kv_lora_rank=48)
         assert "powers of two" in PAGED_BACKENDS["triton"].why_not(odd)
 
     @pytest.mark.parametrize(
-        ("change", "reason"),
+        ("name", "change", "reason"),
         [
-            ({"device": torch.device("cpu")}, "needs a GPU"),
-            ({"dtype": torch.float32}, "fp16 and bf16"),
-            ({"block_size": 100}, "a multiple of 16; the cache has 100"),
-            ({"qk_rope_head_dim": 16}, "widths 512 (latent) and 16 (rope)"),
+            ("hopper", {"dtype": torch.float32}, "fp16 and bf16"),
+            ("hopper", {"block_size": 100}, "a multiple of 16; the cache has 100"),
+            ("hopper", {"qk_rope_head_dim": 16}, "widths 512 (latent) and 16 (rope)"),
+            ("flash_mla", {"dtype": torch.float16}, "bf16"),
+            ("flash_mla", {"batch_invariant": True}, "batch_invariant=True"),
+            ("flash_mla", {"windowed": True}, "not a part of them"),
+            ("flash_mla", {"block_size": 16}, "block size of 64; the cache has 16"),
+            ("flash_mla", {"qk_rope_head_dim": 32}, "widths 512 (latent) and 32 (rope)"),
         ],
     )
-    def test_hopper_refuses(self, change, reason):
-        assert reason in PAGED_BACKENDS["hopper"].why_not(replace(DEEP, **change))
+    def test_why_not(self, name, change, reason):
+        assert reason in PAGED_BACKENDS[name].why_not(replace(DEEP, **change))
 
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            ({"device": torch.device("cpu")}, "needs a GPU"),
-            ({"dtype": torch.float16}, "bf16"),
-            ({"batch_invariant": True}, "batch_invariant=True"),
-            ({"windowed": True}, "not a part of them"),
-            ({"block_size": 16}, "block size of 64; the cache has 16"),
-            ({"qk_rope_head_dim": 32}, "widths 512 (latent) and 32 (rope)"),
-        ],
-    )
-    def test_flash_mla_refuses(self, change, reason):
-        assert reason in FLASH_MLA.why_not(replace(DEEP, **change))
+    @pytest.mark.parametrize("name", ["hopper", "flash_mla"])
+    @pytest.mark.parametrize("change", [{}, {"dtype": torch.float32, "block_size": 5}])
+    def test_a_missing_gpu_is_the_first_reason(self, name, change):
+        """Another dtype or block size would not help."""
+        request = replace(DEEP, device=torch.device("cpu"), **change)
+        assert PAGED_BACKENDS[name].why_not(request) == "it needs a GPU"
 
     def test_flash_mla_must_be_importable(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -142,14 +155,3 @@ class TestFlashMLA:
         self.rows = inputs[3]
         with pytest.raises(ValueError, match="0 to 64"):
             FLASH_MLA.forward(*inputs, 0, 64)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [64, 5])
-def test_what_a_cpu_lacks_first_of_all(dtype, block_size):
-    """Another dtype or block size would not help."""
-    request = replace(DEEP, device=torch.device("cpu"), dtype=dtype, block_size=block_size)
-    for name in ("hopper", "flash_mla"):
-        with refusal(f"paged_attention_backend={name!r}", "it needs a GPU"):
-            choose(name, request)

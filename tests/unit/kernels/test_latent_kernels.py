@@ -1,6 +1,6 @@
 """The kernels over the latent against the reference, on the inputs that kernels get wrong.
 
-Without a GPU the portable kernels run in Triton's interpreter, on the same blocks as on a GPU.
+Without a GPU the ``triton`` kernels run in Triton's interpreter, on the same blocks as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionRequest, ReferenceBackend
+from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.backends import triton
+from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
@@ -75,7 +76,7 @@ def refuses(name: str, case: Case) -> str | None:
 
 def backend_for(name: str, case: Case) -> LatentKernelBackend:
     """The backend, unless it cannot run here."""
-    # The portable one runs in Triton's interpreter, too.
+    # 'triton' also runs in Triton's interpreter.
     if name == "hopper" and not ON_GPU:
         pytest.skip(needs.NEEDS_GPU)
     if reason := refuses(name, case):
@@ -233,7 +234,7 @@ class TestEveryCase:
 
     @KERNELS
     def test_the_same_bits_again(self, kernel):
-        """Also where several parts are added up; 'hopper' has the portable backward for it."""
+        """Also where splits are added up; 'hopper' takes the backward of 'triton' for it."""
         case = CASES["deep_pack" if ON_GPU else "zigzag"]
         backend = backend_for(kernel, case)
         torch.use_deterministic_algorithms(True)

@@ -97,8 +97,12 @@ CASES = {
     "huge": replace(MIXED, magnitude=100.0),
     "more_tokens_than_keys": replace(MIXED, query_lengths=(5, 2), kv_lengths=(3, 2)),
     "nothing_new": replace(MIXED, query_lengths=(0, 0), kv_lengths=(5, 70)),
-    "width_512": replace(MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), content=512, rope=64),
-    "width_256": replace(MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, content=256),
+    "width_512": replace(
+        MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), kv_lora_rank=512, rope=64
+    ),
+    "width_256": replace(
+        MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, kv_lora_rank=256
+    ),
     "window": replace(MIXED, window=(37, 140)),
     "window_behind_all": replace(MIXED, window=(200, None)),
     "window_empty": replace(MIXED, window=(64, 64)),

@@ -31,8 +31,8 @@ CASES = {
     "fp16": replace(DEEP, dtype=FP16),
     "many_rows": replace(DEEP, query_lengths=(1,) * 300, kv_lengths=tuple(range(1, 301))),
     "window": replace(DEEP, window=(70, 4000)),
-    "width_256": replace(DEEP, content=256, block_size=16),
-    "width_128": replace(DEEP, content=128, rope=32, block_size=32),
+    "width_256": replace(DEEP, kv_lora_rank=256, block_size=16),
+    "width_128": replace(DEEP, kv_lora_rank=128, rope=32, block_size=32),
 }
 
 

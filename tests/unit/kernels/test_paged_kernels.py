@@ -98,14 +98,14 @@ CASES = {
     **{f"decode_{heads}": replace(DECODE, heads=heads) for heads in (3, 16, 40)},
     "one_key": PagedCase((1, 1), (1, 1)),
     "fp16": replace(MIXED, dtype=FP16, heads=16),
-    "fp32": PagedCase((1, 2), (37, 18), dtype=FP32, heads=2, content=16),
+    "fp32": PagedCase((1, 2), (37, 18), dtype=FP32, heads=2, kv_lora_rank=16),
     "no_rope": replace(MIXED, rope=0),
     "huge": replace(MIXED, magnitude=100.0),
     "tiny": replace(MIXED, magnitude=1e-6),
     "more_tokens_than_keys": PagedCase((5, 2), (3, 2)),
     "long": PagedCase((1, 2), (90, 460), heads=2, block_size=16),
     "nothing_new": PagedCase((0, 0), (5, 70), padding=2),
-    "width_512": PagedCase((1, 2), (40, 66), heads=16, content=512, rope=64, block_size=64),
+    "width_512": PagedCase((1, 2), (40, 66), heads=16, kv_lora_rank=512, rope=64, block_size=64),
     "many_rows": PagedCase((0,) * 125 + (1,) * 15, tuple(range(140)), heads=1),
     "window": replace(MIXED, window=(37, 100)),
     "window_at_the_start": replace(MIXED, window=(0, 64)),
@@ -113,7 +113,7 @@ CASES = {
     "window_empty": replace(MIXED, window=(64, 64)),
 }
 if ON_GPU:
-    DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), content=512, rope=64, block_size=64)
+    DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), kv_lora_rank=512, rope=64, block_size=64)
     CASES |= {f"deep_{heads}": replace(DEEP, heads=heads) for heads in (8, 16, 32, 40, 128)}
     CASES |= {f"deep_block_{size}": replace(DEEP, block_size=size) for size in (1, 16, 100, 256)}
     CASES["deep_prefill"] = replace(DEEP, query_lengths=(300, 2, 0, 500), heads=16)
@@ -147,7 +147,7 @@ def test_batch_invariant_mode(name):
 
 @pytest.mark.parametrize("cut", [1, 64, 149])
 def test_merged_windows_are_the_whole(cut):
-    case = replace(MIXED, dtype=FP32, heads=1, content=16)
+    case = replace(MIXED, dtype=FP32, heads=1, kv_lora_rank=16)
     whole = attend(case.inputs(DEVICE))
     parts = [
         attend(replace(case, window=window).inputs(DEVICE), window)
@@ -417,7 +417,7 @@ class TestBatchInvariance:
 
 def test_opcheck():
     """``torch.library.opcheck``: schema, shapes without data, and tracing."""
-    case = PagedCase((1, 2), (5, 9), heads=2, content=16, padding=1)
+    case = PagedCase((1, 2), (5, 9), heads=2, kv_lora_rank=16, padding=1)
     q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
     lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
     numbers = (rows.max_query_length, rows.max_kv_length, scale, 0, None, False)

@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from absorbed_mla.inference.backend import PagedRequest, choose, examine
+from absorbed_mla.inference.backend import PagedRequest, choose
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support import needs
 from tests.support.paged import PagedCase
 
@@ -17,16 +18,22 @@ pytestmark = needs.gpu
 
 DEVICE = torch.device("cuda")
 CASE = PagedCase(
-    (1, 2, 0, 8), (5000, 333, 64, 777), heads=16, content=512, rope=64, block_size=64, padding=3
+    (1, 2, 0, 8),
+    (5000, 333, 64, 777),
+    heads=16,
+    kv_lora_rank=512,
+    rope=64,
+    block_size=64,
+    padding=3,
 )
 REQUEST = PagedRequest(DEVICE, torch.bfloat16, 16, 512, 64, 64)
 
 
 @pytest.fixture(params=["triton", "hopper", "flash_mla", "reference"])
 def backend(request):
-    if refused := examine(request.param, REQUEST)[1]:
-        pytest.skip(str(refused))
-    return choose(request.param, REQUEST)
+    if reason := PAGED_BACKENDS[request.param].why_not(REQUEST):
+        pytest.skip(reason)
+    return PAGED_BACKENDS[request.param]
 
 
 @pytest.fixture(autouse=True)

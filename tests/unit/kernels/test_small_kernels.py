@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 import torch
-from absorbed_mla.core_attention.backends.fused import FusedBackend
 
 from absorbed_mla.core_attention import merge as merge_module
 from absorbed_mla.core_attention.masks.scores import ScoreRules
@@ -16,7 +15,7 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support import world
 from tests.support.backends import interpret_kernel
 from tests.support.cases import TINY, random_weights
-from tests.support.fake_packages.cudnn import PlainKernel
+from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
@@ -134,22 +133,22 @@ def test_merge_in_the_layer(kernels, monkeypatch, form):
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
 
 
-class HeadsFirst(PlainKernel):
+class HeadsFirst(PlainCudnn):
     """Gives bf16 and fp32 in the memory layout of cuDNN's."""
 
-    def forward(self, *call):
-        out, lse = super().forward(*call)
+    def dense_forward(self, *call):
+        out, lse = super().dense_forward(*call)
         out = out.bfloat16().permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
         return out, lse.float().permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
-def test_merge_of_pieces(kernels, monkeypatch):
+def test_merge_of_blocks(kernels, monkeypatch):
     """Queries over earlier keys and each other: a rectangle and a causal square of slices."""
     device = world.device()
     q, k, v = (torch.randn(n, 2, 3, 8, device=device) for n in (5, 9, 9))
     operands = AttentionInputs.multi_head(q, k, v)
     rules = ScoreRules(0.3, (Span(1, 5, 0, 9, causal_offset=5),))
-    backend = FusedBackend("plain", HeadsFirst())
+    backend = HeadsFirst()
     monkeypatch.setattr(merge_module, "_by_kernel", lambda *tensors: False)
     expected = backend.forward(operands, rules)
     calls = []
