@@ -18,6 +18,7 @@ from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.chunked_context import ChunkedContext, KeyRange, chunks
 from absorbed_mla.inference.segments import is_cheaper_expanded, segments
 from absorbed_mla.inference.step import RowLengths
+from absorbed_mla.registry import ATTENTION_BACKENDS, PAGED_BACKENDS
 from absorbed_mla.rope import apply_rope
 from tests.support.inference import PagedStep
 from tests.support.memory import PeakMemory
@@ -40,6 +41,7 @@ DEEPSEEK = replace(
     qk_rope_head_dim=64,
     v_head_dim=128,
 )
+PAGED, EXPANDED = PAGED_BACKENDS["reference"], ATTENTION_BACKENDS["reference"]
 SCALE = 0.3
 # Decode, several new tokens, one without any, prefill after a context, prefill from nothing.
 MIXED = RowLengths((1, 3, 0, 6, 5, 1), (9, 7, 4, 17, 5, 1))
@@ -134,7 +136,7 @@ class TestChoice:
 
         def expands(queries):
             lengths = (queries, keys)
-            return is_cheaper_expanded(DEEPSEEK, "reference", "reference", "cpu", lengths)
+            return is_cheaper_expanded(DEEPSEEK, PAGED, EXPANDED, "cpu", lengths)
 
         first = next(n for n in range(1, 400) if expands(n))
         assert first == pytest.approx(1 / (1 / 170.7 + 1 / keys), abs=2)
@@ -154,7 +156,7 @@ class TestChoice:
 
     def test_decode_is_never_expanded_by_a_neighbour(self):
         lengths = RowLengths((1, 4096), (100_000, 100_000))
-        expands = lambda row: is_cheaper_expanded(DEEPSEEK, "reference", "reference", "cpu", row)  # noqa: E731
+        expands = lambda row: is_cheaper_expanded(DEEPSEEK, PAGED, EXPANDED, "cpu", row)  # noqa: E731
         assert [s.form for s in segments(lengths, expands)] == ["absorbed", "expanded"]
 
 

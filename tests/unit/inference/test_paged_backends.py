@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from absorbed_mla.inference import backend as paged_backends
 from absorbed_mla.inference.backend import PagedRequest, choose
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.log_once import log_once
