@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from synthetic_checkpoint.models import Stored
-from synthetic_checkpoint.sizes import stored_bytes
+from benchmarks.synthetic_checkpoint.models import Stored
+from benchmarks.synthetic_checkpoint.sizes import stored_bytes
 
 # A prime, so that no row of a tensor repeats an earlier one at the same place.
 BLOCK_VALUES = 4_194_301

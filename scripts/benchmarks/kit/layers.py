@@ -1,4 +1,4 @@
-"""The layers that are compared, and their input."""
+"""One attention layer, ours or Megatron's, with its input; memory and traffic of a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from context_parallel_benchmark.arguments import Case
-from context_parallel_benchmark.processes import Processes
+from absorbed_mla.testing.traffic import Traffic, count_traffic
+from benchmarks.kit.processes import Processes
+from benchmarks.kit.report import Refused
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
 
 
@@ -51,26 +52,64 @@ class Subject:
         self.layer.zero_grad(set_to_none=True)
 
 
-def build(case: Case, args: argparse.Namespace, processes: Processes) -> Subject:
+@dataclass(frozen=True)
+class Observed:
+    """Traffic and memory of one step; bytes are None without a GPU.
+
+    Attributes:
+        forward: What forward sent to other ranks.
+        backward: What backward sent.
+        kept_bytes: Allocated by forward and not freed before backward.
+        peak_bytes: The most allocated during the step.
+    """
+
+    forward: Traffic
+    backward: Traffic
+    kept_bytes: int | None
+    peak_bytes: int | None
+
+
+def observe(subject: Subject, processes: Processes) -> Observed:
+    """Run one step for its traffic and memory; before and afterwards there are no gradients."""
+    on_gpu = processes.on_gpu
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with count_traffic() as forward:
+        output = subject.forward()
+    kept = torch.cuda.memory_allocated() - before if on_gpu else None
+    with count_traffic() as backward:
+        subject.backward(output)
+    processes.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    subject.forget_gradients()
+    return Observed(forward, backward, kept, peak)
+
+
+def build(
+    config: MLATransformerConfig,
+    options: AbsorbedMLAOptions | None,
+    processes: Processes,
+    tokens: int,
+    packed: PackedSeqParams | None,
+) -> Subject:
     """The layer in training mode, and random input, on this process's device.
 
+    Args:
+        config: Of the layer, see :func:`layer_config`.
+        options: Of ours; None for Megatron's layer.
+        processes: For the device and random values.
+        tokens: Of this rank.
+        packed: Boundaries of the whole pack; None for one sequence.
+
     Raises:
-        ValueError: If it cannot be built here.
+        Refused: If it cannot be built here.
     """
-    ours = case.implementation == "ours"
-    recompute = None if case.recompute == "none" else case.recompute
-    config = layer_config(case, args, processes, recompute)
-    spec = attention_spec(config, AbsorbedMLAOptions(form=case.form) if ours else None)
-    layer = build_module(spec, config=config, layer_number=1, cp_comm_type=case.cp_comm_type).to(
-        processes.device
-    )
-    shape = (case.tokens // processes.size, 1, args.hidden_size)
-    packed = None
-    if case.layout == "thd":
-        lengths = [case.tokens // case.documents] * case.documents
-        packed = pack(lengths, processes.device)
-        # The same: TransformerEngine asks for them under context parallelism.
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
+    spec = attention_spec(config, options)
+    layer = build_module(
+        spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type
+    ).to(processes.device)
+    shape = (tokens, 1, config.hidden_size)
     x = processes.random(*shape).requires_grad_()
     return Subject(layer.train(), x, processes.random(*shape), packed)
 
@@ -79,35 +118,41 @@ def attention_spec(config: MLATransformerConfig, options: AbsorbedMLAOptions | N
     """Our attention with ``options``, or Megatron's standard MLA for None.
 
     Raises:
-        ValueError: If it cannot be built here.
+        Refused: If it cannot be built here.
     """
-    if options is not None:
-        layer = get_absorbed_mla_layer_spec(
-            config, backend=config.transformer_impl, options=options
-        )
-    elif HAVE_TE:
+    if options is None:
+        if not HAVE_TE:
+            raise Refused("Megatron's standard MLA needs transformer-engine, not installed here")
         layer = get_gpt_layer_with_transformer_engine_spec(
             multi_latent_attention=True, qk_layernorm=config.qk_layernorm
         )
     else:
-        raise ValueError("Megatron's standard MLA needs transformer-engine, not installed here")
+        try:
+            layer = get_absorbed_mla_layer_spec(
+                config, backend=config.transformer_impl, options=options
+            )
+        except ValueError as error:
+            raise Refused(str(error)) from None
     return layer.submodules.self_attention
 
 
 def layer_config(
-    case: Case,
     args: argparse.Namespace,
     processes: Processes,
+    *,
+    heads: int,
     recompute: str | None,
+    cp_comm_type: str | None = None,
     rope_fusion: bool = False,
 ) -> MLATransformerConfig:
     """Megatron's config of the layer.
 
     Args:
-        case: For its heads, and the exchange of latents if it has one.
-        args: For the dimensions.
+        args: For the dimensions and ``rope_type``.
         processes: For device, dtype and context-parallel size.
+        heads: Of the layer.
         recompute: Module that is recomputed in backward, or None.
+        cp_comm_type: How ranks exchange keys under context parallelism.
         rope_fusion: Whether Megatron's layer rotates by a kernel.
     """
     return MLATransformerConfig(
@@ -116,7 +161,7 @@ def layer_config(
         num_layers=1,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.hidden_size,
-        num_attention_heads=case.heads,
+        num_attention_heads=heads,
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,
         qk_head_dim=args.qk_head_dim,
@@ -138,7 +183,7 @@ def layer_config(
         transformer_impl="transformer_engine" if HAVE_TE and processes.on_gpu else "local",
         use_cpu_initialization=not processes.on_gpu,
         context_parallel_size=processes.size,
-        cp_comm_type=case.cp_comm_type,
+        cp_comm_type=cp_comm_type,
         apply_rope_fusion=rope_fusion,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,

@@ -1,4 +1,4 @@
-"""Times of repeated steps on one device."""
+"""Times of repeated forwards and backwards on one device."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ from typing import Any
 
 import torch
 
-from attention_benchmark.row import Times
-from context_parallel_benchmark.measure import repetitions
+from benchmarks.kit.report import Times
+
+LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
+
+
+def repetitions(seconds: float, budget: float) -> int:
+    """How many steps of ``seconds`` to time: for ``budget`` seconds, within limits."""
+    if seconds > budget:
+        return 1
+    return max(LEAST_REPETITIONS, min(MOST_REPETITIONS, int(budget / seconds)))
 
 
 class Repeated:
     """A forward and its backward, repeated for a number of seconds.
 
-    On a GPU the work of all repetitions is queued before any of it is waited for, with events
-    between: how long the host takes counts only where the GPU waits for it.
+    On a GPU all repetitions are queued, with events between them, before the host waits for any:
+    the host's own time counts only where the GPU has to wait for it.
 
     Args:
         forward: Returns what ``backward`` gets.
         backward: Its gradients; None to time forward only.
-        finish: Forgets gradients, outside of the times.
+        finish: Called after each step, outside of the times; deletes gradients.
         on_gpu: Whether the work is a GPU's.
     """
 
     def __init__(
         self,
         forward: Callable[[], Any],
-        backward: Callable[[Any], Any] | None,
-        finish: Callable[[], None],
+        backward: Callable[[Any], Any] | None = None,
+        finish: Callable[[], Any] = lambda: None,
+        *,
         on_gpu: bool,
     ) -> None:
         self.forward = forward
@@ -39,7 +48,7 @@ class Repeated:
 
     def once(self) -> float:
         """Seconds of one step."""
-        return self._run(1)[0][2]
+        return self.steps(1)[0][2]
 
     def times(self, seconds: float, budget: float) -> tuple[Times, Times | None, Times | None]:
         """Of forward, of backward and of both.
@@ -48,13 +57,12 @@ class Repeated:
             seconds: About how long one step takes.
             budget: Seconds for all repetitions.
         """
-        count = repetitions(seconds, budget)
-        forward, backward, step = zip(*self._run(count))
+        forward, backward, step = zip(*self.steps(repetitions(seconds, budget)))
         if self.backward is None:
             return Times.of(forward), None, None
         return Times.of(forward), Times.of(backward), Times.of(step)
 
-    def _run(self, count: int) -> list[tuple[float, float, float]]:
+    def steps(self, count: int) -> list[tuple[float, float, float]]:
         """Seconds of forward, backward and both of every repetition."""
         marks = [self._step() for _ in range(count)]
         if self.on_gpu:
@@ -87,7 +95,7 @@ def _between(begin: Any, end: Any) -> float:
 
 
 def ceilings(on_gpu: bool) -> dict[str, float]:
-    """What the device reaches: a bf16 (CPU: fp32) product, and a copy.
+    """Rates that the device reaches: a bf16 (CPU: fp32) matrix product, and a copy.
 
     Returns:
         ``"matmul_tflops"`` and ``"copy_tbps"`` (bytes read and written).
@@ -98,8 +106,8 @@ def ceilings(on_gpu: bool) -> dict[str, float]:
     product = torch.empty_like(left)
     source = torch.randint(255, (elements,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    matmul = Repeated(lambda: torch.mm(left, right, out=product), None, lambda: None, on_gpu)
-    copy = Repeated(lambda: target.copy_(source), None, lambda: None, on_gpu)
+    matmul = Repeated(lambda: torch.mm(left, right, out=product), on_gpu=on_gpu)
+    copy = Repeated(lambda: target.copy_(source), on_gpu=on_gpu)
     seconds = []
     for work in (matmul, copy):
         work.once()

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from synthetic_checkpoint.models import (
+from benchmarks.synthetic_checkpoint.models import (
     MODELS,
     SCALED,
     Choice,

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write a Hugging Face checkpoint of random values with a released model's names and shapes.
 
-    $ python scripts/make_synthetic_checkpoint.py OUT --layers 4 --experts 8
-    $ python scripts/make_synthetic_checkpoint.py OUT --size 20GB --fp8
+    $ python scripts/benchmarks/make_synthetic_checkpoint.py OUT --layers 4 --experts 8
+    $ python scripts/benchmarks/make_synthetic_checkpoint.py OUT --size 20GB --fp8
 
 Every tensor has the name and the shape that it has in the released model; only the numbers of
 layers and experts are smaller (and the widths, with --scale-down). No two tensors of one shape are
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from console.parser import Parser
 from console.script import leave, run_script
-from synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
-from synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
+from benchmarks.synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
+from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Left free on the disk, for the index, headers and the file system's own.
@@ -115,7 +118,7 @@ def _write(arguments: argparse.Namespace, config: dict) -> None:
     # torch takes seconds to import, and --help and errors do without.
     import torch
 
-    from synthetic_checkpoint.values import Values, shards, write_checkpoint
+    from benchmarks.synthetic_checkpoint.values import Values, shards, write_checkpoint
 
     tensors = list(stored_tensors(config))
     values = Values(tensors, getattr(torch, config["torch_dtype"]), arguments.seed)

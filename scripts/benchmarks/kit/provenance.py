@@ -1,4 +1,4 @@
-"""Where a figure comes from: facts that every benchmark records."""
+"""Where a figure comes from: device, versions, date, commit and command line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import importlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 # What the time of an attention on a GPU depends on.
 ATTENTION_PACKAGES = (
@@ -23,6 +26,51 @@ ATTENTION_PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 CUDNN_OF_TORCH, CUDNN_OF_TE = "cudnn of torch", "cudnn of transformer-engine"
+_LAUNCHED = "TORCHELASTIC_RUN_ID"
+
+
+def describe(on_gpu: bool, dtype: Any, **more: Any) -> dict:
+    """What every benchmark on a device records.
+
+    Args:
+        on_gpu: Whether a GPU is measured.
+        dtype: Of torch, of weights and activations.
+        more: What the cases of this benchmark have in common.
+    """
+    import torch
+
+    return {
+        **source(),
+        "device": torch.cuda.get_device_name() if on_gpu else processor(),
+        "dtype": str(dtype).removeprefix("torch."),
+        **more,
+        "versions": attention_versions(on_gpu) | more.get("versions", {}),
+    }
+
+
+def source() -> dict[str, str]:
+    """Date, command line and commit."""
+    launcher = ["python"]
+    if _LAUNCHED in os.environ:
+        launcher = ["torchrun", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
+    command = shlex.join([*launcher, *sys.argv])
+    return {"date": today(), "command": command, "commit": commit()}
+
+
+def sentence(about: dict) -> str:
+    """A description in words."""
+    head = ("date", "command", "commit", "device", "dtype", "versions")
+    device = ", ".join(str(about[name]) for name in ("device", "dtype") if name in about)
+    facts = [device, *(_fact(name, value) for name, value in about.items() if name not in head)]
+    measured = f"Measured on {about['date']} by `{about['command']}` at {about['commit']}: "
+    return measured + "; ".join(filter(None, [*facts, _fact("", about["versions"])])) + "."
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(_fact(f"{key}", one) for key, one in value.items())
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{name.replace('_', ' ')} {text}" if text else ""
 
 
 def today() -> str:
@@ -108,9 +156,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-if __name__ == "__main__":
-    from console.script import no_script
-
-    no_script(__file__, __doc__)

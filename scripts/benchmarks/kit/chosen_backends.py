@@ -1,4 +1,4 @@
-"""Which form and backend an attention of ours really ran."""
+"""Which form and backend our attention ran."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ChosenBackends:
     """Form and backend of every call of our attentions, from their plans.
 
     Args:
-        model: Whose modules are watched; other attentions than ours say nothing.
+        model: Its modules are watched; attentions other than ours are ignored.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class ChosenBackends:
                 self._watch(module)
 
     def __str__(self) -> str:
-        """``"expanded, cudnn"``; several are separated by semicolons, none are empty."""
+        """``"expanded, cudnn"``; several are separated by semicolons; empty if none ran."""
         return "; ".join(self._found)
 
     def _watch(self, attention: LatentCoreAttention) -> None:
@@ -41,8 +41,3 @@ class ChosenBackends:
 
         attention.plan = watched  # type: ignore[method-assign]
 
-
-if __name__ == "__main__":
-    from console.script import no_script
-
-    no_script(__file__, __doc__)

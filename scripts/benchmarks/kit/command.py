@@ -1,4 +1,4 @@
-"""Time and memory of a command, from the same state of the page cache every time."""
+"""Time and memory of a command that reads and writes files, beginning with a cold page cache."""
 
 from __future__ import annotations
 
