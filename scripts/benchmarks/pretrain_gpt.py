@@ -5,7 +5,7 @@ Takes Megatron's arguments (``--help`` lists them) and two more for the weights 
 megatron-core's wheel has the loop, its model builder and its arguments, but no script that calls
 them; this is one, for mock data. ``--spec`` replaces the layers:
 
-    $ torchrun --nproc-per-node 1 scripts/pretraining_benchmark/pretrain_gpt.py \
+    $ torchrun --nproc-per-node 1 scripts/benchmarks/pretrain_gpt.py \
           --spec specs.absorbed_mla_layer_specs get_absorbed_mla_layer_spec \
           --multi-latent-attention --mock-data --tokenizer-type NullTokenizer ...
 
@@ -20,8 +20,9 @@ import typing
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
-sys.path += [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 if not hasattr(typing, "override"):
     # Python 3.12's; all else of megatron.training runs on 3.11.
@@ -47,9 +48,9 @@ from megatron.training.argument_utils import (  # noqa: E402
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
-from chosen_backends import ChosenBackends  # noqa: E402
+from benchmarks.kit.chosen_backends import ChosenBackends  # noqa: E402
+from benchmarks.pretraining import CHOSEN  # noqa: E402
 from console.parent import end_with_launcher  # noqa: E402
-from pretraining_benchmark.log import CHOSEN  # noqa: E402
 
 
 def main() -> None:

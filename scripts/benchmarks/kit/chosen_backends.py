@@ -40,4 +40,3 @@ class ChosenBackends:
             return made
 
         attention.plan = watched  # type: ignore[method-assign]
-

@@ -106,9 +106,9 @@ def build(
         Refused: If it cannot be built here.
     """
     spec = attention_spec(config, options)
-    layer = build_module(
-        spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type
-    ).to(processes.device)
+    layer = build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type).to(
+        processes.device
+    )
     shape = (tokens, 1, config.hidden_size)
     x = processes.random(*shape).requires_grad_()
     return Subject(layer.train(), x, processes.random(*shape), packed)
