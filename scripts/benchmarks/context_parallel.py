@@ -5,7 +5,7 @@
           --profile
     $ torchrun --nproc-per-node 2 scripts/benchmarks/context_parallel.py /tmp/quick \
           --sizes 64,128 --heads 4 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32
-    $ python scripts/benchmarks/context_parallel.py docs/context-parallel --render two.json four.json
+    $ python scripts/benchmarks/context_parallel.py /tmp/both --render two.json four.json
 
 All processes are one context-parallel group. For every sequence length, number of heads and layout
 it measures step time (of the slowest rank, from when all ranks begin), memory and the bytes that a

@@ -22,7 +22,7 @@ the time. A call counts
 and its rates are to be compared with those of a matrix product and of a copy (read and written),
 measured in the same run. Output:
 
-    1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22, difference ...
+    1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22
 
 The table goes to stderr; the last line of stdout is JSON.
 """
@@ -170,7 +170,7 @@ def vllm_flash_attention_3(inputs: Inputs) -> Attend:
 
 
 def vllm_triton(inputs: Inputs) -> Attend:
-    """vLLM's Triton kernel, with the four splits that it always has."""
+    """The Triton kernel of vLLM, with the four splits that it always has."""
     import torch
 
     package = first_module("vllm.v1.attention.ops.triton_decode_attention")

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from benchmarks.kit.processes import Processes
 
 IMPLEMENTATIONS = ("ours", "standard")
+SCOPES = ("layer", "block")
 # Requests that run first, so that kernels are compiled when the clock starts.
 WARM_UP = 8
 # Different beginnings that prompts share: like the instructions of several applications.

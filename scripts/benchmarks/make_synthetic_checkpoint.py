@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from console.parser import Parser
-from console.script import leave, run_script
 from benchmarks.synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
+from console.parser import Parser
+from console.script import leave, run_script
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Left free on the disk, for the index, headers and the file system's own.

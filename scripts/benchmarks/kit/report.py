@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self, TextIO, get_args, get_type_hints
+from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_type_hints
 
 from benchmarks.kit import plot, provenance
 from benchmarks.kit.tables import Table, shortened
+
+_Built = TypeVar("_Built")
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,12 @@ class Report:
         Raises:
             ValueError: If the file is not one of this script's.
         """
-        try:
-            content = json.loads(path.read_text())
-            rows = [_read(cls.row, one) for one in content[cls.rows_key]]
+
+        def build(content: dict) -> Self:
+            rows = [read_dataclass(cls.row, one) for one in content[cls.rows_key]]
             return cls(content[cls.environment_key], rows)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"--render must be JSON that this script wrote; {path}: {error!r}"
-            ) from None
+
+        return read_json(path, build)
 
     def line(self, row: Any) -> str:
         """A row in one line, to be printed while others are measured."""
@@ -124,8 +124,25 @@ def write_json(path: Path, content: Any) -> None:
     part.replace(path)
 
 
-def _read(kind: type, content: dict) -> Any:
-    """A dataclass from JSON; fields that are missing take their defaults."""
+def read_json(path: Path, build: Callable[[Any], _Built]) -> _Built:
+    """What ``build`` makes of the content of a file that was given by ``--render``.
+
+    Raises:
+        ValueError: If it cannot make anything of it.
+    """
+    try:
+        return build(json.loads(path.read_text()))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--render must be JSON that this script wrote; {path}: {error!r}"
+        ) from None
+
+
+def read_dataclass(kind: type, content: dict) -> Any:
+    """A dataclass from JSON, the inverse of ``asdict``.
+
+    Fields that are missing take their defaults; what is no field is ignored.
+    """
     hints = get_type_hints(kind)
     known = {one.name: one for one in fields(kind) if one.name in content}
     return kind(**{name: _value(hints[name], content[name]) for name in known})
@@ -137,10 +154,10 @@ def _value(hint: Any, content: Any) -> Any:
     if not kinds or content is None:
         return content
     if isinstance(content, list):
-        return [_read(kinds[0], one) for one in content]
+        return [read_dataclass(kinds[0], one) for one in content]
     for kind in kinds:
         if set(content) <= {one.name for one in fields(kind)}:
-            return _read(kind, content)
+            return read_dataclass(kind, content)
     raise ValueError(f"{content} is no {' and no '.join(kind.__name__ for kind in kinds)}")
 
 
