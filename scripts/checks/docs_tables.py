@@ -1,39 +1,41 @@
 #!/usr/bin/env python3
-"""Write the tables of measurements in docs/*.md from the files that the benchmarks left.
+"""Write the tables in README.md and docs/*.md from measured data and from the package's registries.
 
-    $ python scripts/docs_tables.py            # after new JSON or JSON-lines files under docs/
-    $ python scripts/docs_tables.py --check    # exit code 1 if a table is not what its data says
+    $ python scripts/checks/docs_tables.py            # after new JSON files, or a new backend
+    $ python scripts/checks/docs_tables.py --check    # exit code 1 if a table is out of date
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. A
 layer that recomputes is compared with one that recomputes, and one that does not with one that does
-not, here as in the benchmarks' own reports.
+not, here as in the benchmarks' own reports. The tables "support ..." list the implementations that
+absorbed_mla has (support_matrix.py).
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-# Megatron warns about every optional package it does not find.
-warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from attention_benchmark.report import Report as LayerReport  # noqa: E402
-from benchmark_report import markdown_table  # noqa: E402
-from console.parser import Parser  # noqa: E402
-from console.script import run_script  # noqa: E402
-from context_parallel_benchmark.report import Report as RingReport  # noqa: E402
-from context_parallel_benchmark.report import tokens_text  # noqa: E402
-from context_parallel_benchmark.row import Row as RingRow  # noqa: E402
-from oracle_report import share_of_bound  # noqa: E402
+from benchmarks.attention import AttentionReport
+from benchmarks.context_parallel import CPReport
+from benchmarks.context_parallel import Row as CPRow
+from benchmarks.kit.tables import markdown_table, tokens_text
+from checks.oracle_report import read_summary
+from checks.support_matrix import KINDS, support_table
+from console.parser import Parser
+from console.script import run_script
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
 _BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 # Both layers recompute `mla_up_proj` (R), then neither does.
@@ -46,16 +48,18 @@ _PAIR_HEAD = [
 
 def main(argv: list[str] | None = None) -> int:
     """Write all tables, or compare them; returns the exit code."""
-    return run_script("docs_tables.py", lambda: _run(sys.argv[1:] if argv is None else argv))
-
-
-def _run(argv: list[str]) -> int:
     parser = Parser("docs_tables.py", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if one differs")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
-    args = parser.parse_args(argv)
+    docs = "folder of the pages, beside README.md"
+    parser.add_argument("--docs", type=Path, default=DOCS, help=docs)
+    return run_script("docs_tables.py", lambda: _run(parser.parse_args(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Megatron warns about every optional package it does not find.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     differing = []
-    for page in sorted(args.docs.glob("*.md")):
+    for page in pages(args.docs):
         text = page.read_text()
         wanted = filled(text, args.docs)
         if wanted != text:
@@ -64,6 +68,11 @@ def _run(argv: list[str]) -> int:
                 page.write_text(wanted)
     print(f"{'Differ' if args.check else 'Written'}: {', '.join(differing) or 'none'}")
     return int(bool(differing) and args.check)
+
+
+def pages(docs: Path) -> list[Path]:
+    """Every page of ``docs``, and the README beside it."""
+    return sorted([*docs.glob("*.md"), *docs.parent.glob("README.md")])
 
 
 def filled(text: str, docs: Path) -> str:
@@ -111,9 +120,9 @@ def layer_ranges(docs: Path) -> str:
 
 def _layer_pairs(docs: Path) -> dict[tuple, dict[bool, tuple]]:
     """By heads, layout and tokens, and by recomputation: ours, Megatron's, and ratios."""
-    report = LayerReport.read(docs / "attention" / "layer.json")
+    report = AttentionReport.read(docs / "attention" / "layer.json")
     found: dict[tuple, dict[bool, tuple]] = {}
-    for row in report.measured("layer"):
+    for row in report.of("layer"):
         case = row.case
         if case.implementation == "ours":
             pairs = found.setdefault((case.heads, case.layout, case.tokens), {})
@@ -161,7 +170,7 @@ def _ring_pairs(docs: Path) -> Iterator[tuple[tuple, dict | None, dict | None]]:
     """Inputs and recomputation; figures of ours (``all_gather``) and of Megatron's, or None."""
     found: dict[tuple, dict[str, dict]] = {}
     for file in sorted((docs / "context-parallel").glob("*.json")):
-        report = RingReport.read(file)
+        report = CPReport.read(file)
         hidden = report.environment["dims"]["hidden-size"]
         for row in report.rows:
             case = row.case
@@ -174,7 +183,7 @@ def _ring_pairs(docs: Path) -> Iterator[tuple[tuple, dict | None, dict | None]]:
         yield inputs, pair.get("ours"), pair.get("megatron")
 
 
-def _ring_figures(row: RingRow, hidden: int) -> dict[str, float]:
+def _ring_figures(row: CPRow, hidden: int) -> dict[str, float]:
     """Milliseconds, and MiB less the layer's output, which is in bf16."""
     output = row.case.tokens // row.cp_size * hidden * 2
     return {
@@ -194,41 +203,50 @@ def _range(values: list[float]) -> str:
 def accuracy_table(docs: Path) -> str:
     """The worst error of each precision, and how near any came to its own bound."""
     groups: dict[tuple, list[dict]] = {}
-    for machine in ("cpu", "h200"):
-        for line in (docs / "accuracy" / machine / "errors.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            interpreted = machine == "cpu" and row["core_attention_backend"] == "triton"
-            layers = row["backend"] + (", `triton` interpreted" if interpreted else "")
-            key = (MACHINES[machine], row["dtype"], row["rotary_table"], layers)
-            groups.setdefault(key, []).append(row)
+    for machine, name in MACHINES.items():
+        for case in read_summary(docs / "accuracy" / machine / "summary.json"):
+            interpreted = machine == "cpu" and case["core_attention_backend"] == "triton"
+            layers = case["backend"] + (", `triton` interpreted" if interpreted else "")
+            key = (name, case["dtype"], case["rotary_table"], layers)
+            groups.setdefault(key, []).append(case)
     lines = []
-    for (machine, dtype, table, layers), rows in sorted(groups.items()):
-        cached = [row for row in rows if row["layout"].startswith("cached")]
-        whole = [row for row in rows if not row["layout"].startswith("cached")]
-        kinds = [[r for r in whole if (r["context_parallel"] > 1) is cp] for cp in (False, True)]
-        worst = [_worst(kind) for kind in (*kinds, cached)]
-        nearest = max(map(share_of_bound, rows))
-        shown = f"{dtype}, {table.split()[0]} table" if dtype == "float64" else dtype
-        bounds = sorted({row["bound"] for row in rows})
-        lines.append([machine, layers, shown, str(len(rows)), *worst,
-                      " to ".join(dict.fromkeys(f"{b:.1e}" for b in (bounds[0], bounds[-1]))),
-                      f"{nearest:.2g}"])  # fmt: skip
+    for (machine, dtype, table, layers), cases in sorted(groups.items()):
+        cached = [case for case in cases if case["layout"].startswith("cached")]
+        whole = [case for case in cases if case not in cached]
+        kinds = [[c for c in whole if (c["context_parallel"] > 1) is cp] for cp in (False, True)]
+        bounds = (min(c["least_bound"] for c in cases), max(c["greatest_bound"] for c in cases))
+        lines.append(
+            [
+                machine,
+                layers,
+                f"{dtype}, {table.split()[0]} table" if dtype == "float64" else dtype,
+                str(sum(case["combinations"] for case in cases)),
+                *map(_worst, (*kinds, cached)),
+                " to ".join(dict.fromkeys(f"{bound:.1e}" for bound in bounds)),
+                f"{max(case['worst_error_over_bound'] for case in cases):.2g}",
+            ]
+        )
     head = ["machine", "layers", "precision", "combinations", "worst, TP 1, 2, 4", "worst, CP"]
     head += ["worst, from a cache", "bounds", "worst error / bound"]
     return markdown_table(head, lines, ["machine", "layers", "precision"])
 
 
-def _worst(rows: list[dict]) -> str:
-    return f"{max(row['worst_relative_error'] for row in rows):.1e}" if rows else "-"
+def _worst(cases: list[dict]) -> str:
+    return f"{max(case['worst_relative_error'] for case in cases):.1e}" if cases else "-"
 
 
-MACHINES = {"cpu": "CPU, gloo", "h200": "H200, NCCL"}
+def _support_table(name: str, docs: Path) -> str:
+    """Of the registries, whatever the data under ``docs``."""
+    return support_table(name)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "layers": layer_table,
     "layer ranges": layer_ranges,
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
     "accuracy": accuracy_table,
+    **{name: partial(_support_table, name) for name in KINDS},
 }
 
 

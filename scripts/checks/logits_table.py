@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Measure how far converted models are from transformers, and what wrong conversions would do.
 
-    $ python scripts/logits_table.py docs/conversion
-    $ torchrun --nproc-per-node 2 scripts/logits_table.py docs/conversion
+    $ python scripts/checks/logits_table.py docs/conversion
+    $ torchrun --nproc-per-node 2 scripts/checks/logits_table.py docs/conversion
 
 Each run replaces the rows of its tensor-parallel size in logits.json, and writes logits.md anew.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -20,12 +19,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from console.outputs import require_writable  # noqa: E402
-from console.parser import Parser  # noqa: E402
-from console.script import leave, run_script  # noqa: E402
+from benchmarks.kit import provenance
+from benchmarks.kit.report import write_json
+from benchmarks.kit.tables import markdown_table
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import leave, run_script
 
 if TYPE_CHECKING:
     from tests.conversion.models import Architecture
@@ -44,7 +47,8 @@ def _measure_all() -> None:
     parser.add_argument("folder", type=Path, help="where logits.json and logits.md go")
     arguments = parser.parse_args()
     require_writable(folders={"folder": arguments.folder})
-    # Only here: the imports take seconds, and mistakes are told before.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
+    # Only here: the imports take seconds, and mistakes are reported before.
     from absorbed_mla.testing.cpu_host import enable_cpu_host
 
     enable_cpu_host()
@@ -124,17 +128,17 @@ def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [row for row in old if row["tensor_parallel"] != tensor_parallel] + rows
     document = {
-        "date": datetime.date.today().isoformat(),
+        "date": provenance.today(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, CPU only",
         "packages": {name: version(name) for name in PACKAGES},
         "original_context": ORIGINAL_CONTEXT,
         "rows": rows,
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "logits.md").write_text("\n".join(markdown(document)) + "\n")
+    write_json(path, document)
+    (folder / "logits.md").write_text(markdown(document) + "\n")
 
 
-def markdown(document: dict) -> Iterator[str]:
+def markdown(document: dict) -> str:
     """A table with a line per architecture and attention, and a column per size."""
     by_line: dict[tuple, dict[int, dict]] = {}
     for row in document["rows"]:
@@ -148,14 +152,14 @@ def markdown(document: dict) -> Iterator[str]:
         "RoPE in halves",
         "without mscale",
     ]
-    yield "| " + " | ".join(titles) + " |"
-    yield "|" + "---|" * len(titles)
+    lines = []
     for key, measured in by_line.items():
         errors = [figure(measured.get(size, {}).get("max_rel")) for size in sizes]
         divergence = max(row["kl_max"] for row in measured.values())
         single = measured.get(1, {})
         wrong = [figure(single.get(name)) for name in ("rope_in_halves", "mscale_all_dim_0")]
-        yield "| " + " | ".join([*key, *errors, figure(divergence), *wrong]) + " |"
+        lines.append([*key, *errors, figure(divergence), *wrong])
+    return markdown_table(titles, lines, titles)
 
 
 def figure(value: float | None) -> str:

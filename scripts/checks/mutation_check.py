@@ -4,7 +4,7 @@
 Each mutation is applied to a copy of the checkout; the unit tests and then the distributed tests at
 TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
 
-    $ python scripts/mutation_check.py
+    $ python scripts/checks/mutation_check.py
     (nothing broken)         not caught
     rope_pairing             caught in tests/unit by tests/unit/attention/test_property_shapes.py
 
@@ -22,14 +22,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests load this file by its path.
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

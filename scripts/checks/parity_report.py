@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Parity mode of whole models on one device: whether it holds, and what it costs.
 
-    $ python scripts/parity_report.py --json docs/parity.json
-    $ python scripts/parity_report.py --device cpu --width 64 --tokens 96
+    $ python scripts/checks/parity_report.py --json docs/parity.json
+    $ python scripts/checks/parity_report.py --device cpu --width 64 --tokens 96
 
 Models of DeepSeek-V3's attention, 4 layers, dense and with 16 experts, run the training forward,
 prefill, chunks of it and decode; which ways differ from the forward by a bit is said (none should).
@@ -24,26 +24,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from console.outputs import require_writable  # noqa: E402
-from console.parser import Parser  # noqa: E402
-from console.script import Failure, leave, run_script  # noqa: E402
+from benchmarks.kit import provenance
+from benchmarks.kit.arguments import add_device, require_device
+from benchmarks.kit.report import write_json
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import Failure, leave, run_script
 
 _DECODED = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify and measure; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    return run_script("parity_report.py", lambda: _verify(words))
+    return run_script("parity_report.py", lambda: _verify(argv))
 
 
-def _verify(argv: Sequence[str]) -> None:
+def _verify(argv: Sequence[str] | None) -> None:
     parser = Parser("parity_report.py", __doc__)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), help="where it runs (default: a GPU if there is one)")
+    add_device(parser)
     add("--width", type=int, default=2048, help="hidden size")
     add("--tokens", type=int, default=4096, help="of the timed forward")
     add("--json", type=Path, metavar="FILE", help="where the report goes")
@@ -55,14 +58,12 @@ def _verify(argv: Sequence[str]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU that PyTorch can use; try --device cpu")
+    require_device(args.device, torch.cuda.is_available())
+    warnings.filterwarnings("ignore")
     report = _report(args)
-    text = json.dumps(report)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(text)
+        write_json(args.json, report)
+    print(json.dumps(report))
     differing = {name: ways for name, ways in report["differs"].items() if ways}
     if differing:
         raise Failure(f"other bits than the training forward's: {differing}")
@@ -71,7 +72,6 @@ def _verify(argv: Sequence[str]) -> None:
 def _report(args: argparse.Namespace) -> dict:
     import torch
 
-    import provenance
     from absorbed_mla.testing.cpu_host import enable_cpu_host
     from tests.support import world
 
@@ -80,9 +80,7 @@ def _report(args: argparse.Namespace) -> dict:
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     return {
-        "date": provenance.today(),
-        "commit": provenance.commit(),
-        "command": " ".join(["python", "scripts/parity_report.py", *sys.argv[1:]]),
+        **provenance.source(),
         "device": torch.cuda.get_device_name() if on_gpu else provenance.processor(),
         "versions": provenance.versions(("torch", "triton", "megatron-core")),
         "dtype": str(dtype).removeprefix("torch."),

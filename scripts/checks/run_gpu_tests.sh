@@ -6,7 +6,7 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-Usage: scripts/run_gpu_tests.sh [OUTPUT_DIR]
+Usage: scripts/checks/run_gpu_tests.sh [OUTPUT_DIR]
 
 Runs tests/distributed at TP = 1, 2, 4, as far as there are GPUs, and tests/unit on one GPU.
 Needs an environment with CUDA torch, megatron-core, einops, pytest and hypothesis.
@@ -15,7 +15,7 @@ EOF
 }
 
 case "${1:-}" in -h | --help) usage; exit 0 ;; esac
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 out=$(mkdir -p "${1:-gpu_test_results}" && cd "${1:-gpu_test_results}" && pwd)
 cd "$repo"
 # TransformerEngine multiplies fp32 in TF32 otherwise, a thousandth off, which hides real errors.

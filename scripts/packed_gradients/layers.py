@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
-
-from absorbed_mla import AbsorbedMLAOptions
 from attention_benchmark.peers import only_fused
 from chosen_backends import ChosenBackends
 from context_parallel_benchmark.row import shortened
+from torch import Tensor
+
+from absorbed_mla import AbsorbedMLAOptions
 from packed_gradients.row import LayerRow
 from tests import oracle
 from tests.oracle import OracleMLA, OracleResult, TokenSequence

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import provenance
 from benchmark_report import markdown_table
+
 from packed_gradients.row import Findings, LayerRow
 
 NAME = "packed_gradients"

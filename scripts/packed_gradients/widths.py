@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from context_parallel_benchmark.row import shortened
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionBackend, ReferenceBackend
@@ -12,7 +13,6 @@ from absorbed_mla.core_attention.backends.transformer_engine import TransformerE
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from context_parallel_benchmark.row import shortened
 from packed_gradients.row import WidthRow
 from tests.support.numerics import relative_error
 
