@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
 from benchmarks import attention
 from benchmarks.attention import (
     PEERS,

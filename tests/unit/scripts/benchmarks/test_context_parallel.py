@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+
 from benchmarks import context_parallel
 from benchmarks.context_parallel import Case, CPReport, Row, build, cases, parse_arguments, table
 from benchmarks.kit import layers

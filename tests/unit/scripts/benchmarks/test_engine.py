@@ -1,4 +1,4 @@
-"""scripts/bench_engine.py: a run on the CPU, and what it would say of an engine that is wrong."""
+"""scripts/benchmarks/engine.py: a run on the CPU, and its verdict on an engine that is wrong."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ import shlex
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-
-import bench_engine
 from absorbed_mla.testing.request import Request, Result, Run
-from engine_benchmark.arguments import Case, cases, parse_arguments
-from engine_benchmark.comparison import Comparison, compare
-from engine_benchmark.measure import Bench, counters, errors, missing
-from engine_benchmark.row import Row
-from engine_benchmark.workload import longest, scarce_blocks, workload
+from benchmarks import engine
+from benchmarks.engine import (
+    Bench,
+    Case,
+    Comparison,
+    EngineReport,
+    Row,
+    cases,
+    compare,
+    counters,
+    errors,
+    longest,
+    missing,
+    parse_arguments,
+    scarce_blocks,
+    workload,
+)
 from tests.support.engine import by_whole_forwards, generating_model, prompt
 
-ROOT = Path(__file__).resolve().parents[3]
 DIMS = shlex.split(
     "--hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 --vocab-size 128"
@@ -36,15 +43,15 @@ SMALL = shlex.split(
 
 
 def arguments(*more: str):
-    return parse_arguments([*DIMS, *SMALL, *more], "")
+    return parse_arguments([*DIMS, *SMALL, *more])
 
 
 class TestOnTheCpu:
     @pytest.fixture(scope="class")
     def report(self, tmp_path_factory) -> dict:
         file = tmp_path_factory.mktemp("engine") / "report.json"
-        command = [sys.executable, str(ROOT / "scripts/bench_engine.py"), *DIMS, *SMALL]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, engine.__file__, *DIMS, *SMALL]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, "--device", "cpu", "--json", str(file)],
             env=env,
@@ -111,8 +118,8 @@ class TestComparison:
     ],
 )
 def test_what_is_a_tie(flags, dtype, tie):
-    machine = types.SimpleNamespace(dtype=dtype)
-    assert Bench(arguments(*flags), machine, [Request([1], 1)]).tie == tie
+    processes = types.SimpleNamespace(dtype=dtype)
+    assert Bench(arguments(*flags), processes, [Request([1], 1)], 0.0).tie == tie
 
 
 class TestRow:
@@ -131,9 +138,10 @@ class TestRow:
     )
     def test_ok(self, changes, ok):
         row = Row(self.CASE, seconds=2.0, generated=10, **changes)
-        assert row.ok is ok and row.as_json()["ok"] is ok
+        found = EngineReport({}, [row])
+        assert row.ok is ok and found.as_json(row)["ok"] is ok
         assert row.tokens_per_second == 5
-        assert all(word in str(row) for word in changes.get("missing", ("ours",)))
+        assert all(word in found.line(row) for word in changes.get("missing", ("ours",)))
 
     def test_missing(self):
         assert missing(self.RUN, self.CASE) == ("preemption",)
@@ -171,27 +179,7 @@ class TestWorkload:
         assert scarce_blocks(requests[:1], 8) == 6
 
 
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            (["--max-tokens", "100"], "multiple of 64"),
-            (["--max-requests", "300"], "at least --max-requests=300"),
-            (["--shared-prefix", "160"], "below --longest-prompt=160"),
-        ],
-    )
-    def test_refused(self, wrong, message):
-        with pytest.raises(ValueError, match=message):
-            arguments(*wrong)
-
-    def test_cases(self):
-        assert [str(case) for case in cases(arguments("--implementations", "ours"))] == [
-            "ours, eager",
-            "ours, CUDA graphs",
-        ]
-        assert len(cases(arguments("--num-cuda-graphs", "0"))) == 2
-
-    def test_gpu_that_is_not_there(self, monkeypatch, capsys):
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        assert bench_engine.main([*DIMS, *SMALL, "--device", "cuda"]) == 2
-        assert "--device cuda needs a GPU" in capsys.readouterr().err
+def test_cases():
+    found = cases(arguments("--implementations", "ours"))
+    assert [str(case) for case in found] == ["ours, eager", "ours, CUDA graphs"]
+    assert len(cases(arguments("--num-cuda-graphs", "0"))) == 2

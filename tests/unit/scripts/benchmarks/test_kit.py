@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing, files, tables and plots, processes, and where figures come from."""
+"""What all benchmarks share: timing, files, tables, plots, processes, descriptions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from benchmarks.kit import provenance, timing
 from benchmarks.kit.arguments import parse_sizes, require_device
 from benchmarks.kit.overlap import covered_fraction, kernels, merged
@@ -204,7 +205,7 @@ def test_an_error_of_another_rank_is_everyones():
         synchronize = meet
 
         def first_error(self, error):
-            return error and f"rank 0: {error}" or self.of_others
+            return (error and f"rank 0: {error}") or self.of_others
 
     processes = Alone()
     assert processes.together(lambda: 3) == 3

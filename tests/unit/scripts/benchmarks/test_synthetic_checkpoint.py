@@ -1,4 +1,4 @@
-"""scripts/make_synthetic_checkpoint.py: real names and shapes, as the conversion expects them.
+"""make_synthetic_checkpoint.py: real names and shapes, as the conversion expects them.
 
 Its list of tensors is written down apart from the mapping table. If these fail, one of the two is
 wrong, or memory and throughput were measured on something that is no checkpoint.
@@ -7,7 +7,6 @@ wrong, or memory and throughput were measured on something that is no checkpoint
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,14 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.make_synthetic_checkpoint import main
+from benchmarks.synthetic_checkpoint import values
+from benchmarks.synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
+from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
 from checkpoint_conversion.mapping import hugging_face_shapes
 from checkpoint_conversion.model_config import ModelConfig
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from make_synthetic_checkpoint import main
-from synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
-from synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
 
 SMALL = ("--scale-down", "16", "--vocab-size", "64", "--layers", "2", "--experts", "4")
 V3, LITE = MODELS
@@ -182,8 +179,6 @@ def test_existing_folder_is_refused(tmp_path, capsys):
 
 
 def test_nothing_stays_after_a_failure(tmp_path, monkeypatch, capsys):
-    import synthetic_checkpoint.values as values
-
     def fail(*arguments):
         raise OSError("disk full")
 

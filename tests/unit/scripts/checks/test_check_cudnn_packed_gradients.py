@@ -1,23 +1,18 @@
-"""scripts/check_cudnn_packed_gradients.py without a GPU: what it finds, says and ends with."""
+"""check_cudnn_packed_gradients.py without a GPU: what it finds, says and ends with."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-
-import check_cudnn_packed_gradients as check
-import provenance
 from absorbed_mla.testing import standard_mla
-from packed_gradients import layers, report, widths
-from packed_gradients.row import Findings, LayerRow
+from benchmarks.kit import provenance
+from checks import check_cudnn_packed_gradients as check
+from checks.check_cudnn_packed_gradients import Findings, LayerRow
 from tests.support import fake_transformer_engine, world
 from tests.support.cases import TINY
 
@@ -56,7 +51,7 @@ class _Scaled(torch.autograd.Function):
 def measured():
     """Rows of layers without TransformerEngine, on a CPU."""
     return lambda: list(
-        layers.measure_layers(TINY, 48, torch.bfloat16, "local", contextlib.nullcontext)
+        check.measure_layers(TINY, 48, torch.bfloat16, "local", contextlib.nullcontext)
     )
 
 
@@ -102,7 +97,7 @@ def test_a_wrong_gradient_of_packs_is_found(wrong_packs, measured):
         assert "input gradient" in found[layout].out_of_bounds
         assert "output" not in found[layout].out_of_bounds
     assert not any(row.out_of_bounds for row in of(rows, "ours").values())
-    said = report.verdict(Findings(ENVIRONMENT, rows, []))
+    said = check.verdict(Findings(ENVIRONMENT, rows, []))
     assert said[0] == "TransformerEngine runs cuDNN 9.14.0."
     assert said[1].startswith("megatron: within bounds on sbhd; WRONG on thd, 1 document (")
     assert said[2].startswith("ours: within bounds on sbhd, thd of 1 document, thd of 2")
@@ -124,13 +119,13 @@ def test_widths(fused, monkeypatch):
         return found
 
     monkeypatch.setattr(fused, "fused_attn_bwd", spoiled)
-    rows = list(widths.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
-    assert len(rows) == 2 * len(widths.WIDTHS) and not any(row.error for row in rows)
+    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
+    assert len(rows) == 2 * len(check.WIDTHS) and not any(row.error for row in rows)
     for row in rows:
         wrong = row.layout == "thd" and row.value_width == 192
         assert (row.errors["dv"] > 0.1) == wrong
         assert row.errors["output"] < 1e-2 and row.errors["dq"] < 1e-2
-    lines = report.width_table(Findings(ENVIRONMENT, [], rows)).splitlines()
+    lines = check.width_table(Findings(ENVIRONMENT, [], rows)).markdown().splitlines()
     assert lines[0] == "| key | value | layout | output | dq | dk | dv |"
     [line] = [line for line in lines if "| 192 | 192 | thd |" in line]
     assert line.endswith("| 2.0e-01 |")
@@ -141,9 +136,9 @@ def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch):
         raise RuntimeError("cuDNN has no plan")
 
     monkeypatch.setattr(fused, "fused_attn_bwd", fails)
-    rows = list(widths.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
+    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
     assert all(row.error == "RuntimeError: cuDNN has no plan" for row in rows)
-    text = report.markdown([Findings(ENVIRONMENT, [], rows)])
+    text = check.markdown([Findings(ENVIRONMENT, [], rows)])
     assert "- attention alone, 64/64, sbhd: RuntimeError: cuDNN has no plan" in text
 
 
@@ -165,7 +160,7 @@ def row(implementation="ours", error="", **errors) -> LayerRow:
     ],
 )
 def test_when_ours_is_off(rows, off):
-    assert report.ours_is_off(Findings(ENVIRONMENT, rows, [])) is off
+    assert check.ours_is_off(Findings(ENVIRONMENT, rows, [])) is off
 
 
 class TestCommand:
@@ -176,17 +171,17 @@ class TestCommand:
         monkeypatch.setattr(check, "_environment", lambda args: ENVIRONMENT)
         monkeypatch.setattr(world, "start", lambda: None)
         monkeypatch.setattr(world, "stop", lambda: None)
-        monkeypatch.setattr(widths, "WIDTHS", ((192, 128),))
-        small = partial(layers.measure_layers, layers="local", only=contextlib.nullcontext)
-        monkeypatch.setattr(layers, "measure_layers", small)
+        monkeypatch.setattr(check, "WIDTHS", ((192, 128),))
+        small = partial(check.measure_layers, layers="local", only=contextlib.nullcontext)
+        monkeypatch.setattr(check, "measure_layers", small)
         dims = ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "24"]
         dims += ["--qk-head-dim", "12", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "20"]
         return lambda folder: check.main([str(folder), "--tokens", "32", "--heads", "2", *dims])
 
     def test_megatrons_fault_is_no_failure(self, runs, wrong_packs, tmp_path, capsys):
         assert runs(tmp_path / "new") == 0
-        found = report.read(tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json")
-        assert {row.implementation for row in found.layers} == {"megatron", *layers.OURS}
+        found = check.read(tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json")
+        assert {row.implementation for row in found.layers} == {"megatron", *check.OURS}
         assert len(found.widths) == 2
         text = (tmp_path / "new" / "packed_gradients.md").read_text()
         assert "## cuDNN 9.14.0" in text and "| **" in text
@@ -202,7 +197,7 @@ class TestCommand:
     def test_renders_several(self, tmp_path, capsys):
         other = {**ENVIRONMENT, "versions": {**VERSIONS, provenance.CUDNN_OF_TE: "9.19.0"}}
         files = [
-            report.write(
+            check.write(
                 Findings(about, [row("megatron", output=x), row(output=0.01)], []), tmp_path
             )
             for about, x in ((ENVIRONMENT, 0.3), (other, 0.02))
@@ -219,11 +214,10 @@ class TestCommand:
 
     def test_json_keeps_everything(self, tmp_path):
         findings = Findings(ENVIRONMENT, [row(output=0.1), row("megatron", "no")], [])
-        assert report.read(report.write(findings, tmp_path)) == findings
+        assert check.read(check.write(findings, tmp_path)) == findings
 
-    @pytest.mark.parametrize("content", ("{", "[]", '{"environment": {}, "layers": [{}]}'))
-    def test_another_file(self, content, tmp_path, capsys):
-        (tmp_path / "other.json").write_text(content)
+    def test_another_file(self, tmp_path, capsys):
+        (tmp_path / "other.json").write_text('{"environment": {}, "layers": [{}]}')
         assert check.main([str(tmp_path), "--render", str(tmp_path / "other.json")]) == 2
         assert "--render must be JSON that this script wrote" in capsys.readouterr().err
 
@@ -248,39 +242,3 @@ class TestRefusals:
     def test_too_few_tokens(self, capsys):
         assert check.main(["out", "--tokens", "15"]) == 2
         assert "at least 16, got 15" in capsys.readouterr().err
-
-
-class TestProvenance:
-    """The cuDNN of a figure is the one that ran, not the one that PyTorch came with."""
-
-    @pytest.mark.parametrize(("number", "text"), [(91400, "9.14.0"), (91900, "9.19.0")])
-    def test_transformer_engine_is_asked(self, number, text, monkeypatch):
-        fake_transformer_engine.install(monkeypatch, cudnn=number)
-        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92001)
-        found = provenance.attention_versions(on_gpu=True)
-        assert found["cudnn of transformer-engine"] == text
-        assert found["cudnn of torch"] == "9.20.1"
-        assert "cudnn of torch" not in provenance.attention_versions(on_gpu=False)
-
-    def test_a_broken_installation(self, monkeypatch, fused):
-        def broken(name):
-            raise RuntimeError("the core library is missing")
-
-        monkeypatch.setattr(provenance.importlib, "import_module", broken)
-        assert provenance.cudnn_of_transformer_engine() == "cannot be imported (RuntimeError)"
-
-    def test_torch_runs_another_than_it_knows(self, monkeypatch):
-        def refuses():
-            raise RuntimeError(
-                "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found "
-                "runtime version (9, 14, 0). PyTorch already comes bundled with cuDNN."
-            )
-
-        monkeypatch.setattr(torch.backends.cudnn, "version", refuses)
-        expected = "9.14.0 (PyTorch was compiled against 9.19.0)"
-        assert provenance.cudnn_of_torch() == expected
-
-
-def test_findings_are_json(measured):
-    findings = Findings(ENVIRONMENT, measured(), [])
-    assert Findings.from_json(json.loads(json.dumps(findings.as_json()))) == findings

@@ -1,4 +1,4 @@
-"""scripts/parity_report.py around its measurements, which take minutes."""
+"""scripts/checks/parity_report.py around its measurements, which take minutes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+from checks import parity_report
 
-import parity_report
-
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+SCRIPTS = Path(parity_report.__file__).parents[1]
 # Without what tests switch on for Megatron on a CPU.
 ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import parity_report
+from checks import parity_report
 parity_report._differs = lambda *args: {"dense": [], "experts": []}
 parity_report._times = lambda *args, **options: {"forward_ms": 1.0}
 sys.exit(parity_report.main(["--device", "cpu", "--json", sys.argv[2]]))
