@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ MISTAKES = {
     ],
 }
 WITHOUT_FOLDER = {decode, engine}
+# Whose published results take seconds to draw.
+MANY_PANELS = {attention, context_parallel}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +117,10 @@ def test_mistakes(script, options, message, tmp_path, capsys, monkeypatch):
         (pretraining, "pretraining/*.json", "pretraining"),
     ],
 )
-def test_published_results_are_shown_again(script, files, written, tmp_path, capsys):
+def test_published_results_are_shown_again(script, files, written, tmp_path, capsys, monkeypatch):
     """Also those that older versions wrote."""
+    if script in MANY_PANELS:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = sorted(map(str, DOCS.glob(files)))
     assert found
     assert script.main([str(tmp_path), "--render", *found]) == 0
@@ -123,14 +128,11 @@ def test_published_results_are_shown_again(script, files, written, tmp_path, cap
     assert len(last) == len(found)
     text = (tmp_path / f"{written}.md").read_text()
     assert text.count("Measured on ") == len(found) and text.count("\n| ") >= 4
-    assert (tmp_path / f"{written}.png").stat().st_size > 10_000
+    assert (tmp_path / f"{written}.png").exists() == (script not in MANY_PANELS)
 
 
-def test_published_results_of_decode_are_shown_again(tmp_path, capsys):
-    plot = tmp_path / "new" / "decode.png"
-    file = DOCS / "decode" / "uneven.json"
-    assert decode.main(["--render", str(file), "--plot", str(plot)]) == 0
+def test_published_results_of_decode_are_shown_again(capsys):
+    assert decode.main(["--render", str(DOCS / "decode" / "uneven.json")]) == 0
     out, err = capsys.readouterr()
     [last] = json.loads(out)
     assert sum("tbps" in row for row in last["rows"]) > 5 and "FlashMLA" in err
-    assert plot.stat().st_size > 10_000
