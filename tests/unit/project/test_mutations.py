@@ -1,12 +1,13 @@
-"""The list of ``scripts/mutation_check.py`` fits the sources, so that the check can run.
+"""The list of ``scripts/checks/mutation_check.py`` fits the sources, so that the check can run.
 
 Here nothing is broken. The check itself takes minutes for each mutation, all tests of one process
 and of two until the first fails, on copies of the checkout::
 
-    python scripts/mutation_check.py                            # every mutation
-    python scripts/mutation_check.py tile_offset wave_alignment # these
-    python scripts/mutation_check.py tile_offset --tests tests/unit/core_attention/masks
-    python scripts/mutation_check.py k_rope_reduction_sp k_rope_reduction_no_sp \\
+    python scripts/checks/mutation_check.py                            # every mutation
+    python scripts/checks/mutation_check.py tile_offset wave_alignment # these
+    python scripts/checks/mutation_check.py tile_offset \\
+        --tests tests/unit/core_attention/masks/test_tiles.py
+    python scripts/checks/mutation_check.py k_rope_reduction_sp k_rope_reduction_no_sp \\
         --tests tests/distributed/test_finalize_gradients.py --processes 2
 """
 
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def load():
     """The script as a module; its folder is no package."""
     spec = importlib.util.spec_from_file_location(
-        "mutation_check", ROOT / "scripts" / "mutation_check.py"
+        "mutation_check", ROOT / "scripts" / "checks" / "mutation_check.py"
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up

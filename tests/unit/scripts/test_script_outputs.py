@@ -12,18 +12,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-
-import bench_attention
-import bench_cached_attention
-import bench_context_parallel
-import bench_conversion
-import bench_decode
-import bench_engine
-import bench_pretraining
-import logits_table
-import oracle_report
-import parity_report
+from benchmarks import (
+    attention,
+    cached_attention,
+    context_parallel,
+    conversion,
+    decode,
+    engine,
+    pretraining,
+)
+from checks import logits_table, oracle_report, parity_report
 from console.outputs import require_writable
 from rollout import gap_entry
 from rollout.entry import main as rollout_train
@@ -125,19 +123,19 @@ FILES = {
     "rollout_train --metrics": script(rollout_train, "--metrics"),
     "rollout_train --plot": script(rollout_train, "--plot"),
     "rollout_gap --json": script(gap_entry.main, "--json"),
-    "bench_decode --json": script(bench_decode.main, "--device", "cpu", "--json"),
-    "bench_decode --plot": script(bench_decode.main, "--device", "cpu", "--plot"),
-    "bench_engine --json": script(bench_engine.main, "--json"),
+    "decode --json": script(decode.main, "--device", "cpu", "--json"),
+    "decode --plot": script(decode.main, "--device", "cpu", "--plot"),
+    "engine --json": script(engine.main, "--json"),
     "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
 }
 FOLDERS = {
     "train --save": script(train, "--save"),
     "rollout_train --save": script(rollout_train, "--save"),
-    "bench_attention": folder_first(bench_attention.main, "--device", "cpu"),
-    "bench_cached_attention": folder_first(bench_cached_attention.main, "--device", "cpu"),
-    "bench_context_parallel": folder_first(bench_context_parallel.main),
-    "bench_conversion": folder_first(bench_conversion.main, "--sizes", "3MB"),
-    "bench_pretraining": folder_first(bench_pretraining.main),
+    "attention": folder_first(attention.main, "--device", "cpu"),
+    "cached_attention": folder_first(cached_attention.main, "--device", "cpu"),
+    "context_parallel": folder_first(context_parallel.main),
+    "conversion": folder_first(conversion.main, "--sizes", "3MB"),
+    "pretraining": folder_first(pretraining.main),
     "logits_table": by_sys_argv(logits_table),
 }
 

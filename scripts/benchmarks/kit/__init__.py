@@ -1,0 +1,1 @@
+"""What all benchmarks share: arguments, timing, machine description, reports, tables and plots."""

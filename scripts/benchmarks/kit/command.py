@@ -1,0 +1,131 @@
+"""Time and memory of a command that reads and writes files, beginning with a cold page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from console.parent import ends_with_this_process
+
+SAMPLE_SECONDS = 0.05
+
+
+class CommandError(RuntimeError):
+    """A measured command that failed; the message ends with the last of its output."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a command took.
+
+    Attributes:
+        seconds: From its start until its output is on disk.
+        peak_bytes: Most resident memory of its processes together, mapped files included.
+        anonymous_bytes: The most that was not mapped files, by samples.
+    """
+
+    seconds: float
+    peak_bytes: int
+    anonymous_bytes: int
+
+
+def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Run:
+    """Run a command that reads ``source`` and writes ``target``.
+
+    Before, everything is on disk and nothing of ``source`` is in memory; the time ends when the
+    file system has written all of ``target``.
+
+    Args:
+        command: With its arguments.
+        source: Folder, dropped from the page cache.
+        target: Folder.
+        log: File that takes the command's output.
+
+    Raises:
+        CommandError: If it fails.
+    """
+    forget(source)
+    with log.open("w") as output:
+        begin = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=ends_with_this_process(),
+        )
+        peak, anonymous = _wait(process)
+        if process.returncode:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise CommandError(f"{' '.join(command)} ended with {process.returncode}:\n{tail}")
+        sync(target)
+        seconds = time.perf_counter() - begin
+    return Run(seconds, peak, anonymous)
+
+
+def forget(folder: Path) -> None:
+    """Write everything to disk, then drop the files of ``folder`` from the page cache."""
+    sync(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file system that ``path`` is on has written everything."""
+    subprocess.run(["sync", "-f", str(path)], check=True)
+
+
+def _wait(process: subprocess.Popen) -> tuple[int, int]:
+    """Wait for a process; returns the peaks of its tree, total and anonymous."""
+    peak = anonymous = 0
+    try:
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            samples = [_status(one, "VmRSS", "RssAnon") for one in _tree(process.pid)]
+            peak = max(peak, sum(total for total, _ in samples))
+            anonymous = max(anonymous, sum(own for _, own in samples))
+            time.sleep(SAMPLE_SECONDS)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    # The kernel's own high-water mark misses nothing between samples, but knows one process, and
+    # begins with that of the one that started it: this one. Without a sample, too much is better.
+    if not peak or usage.ru_maxrss * 1024 > _status(os.getpid(), "VmHWM")[0]:
+        peak = max(peak, usage.ru_maxrss * 1024)
+    return peak, anonymous
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    result = [pid]
+    for parent in result:
+        with contextlib.suppress(OSError):  # it has ended
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                result += map(int, (task / "children").read_text().split())
+    return result
+
+
+def _status(pid: int, *keys: str) -> list[int]:
+    """Bytes that the kernel gives under ``keys`` for a process; 0 if it has ended."""
+    values = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in keys:
+                values[key] = int(value.split()[0]) * 1024
+    return [values.get(key, 0) for key in keys]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

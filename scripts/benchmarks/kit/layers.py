@@ -1,0 +1,204 @@
+"""One attention layer, ours or Megatron's, with its input; memory and traffic of a step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor, nn
+
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.testing.traffic import Traffic, count_traffic
+from benchmarks.kit.processes import Processes
+from benchmarks.kit.report import Refused
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer with an input of this rank.
+
+    Attributes:
+        layer: Megatron's attention interface.
+        x: [tokens / cp, 1, hidden], requires a gradient.
+        output_grad: Like ``x``.
+        packed: Boundaries of the whole pack, None for one sequence.
+    """
+
+    layer: nn.Module
+    x: Tensor
+    output_grad: Tensor
+    packed: PackedSeqParams | None
+
+    def forward(self) -> Tensor:
+        """The output, [tokens / cp, 1, hidden]."""
+        return self.layer(self.x, None, packed_seq_params=self.packed)[0]
+
+    def backward(self, output: Tensor) -> None:
+        """Gradients of the input and of all parameters."""
+        output.backward(self.output_grad)
+
+    def forget_gradients(self) -> None:
+        """As after an optimizer step."""
+        self.x.grad = None
+        self.layer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Traffic and memory of one step; bytes are None without a GPU.
+
+    Attributes:
+        forward: What forward sent to other ranks.
+        backward: What backward sent.
+        kept_bytes: Allocated by forward and not freed before backward.
+        peak_bytes: The most allocated during the step.
+    """
+
+    forward: Traffic
+    backward: Traffic
+    kept_bytes: int | None
+    peak_bytes: int | None
+
+
+def observe(subject: Subject, processes: Processes) -> Observed:
+    """Run one step for its traffic and memory; before and afterwards there are no gradients."""
+    on_gpu = processes.on_gpu
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with count_traffic() as forward:
+        output = subject.forward()
+    kept = torch.cuda.memory_allocated() - before if on_gpu else None
+    with count_traffic() as backward:
+        subject.backward(output)
+    processes.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    subject.forget_gradients()
+    return Observed(forward, backward, kept, peak)
+
+
+def build(
+    config: MLATransformerConfig,
+    options: AbsorbedMLAOptions | None,
+    processes: Processes,
+    tokens: int,
+    packed: PackedSeqParams | None,
+) -> Subject:
+    """The layer in training mode, and random input, on this process's device.
+
+    Args:
+        config: Of the layer, see :func:`layer_config`.
+        options: Of ours; None for Megatron's layer.
+        processes: For the device and random values.
+        tokens: Of this rank.
+        packed: Boundaries of the whole pack; None for one sequence.
+
+    Raises:
+        Refused: If it cannot be built here.
+    """
+    spec = attention_spec(config, options)
+    layer = build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type).to(
+        processes.device
+    )
+    shape = (tokens, 1, config.hidden_size)
+    x = processes.random(*shape).requires_grad_()
+    return Subject(layer.train(), x, processes.random(*shape), packed)
+
+
+def attention_spec(config: MLATransformerConfig, options: AbsorbedMLAOptions | None) -> ModuleSpec:
+    """Our attention with ``options``, or Megatron's standard MLA for None.
+
+    Raises:
+        Refused: If it cannot be built here.
+    """
+    if options is None:
+        if not HAVE_TE:
+            raise Refused("Megatron's standard MLA needs transformer-engine, not installed here")
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            multi_latent_attention=True, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        try:
+            layer = get_absorbed_mla_layer_spec(
+                config, backend=config.transformer_impl, options=options
+            )
+        except ValueError as error:
+            raise Refused(str(error)) from None
+    return layer.submodules.self_attention
+
+
+def layer_config(
+    args: argparse.Namespace,
+    processes: Processes,
+    *,
+    heads: int,
+    recompute: str | None,
+    cp_comm_type: str | None = None,
+    rope_fusion: bool = False,
+) -> MLATransformerConfig:
+    """Megatron's config of the layer.
+
+    Args:
+        args: For the dimensions and ``rope_type``.
+        processes: For device, dtype and context-parallel size.
+        heads: Of the layer.
+        recompute: Module that is recomputed in backward, or None.
+        cp_comm_type: How ranks exchange keys under context parallelism.
+        rope_fusion: Whether Megatron's layer rotates by a kernel.
+    """
+    return MLATransformerConfig(
+        recompute_granularity=None if recompute is None else "selective",
+        recompute_modules=None if recompute is None else [recompute],
+        num_layers=1,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.hidden_size,
+        num_attention_heads=heads,
+        q_lora_rank=args.q_lora_rank,
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+        qk_layernorm=True,
+        rope_type=args.rope_type,
+        rotary_base=10000,
+        rotary_scaling_factor=40,
+        original_max_position_embeddings=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=processes.dtype,
+        bf16=processes.dtype == torch.bfloat16,
+        transformer_impl="transformer_engine" if HAVE_TE and processes.on_gpu else "local",
+        use_cpu_initialization=not processes.on_gpu,
+        context_parallel_size=processes.size,
+        cp_comm_type=cp_comm_type,
+        apply_rope_fusion=rope_fusion,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def pack(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+    """Documents of these lengths, one after the other."""
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )

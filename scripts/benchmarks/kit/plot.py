@@ -1,0 +1,122 @@
+"""The plot of all benchmarks: panels of lines."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kit.tables import tokens_text
+
+# More panels than that cannot be read.
+MOST_PANELS = 16
+Points = list[tuple[float, float]]
+
+
+@dataclass
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: Above it.
+        xlabel: Below it.
+        lines: By name, points (x, y).
+        levels: By name, heights of dotted horizontal lines.
+        sizes: Whether x is a size, drawn by powers of 2; a plain number otherwise.
+        log_y: Whether y is logarithmic; from 0 otherwise.
+        marker: Of points; empty for a plain curve, whose y range is fitted.
+    """
+
+    title: str
+    xlabel: str
+    lines: dict[str, Points] = field(default_factory=lambda: defaultdict(list))
+    levels: Mapping[str, float] = field(default_factory=dict)
+    sizes: bool = True
+    log_y: bool = False
+    marker: str = "o"
+
+
+def collected(
+    points: Iterable[tuple[str, str, float, float]], xlabel: str, **options: Any
+) -> list[Panel]:
+    """Panels of points, each with the title of its panel and the name of its line before it."""
+    panels: dict[str, Panel] = {}
+    for title, name, x, y in points:
+        panel = panels.setdefault(title, Panel(title, xlabel, **options))
+        panel.lines[name].append((x, y))
+    return list(panels.values())
+
+
+def draw(panels: Sequence[Panel], path: Path) -> bool:
+    """Draw into a PNG.
+
+    Returns:
+        False if there is nothing to draw, or matplotlib is missing.
+    """
+    shown = [panel for panel in panels if panel.lines][:MOST_PANELS]
+    if not shown or not can_plot():
+        return False
+    rows = -(-len(shown) // 2)
+    with figure(path, rows, 2, (11, 0.6 + 3.2 * rows)) as grid:
+        for axes in grid.flat[len(shown) :]:
+            axes.set_axis_off()
+        for axes, panel in zip(grid.flat, shown):
+            _draw(axes, panel)
+    return True
+
+
+def _draw(axes, panel: Panel) -> None:
+    for number, (name, points) in enumerate(panel.lines.items()):
+        # Lines drawn first are wider, so that equal ones stay visible.
+        width = 1.2 + 0.8 * (len(panel.lines) - 1 - number)
+        xs, ys = zip(*sorted(points))
+        axes.plot(xs, ys, marker=panel.marker, markersize=4, linewidth=width, label=name)
+    for name, level in panel.levels.items():
+        axes.axhline(level, color="black", linestyle=":", label=f"{name} {level:.4g}")
+    if panel.sizes:
+        sizes = sorted({x for points in panel.lines.values() for x, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [tokens_text(int(size)) for size in sizes])
+        axes.set_xticks([], minor=True)
+    if panel.log_y:
+        axes.set_yscale("log")
+    elif panel.marker:
+        axes.set_ylim(bottom=0, top=1.05 * axes.get_ylim()[1])
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.xlabel)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """A PNG that is written at the end of the block; gives its axes, an array [rows, columns].
+
+    Args:
+        path: The PNG.
+        rows: Of axes.
+        columns: Of axes.
+        size: In inches, at 130 dots each.
+    """
+    import matplotlib
+
+    # Before pyplot looks for a screen.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    try:
+        yield grid
+        drawn.tight_layout()
+        drawn.savefig(path, dpi=130)
+    finally:
+        pyplot.close(drawn)

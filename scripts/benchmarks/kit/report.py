@@ -1,0 +1,237 @@
+"""Results of a benchmark: rows, the JSON file that keeps them, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_type_hints
+
+from benchmarks.kit import plot, provenance
+from benchmarks.kit.tables import Table, shortened
+
+_Built = TypeVar("_Built")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the repetitions: the median, the shortest, the longest, and their number."""
+
+    median: float
+    least: float
+    most: float
+    repetitions: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        """Of at least one repetition."""
+        return cls(median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+class Refused(Exception):
+    """A case that an implementation does not support, with its reason."""
+
+
+def reason(error: BaseException) -> str:
+    """Why a case has no figures, for its row.
+
+    Text, because a traceback would keep tensors alive that memory is short of.
+    """
+    text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    return shortened(text, 1000)
+
+
+@dataclass
+class Report:
+    """One run of a benchmark.
+
+    A benchmark's own report names the type of its rows, dataclasses with fields ``case`` and
+    ``error`` (empty, or why figures are missing), and derives their figures.
+
+    Attributes:
+        environment: From :func:`provenance.describe`.
+        rows: In the order they were measured.
+        row: Type of the rows.
+        rows_key: Name of the rows in the JSON file.
+        environment_key: Name of the environment in the JSON file.
+    """
+
+    environment: dict
+    rows: list = field(default_factory=list)
+
+    row: ClassVar[type]
+    rows_key: ClassVar[str] = "rows"
+    environment_key: ClassVar[str] = "environment"
+
+    def figures(self, row: Any) -> dict[str, float]:
+        """What follows from a row with figures, by name: rates, ratios, milliseconds."""
+        raise NotImplementedError
+
+    def as_json(self, row: Any) -> dict:
+        """A row in the file; values beyond its fields are ignored when it is read."""
+        return asdict(row)
+
+    @property
+    def measured(self) -> list:
+        """Rows with figures."""
+        return [row for row in self.rows if not row.error]
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        rows = [self.as_json(row) for row in self.rows]
+        write_json(path, {self.environment_key: self.environment, self.rows_key: rows})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The inverse of :meth:`write`.
+
+        Raises:
+            ValueError: If the file is not one of this script's.
+        """
+
+        def build(content: dict) -> Self:
+            rows = [read_dataclass(cls.row, one) for one in content[cls.rows_key]]
+            return cls(content[cls.environment_key], rows)
+
+        return read_json(path, build)
+
+    def line(self, row: Any) -> str:
+        """A row in one line, to be printed while others are measured."""
+        if row.error:
+            return f"{row.case}: {shortened(row.error, 150)}"
+        ran = f" ({row.ran})" if getattr(row, "ran", "") else ""
+        figures = (f"{name} {value:.4g}" for name, value in self.figures(row).items())
+        return f"{row.case}{ran}: {', '.join(figures)}"
+
+    def summary(self) -> dict:
+        """Environment, and the figures of every row or why it has none."""
+        rows = []
+        for row in self.rows:
+            case = asdict(row.case) if is_dataclass(row.case) else {"case": row.case}
+            rows.append(case | ({"error": row.error} if row.error else self.figures(row)))
+        return {self.environment_key: self.environment, self.rows_key: rows}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file; an interruption leaves the whole file or the former one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def read_json(path: Path, build: Callable[[Any], _Built]) -> _Built:
+    """What ``build`` makes of the content of a file that was given by ``--render``.
+
+    Raises:
+        ValueError: If it cannot make anything of it.
+    """
+    try:
+        return build(json.loads(path.read_text()))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--render must be JSON that this script wrote; {path}: {error!r}"
+        ) from None
+
+
+def read_dataclass(kind: type, content: dict) -> Any:
+    """A dataclass from JSON, the inverse of ``asdict``.
+
+    Fields that are missing take their defaults; what is no field is ignored.
+    """
+    hints = get_type_hints(kind)
+    known = {one.name: one for one in fields(kind) if one.name in content}
+    return kind(**{name: _value(hints[name], content[name]) for name in known})
+
+
+def _value(hint: Any, content: Any) -> Any:
+    """A value of a type that is, or has among its parts, a dataclass; anything else as it is."""
+    kinds = [kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
+    if not kinds or content is None:
+        return content
+    if isinstance(content, list):
+        return [read_dataclass(kinds[0], one) for one in content]
+    for kind in kinds:
+        if set(content) <= {one.name for one in fields(kind)}:
+            return read_dataclass(kind, content)
+    raise ValueError(f"{content} is no {' and no '.join(kind.__name__ for kind in kinds)}")
+
+
+def not_measured(reports: Iterable[Report], most: int = 4) -> str:
+    """The cases without figures, by reason; empty if there are none.
+
+    Args:
+        reports: Of one benchmark.
+        most: Cases that are named for one reason.
+    """
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for report in reports:
+        for row in report.rows:
+            if row.error:
+                by_reason[shortened(row.error)].append(str(row.case))
+    lines = []
+    for why, names in by_reason.items():
+        more = f"; {len(names) - most} more" if len(names) > most else ""
+        lines.append(f"- {why}: {'; '.join(names[:most])}{more}")
+    return "\n".join(["Not measured:", "", *lines]) if lines else ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that is shown of reports.
+
+    Attributes:
+        title: Of the page.
+        reports: What was measured.
+        tables: Of all reports.
+        panels: Of the plot.
+        notes: Paragraphs after the tables; empty ones are left out.
+        explanation: What the columns mean.
+    """
+
+    title: str
+    reports: Sequence[Report]
+    tables: Sequence[Table]
+    panels: Sequence[plot.Panel] = ()
+    notes: Sequence[str] = ()
+    explanation: str = ""
+
+    def markdown(self, image: str) -> str:
+        """For a file beside the plot ``image``."""
+        parts = [f"# {self.title}"]
+        parts += [provenance.sentence(report.environment) for report in self.reports]
+        for table in self._filled():
+            parts += [f"## {table.title}", table.markdown()]
+        parts += [*self.notes, not_measured(self.reports), f"![{self.title}]({image})"]
+        return "\n\n".join(filter(None, [*parts, self.explanation])) + "\n"
+
+    def print(self, stream: TextIO | None = None) -> None:
+        """Tables and notes to ``stream``, and a last line of JSON to stdout."""
+        stream = stream or sys.stdout
+        tables = [table.text() for table in self._filled()]
+        for part in filter(None, [*tables, *self.notes, not_measured(self.reports)]):
+            print(f"\n{part}", file=stream)
+        stream.flush()
+        print(json.dumps([report.summary() for report in self.reports]), flush=True)
+
+    def publish(self, folder: Path, name: str) -> None:
+        """Write NAME.md and NAME.png, and print."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(self.markdown(f"{name}.png"))
+        self.draw(folder / f"{name}.png")
+        print(f"Written to {folder}")
+        self.print()
+
+    def draw(self, path: Path, stream: TextIO | None = None) -> None:
+        """Write the plot, or say why there is none."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not plot.draw(self.panels, path):
+            message = "No plot: matplotlib is missing, or nothing was measured."
+            print(message, file=stream or sys.stdout)
+
+    def _filled(self) -> list[Table]:
+        return [table for table in self.tables if table.lines]

@@ -1,0 +1,118 @@
+"""Times of repeated forwards and backwards on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.kit.report import Times
+
+LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
+
+
+def repetitions(seconds: float, budget: float) -> int:
+    """How many steps of ``seconds`` to time: for ``budget`` seconds, within limits."""
+    if seconds > budget:
+        return 1
+    return max(LEAST_REPETITIONS, min(MOST_REPETITIONS, int(budget / seconds)))
+
+
+class Repeated:
+    """A forward and its backward, repeated for a number of seconds.
+
+    On a GPU all repetitions are queued, with events between them, before the host waits for any:
+    the host's own time counts only where the GPU has to wait for it.
+
+    Args:
+        forward: Returns what ``backward`` gets.
+        backward: Its gradients; None to time forward only.
+        finish: Called after each step, outside of the times; deletes gradients.
+        on_gpu: Whether the work is a GPU's.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Any],
+        backward: Callable[[Any], Any] | None = None,
+        finish: Callable[[], Any] = lambda: None,
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.finish = finish
+        self.on_gpu = on_gpu
+
+    def once(self) -> float:
+        """Seconds of one step."""
+        return self.steps(1)[0][2]
+
+    def times(self, seconds: float, budget: float) -> tuple[Times, Times | None, Times | None]:
+        """Of forward, of backward and of both.
+
+        Args:
+            seconds: About how long one step takes.
+            budget: Seconds for all repetitions.
+        """
+        forward, backward, step = zip(*self.steps(repetitions(seconds, budget)))
+        if self.backward is None:
+            return Times.of(forward), None, None
+        return Times.of(forward), Times.of(backward), Times.of(step)
+
+    def steps(self, count: int) -> list[tuple[float, float, float]]:
+        """Seconds of forward, backward and both of every repetition."""
+        marks = [self._step() for _ in range(count)]
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in marks]
+
+    def _step(self) -> tuple[Any, Any, Any]:
+        begin = self._mark()
+        result = self.forward()
+        middle = self._mark()
+        if self.backward is not None:
+            self.backward(result)
+        end = self._mark()
+        self.finish()
+        return begin, middle, end
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    """Seconds."""
+    if isinstance(begin, float):
+        return end - begin
+    return begin.elapsed_time(end) / 1e3
+
+
+def ceilings(on_gpu: bool) -> dict[str, float]:
+    """Rates that the device reaches: a bf16 (CPU: fp32) matrix product, and a copy.
+
+    Returns:
+        ``"matmul_tflops"`` and ``"copy_tbps"`` (bytes read and written).
+    """
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    size, elements = (8192, 2**31) if on_gpu else (256, 2**22)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    source = torch.randint(255, (elements,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    matmul = Repeated(lambda: torch.mm(left, right, out=product), on_gpu=on_gpu)
+    copy = Repeated(lambda: target.copy_(source), on_gpu=on_gpu)
+    seconds = []
+    for work in (matmul, copy):
+        work.once()
+        seconds.append(work.times(work.once(), 0.3)[0].median)
+    return {
+        "matmul_tflops": 2 * size**3 / seconds[0] / 1e12,
+        "copy_tbps": 2 * elements / seconds[1] / 1e12,
+    }

@@ -1,0 +1,109 @@
+"""Random values at the speed of memory, and the shards that hold them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.synthetic_checkpoint.models import Stored
+from benchmarks.synthetic_checkpoint.sizes import stored_bytes
+
+# A prime, so that no row of a tensor repeats an earlier one at the same place.
+BLOCK_VALUES = 4_194_301
+STRIDE = 1_000_003
+
+
+class Values:
+    """One block of random values per role; each tensor starts at a place of its own in it.
+
+    Args:
+        tensors: All tensors, in order; tensor i starts at i * STRIDE.
+        dtype: Of weights and norms.
+        seed: Of the block.
+    """
+
+    def __init__(self, tensors: Iterable[Stored], dtype: torch.dtype, seed: int) -> None:
+        self._start = {t.name: i * STRIDE % BLOCK_VALUES for i, t in enumerate(tensors)}
+        self._dtype = dtype
+        generator = torch.Generator().manual_seed(seed)
+        self._normal = torch.randn(BLOCK_VALUES, generator=generator)
+        self._blocks: dict[str, Tensor] = {}
+
+    def make(self, tensor: Stored) -> Tensor:
+        """The values of ``tensor``: the block again and again from the tensor's place on."""
+        block = self._block(tensor.role)
+        result = torch.empty(math.prod(tensor.shape), dtype=block.dtype)
+        position = self._start[tensor.copy_of or tensor.name]
+        written = 0
+        while written < len(result):
+            piece = block[position : position + len(result) - written]
+            result[written : written + len(piece)] = piece
+            written += len(piece)
+            position = 0
+        return result.view(tensor.shape)
+
+    def _block(self, role: str) -> Tensor:
+        if role not in self._blocks:
+            normal = self._normal
+            self._blocks[role] = {
+                "weight": lambda: (0.02 * normal).to(self._dtype),
+                "norm": lambda: (1 + 0.02 * normal).to(self._dtype),
+                "bias": lambda: 0.1 * normal,
+                # e4m3 ends at 448; a weight is its values times a scale of about 2e-4.
+                "fp8": lambda: (100 * normal).clamp(-448, 448).to(torch.float8_e4m3fn),
+                "scale": lambda: 2e-4 * (1 + 0.1 * normal.abs()),
+            }[role]()
+        return self._blocks[role]
+
+
+def shards(tensors: Iterable[Stored], config: dict, limit: int) -> list[list[Stored]]:
+    """Tensors in order, grouped so that no shard but one of a single tensor is above ``limit``."""
+    result: list[list[Stored]] = []
+    used = 0
+    for tensor in tensors:
+        nbytes = stored_bytes(tensor, config)
+        if not result or used + nbytes > limit:
+            result.append([])
+            used = 0
+        result[-1].append(tensor)
+        used += nbytes
+    return result
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict,
+    shard_list: list[list[Stored]],
+    values: Values,
+    progress: Callable[[str], None],
+) -> None:
+    """Write shards, index and config.json; one shard is in memory at a time.
+
+    Args:
+        folder: Exists and is empty.
+        config: The config.json.
+        shard_list: From :func:`shards`.
+        values: Makes the values.
+        progress: Called with the name of every file that has been written.
+    """
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shard_list, 1):
+        file = f"model-{number:05d}-of-{len(shard_list):05d}.safetensors"
+        save_file({t.name: values.make(t) for t in shard}, folder / file, {"format": "pt"})
+        weight_map.update((t.name, file) for t in shard)
+        total += sum(stored_bytes(t, config) for t in shard)
+        progress(file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / "config.json", config)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,1 +1,0 @@
-"""What ``scripts/bench_cached_attention.py`` is made of."""

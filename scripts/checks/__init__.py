@@ -1,0 +1,1 @@
+"""Checks of the package and reports about them."""

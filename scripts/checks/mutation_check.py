@@ -1,0 +1,438 @@
+#!/usr/bin/env python3
+"""Break the package on purpose, one line at a time, and see which test notices.
+
+Each mutation is applied to a copy of the checkout; the unit tests and then the distributed tests at
+TP=2 run until the first failure. A mutation that no test notices makes the script exit with 1.
+
+    $ python scripts/checks/mutation_check.py
+    (nothing broken)         not caught
+    rope_pairing             caught in tests/unit by tests/unit/attention/test_shapes.py
+
+With ``--tests`` only the named test files run, which is quick and shows what they notice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from console.parent import ends_with_this_process
+from console.parser import Parser
+from console.script import leave, run_script
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong line: in ``file``, ``right`` becomes ``wrong``."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+MUTATIONS = {
+    "rope_pairing": Mutation(
+        "absorbed_mla/rope.py",
+        "x[..., 0::2].to(compute), x[..., 1::2].to(compute)",
+        "(half.to(compute) for half in x.chunk(2, dim=-1))",
+    ),
+    "softmax_scale": Mutation(
+        "absorbed_mla/dims.py",
+        "math.sqrt(dims.qk_head_dim)",
+        "math.sqrt(dims.kv_down_dim)",
+    ),
+    "softmax_mscale": Mutation(
+        "absorbed_mla/dims.py",
+        "yarn_mscale(config.rotary_scaling_factor, config.mscale_all_dim)",
+        "yarn_mscale(config.rotary_scaling_factor, config.mscale)",
+    ),
+    "kv_row_interleave": Mutation(
+        "absorbed_mla/checkpoint/state_dict.py",
+        "return w_uk.flatten(0, 1), w_uv.flatten(0, 1)",
+        "return tuple(weight.split([w_uk.flatten(0, 1).shape[0], w_uv.flatten(0, 1).shape[0]]))",
+    ),
+    "k_rope_reduction_sp": Mutation(
+        "absorbed_mla/tensor_parallel.py",
+        "tensor_parallel_output_grad=True",
+        "tensor_parallel_output_grad=False",
+    ),
+    "k_rope_reduction_no_sp": Mutation(
+        "absorbed_mla/tensor_parallel.py",
+        "return copy_to_tensor_model_parallel_region(x, group=tp_group)",
+        "return x",
+    ),
+    "causal_offset": Mutation(
+        "absorbed_mla/core_attention/masks/scores.py",
+        "triu(chunk.causal_offset + 1)",
+        "triu(chunk.causal_offset + 2)",
+    ),
+    "q_norm_summed_by_host": Mutation(
+        "absorbed_mla/projections.py",
+        "average_gradients_across_tp_domain=True",
+        "",
+    ),
+    "shared_dropout_seed": Mutation(
+        "absorbed_mla/core_attention/masks/scores.py",
+        "            self.dropout_seed,",
+        "            torch.seed() % 2**62,",
+    ),
+    "late_chunk_of_a_rank": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return rank, 2 * self.cp_size - 1 - rank",
+        "return rank, self.cp_size + rank",
+    ),
+    "positions_in_the_pack": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return self.tokens() - starts.repeat_interleave(slots)",
+        "return self.tokens()",
+    ),
+    "padding_is_attended": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "queries = _clamp(length - before, chunk_size)",
+        "queries = chunk_size if length > before else 0",
+    ),
+    "ring_ignores_late_keys": Mutation(
+        "absorbed_mla/context_parallel/layout.py",
+        "return [(0, None), (early_keys + late_keys, None)]",
+        "return [(0, None), (early_keys, None)]",
+    ),
+    "gradient_scaled_twice": Mutation(
+        "absorbed_mla/context_parallel/strategies/all_gather.py",
+        "        return own\n",
+        "        return own / self.layout.cp_size\n",
+    ),
+    "gradient_stays_away": Mutation(
+        "absorbed_mla/context_parallel/strategies/p2p.py",
+        "return own + transfer.received()",
+        "return transfer.received() * 0 + own",
+    ),
+    "merge_weights": Mutation(
+        "absorbed_mla/core_attention/merge.py",
+        "for x in (lse, part_lse))",
+        "for x in (lse, lse))",
+    ),
+    "rotated_gradient": Mutation(
+        "absorbed_mla/rope.py",
+        "cos, sin, back=True)",
+        "cos, sin, back=False)",
+    ),
+    "rotated_view": Mutation(
+        "absorbed_mla/rope.py",
+        "x.clone() if x._is_view() else x",
+        "x",
+    ),
+    "k_rope_gradient_of_one_head": Mutation(
+        "absorbed_mla/core_attention/forms/expansion.py",
+        "extended[:, nope:, c:].diagonal",
+        "extended[:1, nope:, c:].diagonal",
+    ),
+    "weight_gradient_slice": Mutation(
+        "absorbed_mla/core_attention/forms/expansion.py",
+        "dw_k[:, :nope, :c]",
+        "dw_k[:, rope:, :c]",
+    ),
+    "k_rope_of_another_token": Mutation(
+        "absorbed_mla/core_attention/forms/expansion.py",
+        "= k_rope[:, None]",
+        "= k_rope.roll(1, 0)[:, None]",
+    ),
+    "head_chunks_not_summed": Mutation(
+        "absorbed_mla/core_attention/forms/forms.py",
+        "dkv = part if dkv is None else dkv.add_(part)",
+        "dkv = part",
+    ),
+    "slowest_form": Mutation(
+        "absorbed_mla/core_attention/selection.py",
+        "form, found = min(candidates, ",
+        "form, found = max(candidates, ",
+    ),
+    "form_without_backward": Mutation(
+        "absorbed_mla/core_attention/cost.py",
+        "(3 * key + 2 * value) if work.training else 0",
+        "0",
+    ),
+    "wave_alignment": Mutation(
+        "absorbed_mla/core_attention/masks/varlen.py",
+        "key_end=span.key_start + queries + offset)",
+        "key_end=span.key_start + queries + offset + 1)",
+    ),
+    "uncovered_keys": Mutation(
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
+        "torch.empty_like if wave.num_keys == len(k) else torch.zeros_like",
+        "torch.empty_like",
+    ),
+    "uncovered_queries": Mutation(
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
+        "make = torch.empty if covers(rules.spans, tokens) else torch.zeros\n",
+        "make = torch.empty\n",
+    ),
+    "atomics_where_forbidden": Mutation(
+        "absorbed_mla/core_attention/backends/flash_attention_4.py",
+        "deterministic=is_demanded()",
+        "deterministic=False",
+    ),
+    "tile_offset": Mutation(
+        "absorbed_mla/core_attention/masks/tiles.py",
+        "offset = offset + part * tokens",
+        "offset = offset + part * (tokens - 1)",
+    ),
+    "tiles_of_another_layout": Mutation(
+        "absorbed_mla/core_attention/by_identity.py",
+        "key = (id(subject), *others)",
+        "key = (*others,)",
+    ),
+    "cache_written_one_late": Mutation(
+        "absorbed_mla/inference/caches/static.py",
+        "self.memory.write(self.offset, self.requests",
+        "self.memory.write(self.offset + 1, self.requests",
+    ),
+    "decoded_at_position_zero": Mutation(
+        "absorbed_mla/inference/caches/static.py",
+        "torch.arange(self.offset, self.max_position, device=device)",
+        "torch.arange(0, self.max_position - self.offset, device=device)",
+    ),
+    "context_chunk_dropped": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "ranges, room = [], chunk_size",
+        "return",
+    ),
+    "context_of_another_row": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "part.gather(self.first_row + keys.row,",
+        "part.gather(keys.row,",
+    ),
+    "segment_on_the_wrong_axis": Mutation(
+        "absorbed_mla/inference/segments.py",
+        "starts - first if first else starts",
+        "starts",
+    ),
+    "offloaded_part_starts_at_zero": Mutation(
+        "absorbed_mla/inference/latent_memory.py",
+        "start += self.block_size",
+        "start += 0",
+    ),
+    "cache_of_the_first_layer": Mutation(
+        "absorbed_mla/inference/caches/dynamic.py",
+        "DynamicStep(context, layer_number - layer_offset(), tokens)",
+        "DynamicStep(context, 1, tokens)",
+    ),
+    "decode_reuses_a_stage_early": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "",
+    ),
+    "decode_reads_behind_the_table": Mutation(
+        "absorbed_mla/kernels/hopper/decode_tile.py",
+        "gl.minimum(tile.key_start + block * KEYS + page, last)",
+        "tile.key_start + block * KEYS + page",
+    ),
+    "decode_splits_overlap": Mutation(
+        "absorbed_mla/kernels/paged/schedule.py",
+        "tl.minimum((number + 1) * split_keys[:, None], keys[:, None])",
+        "keys[:, None]",
+    ),
+    "last_split_not_combined": Mutation(
+        "absorbed_mla/kernels/paged/combine.py",
+        "count = (keys + split_keys - 1) // split_keys",
+        "count = keys // split_keys",
+    ),
+    "unused_latents_not_cleared": Mutation(
+        "absorbed_mla/kernels/hopper/forward_shared.py",
+        "gl.where(row < count, part.load(layout), 0.0)",
+        "part.load(layout)",
+    ),
+    "head_product_of_one_token": Mutation(
+        "absorbed_mla/absorb.py",
+        '"sbnk,sbnc->nkc", x, grad',
+        '"sbnk,sbnc->nkc", x[:1], grad[:1]',
+    ),
+    "inference_under_context_parallelism": Mutation(
+        "absorbed_mla/attention.py",
+        "cp_size=cp_size",
+        "cp_size=1",
+    ),
+    "angles_in_fp32": Mutation(
+        "absorbed_mla/rope.py",
+        "torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())",
+        "torch.outer(torch.arange(size, dtype=torch.float32), frequencies.float())",
+    ),
+    "yarn_clamped_to_pairs": Mutation(
+        "absorbed_mla/rope.py",
+        "parameters.qk_pos_emb_head_dim - 1)",
+        "parameters.qk_pos_emb_head_dim // 2 - 1)",
+    ),
+    "fused_accumulation_off_for_all": Mutation(
+        "absorbed_mla/linear.py",
+        "maker_config = copy.copy(config)",
+        "maker_config = config",
+    ),
+    "ring_passes_on_in_bf16": Mutation(
+        "absorbed_mla/context_parallel/strategies/p2p.py",
+        "grad.add_(transfer.received())",
+        "grad.bfloat16().add_(transfer.received()).to(grad.dtype)",
+    ),
+    "ring_ends_in_bf16": Mutation(
+        "absorbed_mla/context_parallel/strategies/p2p.py",
+        "return own + transfer.received()",
+        "return (own.bfloat16() + transfer.received().bfloat16()).to(own.dtype)",
+    ),
+    "ring_of_group_ranks": Mutation(
+        "absorbed_mla/context_parallel/strategies/p2p.py",
+        "dist.get_global_rank(group, (rank + by) % size)",
+        "(rank + by) % size",
+    ),
+    "output_projection_initialised_too_wide": Mutation(
+        "absorbed_mla/projections.py",
+        "init_method=config.output_layer_init_method",
+        "init_method=config.init_method",
+    ),
+    "second_derivatives_pruned": Mutation(
+        "absorbed_mla/first_order.py",
+        "return _refuse_derivatives(found, (*grads, *ctx.saved_tensors))",
+        "return _refuse_derivatives(found, grads)",
+    ),
+    "rows_off_cache_lines": Mutation(
+        "absorbed_mla/core_attention/tiled_reference.py",
+        "return F.pad(x, (0, missing)) if missing else x",
+        "return x",
+    ),
+    "marks_lost_on_assignment": Mutation(
+        "absorbed_mla/checkpoint/parameter_marks.py",
+        "vars(layer._parameters[name]).update(marks)",
+        "vars(layer._parameters[name]).update({})",
+    ),
+    "halves_share_memory": Mutation(
+        "absorbed_mla/checkpoint/parameter_marks.py",
+        "state_dict[key] = tensor.clone()",
+        "state_dict[key] = tensor",
+    ),
+    "a_hooks_tensor_is_rotated": Mutation(
+        "absorbed_mla/linear.py",
+        "return output if _makes_its_output(layer) else output.clone()",
+        "return output",
+    ),
+    "boundaries_remembered_on_the_host": Mutation(
+        "absorbed_mla/sequences.py",
+        "if not cu_seqlens.is_cuda or cu_seqlens.is_inference():",
+        "if cu_seqlens.is_inference():",
+    ),
+    "context_of_another_model": Mutation(
+        "absorbed_mla/inference/caches/static.py",
+        "if begun and last is not None and last() is not owner:",
+        "if begun and last is None and last is not owner:",
+    ),
+    "packs_with_an_old_cudnn": Mutation(
+        "absorbed_mla/core_attention/module.py",
+        "packed=packed,",
+        "packed=False,",
+    ),
+}
+
+
+def pytest(paths: list[str], processes: int = 1) -> list[str]:
+    """The command that runs these tests until the first failure."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else [])]
+    command += ["-m", "pytest", "-x", "-q", "-W", "ignore", *paths]
+    # The tests of the list above would notice whatever is broken.
+    return [*command, "--deselect", "tests/unit/project/test_mutations.py"]
+
+
+SUITES = {
+    "tests/unit": pytest(["tests/unit"]),
+    "tests/distributed (TP=2)": pytest(["tests/distributed"], processes=2),
+}
+
+
+def main() -> int:
+    """Run the chosen mutations and report; returns the exit code."""
+    return run_script("mutation_check.py", _check)
+
+
+def _check() -> int:
+    parser = Parser("mutation_check.py", __doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MUTATIONS)} (default: all)")
+    parser.add_argument(
+        "--tests", nargs="+", metavar="FILE", help="run these files only (default: all tests)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="for --tests")
+    arguments = parser.parse_args()
+    names = arguments.names or list(MUTATIONS)
+    unknown = sorted(set(names) - set(MUTATIONS))
+    if unknown:
+        parser.error(f"unknown mutation {', '.join(unknown)}; known are {', '.join(MUTATIONS)}")
+    suites = SUITES
+    if arguments.tests:
+        suites = {"the chosen files": pytest(arguments.tests, arguments.processes)}
+    if first_failure("(nothing broken)", None, suites):
+        parser.error("the tests fail without any mutation; mend that first")
+    caught = [first_failure(name, MUTATIONS[name], suites) for name in names]
+    return 0 if all(caught) else 1
+
+
+def first_failure(name: str, mutation: Mutation | None, suites: dict[str, list[str]]) -> str | None:
+    """The first test of ``suites`` that fails under ``mutation``, printed as it is found."""
+    with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
+        copy = Path(folder)
+        copy_checkout(copy)
+        if mutation:
+            mutate(copy / mutation.file, mutation)
+        for suite, command in suites.items():
+            failure = run_until_failure(command, copy)
+            if failure:
+                print(f"{name:24s} caught in {suite} by {failure}", flush=True)
+                return failure
+    print(f"{name:24s} not caught", flush=True)
+    return None
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy what git tracks or would track, as it is in the working tree."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (REPO / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, folder / name)
+
+
+def mutate(target: Path, mutation: Mutation) -> None:
+    """Write the wrong line; the right one must be there exactly once."""
+    source = target.read_text()
+    if source.count(mutation.right) != 1:
+        raise SystemExit(f"{mutation.file} does not hold {mutation.right!r} once; update the list")
+    target.write_text(source.replace(mutation.right, mutation.wrong))
+
+
+def run_until_failure(command: list[str], folder: Path) -> str | None:
+    """The id of the first failed test, or None if all passed."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=ends_with_this_process(),
+    )
+    if result.returncode == 0:
+        return None
+    # Only a failed test counts; a broken environment or a syntax error proves nothing.
+    found = re.search(r"^FAILED (.+?)(?: - |$)", result.stdout, re.MULTILINE)
+    if not found:
+        raise SystemExit(f"{' '.join(command)} did not run:\n{result.stdout}\n{result.stderr}")
+    return found.group(1)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,1 +1,0 @@
-"""What scripts/bench_decode.py is made of."""

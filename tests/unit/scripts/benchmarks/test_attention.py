@@ -1,0 +1,339 @@
+"""scripts/benchmarks/attention.py: a run on a CPU, what is compared with what, and the peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import attention
+from benchmarks.attention import (
+    PEERS,
+    AttentionReport,
+    Bench,
+    CoreCase,
+    LayerCase,
+    Row,
+    attention_flops,
+    cases,
+    document_lengths,
+    parse_arguments,
+)
+from benchmarks.kit.arguments import DIMS, dims_of
+from benchmarks.kit.report import Refused, Times
+from tests.support.numerics import relative_error
+
+# Options for a CPU.
+TINY = ["--device", "cpu", "--form", "expanded", "--heads", "2", "--seq-lens", "48"]
+TINY += ["--seconds-per-row", "0.01", "--hidden-size", "32", "--q-lora-rank", "16"]
+TINY += ["--kv-lora-rank", "32", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"]
+TINY += ["--v-head-dim", "16"]
+
+
+def times(seconds: float) -> Times:
+    return Times(seconds, seconds / 2, 2 * seconds, 3)
+
+
+MEGATRON = Row(
+    case=LayerCase("megatron", True, 128, 8192, "thd"),
+    forward=times(0.01),
+    backward=times(0.03),
+    step=times(0.04),
+    kept_bytes=1000 * 2**20,
+    peak_bytes=2000 * 2**20,
+)
+OURS = dataclasses.replace(
+    MEGATRON,
+    case=LayerCase("ours", True, 128, 8192, "thd"),
+    step=times(0.038),
+    kept_bytes=250 * 2**20,
+    ran="expanded, cudnn",
+)
+CORE = Row(
+    case=CoreCase("torch, cudnn", "expanded", 16, 8192),
+    forward=times(0.001),
+    backward=times(0.002),
+    step=times(0.003),
+)
+
+
+def report(*rows: Row) -> AttentionReport:
+    return AttentionReport({"dims": DIMS}, list(rows))
+
+
+def changed(row: Row, **changes) -> Row:
+    """A row of another case."""
+    return dataclasses.replace(row, case=dataclasses.replace(row.case, **changes))
+
+
+class TestRun:
+    @pytest.fixture(scope="class")
+    def measured(self, tmp_path_factory) -> tuple[AttentionReport, str]:
+        """A real run on the CPU: its report and its output."""
+        folder = tmp_path_factory.mktemp("attention")
+        done = subprocess.run(
+            [sys.executable, attention.__file__, str(folder), *TINY],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GIT_COMMIT": "abc"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        assert {path.suffix for path in folder.iterdir()} == {".json", ".md", ".png"}
+        return AttentionReport.read(folder / "attention.json"), done.stdout
+
+    def test_ours_is_measured_in_both_suites(self, measured):
+        found, output = measured
+        layers = [(r.case.recompute, r.case.layout) for r in found.of("layer")]
+        assert layers == [(True, "sbhd"), (True, "thd"), (False, "sbhd"), (False, "thd")]
+        assert {row.suite for row in found.rows[8:]} == {"core"}
+        assert {row.ran for row in found.of("layer")} == {"expanded, reference"}
+        cores = {(row.case.implementation, row.case.form) for row in found.of("core")}
+        assert cores == {("ours, reference", "expanded"), ("ours, reference", "absorbed")}
+        for row in [*found.of("layer"), *found.of("core")]:
+            assert 0 < row.forward.least <= row.forward.median <= row.forward.most
+            assert row.step.median > row.backward.median > 0
+            assert not row.error
+        [last] = json.loads(output.splitlines()[-1])
+        assert last["environment"]["commit"] == "abc" and len(last["rows"]) == len(found.rows)
+        versions = {*found.environment["versions"]}
+        assert {"triton", "flash-attn-4", "nvidia-cutlass-dsl"} < versions
+
+    def test_others_say_why_they_were_not_measured(self, measured):
+        found, output = measured
+        why = {row.case.implementation: row.error for row in found.rows if row.error}
+        assert "needs a GPU" in why["ours, cudnn"]
+        assert why["torch, cudnn"] == "this device has no such kernel"
+        assert "same last dimension" in why["torch, flash"]
+        assert why["megatron"] == (
+            "Megatron's standard MLA needs transformer-engine, not installed here"
+        )
+        for module in ("transformer_engine", "flash_attn_interface", "flash_attn"):
+            assert any(f"No module named '{module}'" in error for error in why.values())
+        assert "Not measured:" in output and "Layer" in output
+
+
+class TestCases:
+    def test_what_matters_comes_first_and_smaller_ones_before_larger(self):
+        found = cases(parse_arguments(["out", "--heads", "128,16", "--seq-lens", "2k,1k"]))
+        layers = [case for case in found if isinstance(case, LayerCase)]
+        assert found[: len(layers)] == layers and len(layers) == 2 * 2 * 2 * 4
+        assert [c.tokens for c in layers] == 2 * (8 * [1024] + 8 * [2048])
+        # Like is measured beside like.
+        assert layers[:2] == [
+            LayerCase("megatron", True, 16, 1024, "sbhd"),
+            LayerCase("ours", True, 16, 1024, "sbhd"),
+        ]
+        assert {c.recompute for c in layers[:16]} == {True}
+        names = {case.implementation for case in found[len(layers) :]}
+        assert {"ours, cudnn", "ours, reference", *PEERS} <= names and "ours, auto" not in names
+
+    def test_some(self):
+        only = cases(parse_arguments(["out", "--only", "cudnn"]))
+        assert {case.implementation for case in only} == {"ours, cudnn", "torch, cudnn"}
+        assert {type(c) for c in cases(parse_arguments(["out", "--suite", "layer"]))} == {LayerCase}
+
+    def test_quick_is_what_is_not_given(self):
+        quick = parse_arguments(["out", "--quick"])
+        assert (quick.seq_lens, quick.seconds_per_row) == ([4096, 8192], 0.1)
+        given = parse_arguments(["out", "--quick", "--seq-lens", "1k", "--seconds-per-row", "1"])
+        assert (given.seq_lens, given.seconds_per_row) == ([1024], 1.0)
+        assert max(case.tokens for case in cases(parse_arguments(["out"]))) == 64 * 1024
+
+    def test_flops_of_a_pair(self):
+        for form, forward, backward in (("expanded", 640, 1664), ("absorbed", 2176, 5504)):
+            pairs = 16 * 8192 * 8192 / 2
+            found = attention_flops(CoreCase("ours", form, 16, 8192), DIMS)
+            assert found == (pairs * forward, pairs * backward)
+
+    @pytest.mark.parametrize("tokens", (1, 7, 64, 65536))
+    def test_documents_fill_the_pack_and_are_drawn_once(self, tokens):
+        lengths = document_lengths(tokens, 1)
+        assert sum(lengths) == tokens and min(lengths) >= 1
+        assert lengths == document_lengths(tokens, 1)
+        if tokens > 64:
+            assert len(set(lengths)) > 3 and lengths != document_lengths(tokens, 2)
+
+
+class TestBench:
+    """The loop around measurements."""
+
+    @pytest.fixture
+    def bench(self) -> Bench:
+        args = parse_arguments(["out", "--longest-step", "1"])
+        return Bench(args, SimpleNamespace(), time.monotonic())
+
+    def test_a_case_that_fails_is_a_row_and_the_next_is_measured(self, bench, monkeypatch):
+        def measure(case, args, processes):
+            if case.implementation == "megatron":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return dataclasses.replace(OURS, case=case)
+
+        monkeypatch.setattr(attention, "measure_layer", measure)
+        first, second = (bench.measure(row.case) for row in (MEGATRON, OURS))
+        assert first == Row(case=MEGATRON.case, error="OutOfMemoryError: CUDA out of memory")
+        assert second == OURS
+
+    def test_a_long_case_is_left_out(self, bench, monkeypatch):
+        measure = lambda case, *_: dataclasses.replace(CORE, case=case)  # noqa: E731
+        monkeypatch.setattr(attention, "measure_core", measure)
+        bench.measure(CORE.case)
+        # 0.003 s at 8k are 3 s at 256k.
+        left_out = bench.measure(changed(CORE, tokens=2**18).case)
+        assert left_out.error == "left out: a step would take about 3 s (--longest-step)"
+        assert not bench.measure(changed(CORE, tokens=2**18, form="absorbed").case).error
+
+    def test_late_cases_are_left_out(self, bench):
+        bench.begin -= 241
+        assert bench.measure(CORE.case).error == "left out: 240 s are over (--time-limit)"
+
+    def test_a_device_that_is_lost_ends_no_script(self, bench, monkeypatch):
+        def gone(*args):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(attention, "measure_core", gone)
+        monkeypatch.setattr(torch.cuda, "empty_cache", gone)
+        assert "illegal memory access" in bench.measure(CORE.case).error
+
+
+def tiny_processes() -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(1)
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        on_gpu=False,
+        random=lambda *shape: torch.randn(shape, generator=generator),
+        synchronize=lambda: None,
+    )
+
+
+def measure_tiny(implementation: str, form: str) -> Row:
+    case = CoreCase(implementation, form, 2, 8)
+    return attention.measure_core(case, parse_arguments(["out", *TINY]), tiny_processes())
+
+
+class FusedAttention(torch.nn.Module):
+    """TransformerEngine's DotProductAttention, as far as it is used here."""
+
+    def __init__(self, heads, widths, num_gqa_groups, **options):
+        super().__init__()
+        self.heads, self.widths, self.groups, self.options = heads, widths, num_gqa_groups, options
+
+    def forward(self, q, k, v):
+        found = (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"])
+        assert found == ("1", "0") and os.environ["NVTE_UNFUSED_ATTN"] == "0"
+        assert (q.shape[2], k.shape[2]) == (self.heads, self.groups)
+        if v.shape[2] != self.heads:
+            raise ValueError(
+                "No dot product attention backend is available for the provided inputs. Please ..."
+            )
+        views = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        scale = self.options["softmax_scale"]
+        out = torch.nn.functional.scaled_dot_product_attention(*views, is_causal=True, scale=scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class TestPeers:
+    @pytest.mark.parametrize("form", ("expanded", "absorbed"))
+    def test_peers_compute_what_ours_computes(self, form, monkeypatch):
+        """The same inputs, the same scale, the same mask; gradients of all inputs."""
+        sdpa = torch.nn.attention.sdpa_kernel
+        math = [torch.nn.attention.SDPBackend.MATH]
+        monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backends: sdpa(math))
+        args = parse_arguments(["out", *TINY])
+        results = []
+        for implementation in ("ours, reference", "torch, efficient"):
+            case = CoreCase(implementation, form, 2, 48)
+            subject = attention.build_core(case, args, tiny_processes())
+            out = subject.forward()
+            results.append((out, subject.backward(out)))
+        (ours, grads), (theirs, their_grads) = results
+        assert relative_error(theirs, ours.out) < 1e-5
+        if form == "absorbed":
+            query = torch.cat((grads.q_content, grads.q_rope), dim=-1)
+            key = torch.cat((grads.k_content, grads.k_rope.unsqueeze(2)), dim=-1)
+        else:
+            # Joined in the inputs, as in a layer.
+            query, key = grads.q_content, grads.k_content
+            assert relative_error(their_grads[2], grads.value) < 1e-5
+        assert relative_error(their_grads[0], query) < 1e-5
+        assert relative_error(their_grads[1], key) < 1e-5
+
+    def test_nothing_is_joined_while_the_expanded_form_is_timed(self):
+        dims = dims_of(parse_arguments(["out", *TINY]))
+        case = CoreCase("", "expanded", 2, 8)
+        inputs = attention.random_inputs(case, dims, tiny_processes())
+        q, k, v = inputs.as_multi_head()
+        assert q is inputs.q_content and k is inputs.k_content and v is inputs.value
+        assert [x.shape for x in (q, k, v)] == [(8, 1, 2, 24), (8, 1, 2, 24), (8, 1, 2, 16)]
+
+    def test_transformer_engine_computes_fused_or_is_refused(self, monkeypatch):
+        """Its output is [S, B, N * V], and its settings are left as they were."""
+        module = SimpleNamespace(DotProductAttention=FusedAttention)
+        monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+        # Megatron's models set it for the process.
+        monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+        row = measure_tiny("TransformerEngine", "expanded")
+        assert row.step and not row.error
+        with pytest.raises(Refused, match="cuDNN's attention does not take this"):
+            measure_tiny("TransformerEngine", "absorbed")
+        assert os.environ["NVTE_FLASH_ATTN"] == "1" and "NVTE_FUSED_ATTN" not in os.environ
+
+    def test_an_implementation_without_backward_has_its_forward(self, monkeypatch):
+        def without_backward(inputs, scale):
+            return (lambda: torch.zeros(8, 1, 2, 16)), ()
+
+        monkeypatch.setitem(PEERS, "torch, cudnn", without_backward)
+        row = measure_tiny("torch, cudnn", "expanded")
+        assert row.forward and row.backward is None and row.step is None
+        assert row.error.startswith("backward: RuntimeError:")
+
+    def test_the_reference_is_for_small_sizes(self):
+        processes = SimpleNamespace(random=lambda *shape: torch.empty(1, 1, 576))
+        case = CoreCase("ours, reference", "absorbed", 128, 8192)
+        with pytest.raises(Refused, match="small sizes only"):
+            attention.measure_core(case, parse_arguments(["out"]), processes)
+
+
+class TestReport:
+    def test_ratios_are_of_the_same_input_with_the_same_recomputation(self):
+        """Otherwise memory saved by recomputation looks like the layer's own doing."""
+        found = report(MEGATRON, OURS)
+        assert found.ratios(OURS) == {"forward": 1.0, "step": pytest.approx(0.95), "kept": 0.25}
+        assert found.ratios(MEGATRON) == {}
+        for change in ({"heads": 16}, {"tokens": 4096}, {"layout": "sbhd"}, {"recompute": False}):
+            assert found.ratios(changed(OURS, **change)) == {}
+        plain = changed(OURS, recompute=False)
+        theirs = dataclasses.replace(changed(MEGATRON, recompute=False), step=times(0.019))
+        both = report(theirs, plain, MEGATRON, OURS)
+        assert both.peer(OURS) is MEGATRON and both.ratios(plain)["step"] == pytest.approx(2)
+
+    def test_tables(self):
+        found = report(MEGATRON, OURS, CORE, Row(case=CORE.case, error="too wide\nfor flash"))
+        [megatron, ours] = attention.layer_table([found]).lines
+        assert ours[:6] == ["thd", "8k", "128", "ours", "mla_up_proj", "expanded, cudnn"]
+        assert ours[6:10] == ["10.00 ms", "38.00 ms", "0.24 GiB", "1.95 GiB"]
+        assert ours[10:] == ["1.000", "0.950", "0.250"] and megatron[-3:] == ["-", "-", "-"]
+        # 16 heads x 8192^2 / 2 pairs x 640 or 1664, in 1 and 2 ms.
+        assert attention.core_table([found]).lines == [
+            ["expanded", "8k", "16", "torch, cudnn", "1.00 ms", "2.00 ms", "344", "447", "412"]
+        ]
+
+    @pytest.mark.parametrize(
+        "step, kept, met", ((0.04, 1010, True), (0.041, 1, False), (0.01, 1011, False))
+    )
+    def test_targets(self, step, kept, met):
+        row = dataclasses.replace(OURS, step=times(step), kept_bytes=kept * 2**20)
+        line = attention.targets([report(MEGATRON, row)]).splitlines()[-1]
+        verdict = "met" if met else "missed"
+        assert line.startswith(f"- {verdict}: ours recompute n=128 S=8192 thd: step")
+        assert not attention.targets([report(MEGATRON)])

@@ -1,0 +1,138 @@
+"""Command lines of all benchmarks: mistakes are one line, and former results are shown again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    attention,
+    cached_attention,
+    context_parallel,
+    conversion,
+    decode,
+    engine,
+    pretraining,
+)
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+COUNT, SECONDS = (
+    "expected a whole number above 0",
+    "expected a number of seconds above 0, got 'nan'",
+)
+FILE = "--render must be JSON that this script wrote"
+NO_GPU = "--device cuda needs a GPU, and there is none; give --device cpu"
+MISTAKES = {
+    attention: [
+        (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
+        (["--heads", "0"], f"argument --heads: {COUNT}"),
+        (["--layouts", "bshd"], "expected some of sbhd, thd"),
+        (["--suite", "none"], "argument --suite: invalid choice"),
+        (["--form", "other"], "argument --form: invalid choice"),
+        (["--backend", "other"], "argument --backend: invalid choice"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--rope-fusion"], "--rope-fusion needs --rope-type yarn"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    cached_attention: [
+        (["--suites", "decode"], "expected some of prefill, offload"),
+        (["--budget-ratio", "1"], "--budget-ratio must be at least 2"),
+        (["--render", "missing.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    context_parallel: [
+        ([], "context parallelism needs 2 or more processes, got 1"),
+        (["--sizes", "16q"], f"argument --sizes: {COUNT}"),
+        (["--heads", "0"], f"argument --heads: {COUNT}, got '0'"),
+        (["--layouts", "bshd"], "expected some of sbhd, thd"),
+        (["--implementations", "theirs"], "expected some of ours, megatron"),
+        (["--cp-comm-types", "a2a"], "expected some of all_gather, p2p"),
+        (["--form", "other"], "argument --form: invalid choice"),
+        (["--recompute", "core_attn"], "expected some of none, mla_up_proj"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+    ],
+    conversion: [
+        (["--sizes", "0.1GB,huge"], "got 'huge'"),
+        (["--repeat", "0"], f"{COUNT}, got '0'"),
+        (["--work-folder", "nowhere"], "--work-folder nowhere is no folder"),
+        (["--sizes", "900TB"], "GB free"),
+        (["--render", "/nowhere.json"], FILE),
+    ],
+    decode: [
+        (["--kv", "0"], f"argument --kv: {COUNT}"),
+        (["--implementations", "FlashMLA, other"], "expected some of ours, "),
+        (["--kv", "1", "--query-lengths", "1,2"], "2 new tokens are more than 1"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    engine: [
+        (["--max-tokens", "100"], "--max-tokens must be a multiple of 64"),
+        (["--max-requests", "3000"], "--max-tokens must be at least --max-requests=3000"),
+        (["--shared-prefix", "2000"], "--shared-prefix must be below --longest-prompt=1024"),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    pretraining: [
+        (["--iterations", "10"], "--iterations must be more than --skip 10, got 10"),
+        (["--layers", "0"], f"argument --layers: {COUNT}, got '0'"),
+        (["--attentions", "flash"], "expected some of standard, absorbed"),
+        (["--micro-batch-size", "3"], "must be a multiple of --micro-batch-size x --gpus = 3"),
+        (["--learning-rate", "nan"], "argument --learning-rate: expected a number"),
+        (["--render", "/nowhere.json"], FILE),
+    ],
+}
+WITHOUT_FOLDER = {decode, engine}
+# Whose published results take seconds to draw.
+MANY_PANELS = {attention, context_parallel}
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [(script, *one) for script, mistakes in MISTAKES.items() for one in mistakes],
+)
+def test_mistakes(script, options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = [] if script in WITHOUT_FOLDER else [str(tmp_path / "out")]
+    assert script.main([*folder, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{Path(script.__file__).name}: error: ")
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "files", "written"),
+    [
+        (attention, "attention/*.json", "attention"),
+        (cached_attention, "inference/[po][rf]*.json", "cached"),
+        (context_parallel, "context-parallel/*.json", "context_parallel"),
+        (conversion, "conversion/benchmark.json", "benchmark"),
+        (pretraining, "pretraining/*.json", "pretraining"),
+    ],
+)
+def test_published_results_are_shown_again(script, files, written, tmp_path, capsys, monkeypatch):
+    """Also those that older versions wrote."""
+    if script in MANY_PANELS:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = sorted(map(str, DOCS.glob(files)))
+    assert found
+    assert script.main([str(tmp_path), "--render", *found]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(last) == len(found)
+    text = (tmp_path / f"{written}.md").read_text()
+    assert text.count("Measured on ") == len(found) and text.count("\n| ") >= 4
+    assert (tmp_path / f"{written}.png").exists() == (script not in MANY_PANELS)
+
+
+def test_published_results_of_decode_are_shown_again(capsys):
+    assert decode.main(["--render", str(DOCS / "decode" / "uneven.json")]) == 0
+    out, err = capsys.readouterr()
+    [last] = json.loads(out)
+    assert sum("tbps" in row for row in last["rows"]) > 5 and "FlashMLA" in err

@@ -1,0 +1,128 @@
+"""scripts/benchmarks/decode.py: its cases, its counts, a run on a CPU, and the peers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from absorbed_mla.inference.backends.reference import paged_reference
+from absorbed_mla.registry import PAGED_BACKENDS
+from benchmarks import decode
+from benchmarks.decode import (
+    IMPLEMENTATIONS,
+    OURS,
+    PEERS,
+    Case,
+    DecodeReport,
+    cases,
+    parse_arguments,
+)
+from tests.support.paged import PagedCase
+from tests.unit.inference.test_paged_backends import decode_of_flash_mla
+
+TINY = (
+    "--device cpu --heads 2 --batches 2 --kv 40 --query-lengths 2 --block-sizes 16 "
+    "--kv-lora-rank 16 --qk-pos-emb-head-dim 8 --seconds-per-row 0.01"
+)
+
+
+def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    files = tmp_path / "decode.json", tmp_path / "decode.png"
+    more = ["--json", str(files[0]), "--plot", str(files[1])]
+    assert decode.main([*TINY.split(), *more]) == 0
+    out, err = capsys.readouterr()
+    [last] = json.loads(out.splitlines()[-1])
+    assert last["environment"]["commit"] == "abc"
+    assert last["environment"]["ceilings"]["copy_tbps"] > 0
+    assert [row["implementation"] for row in last["rows"]] == list(IMPLEMENTATIONS)
+    (measured,) = (row for row in last["rows"] if "us" in row)
+    assert measured["implementation"] == "ours, reference" and measured["tbps"] > 0
+    assert measured["difference"] == 0.0 and not measured["graph"]
+
+    assert "- it needs a GPU: FlashMLA n=2" in err and "ours, reference" in err
+    assert len(DecodeReport.read(files[0]).measured) == 1
+    assert files[1].stat().st_size > 1000
+    assert decode.main(["--render", str(files[0])]) == 0
+    again, shown = capsys.readouterr()
+    assert again == out.splitlines(keepends=True)[-1] and err.endswith(shown)
+
+
+def test_a_device_that_is_lost(capsys, monkeypatch):
+    """What comes after it says whose fault it is."""
+
+    def fail(self, case):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(decode.Bench, "_measure", fail)
+    assert decode.main([*TINY.split(), "--implementations", "FlashMLA;FlashInfer"]) == 0
+    [last] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    first, second = last["rows"]
+    assert first["error"].startswith("AcceleratorError: an illegal memory access")
+    assert second["error"].startswith("left out: FlashMLA n=2 b=2 kv=40")
+
+
+def test_counts_are_those_of_published_figures():
+    """FlashMLA on an H200: 545 us are 536 TFLOP/s, and 324 us with 16 heads are 3.72 TB/s."""
+    compute = Case("FlashMLA", 128, 128, 8192, 1, 64)
+    assert compute.flops(512, 64) / 545e-6 / 1e12 == pytest.approx(536, rel=2e-3)
+    memory = Case("FlashMLA", 16, 128, 8192, 1, 64)
+    assert memory.latent_bytes(512, 64, 2) / 324e-6 / 1e12 == pytest.approx(3.72, rel=3e-3)
+    pair = Case("FlashMLA", 1, 1, 10, 3, 64)
+    assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
+
+
+def test_uneven_requests():
+    """Spread evenly up to the longest, which is there."""
+    case = Case("FlashMLA", 1, 4, 40, 2, 64, uneven=True)
+    assert sorted(case.kv_lengths) == [12, 21, 31, 40] and "kv=<=40" in str(case)
+    assert case.latent_bytes(3, 1, 2) == (12 + 21 + 31 + 40) * 4 * 2
+    assert case.flops(1, 0) == (2 * 104 - 4) * 2 * 2
+    args = parse_arguments(["--quick", "--uneven", "--heads", "16"])
+    assert [case.uneven for case in cases(args, "cuda")].count(True) == len(cases(args, "cuda")) / 2
+
+
+def test_every_backend_is_measured():
+    assert set(PAGED_BACKENDS.names()) <= {name.removeprefix("ours, ") for name in OURS}
+    assert len(IMPLEMENTATIONS) == len(OURS) + len(PEERS)
+
+
+def test_cases():
+    args = parse_arguments(["--quick", "--heads", "16", "--query-lengths", "1"])
+    found = cases(args, "cuda")
+    assert "ours, reference" not in {case.implementation for case in found}
+    assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 1]] == [1, 32, 128]
+    assert {(case.kv, case.block_size) for case in found} == {(8192, 64)}
+    named = parse_arguments(["--implementations", "vLLM, Triton;ours, triton"])
+    assert [case.implementation for case in cases(named, "cuda")[:2]] == [
+        "vLLM, Triton",
+        "ours, triton",
+    ]
+
+
+class TestPeers:
+    INPUTS = decode.Inputs(*PagedCase((2, 2), (70, 40), heads=4, dtype=torch.float32).inputs())
+
+    def test_flash_mla(self, monkeypatch):
+        """Query and output in its layout."""
+        package = SimpleNamespace(
+            get_mla_metadata=lambda *args: ("schedule", "splits"),
+            flash_mla_with_kvcache=decode_of_flash_mla,
+        )
+        monkeypatch.setitem(sys.modules, "flash_mla", package)
+        found = decode.flash_mla(self.INPUTS)()
+        torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("name", PEERS)
+    def test_what_is_not_installed_says_so(self, monkeypatch, name):
+        for module in ("flash_mla", "flashinfer", "vllm"):
+            monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(decode.Refused, match="cannot be imported"):
+            PEERS[name](self.INPUTS)

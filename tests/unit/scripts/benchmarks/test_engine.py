@@ -1,0 +1,185 @@
+"""scripts/benchmarks/engine.py: a run on the CPU, and its verdict on an engine that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from absorbed_mla.testing.request import Request, Result, Run
+from benchmarks import engine
+from benchmarks.engine import (
+    Bench,
+    Case,
+    Comparison,
+    EngineReport,
+    Row,
+    cases,
+    compare,
+    counters,
+    errors,
+    longest,
+    missing,
+    parse_arguments,
+    scarce_blocks,
+    workload,
+)
+from tests.support.engine import by_whole_forwards, generating_model, prompt
+
+DIMS = shlex.split(
+    "--hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 --vocab-size 128"
+)
+SMALL = shlex.split(
+    "--requests 12 --longest-prompt 160 --shared-prefix 70 --longest-output 40 --max-requests 8 "
+    "--max-tokens 128"
+)
+
+
+def arguments(*more: str):
+    return parse_arguments([*DIMS, *SMALL, *more])
+
+
+class TestOnTheCpu:
+    @pytest.fixture(scope="class")
+    def report(self, tmp_path_factory) -> dict:
+        file = tmp_path_factory.mktemp("engine") / "report.json"
+        command = [sys.executable, engine.__file__, *DIMS, *SMALL]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, "--device", "cpu", "--json", str(file)],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        last = json.loads(done.stdout.splitlines()[-1])
+        assert json.loads(file.read_text()) == last
+        return last
+
+    def test_ours(self, report):
+        for row in report["rows"]:
+            if row["case"]["implementation"] != "ours":
+                continue
+            assert row["ok"] and not row["missing"]
+            assert row["generated"] == report["asked_for"]
+            assert row["comparison"]["equal"] == report["requests"] == 12
+            assert row["tokens_per_second"] > 0
+            graphs = row["engine"]["graph_steps"]
+            assert graphs == (row["engine"]["steps"] if row["case"]["graphs"] else 0)
+
+    def test_standard_has_its_error(self, report):
+        """Megatron's needs kernels for a GPU."""
+        standard = [r for r in report["rows"] if r["case"]["implementation"] == "standard"]
+        assert len(standard) == 2 and all(row["error"] for row in standard)
+
+
+class TestComparison:
+    REQUESTS = (Request(prompt(20), 6), Request(prompt(9), 6))
+
+    @pytest.fixture(scope="class")
+    def model(self):
+        return generating_model().eval()
+
+    @pytest.fixture(scope="class")
+    def alone(self, model):
+        return [result.tokens for result in by_whole_forwards(model, self.REQUESTS)]
+
+    def test_the_same(self, model, alone):
+        assert compare(model, self.REQUESTS, alone, alone, 0.1) == Comparison(equal=2)
+
+    def test_another_token(self, model, alone):
+        wrong = [alone[0], [*alone[1][:3], alone[1][3] ^ 1, *alone[1][4:]]]
+        found = compare(model, self.REQUESTS, wrong, alone, 1e-3)
+        assert (found.equal, found.ties, found.different, found.examples) == (1, 0, 1, (1,))
+        assert found.worst_gap > 1e-3
+        # As wide as the gap, it is a tie.
+        tied = compare(model, self.REQUESTS, wrong, alone, found.worst_gap)
+        assert (tied.equal, tied.ties, tied.different) == (1, 1, 0)
+
+    def test_tokens_that_are_missing(self, model, alone):
+        found = compare(model, self.REQUESTS, [alone[0], alone[1][:-1]], alone, 100.0)
+        assert found.different == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "tie"),
+    [
+        ([], torch.bfloat16, 0.1),
+        ([], torch.float32, 1e-3),
+        (["--batch-invariant"], torch.bfloat16, 0.0),
+        (["--batch-invariant", "--tie", "0.5"], torch.float32, 0.5),
+    ],
+)
+def test_what_is_a_tie(flags, dtype, tie):
+    processes = types.SimpleNamespace(dtype=dtype)
+    assert Bench(arguments(*flags), processes, [Request([1], 1)], 0.0).tie == tie
+
+
+class TestRow:
+    CASE = Case("ours", graphs=True)
+    RUN = Run([Result([1], [])], steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
+
+    @pytest.mark.parametrize(
+        ("changes", "ok"),
+        [
+            ({}, True),
+            ({"error": "TypeError: no"}, False),
+            ({"missing": ("preemption",)}, False),
+            ({"comparison": Comparison(equal=2, ties=3)}, True),
+            ({"comparison": Comparison(equal=2, different=1)}, False),
+        ],
+    )
+    def test_ok(self, changes, ok):
+        row = Row(self.CASE, seconds=2.0, generated=10, **changes)
+        found = EngineReport({}, [row])
+        assert row.ok is ok and found.as_json(row)["ok"] is ok
+        assert row.tokens_per_second == 5
+        assert all(word in found.line(row) for word in changes.get("missing", ("ours",)))
+
+    def test_missing(self):
+        assert missing(self.RUN, self.CASE) == ("preemption",)
+        idle = Run()
+        assert len(missing(idle, self.CASE)) == 5
+        assert "graph steps" not in missing(idle, Case("ours", graphs=False))
+
+    def test_counters(self):
+        assert "results" not in counters(self.RUN)
+        assert counters(self.RUN)["graph_steps"] == 3
+
+    def test_errors(self):
+        assert errors(self.RUN) == ""
+        assert (
+            errors(Run([Result([], [], "BlockOverflowError")])) == "request 0: BlockOverflowError"
+        )
+        assert errors(Run([Result([], []), None])) == "request 1: it has no end"
+
+
+class TestWorkload:
+    def test_requests(self):
+        args = arguments("--requests", "100")
+        requests = workload(args)
+        assert requests == workload(args) and len(requests) == 100
+        lengths = [len(request.prompt) for request in requests]
+        assert max(lengths) <= 160 and min(lengths) < 20 and longest(requests) <= 200
+        shared = [tuple(request.prompt[:70]) for request in requests[1::2]]
+        assert len(set(shared)) == 4
+        assert {1, 40} <= {request.num_tokens for request in requests}
+
+    def test_too_few_blocks(self):
+        """For eight of three blocks each, but enough for any one of them."""
+        requests = [Request(prompt(120), 40)] * 20
+        assert scarce_blocks(requests, 8) == 14
+        assert scarce_blocks(requests[:1], 8) == 6
+
+
+def test_cases():
+    found = cases(arguments("--implementations", "ours"))
+    assert [str(case) for case in found] == ["ours, eager", "ours, CUDA graphs"]
+    assert len(cases(arguments("--num-cuda-graphs", "0"))) == 2

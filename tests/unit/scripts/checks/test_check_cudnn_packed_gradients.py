@@ -1,0 +1,245 @@
+"""check_cudnn_packed_gradients.py without a GPU: what it finds, says and ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from absorbed_mla.testing import standard_mla
+from benchmarks.kit import provenance
+from checks import check_cudnn_packed_gradients as check
+from checks.check_cudnn_packed_gradients import Findings, LayerRow
+from tests.support import world
+from tests.support.cases import TINY
+from tests.support.fake_packages import transformer_engine as fake_transformer_engine
+
+VERSIONS = {
+    "torch": "2.11.0",
+    provenance.CUDNN_OF_TORCH: "9.19.0",
+    provenance.CUDNN_OF_TE: "9.14.0",
+}
+ENVIRONMENT = {
+    "date": "2026-01-01",
+    "command": "python check_cudnn_packed_gradients.py out",
+    "commit": "abc",
+    "device": "a device",
+    "dtype": "bfloat16",
+    "tokens": 48,
+    "heads": 4,
+    "dims": {"hidden-size": 32},
+    "versions": VERSIONS,
+}
+PACKS = ["thd, 1 document", "thd, 2 documents", "thd, 5 documents"]
+
+
+class _Scaled(torch.autograd.Function):
+    """Its gradient is 1.3 times too large, as nothing in forward shows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.3 * grad
+
+
+@pytest.fixture
+def measured():
+    """Rows of layers without TransformerEngine, on a CPU."""
+    return lambda: list(
+        check.measure_layers(TINY, 48, torch.bfloat16, "local", contextlib.nullcontext)
+    )
+
+
+@pytest.fixture
+def wrong_packs(monkeypatch):
+    """Megatron's core attention has a wrong gradient of V in packs, and nowhere else."""
+    forward = standard_mla.PlainCoreAttention.forward
+
+    def spoiled(self, query, key, value, *args, packed_seq_params=None, **kwargs):
+        if packed_seq_params is not None:
+            value = _Scaled.apply(value)
+        kwargs["packed_seq_params"] = packed_seq_params
+        return forward(self, query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(standard_mla.PlainCoreAttention, "forward", spoiled)
+
+
+def of(rows, implementation: str) -> dict[str, LayerRow]:
+    return {row.layout: row for row in rows if row.implementation == implementation}
+
+
+def test_layers_that_are_right(measured):
+    rows = measured()
+    for name in ("megatron", "ours"):
+        found = of(rows, name)
+        assert list(found) == ["sbhd", *PACKS]
+        for row in found.values():
+            assert not row.error and not row.out_of_bounds
+            # Every tensor was compared, and none with itself.
+            assert {"output", "input gradient", "linear_v_up_proj.weight"} < set(row.errors)
+            assert all(1e-4 < x < 2e-2 for x in row.errors.values())
+    assert of(rows, "ours")["sbhd"].ran
+    refused = of(rows, "ours, transformer_engine").values()
+    assert all("transformer_engine" in row.error and not row.errors for row in refused)
+
+
+def test_a_wrong_gradient_of_packs_is_found(wrong_packs, measured):
+    rows = measured()
+    found = of(rows, "megatron")
+    assert not found["sbhd"].out_of_bounds
+    for layout in PACKS:
+        assert found[layout].errors["linear_v_up_proj.weight"] == pytest.approx(0.3, abs=0.01)
+        assert "input gradient" in found[layout].out_of_bounds
+        assert "output" not in found[layout].out_of_bounds
+    assert not any(row.out_of_bounds for row in of(rows, "ours").values())
+    said = check.verdict(Findings(ENVIRONMENT, rows, []))
+    assert said[0] == "TransformerEngine runs cuDNN 9.14.0."
+    assert said[1].startswith("megatron: within bounds on sbhd; WRONG on thd, 1 document (")
+    assert said[2].startswith("ours: within bounds on sbhd, thd of 1 document, thd of 2")
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    return fake_transformer_engine.install(monkeypatch, cudnn=91400)
+
+
+def test_widths(fused, monkeypatch):
+    """Padded values in packs have wrong gradients here, as with cuDNN 9.14; nothing else has."""
+    backward = fused.fused_attn_bwd
+
+    def spoiled(*args, **kwargs):
+        found = backward(*args, **kwargs)
+        if kwargs["qkv_layout"] == "thd_thd_thd" and args[6].shape[-1] == 192:
+            found[2] = found[2] * 1.2
+        return found
+
+    monkeypatch.setattr(fused, "fused_attn_bwd", spoiled)
+    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
+    assert len(rows) == 2 * len(check.WIDTHS) and not any(row.error for row in rows)
+    for row in rows:
+        wrong = row.layout == "thd" and row.value_width == 192
+        assert (row.errors["dv"] > 0.1) == wrong
+        assert row.errors["output"] < 1e-2 and row.errors["dq"] < 1e-2
+    lines = check.width_table(Findings(ENVIRONMENT, [], rows)).markdown().splitlines()
+    assert lines[0] == "| key | value | layout | output | dq | dk | dv |"
+    [line] = [line for line in lines if "| 192 | 192 | thd |" in line]
+    assert line.endswith("| 2.0e-01 |")
+
+
+def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("cuDNN has no plan")
+
+    monkeypatch.setattr(fused, "fused_attn_bwd", fails)
+    rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
+    assert all(row.error == "RuntimeError: cuDNN has no plan" for row in rows)
+    text = check.markdown([Findings(ENVIRONMENT, [], rows)])
+    assert "- attention alone, 64/64, sbhd: RuntimeError: cuDNN has no plan" in text
+
+
+def row(implementation="ours", error="", **errors) -> LayerRow:
+    bounds = dict.fromkeys(errors, 0.03)
+    return LayerRow(implementation, "sbhd", "expanded, cudnn", errors, bounds, error)
+
+
+@pytest.mark.parametrize(
+    ("rows", "off"),
+    [
+        ([row(output=0.01), row("megatron", output=0.3)], False),
+        ([row(output=0.01), row("ours, transformer_engine", "refused")], False),
+        ([row(output=0.031)], True),
+        ([row(output=float("inf"))], True),
+        ([row(output=float("nan"))], True),
+        ([row(output=0.01), row("ours, transformer_engine", output=0.2)], True),
+        ([row(error="no")], True),
+    ],
+)
+def test_when_ours_is_off(rows, off):
+    assert check.ours_is_off(Findings(ENVIRONMENT, rows, [])) is off
+
+
+class TestCommand:
+    @pytest.fixture
+    def runs(self, monkeypatch, fused):
+        """As on a GPU, whose work a CPU does."""
+        monkeypatch.setattr(check, "_require_machine", lambda: "9.14.0")
+        monkeypatch.setattr(check, "_environment", lambda args: ENVIRONMENT)
+        monkeypatch.setattr(world, "start", lambda: None)
+        monkeypatch.setattr(world, "stop", lambda: None)
+        monkeypatch.setattr(check, "WIDTHS", ((192, 128),))
+        small = partial(check.measure_layers, layers="local", only=contextlib.nullcontext)
+        monkeypatch.setattr(check, "measure_layers", small)
+        dims = ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "24"]
+        dims += ["--qk-head-dim", "12", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "20"]
+        return lambda folder: check.main([str(folder), "--tokens", "32", "--heads", "2", *dims])
+
+    def test_megatrons_fault_is_no_failure(self, runs, wrong_packs, tmp_path, capsys):
+        assert runs(tmp_path / "new") == 0
+        found = check.read(tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json")
+        assert {row.implementation for row in found.layers} == {"megatron", *check.OURS}
+        assert len(found.widths) == 2
+        text = (tmp_path / "new" / "packed_gradients.md").read_text()
+        assert "## cuDNN 9.14.0" in text and "| **" in text
+        assert "megatron: within bounds on sbhd; WRONG on thd" in capsys.readouterr().out
+
+    def test_ours_being_off_is(self, runs, monkeypatch, tmp_path):
+        def off(self):
+            return ["output"] if self.implementation == "ours" else []
+
+        monkeypatch.setattr(LayerRow, "out_of_bounds", property(off))
+        assert runs(tmp_path) == 1
+
+    def test_renders_several(self, tmp_path, capsys):
+        other = {**ENVIRONMENT, "versions": {**VERSIONS, provenance.CUDNN_OF_TE: "9.19.0"}}
+        files = [
+            check.write(
+                Findings(about, [row("megatron", output=x), row(output=0.01)], []), tmp_path
+            )
+            for about, x in ((ENVIRONMENT, 0.3), (other, 0.02))
+        ]
+        assert [file.name for file in files] == [
+            "packed_gradients-cudnn-9.14.0.json",
+            "packed_gradients-cudnn-9.19.0.json",
+        ]
+        assert check.main([str(tmp_path / "new"), "--render", *map(str, files)]) == 0
+        text = (tmp_path / "new" / "packed_gradients.md").read_text()
+        before, after = text.split("## cuDNN 9.19.0")
+        assert "**3.0e-01**" in before and "| megatron | sbhd |" in after and "**" not in after
+        assert "cudnn of torch 9.19.0, cudnn of transformer-engine 9.14.0" in before
+
+    def test_json_keeps_everything(self, tmp_path):
+        findings = Findings(ENVIRONMENT, [row(output=0.1), row("megatron", "no")], [])
+        assert check.read(check.write(findings, tmp_path)) == findings
+
+    def test_another_file(self, tmp_path, capsys):
+        (tmp_path / "other.json").write_text('{"environment": {}, "layers": [{}]}')
+        assert check.main([str(tmp_path), "--render", str(tmp_path / "other.json")]) == 2
+        assert "--render must be JSON that this script wrote" in capsys.readouterr().err
+
+
+class TestRefusals:
+    def one_line(self, capsys) -> str:
+        assert check.main(["out"]) == 2
+        captured = capsys.readouterr()
+        assert not captured.out and captured.err.count("\n") == 1
+        return captured.err
+
+    def test_no_gpu(self, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert "needs a GPU that PyTorch can use" in self.one_line(capsys)
+
+    def test_no_transformer_engine(self, capsys, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setitem(sys.modules, "transformer_engine", None)
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+        assert "needs TransformerEngine: not installed" in self.one_line(capsys)
+
+    def test_too_few_tokens(self, capsys):
+        assert check.main(["out", "--tokens", "15"]) == 2
+        assert "at least 16, got 15" in capsys.readouterr().err
