@@ -233,45 +233,51 @@ class TestDisagreement:
     """Ranks with different input get one error each, not a hang, and can go on afterwards."""
 
     @pytest.fixture(autouse=True)
-    def _nothing_known(self):
+    def _nothing_known(self, whole_world_cp):
         agreement._compare_once.cache_clear()
 
-    def attempt(self, tokens: int, params=None, batch: int = 1) -> None:
+    def attempt(self, tokens: int = 4, params=None, batch: int = 1) -> None:
         attention = build_attention(TINY, Setup())
         x = torch.randn(tokens, batch, TINY.hidden, dtype=torch.float64, device=world.device())
         attention(x, None, packed_seq_params=params)
 
-    def expected(self, values) -> str:
-        return ", ".join(str(value) for value in values)
+    def number_of_tokens(self) -> None:
+        size = world.cp_size()
+        tokens = ", ".join(str((6 if rank == 1 else 4) * size) for rank in range(size))
+        with refusal("context-parallel ranks", "tokens of all ranks", tokens):
+            self.attempt(6 if world.rank() == 1 else 4)
+        self.attempt()
+
+    def test_number_of_tokens(self):
+        self.number_of_tokens()
 
     @needs.no_gpu
-    def test_again(self, whole_world_cp):
-        self.test_number_of_tokens(whole_world_cp)
-        self.attempt(4)
-        self.test_number_of_tokens(whole_world_cp)
+    def test_again(self):
+        self.number_of_tokens()
+        self.number_of_tokens()
 
-    def test_number_of_tokens(self, whole_world_cp):
-        size = world.cp_size()
-        tokens = [(6 if rank == 1 else 4) * size for rank in range(size)]
-        with refusal("context-parallel ranks", "tokens of all ranks", self.expected(tokens)):
-            self.attempt(6 if world.rank() == 1 else 4)
-        self.attempt(4)
+    def test_batch(self):
+        batches = ", ".join(str(3 if rank == 0 else 2) for rank in range(world.cp_size()))
+        with refusal("rank by rank", "batch", batches):
+            self.attempt(batch=3 if world.rank() == 0 else 2)
 
-    def test_batch(self, whole_world_cp):
-        batches = [3 if rank == 0 else 2 for rank in range(world.cp_size())]
-        with refusal("rank by rank", "batch", self.expected(batches)):
-            self.attempt(4, batch=3 if world.rank() == 0 else 2)
-
-    def test_boundaries(self, whole_world_cp):
+    def test_boundaries(self):
         chunks = 2 * world.cp_size()
         lengths = (chunks, 3 * chunks) if world.rank() else (2 * chunks, 2 * chunks)
         with refusal("rank by rank", "sequence boundaries"):
             self.attempt(8, packed(lengths).packed_seq_params(world.device()))
 
-    def test_a_sequence_that_does_not_divide(self, whole_world_cp):
+    def test_a_sequence_that_does_not_divide(self):
         chunks = 2 * world.cp_size()
         with refusal(f"= {chunks} equal chunks", f"has {3 * world.cp_size()} tokens"):
             self.attempt(3)
+
+
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 @two_processes_suffice
@@ -308,33 +314,27 @@ class TestModel:
     @pytest.mark.parametrize("full", [False, True], ids=["", "full_recompute"])
     def test_gradients(self, form, cp_comm_type, full):
         """Neither scaled twice nor left partial: those of the same model without it."""
-        changes = {"num_layers": 2}
-        if full:
-            changes |= {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
+        changes = {"num_layers": 2, **(FULL_RECOMPUTE if full else {})}
         expected = self.gradients(1, **changes)
         actual = self.gradients(world.size(), cp_comm_type=cp_comm_type, **changes)
         for name, gradient in expected.items():
             assert gradient.any(), name
             assert relative_error(actual[name], gradient) < 1e-11, name
 
-    def test_layers_take_their_own_type(self, whole_world_cp):
-        model = gpt_model(
-            num_layers=2, context_parallel_size=world.cp_size(), cp_comm_type=["p2p", "all_gather"]
-        )
-        names = [
-            layer.self_attention.context_parallel.cp_comm_type for layer in model.decoder.layers
-        ]
-        assert names == ["p2p", "all_gather"]
-
-    def test_refused_in_a_list(self, whole_world_cp):
+    def test_a_list_of_types(self, whole_world_cp):
+        """Layers take their own."""
+        sizes = {"num_layers": 2, "context_parallel_size": world.cp_size()}
+        names = ["p2p", "all_gather"]
+        layers = gpt_model(**sizes, cp_comm_type=names).decoder.layers
+        assert [x.self_attention.context_parallel.cp_comm_type for x in layers] == names
         with refusal("cp_comm_type", "all_gather, p2p", "'a2a'"):
-            gpt_model(
-                num_layers=2, context_parallel_size=world.cp_size(), cp_comm_type=["p2p", "a2a"]
-            )
+            gpt_model(**sizes, cp_comm_type=["p2p", "a2a"])
+
+
+def layer_and_input(form: str, cp_comm_type: str, recompute: tuple[str, ...] = ()):
+    setup = Setup(form=form, cp_comm_type=cp_comm_type, recompute=recompute)
+    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
+    return build_attention(TINY, setup), x
 
 
 @two_processes_suffice
@@ -342,10 +342,8 @@ class TestModel:
 @cp_comm_type
 def test_backward_twice(whole_world_cp, form, cp_comm_type):
     """With retain_graph, as for two losses of one forward."""
-    attention = build_attention(TINY, Setup(form=form, cp_comm_type=cp_comm_type))
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
-    x.requires_grad_()
-    output, _ = attention(x, None)
+    attention, x = layer_and_input(form, cp_comm_type)
+    output, _ = attention(x.requires_grad_(), None)
     first, second = (
         torch.autograd.grad(output.sum(), [x, *attention.parameters()], retain_graph=keep)
         for keep in (True, False)
@@ -359,12 +357,9 @@ def test_backward_twice(whole_world_cp, form, cp_comm_type):
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj",), ("core_attn",)])
 def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
     """Training the query alone: no gradient of the latents, and none is waited for."""
-    attention = build_attention(
-        TINY, Setup(form=form, cp_comm_type=cp_comm_type, recompute=recompute)
-    )
+    attention, x = layer_and_input(form, cp_comm_type, recompute)
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(name.startswith("linear_q_up_proj"))
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
     attention(x, None)[0].sum().backward()
     grads = {n for n, p in attention.named_parameters() if p.grad is not None}
     assert grads == {"linear_q_up_proj.weight"}
@@ -375,10 +370,7 @@ def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
 @cp_comm_type
 def test_evaluation(whole_world_cp, form, cp_comm_type):
     """Without gradients, in eval mode: the same output, and nothing pending afterwards."""
-    attention = build_attention(
-        TINY, Setup(form=form, cp_comm_type=cp_comm_type, recompute=("mla_up_proj",))
-    )
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
+    attention, x = layer_and_input(form, cp_comm_type, ("mla_up_proj",))
     expected, _ = attention(x, None)
     with torch.no_grad():
         assert torch.equal(attention.eval()(x, None)[0], expected)
