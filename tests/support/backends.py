@@ -1,4 +1,4 @@
-"""Attention backends under test: where they run, and the settings that decide what runs."""
+"""Attention backends under test: requests, determinism, Triton's interpreter, cases of the grid."""
 
 from __future__ import annotations
 
@@ -159,10 +159,10 @@ def kernel_cases() -> list[KernelCase]:
 
 @contextlib.contextmanager
 def kernels_running(case: KernelCase) -> Iterator[None]:
-    """What a kernel needs to run here; skips the test where it cannot.
+    """Set up what a kernel needs to run here; skips the test where it cannot run.
 
-    Results need not repeat, since some kernels are replaced by others where they must, but memory
-    that nobody wrote still holds NaN.
+    Deterministic algorithms only warn: otherwise "auto" would replace some kernels. Memory that
+    nobody wrote still holds NaN.
     """
     with triton_interpreter(), determinism(True, warn_only=True):
         reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)

@@ -18,7 +18,7 @@ LAYOUTS = ("sbhd", "thd", "thd_padded")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tokens lie, for the host and for the oracle.
+    """Sequences in a batch or pack, as Megatron and as the oracle describe them.
 
     Attributes:
         tokens: Length of the token axis, padding included.
