@@ -113,8 +113,8 @@ def test_kept_for_backward(layout, shape, form, recompute):
 
 # Elements per token at DeepSeek-V3's dimensions, as the README has them.
 V3 = replace(TINY, hidden=7168, heads=128, q_lora_rank=1536, kv_lora_rank=512, nope=128, rope=64)
-# Rotary tables are cached by their parameters; those made here hold no numbers, so no other test may
-# have the same.
+# Rotary tables are cached by their parameters, and those made here hold no numbers: no other test
+# may have the same parameters.
 V3 = replace(V3, v=128, rotary_base=54321.0)
 KEPT_V3 = {
     ("expanded", ()): 54_530,
