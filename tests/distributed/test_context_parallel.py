@@ -124,7 +124,7 @@ def test_dropout_drops_the_same_pairs(layout, form, cp_comm_type):
 
 
 class TestDynamic:
-    """The group of a call, as Megatron's hybrid context parallelism brings it."""
+    """Groups that come with the call (Megatron's hybrid context parallelism)."""
 
     @layout
     @form
@@ -174,7 +174,7 @@ class TestDynamic:
 
 
 class TestTraffic:
-    """Bytes that a rank really sends, per token of its own and rank that it sends to."""
+    """Bytes that a rank sends, per token that it holds and rank that it sends to."""
 
     WIDTH = TINY.kv_lora_rank + TINY.rope
 
@@ -322,7 +322,7 @@ class TestModel:
             assert relative_error(actual[name], gradient) < 1e-11, name
 
     def test_a_list_of_types(self, whole_world_cp):
-        """Layers take their own."""
+        """Each layer uses its own exchange."""
         sizes = {"num_layers": 2, "context_parallel_size": world.cp_size()}
         names = ["p2p", "all_gather"]
         layers = gpt_model(**sizes, cp_comm_type=names).decoder.layers
@@ -356,7 +356,7 @@ def test_backward_twice(whole_world_cp, form, cp_comm_type):
 @cp_comm_type
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj",), ("core_attn",)])
 def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
-    """Training the query alone: no gradient of the latents, and none is waited for."""
+    """Training the query alone: latents get no gradient, and no rank waits for one."""
     attention, x = layer_and_input(form, cp_comm_type, recompute)
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(name.startswith("linear_q_up_proj"))

@@ -99,7 +99,7 @@ def backends() -> list[str]:
 
 
 def precision_shapes() -> dict[str, OracleMLA]:
-    """One more where there are fused kernels."""
+    """On GPUs also widths that fused kernels take."""
     return {"tiny": TINY, "fused": FUSED} if torch.cuda.is_available() else {"tiny": TINY}
 
 

@@ -75,7 +75,7 @@ def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def attention_request(form: str, **changes) -> AttentionRequest:
-    """DeepSeek-V3's attention on a GPU, and what is different this time."""
+    """A request for DeepSeek-V3's attention on a GPU, with ``changes`` to its fields."""
     key_width, value_width = {"absorbed": (576, 512), "expanded": (192, 128)}[form]
     fields = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "key_width": key_width}
     fields |= {"value_width": value_width, "latent": form == "absorbed"}
@@ -121,7 +121,7 @@ class KernelCase:
         return "-".join([*names, "recomputed" if self.recomputes else "kept"])
 
     def setup(self, **more) -> Setup:
-        """The case as a setup of the layer."""
+        """The setup that runs this case."""
         return Setup(
             form=self.form,
             core_attention_backend=self.core_attention_backend,

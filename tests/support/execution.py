@@ -32,7 +32,7 @@ OWN_TABLE_BOUND = 1e-6
 
 @dataclass(frozen=True)
 class Execution:
-    """What the layer made, and what it was given.
+    """Inputs and results of one forward and backward.
 
     Attributes:
         mla: Shape of the layer.
@@ -71,7 +71,7 @@ class Execution:
         return known[-1][1]
 
     def bounds(self, table: Table | None) -> float | dict[str, float]:
-        """What the errors of a lower precision are held to: see ``numerics``."""
+        """Largest accepted relative errors at this precision; see ``numerics``."""
         dtype = self.setup.dtype
         if dtype == torch.float64:
             return SAME_TABLE_BOUND

@@ -78,7 +78,7 @@ class TestLayer:
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")])
 @pytest.mark.parametrize("name", SPECS)
 def test_models_train(name, recompute):
-    """Of either spec; that of a layer is every layer's, as ``--spec`` passes it."""
+    """With the block spec, and with one layer spec for every layer, as ``--spec`` passes it."""
     changes = {"num_layers": 2}
     if recompute:
         changes |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
@@ -189,7 +189,7 @@ class TestPipelineSlices:
 
 
 def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) -> None:
-    """As if this process were of that pipeline stage; it takes a job of that size otherwise."""
+    """Have Megatron take this process for that pipeline stage."""
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     if virtual:
@@ -197,7 +197,7 @@ def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) 
 
 
 def kinds_of(block) -> list[bool]:
-    """Of every layer spec, whether its MLP is a mixture of experts."""
+    """Whether the MLP of each layer spec is a mixture of experts."""
     return ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
 
 

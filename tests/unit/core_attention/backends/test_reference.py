@@ -1,4 +1,4 @@
-"""The reference backend against a dense softmax: every kernel will be held to it.
+"""The reference backend, which every kernel is compared with, against a dense softmax.
 
 The dense twin below holds the whole score matrix and leaves gradients to autograd. float64.
 """
@@ -25,7 +25,7 @@ BOUND = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """Sequences and what they hide."""
+    """A layout of sequences, causality and an attention mask."""
 
     tokens: int = 13
     batch: int = BATCH

@@ -76,8 +76,7 @@ def test_every_call_draws_anew():
 
 
 def test_the_default_generator_is_left_alone():
-    """It is in step on all tensor-parallel ranks; a draw from it on each would keep it so, but the
-    ranks' heads would then share a pattern."""
+    """It is equal on all tensor-parallel ranks: their heads would share a pattern drawn from it."""
     attention = make(Setup())
     x = dense(11, 2).random_rows(TINY.hidden, 1).to(world.device())
     default = torch.cuda if torch.cuda.is_available() else torch
@@ -149,7 +148,7 @@ def test_expectation_is_attention_without_dropout():
 
 
 def test_rate_and_factor():
-    """Drops the asked share of probabilities and makes up for it in the others."""
+    """Drops the given share of probabilities and scales the others up."""
     everything = replace(rules(tokens=400), spans=(Span(0, 400, 0, 400, None),))
     probs = torch.ones(2, 3, 5, 400, device=world.device())
     masks = [everything.keep_mask(probs, chunk) for chunk in everything.chunks()]
