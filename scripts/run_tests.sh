@@ -83,7 +83,8 @@ parse_arguments() {
   fi
 }
 
-# Whose coverage is measured, which takes half as long again: more processes run the same lines.
+# Layers whose coverage is measured. Tracing takes half as long again, and the other layers run the
+# same lines in more processes.
 MEASURED=(unit conversion distributed-2)
 
 run_layer() {
@@ -96,7 +97,7 @@ run_layer() {
     # These tests start processes themselves.
     training | readme) run_pytest "$1" "tests/$1" ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
-    # More processes than any other parallelism is tested with.
+    # Only context parallelism is tested with 8 processes.
     distributed-8) run_distributed "$1" 8 tests/distributed/test_context_parallel_grid.py ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" tests/distributed ;;
     quick-1) run_in_parallel "$1" "${QUICK_1[@]}" ;;
@@ -117,7 +118,7 @@ run_lint() {
   ((status == 0)) || red lint
 }
 
-# Independent tests, spread over the cores where pytest-xdist is installed.
+# Tests of one process each, spread over the cores where pytest-xdist is installed.
 run_in_parallel() {
   local layer=$1 tests=("${@:2}")
   if ! has_modules "$PYTHON" xdist pytest_cov; then
@@ -145,7 +146,7 @@ run_distributed() {
     return
   fi
   banner "$layer"
-  # Like torchrun, but the processes share the time that imports take; not with CUDA.
+  # Like torchrun, but imports happen once, before the processes are forked; not possible with CUDA.
   local launch=(-m tests.support.forked "$processes")
   # --standalone takes a free port, so that two runs on one machine do not meet.
   [[ -z $GPUS ]] ||

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.distributed.test_oracle_grid import (
-    SAME_TABLE_BOUND,
-    down_projection,
-    sequence_parallel,
-)
+from tests.distributed.test_oracle_grid import down_projection, sequence_parallel
 from tests.support import world
 from tests.support.cases import TINY, random_weights
+from tests.support.execution import SAME_TABLE_BOUND
 from tests.support.harness import (
     Setup,
     build_attention,

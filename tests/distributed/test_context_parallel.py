@@ -22,7 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from absorbed_mla.context_parallel import consistency as agreement
 from absorbed_mla.testing.traffic import count_traffic
 from tests import oracle
-from tests.distributed.test_oracle_grid import SAME_TABLE_BOUND, form, layout
+from tests.distributed.test_oracle_grid import form, layout
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.execution import execute
@@ -35,7 +35,7 @@ from tests.support.harness import (
     run,
     worst_over_ranks,
 )
-from tests.support.layouts import Layout, cut_layout, cut_tokens, dense, packed
+from tests.support.layouts import cut_layout, cut_tokens, dense, packed
 from tests.support.models import BATCH, TOKENS, gpt_model, token_batch
 from tests.support.numerics import compare, relative_error
 from tests.support.refusal import refusal
@@ -58,13 +58,6 @@ def whole_world_dp():
     """All processes are data-parallel, with groups for dynamic context parallelism."""
     with world.parallel(hybrid_context_parallel=True):
         yield
-
-
-def agrees_with_oracle(setup: Setup, tokens: Layout, attention_mask=None, **call) -> None:
-    """Output and every gradient of one call, float64."""
-    execution = execute(TINY, setup, tokens, attention_mask=attention_mask, **call)
-    truth = execution.oracle(execution.table())
-    worst_over_ranks(compare(execution.tensors, truth, SAME_TABLE_BOUND)).check()
 
 
 MASK_TYPES = [
@@ -94,7 +87,7 @@ def test_masks(whole_world_cp, mask_type, kind, cp_comm_type, form):
     cut = cut_tokens(plain, world.cp_size(), world.cp_group().rank())
     mask = {"rows": hidden[:, :, cut], "keys": hidden[:, :, :1], None: None}[kind]
     setup = Setup(form=form, cp_comm_type=cp_comm_type, mask_type=mask_type)
-    agrees_with_oracle(setup, dense(length, plain.batch, visible), mask)
+    execute(TINY, setup, dense(length, plain.batch, visible), attention_mask=mask).check()
 
 
 def test_a_mask_of_the_wrong_rows(whole_world_cp):
@@ -131,7 +124,7 @@ def test_dropout_drops_the_same_pairs(layout, form, cp_comm_type):
 
 
 class TestDynamic:
-    """The group of a call, as Megatron's hybrid context parallelism brings it."""
+    """Groups that come with the call (Megatron's hybrid context parallelism)."""
 
     @layout
     @form
@@ -144,13 +137,13 @@ class TestDynamic:
             "cp_group": group if given != "size" else None,
             "local_cp_size": world.size() if given != "group" else None,
         }
-        agrees_with_oracle(Setup(form=form), cut_layout(layout, world.size()), cp=call)
+        execute(TINY, Setup(form=form), cut_layout(layout, world.size()), cp=call).check()
 
     @needs.processes(4)
     def test_part_of_the_ranks(self, whole_world_dp):
         """Each half of the processes has a pack of its own."""
         tokens = cut_layout("thd_padded", 2)
-        agrees_with_oracle(Setup(), tokens, cp={"local_cp_size": 2, "cp_group": None})
+        execute(TINY, Setup(), tokens, cp={"local_cp_size": 2, "cp_group": None}).check()
 
     def test_turned_off_for_a_call(self, whole_world_cp):
         """local_cp_size=1: every rank has whole sequences, and nothing is sent."""
@@ -168,9 +161,8 @@ class TestDynamic:
         assert torch.equal(actual, expected)
 
     def test_dense_sequences(self, whole_world_dp):
-        agrees_with_oracle(
-            Setup(), cut_layout("sbhd", world.size()), cp={"local_cp_size": world.size()}
-        )
+        call = {"local_cp_size": world.size()}
+        execute(TINY, Setup(), cut_layout("sbhd", world.size()), cp=call).check()
 
     def test_a_size_without_a_group(self, whole_world_dp):
         attention = build_attention(TINY, Setup())
@@ -181,16 +173,13 @@ class TestDynamic:
             )
 
 
-OPERATIONS = {"all_gather": "all-gather", "p2p": "send"}
-
-
 class TestTraffic:
-    """Bytes that a rank really sends, per token of its own and rank that it sends to."""
+    """Bytes that a rank sends, per token that it holds and rank that it sends to."""
 
     WIDTH = TINY.kv_lora_rank + TINY.rope
 
-    def sent(self, setup: Setup, mla=TINY, backward: bool = False) -> dict[str, float]:
-        """Bytes of each operation over the context-parallel group."""
+    def sent(self, setup: Setup, mla) -> list[dict[str, float]]:
+        """Bytes of each operation over the context-parallel group, forward and backward."""
         tokens = cut_layout("sbhd", world.cp_size())
         attention = build_attention(mla, setup)
         x = own_tokens(
@@ -201,40 +190,34 @@ class TestTraffic:
             output, _ = attention(x, None)
         with count_traffic() as gradient:
             output.sum().backward()
-        traffic = gradient if backward else forward
-        found: dict[str, float] = {}
-        for message in traffic.messages:
-            if message.dtype != "int64":
-                found.setdefault(message.operation, 0)
-                found[message.operation] += message.num_bytes
         per = tokens.tokens // world.cp_size() * tokens.batch * (world.cp_size() - 1)
-        return {operation: count / per for operation, count in found.items()}
+        found: list[dict[str, float]] = []
+        for traffic in (forward, gradient):
+            found.append({})
+            for message in traffic.messages:
+                if message.dtype != "int64":
+                    before = found[-1].get(message.operation, 0)
+                    found[-1][message.operation] = before + message.num_bytes / per
+        return found
 
     @form
     @cp_comm_type
     @pytest.mark.parametrize("heads", [4, 20])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    def test_forward(self, whole_world_cp, heads, cp_comm_type, form, dtype):
-        """The latent and k_rope, once for all heads, and nothing else."""
+    def test_sent(self, whole_world_cp, heads, cp_comm_type, form, dtype):
+        """The latent and k_rope, once for all heads; backward their gradient in fp32.
+
+        Latents are sent again in backward by the ring alone.
+        """
         setup = Setup(form=form, cp_comm_type=cp_comm_type, dtype=dtype)
-        sent = self.sent(setup, replace(TINY, heads=heads))
-        assert sent == {OPERATIONS[cp_comm_type]: self.WIDTH * dtype.itemsize}
-
-    @form
-    @pytest.mark.parametrize("heads", [4, 20])
-    def test_backward_of_gathering(self, whole_world_cp, heads, form):
-        """The gradient in fp32, and nothing is gathered again."""
-        setup = Setup(form=form, cp_comm_type="all_gather", dtype=torch.bfloat16)
-        sent = self.sent(setup, replace(TINY, heads=heads), backward=True)
-        assert sent == {"reduce-scatter": self.WIDTH * 4}
-
-    @form
-    @pytest.mark.parametrize("heads", [4, 20])
-    def test_backward_of_the_ring(self, whole_world_cp, heads, form):
-        """The latents once more in bf16, their gradient in fp32."""
-        setup = Setup(form=form, cp_comm_type="p2p", dtype=torch.bfloat16)
-        sent = self.sent(setup, replace(TINY, heads=heads), backward=True)
-        assert sent == {"send": self.WIDTH * (2 + 4)}
+        forward, backward = self.sent(setup, replace(TINY, heads=heads))
+        latents, gradient = self.WIDTH * dtype.itemsize, self.WIDTH * 4
+        if cp_comm_type == "all_gather":
+            assert forward == {"all-gather": latents}
+            assert backward == {"reduce-scatter": gradient}
+        else:
+            assert forward == {"send": latents}
+            assert backward == {"send": latents + gradient}
 
     @pytest.mark.parametrize(
         "recompute, gathers",
@@ -242,7 +225,7 @@ class TestTraffic:
     )
     def test_recomputation_gathers_again(self, whole_world_cp, recompute, gathers):
         setup = Setup(recompute=recompute, cp_comm_type="all_gather", dtype=torch.bfloat16)
-        sent = self.sent(setup, backward=True)
+        _, sent = self.sent(setup, TINY)
         assert sent == {"all-gather": gathers * self.WIDTH * 2, "reduce-scatter": self.WIDTH * 4}
 
 
@@ -250,45 +233,51 @@ class TestDisagreement:
     """Ranks with different input get one error each, not a hang, and can go on afterwards."""
 
     @pytest.fixture(autouse=True)
-    def _nothing_known(self):
+    def _nothing_known(self, whole_world_cp):
         agreement._compare_once.cache_clear()
 
-    def attempt(self, tokens: int, params=None, batch: int = 1) -> None:
+    def attempt(self, tokens: int = 4, params=None, batch: int = 1) -> None:
         attention = build_attention(TINY, Setup())
         x = torch.randn(tokens, batch, TINY.hidden, dtype=torch.float64, device=world.device())
         attention(x, None, packed_seq_params=params)
 
-    def expected(self, values) -> str:
-        return ", ".join(str(value) for value in values)
+    def number_of_tokens(self) -> None:
+        size = world.cp_size()
+        tokens = ", ".join(str((6 if rank == 1 else 4) * size) for rank in range(size))
+        with refusal("context-parallel ranks", "tokens of all ranks", tokens):
+            self.attempt(6 if world.rank() == 1 else 4)
+        self.attempt()
+
+    def test_number_of_tokens(self):
+        self.number_of_tokens()
 
     @needs.no_gpu
-    def test_again(self, whole_world_cp):
-        self.test_number_of_tokens(whole_world_cp)
-        self.attempt(4)
-        self.test_number_of_tokens(whole_world_cp)
+    def test_again(self):
+        self.number_of_tokens()
+        self.number_of_tokens()
 
-    def test_number_of_tokens(self, whole_world_cp):
-        size = world.cp_size()
-        tokens = [(6 if rank == 1 else 4) * size for rank in range(size)]
-        with refusal("context-parallel ranks", "tokens of all ranks", self.expected(tokens)):
-            self.attempt(6 if world.rank() == 1 else 4)
-        self.attempt(4)
+    def test_batch(self):
+        batches = ", ".join(str(3 if rank == 0 else 2) for rank in range(world.cp_size()))
+        with refusal("rank by rank", "batch", batches):
+            self.attempt(batch=3 if world.rank() == 0 else 2)
 
-    def test_batch(self, whole_world_cp):
-        batches = [3 if rank == 0 else 2 for rank in range(world.cp_size())]
-        with refusal("rank by rank", "batch", self.expected(batches)):
-            self.attempt(4, batch=3 if world.rank() == 0 else 2)
-
-    def test_boundaries(self, whole_world_cp):
+    def test_boundaries(self):
         chunks = 2 * world.cp_size()
         lengths = (chunks, 3 * chunks) if world.rank() else (2 * chunks, 2 * chunks)
         with refusal("rank by rank", "sequence boundaries"):
             self.attempt(8, packed(lengths).packed_seq_params(world.device()))
 
-    def test_a_sequence_that_does_not_divide(self, whole_world_cp):
+    def test_a_sequence_that_does_not_divide(self):
         chunks = 2 * world.cp_size()
         with refusal(f"= {chunks} equal chunks", f"has {3 * world.cp_size()} tokens"):
             self.attempt(3)
+
+
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 @two_processes_suffice
@@ -325,33 +314,27 @@ class TestModel:
     @pytest.mark.parametrize("full", [False, True], ids=["", "full_recompute"])
     def test_gradients(self, form, cp_comm_type, full):
         """Neither scaled twice nor left partial: those of the same model without it."""
-        changes = {"num_layers": 2}
-        if full:
-            changes |= {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
+        changes = {"num_layers": 2, **(FULL_RECOMPUTE if full else {})}
         expected = self.gradients(1, **changes)
         actual = self.gradients(world.size(), cp_comm_type=cp_comm_type, **changes)
         for name, gradient in expected.items():
             assert gradient.any(), name
             assert relative_error(actual[name], gradient) < 1e-11, name
 
-    def test_layers_take_their_own_type(self, whole_world_cp):
-        model = gpt_model(
-            num_layers=2, context_parallel_size=world.cp_size(), cp_comm_type=["p2p", "all_gather"]
-        )
-        names = [
-            layer.self_attention.context_parallel.cp_comm_type for layer in model.decoder.layers
-        ]
-        assert names == ["p2p", "all_gather"]
-
-    def test_refused_in_a_list(self, whole_world_cp):
+    def test_a_list_of_types(self, whole_world_cp):
+        """Each layer uses its own exchange."""
+        sizes = {"num_layers": 2, "context_parallel_size": world.cp_size()}
+        names = ["p2p", "all_gather"]
+        layers = gpt_model(**sizes, cp_comm_type=names).decoder.layers
+        assert [x.self_attention.context_parallel.cp_comm_type for x in layers] == names
         with refusal("cp_comm_type", "all_gather, p2p", "'a2a'"):
-            gpt_model(
-                num_layers=2, context_parallel_size=world.cp_size(), cp_comm_type=["p2p", "a2a"]
-            )
+            gpt_model(**sizes, cp_comm_type=["p2p", "a2a"])
+
+
+def layer_and_input(form: str, cp_comm_type: str, recompute: tuple[str, ...] = ()):
+    setup = Setup(form=form, cp_comm_type=cp_comm_type, recompute=recompute)
+    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
+    return build_attention(TINY, setup), x
 
 
 @two_processes_suffice
@@ -359,10 +342,8 @@ class TestModel:
 @cp_comm_type
 def test_backward_twice(whole_world_cp, form, cp_comm_type):
     """With retain_graph, as for two losses of one forward."""
-    attention = build_attention(TINY, Setup(form=form, cp_comm_type=cp_comm_type))
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
-    x.requires_grad_()
-    output, _ = attention(x, None)
+    attention, x = layer_and_input(form, cp_comm_type)
+    output, _ = attention(x.requires_grad_(), None)
     first, second = (
         torch.autograd.grad(output.sum(), [x, *attention.parameters()], retain_graph=keep)
         for keep in (True, False)
@@ -375,13 +356,10 @@ def test_backward_twice(whole_world_cp, form, cp_comm_type):
 @cp_comm_type
 @pytest.mark.parametrize("recompute", [(), ("mla_up_proj",), ("core_attn",)])
 def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
-    """Training the query alone: no gradient of the latents, and none is waited for."""
-    attention = build_attention(
-        TINY, Setup(form=form, cp_comm_type=cp_comm_type, recompute=recompute)
-    )
+    """Training the query alone: latents get no gradient, and no rank waits for one."""
+    attention, x = layer_and_input(form, cp_comm_type, recompute)
     for name, parameter in attention.named_parameters():
         parameter.requires_grad_(name.startswith("linear_q_up_proj"))
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
     attention(x, None)[0].sum().backward()
     grads = {n for n, p in attention.named_parameters() if p.grad is not None}
     assert grads == {"linear_q_up_proj.weight"}
@@ -392,10 +370,7 @@ def test_frozen_latents(whole_world_cp, form, cp_comm_type, recompute):
 @cp_comm_type
 def test_evaluation(whole_world_cp, form, cp_comm_type):
     """Without gradients, in eval mode: the same output, and nothing pending afterwards."""
-    attention = build_attention(
-        TINY, Setup(form=form, cp_comm_type=cp_comm_type, recompute=("mla_up_proj",))
-    )
-    x = torch.randn(4, 1, TINY.hidden, dtype=torch.float64, device=world.device())
+    attention, x = layer_and_input(form, cp_comm_type, ("mla_up_proj",))
     expected, _ = attention(x, None)
     with torch.no_grad():
         assert torch.equal(attention.eval()(x, None)[0], expected)

@@ -11,20 +11,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.test_oracle_grid import (
-    FORM,
-    RECOMPUTE,
-    SAME_TABLE_BOUND,
-    backends,
-    precision_shapes,
-)
+from tests.distributed.test_oracle_grid import FORM, RECOMPUTE, backends, precision_shapes
 from tests.support import needs, world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.combinations import grid
-from tests.support.execution import Execution, execute
-from tests.support.harness import Setup, worst_over_ranks
+from tests.support.execution import execute
+from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, cut_layout
-from tests.support.numerics import bounds_from_eager, compare
 
 # (TP, CP) for every number of processes.
 SIZES = {2: [(1, 2)], 4: [(1, 4), (2, 2)], 8: [(2, 4)]}.get(world.size(), [])
@@ -142,27 +135,10 @@ def test_kernels(sizes, case, backend, cp_comm_type, error_table):
     )
     with kernels_running(case):
         execution = execute(case.mla, setup, cut_layout(case.layout, world.cp_size()))
-    check_execution(execution, setup, case.layout, error_table, "kernels")
+    execution.check(error_table, "kernels", case.layout)
 
 
 def check(setup: Setup, layout_name: str, error_table, shape: str = "tiny") -> None:
     """Compare one combination with the oracle, and record it."""
-    tokens = cut_layout(layout_name, world.cp_size())
-    execution = execute(precision_shapes()[shape], setup, tokens)
-    check_execution(execution, setup, layout_name, error_table, shape)
-
-
-def check_execution(
-    execution: Execution, setup: Setup, layout_name: str, error_table, shape: str
-) -> None:
-    """Compare what the layer made with the oracle, and record it."""
-    dtype = setup.dtype
-    exact = execution.oracle(execution.table())
-    bounds = SAME_TABLE_BOUND
-    if dtype != torch.float64:
-        eager = execution.oracle(execution.table(), dtype)
-        bounds = bounds_from_eager(eager, exact, dtype)
-    deviation = worst_over_ranks(compare(execution.tensors, exact, bounds))
-    combination = {"shape": shape, "layout": layout_name, **setup.describe()}
-    error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
-    deviation.check(f"({dtype})")
+    execution = execute(precision_shapes()[shape], setup, cut_layout(layout_name, world.cp_size()))
+    execution.check(error_table, shape, layout_name)

@@ -13,12 +13,9 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from tests.support import needs, world
 from tests.support.cases import TINY
 from tests.support.execution import execute
-from tests.support.harness import Setup, build_attention, worst_over_ranks
+from tests.support.harness import Setup, build_attention
 from tests.support.layouts import cut_layout
-from tests.support.numerics import compare
 from tests.support.refusal import refusal
-
-BOUND = 1e-9
 
 
 @needs.processes(4)
@@ -29,9 +26,7 @@ def test_groups_that_are_not_the_first_ranks(cp_comm_type):
         ranks = dist.get_process_group_ranks(world.cp_group())
         assert ranks == [world.rank() % 2, world.rank() % 2 + 2]
         setup = Setup(sequence_parallel=True, cp_comm_type=cp_comm_type)
-        execution = execute(TINY, setup, cut_layout("thd_padded", 2))
-        truth = execution.oracle(execution.table())
-        worst_over_ranks(compare(execution.tensors, truth, BOUND)).check()
+        execute(TINY, setup, cut_layout("thd_padded", 2)).check()
 
 
 @needs.processes(2, 4)

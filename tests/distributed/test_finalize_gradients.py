@@ -13,14 +13,10 @@ from megatron.core.distributed import (
 )
 
 from tests import oracle
-from tests.distributed.test_oracle_grid import (
-    OWN_TABLE_BOUND,
-    down_projection,
-    form,
-    sequence_parallel,
-)
+from tests.distributed.test_oracle_grid import down_projection, form, sequence_parallel
 from tests.support import world
 from tests.support.cases import TINY, random_weights
+from tests.support.execution import OWN_TABLE_BOUND
 from tests.support.harness import (
     Setup,
     build_attention,

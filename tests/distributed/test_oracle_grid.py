@@ -14,8 +14,6 @@ With more than two processes on a CPU the combinations are thinned (tests/suppor
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -24,14 +22,9 @@ from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import FUSED, TINY, shapes
 from tests.support.combinations import grid
-from tests.support.execution import Execution, execute
-from tests.support.harness import Setup, worst_over_ranks
+from tests.support.execution import execute
+from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, grid_layout
-from tests.support.numerics import bounds_from_eager, compare
-
-SAME_TABLE_BOUND = 1e-9
-# The module's table is float32: half an ulp of a cosine, 6e-8, on every rotary channel.
-OWN_TABLE_BOUND = 1e-6
 
 RECOMPUTE = {
     "none": (),
@@ -55,14 +48,8 @@ def check_fp64(mla, setup, layout_name, error_table, shape_name):
     """Compare one combination with the oracle under both rotary tables, and record it."""
     tokens = grid_layout(layout_name, divisible=setup.sequence_parallel)
     execution = execute(mla, setup, tokens)
-    tables = {"module's float32": execution.table(), "oracle's float64": None}
-    bounds = {"module's float32": SAME_TABLE_BOUND, "oracle's float64": OWN_TABLE_BOUND}
-    for kind, table in tables.items():
-        deviation = compare(execution.tensors, execution.oracle(table), bounds[kind])
-        deviation = worst_over_ranks(deviation)
-        combination = {"shape": shape_name, "layout": layout_name, **setup.describe()}
-        error_table.add({**combination, "rotary_table": kind}, deviation)
-        deviation.check(f"({kind} rotary table)")
+    execution.check(error_table, shape_name, layout_name)
+    execution.check_own_table(error_table, shape_name, layout_name)
 
 
 @grid(
@@ -112,7 +99,7 @@ def backends() -> list[str]:
 
 
 def precision_shapes() -> dict[str, OracleMLA]:
-    """One more where there are fused kernels."""
+    """On GPUs also widths that fused kernels take."""
     return {"tiny": TINY, "fused": FUSED} if torch.cuda.is_available() else {"tiny": TINY}
 
 
@@ -150,7 +137,7 @@ def test_precision(shape, backend, case, form, down_projection, sequence_paralle
         backend=backend,
     )
     mla, tokens = precision_shapes()[shape], grid_layout(layout, divisible=sequence_parallel)
-    check_precision(execute(mla, setup, tokens), setup, layout, error_table, shape)
+    execute(mla, setup, tokens).check(error_table, shape, layout)
 
 
 @grid(
@@ -167,23 +154,4 @@ def test_kernels(case, backend, sequence_parallel, error_table):
     tokens = grid_layout(case.layout, divisible=sequence_parallel)
     with kernels_running(case):
         execution = execute(case.mla, setup, tokens)
-    check_precision(execution, setup, case.layout, error_table, "kernels")
-
-
-def check_precision(
-    execution: Execution, setup: Setup, layout: str, error_table, shape: str
-) -> None:
-    """Compare with the oracle by the error of its own equations at the precision, and record it."""
-    dtype = setup.dtype
-    # TransformerEngine multiplies float32 matrices in TF32, which has float16's significand,
-    # unless this switch of the CUDA libraries forbids it.
-    tf32 = setup.backend == "transformer_engine" and dtype == torch.float32
-    tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-    precision = torch.float16 if tf32 else dtype
-    table = execution.table()
-    exact, eager = (execution.oracle(table, d) for d in (torch.float64, precision))
-    bounds = bounds_from_eager(eager, exact, precision)
-    deviation = worst_over_ranks(compare(execution.tensors, exact, bounds))
-    combination = {"shape": shape, "layout": layout, **setup.describe()}
-    error_table.add({**combination, "rotary_table": "module's float32"}, deviation)
-    deviation.check(f"({dtype})")
+    execution.check(error_table, "kernels", case.layout)

@@ -1,1 +1,1 @@
-"""What the tests share: shapes, layouts, sharding, numerics."""
+"""Code that tests share: shapes, layouts, sharding, numerics."""

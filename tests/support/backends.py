@@ -1,4 +1,4 @@
-"""Attention backends under test: where they run, and the settings that decide what runs."""
+"""Attention backends under test: requests, determinism, Triton's interpreter, cases of the grid."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def attention_request(form: str, **changes) -> AttentionRequest:
-    """DeepSeek-V3's attention on a GPU, and what is different this time."""
+    """A request for DeepSeek-V3's attention on a GPU, with ``changes`` to its fields."""
     key_width, value_width = {"absorbed": (576, 512), "expanded": (192, 128)}[form]
     fields = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "key_width": key_width}
     fields |= {"value_width": value_width, "form": form}
@@ -123,7 +123,7 @@ class KernelCase:
         return "-".join([*names, "recomputed" if self.recomputes else "kept"])
 
     def setup(self, **more) -> Setup:
-        """The case as a setup of the layer."""
+        """The setup that runs this case."""
         return Setup(
             form=self.form,
             core_attention_backend=self.core_attention_backend,
@@ -161,10 +161,10 @@ def kernel_cases() -> list[KernelCase]:
 
 @contextlib.contextmanager
 def kernels_running(case: KernelCase) -> Iterator[None]:
-    """What a kernel needs to run here; skips the test where it cannot.
+    """Set up what a kernel needs to run here; skips the test where it cannot run.
 
-    Results need not repeat, since some kernels are replaced by others where they must, but memory
-    that nobody wrote still holds NaN.
+    Deterministic algorithms only warn: otherwise "auto" would replace some kernels. Memory that
+    nobody wrote still holds NaN.
     """
     with triton_interpreter(), determinism(True, warn_only=True):
         reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)

@@ -106,7 +106,7 @@ def config_for(
 
 
 def _host_fields() -> dict[str, object]:
-    """What every config here has in common; fusions that need a GPU are off."""
+    """Fields that all test configs share; fusions that need a GPU are off."""
     return {
         "transformer_impl": "local",
         "normalization": "RMSNorm",

@@ -1,4 +1,4 @@
-"""Which combinations of a grid's dimensions are run.
+"""Parametrization by a grid: all combinations of its dimensions, or a covering array of them.
 
 With one or two processes, or on a GPU, all of them. More processes run the same code with other
 numbers of ranks, and each combination costs more: on a CPU they run a covering array, in which any
@@ -55,7 +55,7 @@ def thinned() -> bool:
     return world.size() > 2 and not torch.cuda.is_available() and os.environ.get(VARIABLE) != "1"
 
 
-# For whole models and engines, of which more ranks run the same code.
+# For whole models and engines: more ranks run the same code.
 few_ranks = pytest.mark.skipif(thinned(), reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)")
 
 

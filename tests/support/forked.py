@@ -1,4 +1,4 @@
-"""Processes like torchrun's on one machine, forked from one that has made the long imports.
+"""Start ranks as torchrun does, forked from a process that has imported PyTorch and Megatron.
 
 PyTorch and Megatron take a process five seconds of a core to import, more than most tests run for.
 Here that happens once for all ranks of a job, and with ``--serve`` once for many jobs::
@@ -109,7 +109,7 @@ def _rank_main(job: Job, rank: int, port: int) -> None:
 
 
 def _start_store() -> tuple[int, int]:
-    """Where the ranks meet, in a process of its own since it has threads: its id and its port."""
+    """Start the TCPStore of the ranks in a process of its own; returns its process id and port."""
     ours, its = socket.socketpair()
     pid = _fork(_store_main, its)
     return pid, int(ours.recv(16))
@@ -124,7 +124,7 @@ def _store_main(connection: socket.socket) -> None:
 
 
 def _fork(main, *arguments) -> int:
-    """Call ``main`` in a process of its own, which ends as Python ends; the id of it."""
+    """Call ``main`` in a forked process that exits as Python does; returns its process id."""
     sys.stdout.flush()
     bind = ends_with_this_process()
     pid = os.fork()

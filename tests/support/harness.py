@@ -58,7 +58,7 @@ class Setup:
     mask_type: AttnMaskType = AttnMaskType.causal
 
     def describe(self) -> dict[str, object]:
-        """This setup's part of a row of the error table."""
+        """The columns of the error table that describe this setup."""
         return {
             "sequence_parallel": self.sequence_parallel,
             "down_projection": self.down_projection,
@@ -104,7 +104,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
 
 
 def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str, nn.Parameter]:
-    """The module's parameters; fails if one is missing, or is none of the equations' weights."""
+    """The module's parameters; fails if they are not exactly the equations' weights."""
     found = dict(attention.named_parameters())
     named = {}
     for oracle_name in mla.weight_shapes():
@@ -225,7 +225,7 @@ def whole_gradients(
 
 
 def summed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The sum of every tensor over a group, in one message: on few cores they take the time."""
+    """The sum of every tensor over a group, in one message: quicker than one each."""
     return split_like(world.all_reduce(flat(tensors), group=group), tensors) if tensors else {}
 
 

@@ -95,7 +95,7 @@ class Case:
         return ScoreRules(scale, self.spans, query_chunk_size=64)
 
     def operands(self, device: torch.device) -> AttentionInputs:
-        """Random; finite everywhere."""
+        """Random, without NaN."""
         torch.manual_seed(self.queries)
         q = self._random(device, self.queries, self.batch, self.heads, self.content + self.rope)
         kv = self._random(device, self.keys, self.batch, self.content + self.rope)
@@ -103,7 +103,7 @@ class Case:
         return AttentionInputs(q[..., :c], q[..., c:], kv[..., None, :c], kv[..., c:], None)
 
     def gradient(self, device: torch.device) -> OutputGradient:
-        """Random; finite everywhere."""
+        """Random, without NaN."""
         torch.manual_seed(self.keys)
         shape = (self.queries, self.batch, self.heads)
         out = torch.randn(*shape, self.content, device=device).to(self.dtype)
@@ -124,7 +124,7 @@ class Case:
         return table
 
     def hide(self, operands: AttentionInputs, grad: OutputGradient) -> tuple:
-        """The same amid NaN, and NaN in the rows of tokens that are in no span."""
+        """The same values inside buffers of NaN; tokens that are in no span hold NaN too."""
         queries, keys = torch.ones(self.queries), torch.ones(self.keys)
         for span in self.spans:
             queries[span.queries], keys[span.keys] = 0, 0

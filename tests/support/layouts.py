@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -17,7 +18,7 @@ LAYOUTS = ("sbhd", "thd", "thd_padded")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tokens lie, for the host and for the oracle.
+    """Sequences in a batch or pack, as Megatron and as the oracle describe them.
 
     Attributes:
         tokens: Length of the token axis, padding included.
@@ -25,6 +26,7 @@ class Layout:
         sequences: The same for the oracle, over rows ``token * batch + b``.
         lengths: Tokens of each packed sequence, None for a dense batch.
         slots: Tokens from each packed sequence's start to the next one's, None without padding.
+        truths: What the oracle computed on it, kept by ``Execution.oracle``.
     """
 
     tokens: int
@@ -32,6 +34,7 @@ class Layout:
     sequences: list[oracle.TokenSequence]
     lengths: tuple[int, ...] | None = None
     slots: tuple[int, ...] | None = None
+    truths: dict[tuple, list] = field(default_factory=dict, compare=False, repr=False)
 
     def packed_seq_params(self, device: torch.device) -> PackedSeqParams | None:
         """Megatron's description of the pack, None for a dense batch."""
@@ -73,6 +76,7 @@ def packed(lengths: Sequence[int], slots: Sequence[int] | None = None) -> Layout
     )
 
 
+@functools.cache
 def grid_layout(name: str, divisible: bool) -> Layout:
     """The grid's layout of that name; ``divisible`` makes the token count a multiple of 4."""
     if name == "sbhd":
@@ -83,6 +87,7 @@ def grid_layout(name: str, divisible: bool) -> Layout:
     return packed((5, 1, 0, 4), (6, 3, 2, 5 if divisible else 6))
 
 
+@functools.cache
 def cut_layout(name: str, cp_size: int) -> Layout:
     """Like :func:`grid_layout`, of sequences that context parallelism can cut."""
     chunks = 2 * cp_size

@@ -1,4 +1,4 @@
-"""Memory that tensors take, without asking an allocator."""
+"""Peak memory of tensors, counted from their storages; needs no GPU and no allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small GPT models with either attention, and what they compute."""
+"""Small GPT models with absorbed or standard MLA, a batch for them, and their logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test needs of the machine, or of the run; skips say in these words what is missing."""
+"""Skip markers: what a test needs of the machine or of the run, in the words of the summary."""
 
 from __future__ import annotations
 

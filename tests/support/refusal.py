@@ -1,4 +1,4 @@
-"""Errors are part of the interface: they name the argument, what it got and what it accepts."""
+"""Check of error messages: they name the argument, what it got and what it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of all layers says at its end: the slowest tests, and why tests were skipped.
+"""Summary at the end of a run of all layers: the slowest tests, and why tests were skipped.
 
 ``scripts/run_tests.sh`` has every layer's pytest write a file and then prints them together::
 
@@ -39,7 +39,7 @@ class Recorder:
         self._count(report)
 
     def _count(self, report) -> None:
-        # A test that fails as expected is none that lacks something.
+        # An expected failure is reported as skipped, but lacks nothing.
         if report.skipped and not hasattr(report, "wasxfail"):
             self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
 

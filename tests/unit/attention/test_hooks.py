@@ -1,4 +1,4 @@
-"""What a user holds stays as it is: tensors from hooks, boundaries of packs in shared memory."""
+"""Forward hooks: tensors that they return or keep are not changed by the layer."""
 
 from __future__ import annotations
 

@@ -40,34 +40,18 @@ def gradient(attention, x, packed_params, *, linear: bool = True) -> torch.Tenso
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("linear", [True, False])
-class TestRaises:
-    def test_towards_the_input(self, form, layout, linear):
-        x, params = batch(layout)
-        found = gradient(layer(form), x, params, linear=linear)
+def test_raises(form, layout, linear):
+    """Towards the input, and every weight that acts before the attention's output."""
+    attention, (x, params) = layer(form), batch(layout)
+    # The gradient of x is linear in the output projection, and autograd follows that.
+    weights = [p for n, p in attention.named_parameters() if n != "linear_proj.weight"]
+    for towards in (x, *weights):
+        found = gradient(attention, x, params, linear=linear)
         with pytest.raises(RuntimeError, match=MESSAGE):
-            torch.autograd.grad((found**2).sum(), x)
-
-    def test_backward(self, form, layout, linear):
-        x, params = batch(layout)
-        found = gradient(layer(form), x, params, linear=linear)
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            found.sum().backward()
-
-    def test_towards_parameters(self, form, layout, linear):
-        """Of every weight that acts before the attention's output."""
-        attention = layer(form)
-        x, params = batch(layout)
-        for name, parameter in attention.named_parameters():
-            if name == "linear_proj.weight":
-                continue  # the gradient of x is linear in it, and autograd follows that
-            found = gradient(attention, x, params, linear=linear)
-            with pytest.raises(RuntimeError, match=MESSAGE):
-                torch.autograd.grad(found.sum(), parameter, allow_unused=True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradient_of_a_parameter_towards_the_input(form):
-    attention, (x, params) = layer(form), batch()
+            torch.autograd.grad((found**2).sum(), towards, allow_unused=True)
+    found = gradient(attention, x, params, linear=linear)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        found.sum().backward()
     output, _ = attention(x, None, packed_seq_params=params)
     weight = attention.linear_k_up_proj.weight
     [found] = torch.autograd.grad(output.sum(), weight, create_graph=True)

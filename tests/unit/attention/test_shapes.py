@@ -9,21 +9,11 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests import oracle
 from tests.oracle import OracleMLA
-from tests.support.cases import TINY, random_weights
-from tests.support.harness import (
-    Setup,
-    build_attention,
-    load_weights,
-    module_table,
-    named_tensors,
-    run,
-)
+from tests.support.cases import TINY
+from tests.support.execution import execute
+from tests.support.harness import Setup
 from tests.support.layouts import Layout, dense, packed
-from tests.support.numerics import compare
-
-BOUND = 1e-9
 
 
 @st.composite
@@ -72,13 +62,4 @@ layouts = packs() | st.builds(dense, tokens=st.integers(1, 9), batch=st.integers
 @example(mla=TINY, layout=dense(1, 1), form="expanded", chunk=1)
 def test_any_shape_agrees_with_the_oracle(mla, layout, form, chunk):
     """A failure prints the smallest layer and layout at which the named tensor is wrong."""
-    setup = Setup(form=form, query_chunk_size=chunk)
-    weights = random_weights(mla)
-    x, output_grad = layout.random_rows(mla.hidden, 1), layout.random_rows(mla.hidden, 2)
-    attention = build_attention(mla, setup)
-    load_weights(attention, mla, setup, weights)
-    actual = named_tensors(mla, run(attention, mla, setup, layout, x, output_grad))
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, mla, layout)
-    truth = oracle.evaluate(mla, weights, *rows, layout.sequences, table)
-    compare(actual, named_tensors(mla, truth), BOUND).check()
+    execute(mla, Setup(form=form, query_chunk_size=chunk), layout).check()

@@ -34,7 +34,11 @@ def gradients(**config) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "recompute", [SELECTIVE, FULL, SOME_LAYERS], ids=["selective", "full", "block"]
 )
-@pytest.mark.parametrize("layers", [DENSE, MIXED], ids=["dense", "mixed"])
+@pytest.mark.parametrize(
+    "layers",
+    [{**DENSE, "dtype": torch.float32}, {**MIXED, "dtype": torch.bfloat16}],
+    ids=["dense-fp32", "mixed-bf16"],
+)
 def test_recomputation_changes_no_bit(layers, recompute):
     """Of a whole model, with dropout in the attention and behind it."""
     expected, actual = gradients(**layers), gradients(**layers, **recompute)

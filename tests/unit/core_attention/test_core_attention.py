@@ -76,7 +76,7 @@ def test_forms_agree():
 
 
 def test_forms_are_really_two(monkeypatch):
-    """Each does its own arithmetic: an option that is ignored would agree even better."""
+    """Each form uses its own functions; if the option were ignored, the forms would agree too."""
     leaves = operands()
     monkeypatch.setattr(expanded, "expand", None)
     attend("absorbed", leaves)

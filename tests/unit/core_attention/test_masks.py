@@ -7,18 +7,10 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from tests import oracle
-from tests.support import world
-from tests.support.cases import TINY, random_weights
-from tests.support.harness import (
-    Setup,
-    build_attention,
-    load_weights,
-    module_table,
-    named_tensors,
-    run,
-)
+from tests.support.cases import TINY
+from tests.support.execution import execute
+from tests.support.harness import Setup
 from tests.support.layouts import dense
-from tests.support.numerics import compare
 
 TOKENS, BATCH = 11, 3
 
@@ -59,15 +51,5 @@ def test_mask(case, form):
         visible &= oracle.causal(TOKENS)
     if mask is not None:
         visible &= ~mask[:, 0]
-    on_device = mask if mask is None else mask.to(world.device())
-    setup = Setup(form=form, mask_type=mask_type)
     layout = dense(TOKENS, BATCH, visible)
-    weights = random_weights(TINY)
-    x, output_grad = layout.random_rows(TINY.hidden, 1), layout.random_rows(TINY.hidden, 2)
-    attention = build_attention(TINY, setup)
-    load_weights(attention, TINY, setup, weights)
-    actual = named_tensors(TINY, run(attention, TINY, setup, layout, x, output_grad, on_device))
-    rows = [t.flatten(0, 1) for t in (x, output_grad)]
-    table = module_table(attention, TINY, layout)
-    truth = oracle.evaluate(TINY, weights, *rows, layout.sequences, table)
-    compare(actual, named_tensors(TINY, truth), 1e-9).check()
+    execute(TINY, Setup(form=form, mask_type=mask_type), layout, attention_mask=mask).check()

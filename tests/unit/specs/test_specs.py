@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import specs.absorbed_mla_layer_specs as layer_specs
-from absorbed_mla import AbsorbedMLAOptions, AbsorbedMLASelfAttention
+from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
@@ -24,9 +24,8 @@ from specs.absorbed_mla_layer_specs import (
     get_absorbed_mla_decoder_block_spec,
     get_absorbed_mla_layer_spec,
 )
-from tests.support import world
 from tests.support.cases import TINY, config_for
-from tests.support.models import BLOCK_SPECS, MIXED, TOKENS, call, gpt_model, token_batch
+from tests.support.models import BLOCK_SPECS, MIXED, call, gpt_model, token_batch
 from tests.support.refusal import refusal
 
 SPECS = ["get_absorbed_mla_layer_spec", "get_absorbed_mla_decoder_block_spec"]
@@ -35,26 +34,11 @@ OPTIONS = AbsorbedMLAOptions(
 )
 
 
-def hidden_states(config) -> torch.Tensor:
-    x = torch.randn(TOKENS, 2, config.hidden_size, dtype=config.params_dtype)
-    return x.to(world.device()).requires_grad_()
-
-
 def missing_gradients(module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()]
 
 
 class TestLayer:
-    def test_builds_and_trains(self):
-        config = config_for(TINY)
-        spec = get_absorbed_mla_layer_spec(config, backend="local")
-        assert spec.module is TransformerLayer
-        assert spec.submodules.self_attention.module is AbsorbedMLASelfAttention
-        layer = build_module(spec, config=config, layer_number=1).to(world.device())
-        output, _ = layer(hidden_states(config), attention_mask=None)
-        output.square().sum().backward()
-        assert missing_gradients(layer) == []
-
     def test_options_travel(self):
         config = config_for(TINY)
         spec = get_absorbed_mla_layer_spec(config, backend="local", options=OPTIONS)
@@ -90,22 +74,20 @@ class TestLayer:
         spec = get_absorbed_mla_layer_spec(config, backend="local")
         assert isinstance(build_module(spec, config=config, layer_number=1).mlp, mlp)
 
-    @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")])
-    def test_as_every_layer_of_a_model(self, recompute):
-        """A single layer spec in the model's slot, as ``--spec`` passes it."""
-        granularity = "selective" if recompute else None
-        config = config_for(
-            TINY,
-            num_layers=2,
-            recompute_granularity=granularity,
-            recompute_modules=list(recompute) or None,
-        )
-        spec = get_absorbed_mla_layer_spec(config, backend="local", options=OPTIONS)
-        model = gpt_model(spec=spec, num_layers=2)
-        assert [type(layer) for layer in model.decoder.layers] == [TransformerLayer] * 2
-        assert all(layer.self_attention.options == OPTIONS for layer in model.decoder.layers)
-        call(model, labels=token_batch(6)).mean().backward()
-        assert missing_gradients(model.decoder) == []
+
+@pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")])
+@pytest.mark.parametrize("name", SPECS)
+def test_models_train(name, recompute):
+    """With the block spec, and with one layer spec for every layer, as ``--spec`` passes it."""
+    changes = {"num_layers": 2}
+    if recompute:
+        changes |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    spec = getattr(layer_specs, name)(config_for(TINY, **changes), backend="local", options=OPTIONS)
+    model = gpt_model(spec=spec, **changes)
+    assert [type(layer) for layer in model.decoder.layers] == [TransformerLayer] * 2
+    assert all(layer.self_attention.options == OPTIONS for layer in model.decoder.layers)
+    call(model, labels=token_batch(6)).mean().backward()
+    assert missing_gradients(model.decoder) == []
 
 
 @pytest.mark.parametrize("name", ["layer", "decoder_block"])
@@ -121,26 +103,9 @@ def test_spec_option(name, monkeypatch):
 
 
 class TestBlock:
-    def test_runs_in_transformer_block(self):
-        config = config_for(TINY, num_layers=2)
-        spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=OPTIONS)
-        block = TransformerBlock(config, spec).to(world.device())
-        x = hidden_states(config)
-        block(x, None).square().sum().backward()
-        assert missing_gradients(block) == []
-        assert isinstance(block.final_layernorm, RMSNorm)
-        for layer in block.layers:
-            assert layer.self_attention.options == OPTIONS
-
     @pytest.mark.parametrize(
         "freq, kinds",
-        [
-            (1, "MMMM"),
-            (2, "MDMD"),
-            (3, "MDDM"),
-            ([0, 1, 1, 0], "DMMD"),
-            ([0, 0, 0, 0], "DDDD"),
-        ],
+        [(1, "MMMM"), (2, "MDMD"), (3, "MDDM"), ([0, 1, 1, 0], "DMMD"), ([0] * 4, "DDDD")],
         ids=str,
     )
     def test_pattern_of_moe_layers(self, freq, kinds):
@@ -224,7 +189,7 @@ class TestPipelineSlices:
 
 
 def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) -> None:
-    """As if this process were of that pipeline stage; it takes a job of that size otherwise."""
+    """Have Megatron take this process for that pipeline stage."""
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
     monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages)
     if virtual:
@@ -232,7 +197,7 @@ def set_pipeline_rank(monkeypatch, rank: int, stages: int, virtual: int | None) 
 
 
 def kinds_of(block) -> list[bool]:
-    """Of every layer spec, whether its MLP is a mixture of experts."""
+    """Whether the MLP of each layer spec is a mixture of experts."""
     return ["MoE" in str(layer.submodules.mlp) for layer in block.layer_specs]
 
 

@@ -1,4 +1,4 @@
-"""Grids that are not run whole still hold every pair, or triple, of values."""
+"""A thinned grid still holds every pair, or triple, of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIMENSIONS = ("ab", "cd", "efg", "hi", "jklm")
 
 
 def held(rows, strength: int) -> set:
-    """Whatever that many columns hold together in a row."""
+    """All combinations of values that ``strength`` columns take in a row."""
     return {part for row in rows for part in itertools.combinations(enumerate(row), strength)}
 
 

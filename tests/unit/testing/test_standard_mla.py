@@ -230,7 +230,7 @@ class TestSpecs:
             get_standard_mla_decoder_block_spec(config)
 
     def test_transformer_engine_specs_are_megatrons(self, monkeypatch):
-        """Nothing is replaced there; what depends on the config is handed over."""
+        """Megatron's own specs, with the options that depend on the config."""
         module = "absorbed_mla.testing.standard_mla."
         monkeypatch.setattr(module + "HAVE_TE", True)
         for name in ("layer_with_transformer_engine", "decoder_block"):

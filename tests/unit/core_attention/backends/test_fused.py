@@ -1,5 +1,4 @@
-"""Backends of the expanded form on other people's kernels: cuDNN, FlashAttention-4 and
-TransformerEngine.
+"""Backends of the expanded form: cuDNN, FlashAttention-4 and TransformerEngine.
 
 Without a GPU stand-ins with the signatures of the packages compute in float64; on a GPU the
 packages themselves run as well.
@@ -127,7 +126,7 @@ ON_A_GPU = {
 
 
 def on_a_gpu(name: str, *values):
-    """Parameters of a test that the package must be there for."""
+    """Test parameters that are skipped where the package of that backend cannot run."""
     backend, mark = ON_A_GPU[name]
     return pytest.param(backend, *values, marks=mark, id="-".join(map(str, (name, *values))))
 

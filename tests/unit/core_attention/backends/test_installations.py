@@ -1,6 +1,6 @@
-"""Which installations of attention packages are taken.
+"""Which installations of attention packages are accepted.
 
-Whatever is wrong with one is a reason and no error: "auto" has other backends to take.
+A missing or broken package is a reason that the backend reports, not an error: "auto" falls back.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ FUNCTIONS = "def _flash_attn_fwd(): ...\ndef _flash_attn_bwd(): ...\n"
 
 
 class TestFlashAttention4:
-    """Packages made for the purpose, in a folder that is searched first."""
+    """Small packages written to a folder at the front of ``sys.path``."""
 
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path, monkeypatch) -> Path:
@@ -96,7 +96,7 @@ class TestFlashAttention4:
         return [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
 
     def install(self, folder: Path, version: str = "4.0.0b36", **files: str) -> None:
-        """The metadata that pip leaves, and ``flash_attn.cute.interface`` in its two packages."""
+        """Write pip's metadata, and ``flash_attn.cute.interface`` with its parents."""
         metadata = folder / f"flash_attn_4-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir()
         metadata.write_text(f"Metadata-Version: 2.1\nName: flash-attn-4\nVersion: {version}\n")
@@ -202,7 +202,7 @@ class TestTransformerEngine:
         ],
     )
     def test_wrong_gradients_of_packs(self, cudnn, value_width, packed, loaded, monkeypatch):
-        """What an older cuDNN computes wrongly without a word, it is not asked."""
+        """An older cuDNN computes wrong gradients for packs of these widths, without an error."""
         transformer_engine.install(monkeypatch, cudnn=cudnn)
         reason = self.reason(key_width=value_width, value_width=value_width, packed=packed)
         if loaded is None:

@@ -24,7 +24,6 @@ from tests.support.backends import KernelCase, kernel_cases, kernels_running, tr
 from tests.support.cases import INTERPRETED
 from tests.support.execution import execute
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
-from tests.support.numerics import bounds_from_eager, compare
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
@@ -83,19 +82,12 @@ def case(request, monkeypatch):
         yield case
 
 
-def check(case: KernelCase, tokens) -> None:
-    """Output and every gradient round no worse than three plain evaluations of the equations."""
-    execution = execute(case.mla, case.setup(), tokens)
-    table = execution.table()
-    exact, eager = execution.oracle(table), execution.oracle(table, case.dtype)
-    compare(execution.tensors, exact, bounds_from_eager(eager, exact, case.dtype)).check()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_layer(case, recomputes, layout):
     """If this fails, training with ``core_attention_backend`` of that name is wrong."""
-    check(replace(case, recomputes=recomputes), grid_layout(layout, divisible=False))
+    setup = replace(case, recomputes=recomputes).setup()
+    execute(case.mla, setup, grid_layout(layout, divisible=False)).check()
 
 
 class Blocks(LocalKeys):
@@ -141,4 +133,4 @@ def test_blocks_of_keys(case, layout, monkeypatch):
     """As under context parallelism: backward gets the LSE over all blocks, and some queries see
     nothing of a block."""
     monkeypatch.setattr(strategy, "LocalKeys", Blocks)
-    check(case, layout)
+    execute(case.mla, case.setup(), layout).check()

@@ -104,7 +104,7 @@ def test_refused(name, changes, reason):
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("name", CORE_ATTENTION_BACKENDS[1:])
 def test_options_know_which_form_it_computes(name, form):
-    """They refuse what it refuses for its form, and nothing else."""
+    """The options refuse exactly the pairs of form and backend that the backend refuses."""
     refused = "form=" in (why_not(name, attention_request(form)) or "")
     with refusal(name, form) if refused else contextlib.nullcontext():
         AbsorbedMLAOptions(form=form, core_attention_backend=name)

@@ -1,4 +1,4 @@
-"""Cutting spans, and attending in pieces: nothing may be lost, seen twice, or seen too early."""
+"""Splitting spans by queries, and merging attention over parts of the keys."""
 
 from __future__ import annotations
 

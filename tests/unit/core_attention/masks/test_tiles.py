@@ -1,4 +1,4 @@
-"""The tables that kernels work through show every visible pair once, and no other."""
+"""Tile tables of kernels hold every visible pair of query and key once, and no other pair."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class TestTables:
 
 
 def calls_of_python(function) -> int:
-    """Calls while ``function`` runs, which a busy machine makes no more of."""
+    """Number of Python calls of ``function``; unlike time, it is the same on a busy machine."""
     count = 0
 
     def profile(frame, event, argument) -> None:
