@@ -1,12 +1,12 @@
-"""The command line. Names are Megatron's where Megatron has the option."""
+"""The command line, and how errors name its values. Options have Megatron's names, if any."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
-from training.options_named import given_options
 from training.presets import PRESETS
 from training.schedule import DECAY_STYLES
 
@@ -71,6 +71,38 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, default)
     return args
+
+
+def given_options(argv: Iterable[str]) -> frozenset[str]:
+    """Options on a command line that takes no abbreviations."""
+    return frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))
+
+
+def name_of(args: argparse.Namespace, flag: str) -> str:
+    """``"--num-layers"``, or ``"num_layers of the preset tiny"`` if it is not on the command line.
+
+    Args:
+        args: With ``given``, the options on the command line.
+        flag: An option of the model.
+    """
+    if flag in args.given:
+        return flag
+    plain = flag.removeprefix("--").replace("-", "_")
+    if args.use_checkpoint_args:
+        return f"{plain} of the checkpoint in --load"
+    return f"{plain} of the preset {args.preset}"
+
+
+def own_name_of(args: argparse.Namespace, flag: str) -> str:
+    """``"--seq-length"``, or ``"the default seq_length"``."""
+    plain = flag.removeprefix("--").replace("-", "_")
+    return flag if flag in args.given else f"the default {plain}"
+
+
+def value_of(args: argparse.Namespace, flag: str) -> str:
+    """``"--micro-batch-size 8"``, or ``"the default micro_batch_size 8"``."""
+    value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+    return f"{own_name_of(args, flag)} {value}"
 
 
 def _check_checkpoint_args(args: argparse.Namespace) -> None:

@@ -1,19 +1,62 @@
-"""Windows of tokens to what a GPT model takes."""
+"""Windows of tokens to what this rank's GPT model takes: whole, packed, or cut for CP."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
-from training.context_parallel import ContextParallelPart
 from training.data import Windows, window_indices
-from training.packing import pack_documents, packed_seq_params, real_tokens
+
+
+@dataclass(frozen=True)
+class ContextParallelPart:
+    """One context-parallel rank's part of every sequence; by default all of it.
+
+    Attributes:
+        size: Context-parallel ranks.
+        rank: This one.
+        sequence_parallel_size: Ranks that cut each part once more, in equal pieces.
+    """
+
+    size: int = 1
+    rank: int = 0
+    sequence_parallel_size: int = 1
+
+    @property
+    def slot_multiple(self) -> int:
+        """What the length of every sequence must be a multiple of."""
+        return 2 * self.size if self.size > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """What the number of tokens of all sequences must be a multiple of."""
+        return self.slot_multiple * self.sequence_parallel_size if self.size > 1 else 1
+
+    def of(self, values: Tensor, sequences: SequenceLayout) -> Tensor:
+        """Columns of ``values`` [b, S] that belong to this rank, [b, S / size]."""
+        if self.size == 1:
+            return values
+        return values[:, ContextParallelLayout(sequences, self.size, self.rank).tokens()]
+
+
+def own_part(args: argparse.Namespace) -> ContextParallelPart:
+    """The part of this process, from Megatron's groups."""
+    return ContextParallelPart(
+        size=parallel_state.get_context_parallel_world_size(),
+        rank=parallel_state.get_context_parallel_rank(),
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+    )
+
 
 _WHOLE = ContextParallelPart()
 
@@ -127,3 +170,62 @@ class BatchSource:
             )
             rows = np.stack([self.windows[i] for i in indices])
             yield make_batch(rows, self.device, self.packed_eod, self.part)
+
+
+def document_starts(tokens: list[int], eod: int) -> list[int]:
+    """Where documents begin: at 0 and after every end token but a last one."""
+    return [0] + [i + 1 for i, token in enumerate(tokens[:-1]) if token == eod]
+
+
+def pack_documents(tokens: list[int], eod: int, part: ContextParallelPart) -> SequenceLayout:
+    """Where the documents of a window lie, each in a slot that ``part`` can cut."""
+    bounds = [*document_starts(tokens, eod), len(tokens)]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    slots = padded_slots(lengths, part.slot_multiple, part.total_multiple)
+    ends = list(itertools.accumulate(slots))
+    return SequenceLayout(
+        num_tokens=ends[-1],
+        starts=(0, *ends[:-1]),
+        lengths=tuple(lengths),
+        slots=tuple(slots),
+        packed=True,
+    )
+
+
+def padded_slots(lengths: list[int], slot_multiple: int, total_multiple: int) -> list[int]:
+    """Lengths rounded up to ``slot_multiple``, and the last one on until the sum fits as well.
+
+    Args:
+        lengths: Tokens of each document.
+        slot_multiple: Divides every slot.
+        total_multiple: Divides their sum; a multiple of ``slot_multiple``.
+    """
+    slots = [length + -length % slot_multiple for length in lengths]
+    slots[-1] += -sum(slots) % total_multiple
+    return slots
+
+
+def real_tokens(pack: SequenceLayout) -> Tensor:
+    """Bool [S]: which tokens of a pack are not padding."""
+    lengths = torch.tensor(pack.lengths).repeat_interleave(torch.tensor(pack.slots))
+    return pack.positions(torch.device("cpu")) < lengths
+
+
+def packed_seq_params(pack: SequenceLayout, device: torch.device) -> PackedSeqParams:
+    """Megatron's description of a whole pack, on all context-parallel ranks the same."""
+    cu_seqlens = _cumulated(pack.lengths, device)
+    padded = _cumulated(pack.slots, device) if pack.slots != pack.lengths else None
+    longest = max(pack.slots)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _cumulated(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)

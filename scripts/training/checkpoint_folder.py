@@ -88,14 +88,19 @@ def begin(folder: Path, iteration: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".incomplete-iter_*"):
         shutil.rmtree(leftover)
-    path = _hidden(folder, "incomplete", iteration)
+    path = unfinished_path(folder, iteration)
     path.mkdir()
     return path
 
 
+def unfinished_path(folder: Path, iteration: Iteration) -> Path:
+    """Where the checkpoint of ``iteration`` is while it is being written."""
+    return _hidden(folder, "incomplete", iteration)
+
+
 def complete(folder: Path, iteration: int) -> None:
     """Give the checkpoint its name and make it the one to resume from."""
-    written, final = _hidden(folder, "incomplete", iteration), checkpoint_path(folder, iteration)
+    written, final = unfinished_path(folder, iteration), checkpoint_path(folder, iteration)
     for file in written.rglob("*"):
         _sync(file)
     _sync(written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from training.options_named import name_of
+from training.arguments import name_of
 from training.presets import ModelPreset, get_preset, scale_down
 
 # Option: field of the preset, where the names differ.
@@ -150,3 +150,26 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
         )
     multiple = args.make_vocab_size_divisible_by
     return -(-size // multiple) * multiple
+
+
+def is_padded(args: argparse.Namespace) -> bool:
+    """Whether documents are padded, to be cut."""
+    return args.packed and args.context_parallel_size > 1
+
+
+def transformer_impl(args: argparse.Namespace, device_type: str) -> str:
+    """``--transformer-impl``, or its default on this machine."""
+    if args.transformer_impl is not None:
+        return args.transformer_impl
+    if device_type != "cuda":
+        return "local"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE else "local"
+
+
+def token_dispatcher(args: argparse.Namespace, device_type: str) -> str:
+    """``--moe-token-dispatcher-type``, or its default on this machine."""
+    if args.moe_token_dispatcher_type is not None:
+        return args.moe_token_dispatcher_type
+    return "alltoall" if device_type == "cuda" else "allgather"

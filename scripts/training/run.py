@@ -9,18 +9,16 @@ import torch
 from megatron.core import parallel_state
 
 from training import distributed
-from training.batch import BatchSource
+from training.batch import BatchSource, own_part
 from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
-from training.context_parallel import own_part
 from training.data import Windows, read_corpus, split_corpus
 from training.loop import Trainer
 from training.metrics import read_metrics
 from training.model import build_config, build_model, count_parameters
 from training.model_options import padded_vocab_size
-from training.optimizer import build_optimizer
-from training.plot import plot_losses
-from training.report import comparison_table, run_header
+from training.optimizer import Optimizer
+from training.report import comparison_table, plot_losses, run_header
 from training.start import read_start, require_same_run, run_options
 from training.tokenizers import build_tokenizer
 
@@ -47,7 +45,7 @@ def train(args: argparse.Namespace) -> None:
     device = distributed.initialize(args)
     config = build_config(args, preset, device)
     model = build_model(args, config, preset, device)
-    optimizer = build_optimizer(args, model)
+    optimizer = Optimizer(args, model)
     checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
     start = checkpointer.load() if args.load else 0
     if distributed.rank() == 0:

@@ -19,14 +19,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from tests.support.generate import generate, train
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args
 from training.checkpoint_folder import find_checkpoint
-from training.checkpoint_model import require_same_model
-from training.checkpoint_sizes import sizes_of_model, sizes_of_tensors
+from training.checkpoint_model import require_same_model, sizes_of_model, sizes_of_tensors
 from training.model_options import resolve_model
 from training.presets import PRESETS, get_preset
 from training.start import Start, read_start, require_same_run, run_options

@@ -15,7 +15,7 @@ from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_
 from checkpoint_conversion.model_config import ModelConfig
 from tests.conversion.released import RELEASED
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from training import model_options
 from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
