@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
 from training.presets import PRESETS
-from training.schedule import DECAY_STYLES
 
 _SIZES = {
     "num-layers": "transformer layers",
@@ -21,6 +20,7 @@ _SIZES = {
     "v-head-dim": "of a head's value",
     "max-position-embeddings": "the longest sequence",
 }
+DECAY_STYLES = ("constant", "cosine", "linear")
 _OF_PRESET = "(default: the preset's)"
 _MODEL_DEFAULTS = {"preset": "tiny", "scale_down": 1, "make_vocab_size_divisible_by": 64}
 # What --use-checkpoint-args says instead. The length may be extended, and the balancing of experts

@@ -95,19 +95,14 @@ class Checkpointer:
         return start.resumed["iteration"]
 
     def _resume(self, path: Path, training: dict) -> None:
-        state = self._state(is_loading=True)
+        # Adam's state comes with the first step, so a run saved before that has none.
+        state = self._state(is_loading=training["iteration"] > 0)
         same_world = training["world_size"] == dist.get_world_size()
         if not same_world:
             state.pop("rng")
-        if training["iteration"] == 0:
-            # Saved before the first step, with which Adam's state comes.
-            state.pop("optimizer")
         loaded = dist_checkpointing.load(state, str(path))
         self._model.load_state_dict(loaded["model"])
-        if "optimizer" in state:
-            self._optimizer.load_state_dict(loaded["optimizer"])
-        else:
-            self._optimizer.weights_were_loaded()
+        self._optimizer.load_state_dict(loaded["optimizer"])
         if same_world:
             _restore_rng(loaded["rng"])
         else:

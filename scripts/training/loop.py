@@ -24,8 +24,7 @@ from training import distributed
 from training.batch import Batch, BatchSource
 from training.checkpoint import Checkpointer
 from training.metrics import MetricsFile
-from training.optimizer import Optimizer
-from training.schedule import learning_rate
+from training.optimizer import Optimizer, learning_rate
 
 
 class Trainer:

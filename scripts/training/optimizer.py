@@ -1,4 +1,4 @@
-"""Megatron's AdamW, given its learning rate at every step."""
+"""Megatron's AdamW, and the learning rate of each of its steps."""
 
 from __future__ import annotations
 
@@ -93,3 +93,30 @@ class Optimizer:
             for group in part.get("optimizer", part)["param_groups"]:
                 group.update(options)
         self._optimizer.load_state_dict(state)
+
+
+def learning_rate(
+    iteration: int, *, lr: float, min_lr: float, warmup: int, decay_iters: int, style: str
+) -> float:
+    """The learning rate of an iteration: linear warm-up to ``lr``, then a decay to ``min_lr``.
+
+    Not Megatron's OptimizerParamScheduler, which gives the first iteration a rate of 0 and refuses
+    runs that are shorter than their warm-up.
+
+    Args:
+        iteration: Counted from 0.
+        lr: Highest rate.
+        min_lr: Rate at ``decay_iters`` and after.
+        warmup: Iterations of warm-up.
+        decay_iters: Iteration at which the decay has ended.
+        style: One of the values of ``--lr-decay-style``.
+    """
+    if iteration < warmup:
+        return lr * (iteration + 1) / warmup
+    if style == "constant":
+        return lr
+    if iteration >= decay_iters:
+        return min_lr
+    done = (iteration - warmup) / max(1, decay_iters - warmup)
+    remaining = 1 - done if style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return min_lr + (lr - min_lr) * remaining

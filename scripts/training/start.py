@@ -72,6 +72,12 @@ def read_start(folder: str, *, finetune: bool) -> Start:
             f"--load: {path} was not written by this script, so it cannot be resumed; "
             "--finetune takes its weights"
         )
+    if "step" in common.get("optimizer", ()):
+        # Before Megatron's optimizer ran on CPUs, runs there had one of their own.
+        raise ValueError(
+            f"--load: {path} holds a state of the optimizer that only an earlier version of this "
+            "script can resume; --finetune takes its weights"
+        )
     return Start(path, args, training)
 
 

@@ -244,6 +244,15 @@ class TestOtherFormats:
         with pytest.raises(ValueError, match=r"--load .*file: it is no folder"):
             find_checkpoint(str(tmp_path / "file"))
 
+    def test_an_earlier_optimizer(self, tmp_path):
+        """Its weights can be used, its moments cannot."""
+        weight = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
+        state = {"weight": weight, "training": {"iteration": 3}, "optimizer": {"step": 3}}
+        dist_checkpointing.save(state, str(tmp_path))
+        with pytest.raises(ValueError, match=r"only an earlier version .* --finetune takes its"):
+            read_start(str(tmp_path), finetune=False)
+        assert read_start(str(tmp_path), finetune=True).resumed is None
+
     def test_options_that_were_not_given_are_not_named(self, tmp_path):
         """generate.py takes the model from the checkpoint without being told."""
         weight = ShardedTensor.from_rank_offsets("weight", torch.ones(2))

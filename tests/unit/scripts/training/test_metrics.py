@@ -9,8 +9,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
-from training.metrics import MetricsFile, read_metrics, series
-from training.report import absolute_differences, comparison_table, plot_losses
+from training.metrics import (
+    MetricsFile,
+    absolute_differences,
+    comparison_table,
+    plot_losses,
+    read_metrics,
+    series,
+)
 
 
 def _write(path, iterations, resumed_at=0):

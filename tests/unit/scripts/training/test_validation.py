@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 from tests.support import needs
 from training.arguments import parse_arguments
 from training.model_options import resolve_model
-from training.schedule import learning_rate
+from training.optimizer import learning_rate
 from training.validation import parse_split, validate_arguments
 
 
