@@ -18,7 +18,7 @@ from absorbed_mla.options import (
 from console.parser import Parser
 from generation.sampling import Sampling
 from training import arguments as trainer
-from training.arguments import given_options
+from training.options_named import given_options
 from training.presets import ModelPreset
 
 _DEFAULTS = AbsorbedMLAOptions()

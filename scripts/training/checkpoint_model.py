@@ -11,8 +11,9 @@ from megatron.core import dist_checkpointing
 
 from training import distributed
 from training.checkpoint_args import preset_from_args
+from training.model_options import flag_of
 from training.presets import ModelPreset
-from training.start import Start, flag_of
+from training.start import Start
 
 # Fields of a preset that decide the shapes of weights.
 _SHAPES = (

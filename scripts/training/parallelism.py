@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from absorbed_mla.options import CP_COMM_TYPES
-from training.arguments import name_of, own_name_of
 from training.model_options import token_dispatcher, transformer_impl
+from training.options_named import name_of, own_name_of
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:

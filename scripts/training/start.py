@@ -11,20 +11,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from training.checkpoint_folder import RELEASE, find_checkpoint
+from training.model_options import flag_of
 from training.presets import ModelPreset
 
 # Of the command line, what must not change for a resumed run to continue the interrupted one.
 _RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
 # Of the model, what may: execution and initialisation, not the function that is trained.
 _FREE_MODEL_FIELDS = {"max_position_embeddings"}
-# Names of options that are not those of a preset's fields.
-_FLAGS = {
-    "layernorm_epsilon": "--norm-epsilon",
-    "latent_norm_eps": "--latent-norm-epsilon",
-    "num_moe_experts": "--num-experts",
-    "split_percent": "--split",
-    "data": "the data (--data, --tokenizer)",
-}
+# Names of options that are not those of the fields.
+_FLAGS = {"split_percent": "--split", "data": "the data (--data, --tokenizer)"}
 
 
 @dataclass(frozen=True)
@@ -132,14 +127,9 @@ def require_same_run(start: Start, here: dict) -> None:
         saved = list(saved) if isinstance(saved, tuple) else saved
         if saved != value:
             values = "" if name == "data" else f" {saved} there, {value} here"
-            problems.append(f"{flag_of(name)}{values}")
+            problems.append(f"{_FLAGS.get(name) or flag_of(name)}{values}")
     if problems:
         raise ValueError(
             f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
             "To resume, use the same; --finetune takes the weights only and starts anew"
         )
-
-
-def flag_of(name: str) -> str:
-    """The option that sets a field of a preset, or of a run."""
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))

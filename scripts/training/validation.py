@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from console.outputs import require_writable
-from training.arguments import name_of, value_of
+from training.options_named import name_of, value_of
 from training.parallelism import check_parallelism
 
 _AT_LEAST_ONE = (
