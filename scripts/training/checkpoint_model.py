@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the model that the command line describes, before it is built."""
+"""Compare the model of a checkpoint with that of the command line, before one is built."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FUNCTION_OF_MOE = (
     "moe_router_num_groups",
     "moe_router_group_topk",
 )
-# Megatron's value for a field that is None.
+# What Megatron takes None for.
 _MEANT = {"moe_router_topk_scaling_factor": 1.0}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _HEADS = "--num-attention-heads"
@@ -63,19 +63,20 @@ _VALUES = f"{_HEADS} x (--qk-head-dim + --v-head-dim)"
 def require_same_model(
     args: argparse.Namespace, start: Start, asked: ModelPreset, script: str
 ) -> None:
-    """Compare a model with what a checkpoint says about its own, or else with its tensors.
+    """Refuse a checkpoint whose weights have other shapes than the model on the command line.
 
-    What the same weights would compute with other options, such as another rotary base, is a
-    warning: it may be wanted. Its first process prints it.
+    The checkpoint's model is read from the arguments that it carries or, without them, from the
+    shapes of its tensors. Options that change what the same weights compute, such as the rotary
+    base, may be intended; rank 0 prints a warning.
 
     Args:
         args: The command line.
         start: The checkpoint.
-        asked: The model that the command line describes, its vocabulary as the embedding has it.
+        asked: The model of the command line, with the padded vocabulary.
         script: Name of the program, for the warning.
 
     Raises:
-        ValueError: Naming all options whose weights would have another shape, in one line.
+        ValueError: Naming all options that differ, in one line.
     """
     if args.use_checkpoint_args:
         return
@@ -110,12 +111,12 @@ def _described(start: Start) -> ModelPreset | None:
     try:
         return None if start.args is None else preset_from_args(start.args)
     except ValueError:
-        # No model of these scripts. Its tensors may fit nevertheless.
+        # Another kind of model, whose tensors may fit all the same.
         return None
 
 
 def _fields(model: ModelPreset, names: tuple[str, ...]) -> dict[str, object]:
-    """By option."""
+    """Values of fields, by option."""
     found = {}
     for name in names:
         value = getattr(model, name)
@@ -133,13 +134,13 @@ def _differences(there: Mapping[str, object], asked: Mapping[str, object]) -> li
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        # Per layer; the numbers of layers say the rest.
+        # moe_layer_freq.
         return f"{value.count(0)} dense and {value.count(1)} MoE layers" if value else "no layers"
     return "none" if value is None else str(value)
 
 
 def sizes_of_model(model: ModelPreset) -> dict[str, object]:
-    """What :func:`sizes_of_tensors` finds in a checkpoint of ``model``, if it finds all."""
+    """What :func:`sizes_of_tensors` returns for a complete checkpoint of ``model``."""
     heads = model.num_attention_heads
     sizes: dict[str, object] = {
         "--num-layers": model.num_layers,
@@ -162,7 +163,7 @@ def sizes_of_model(model: ModelPreset) -> dict[str, object]:
 
 
 def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    """Sizes by option, as far as the tensors tell.
+    """Sizes of a model by option, as far as the shapes of its tensors show them.
 
     Args:
         shapes: By name, as a distributed checkpoint has them: layers numbered, or stacked along a
@@ -181,7 +182,7 @@ def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
 def _by_layer(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Number of layers, and the shapes of a layer's tensors, from the first that has them."""
+    """The number of layers, and the shape of each kind of tensor in the first layer that has it."""
     layers, found = 0, {}
     for name, shape in shapes.items():
         match = _LAYER.fullmatch(name)

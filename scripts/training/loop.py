@@ -28,7 +28,7 @@ from training.optimizer import Optimizer, learning_rate
 
 
 class Trainer:
-    """Trains from ``start`` to ``args.train_iters``.
+    """Trains a model from iteration ``start`` to ``args.train_iters``.
 
     Args:
         args: The command line.
@@ -100,7 +100,7 @@ class Trainer:
         )
         loss, tokens = global_batch_loss(self._model, self._train, self._done, backward=True)
         norm = self._optimizer.step(lr)
-        # Megatron collects the balancing losses until they are reported.
+        # Megatron's record of the balancing losses, which are not reported here, would only grow.
         get_moe_metrics_tracker().clear()
         self._done += 1
         seconds = time.perf_counter() - started
@@ -146,10 +146,13 @@ class Trainer:
 def global_batch_loss(
     model: nn.Module, source: BatchSource, iteration: int, *, backward: bool
 ) -> tuple[float, int]:
-    """Run all microbatches of ``iteration``.
+    """Run all microbatches of an iteration through Megatron's pipeline schedule.
 
-    With ``backward``, every parameter's ``main_grad`` is the gradient of the returned loss (of what
-    was in it before, plus that).
+    Args:
+        model: Wrapped by Megatron's DDP.
+        source: Its microbatches.
+        iteration: Counted from 0.
+        backward: Whether to add the gradient of the returned loss to every ``main_grad``.
 
     Returns:
         The mean loss over the tokens of the global batch, and their number, on every rank.
@@ -188,7 +191,11 @@ def _forward_step(batches: Iterator[Batch], model: nn.Module):
 
 
 def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Bool [b, s] as this pipeline stage takes it: the first cuts it for sequence parallelism."""
+    """The padding mask, bool [b, s], as this pipeline stage expects it.
+
+    Under sequence parallelism Megatron's first stage cuts it together with the embedding; later
+    stages expect this rank's part.
+    """
     if padding_mask is None or not config.sequence_parallel:
         return padding_mask
     if parallel_state.is_pipeline_first_stage():
@@ -199,26 +206,30 @@ def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Te
 
 
 def _summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [b, s] to (sum, tokens, what is reported); Megatron divides by all ranks' tokens."""
+    """Sum losses [b, s] over the tokens that count.
+
+    Returns:
+        As ``calculate_per_token_loss`` has it: the sum, which Megatron divides by the tokens of all
+        ranks; the number of tokens; and what the schedule reports, float64 (sum, tokens).
+    """
     loss_sum = (losses.float() * loss_mask).sum()
     count = loss_mask.sum()
     return loss_sum, count.int(), torch.stack([loss_sum.detach(), count]).double()
 
 
 class Progress:
-    """A tqdm bar on the terminal with log lines above it; silent on other ranks.
+    """A progress bar (tqdm) with log lines above it.
 
     Args:
         done: Iterations already done.
         total: Iterations of the run.
-        enabled: Whether this rank shows anything.
-        bar: Whether it shows a bar.
+        enabled: Whether this rank prints; only rank 0 does.
+        bar: Whether to show a bar, if stderr is a terminal.
     """
 
     def __init__(self, done: int, total: int, *, enabled: bool, bar: bool) -> None:
         self._enabled = enabled
         self._bar = None
-        # A log file gets the log lines only.
         if enabled and bar and sys.stderr.isatty():
             try:
                 from tqdm import tqdm

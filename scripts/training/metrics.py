@@ -1,4 +1,4 @@
-"""What a run measured: JSON lines that stay consistent when it is resumed, tables and curves."""
+"""What a run measures: a file of JSON lines, a table and loss curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALLEST_DIFFERENCE = 1e-8
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Records of a metrics file; a last line that was cut off is left out.
+    """Records of a metrics file, without a last line that was cut off.
 
     Raises:
         ValueError: If another line is no JSON object.
@@ -39,8 +39,8 @@ class MetricsFile:
 
     Args:
         path: The file; None keeps the records in memory only.
-        resumed_at: Iterations already done. Records up to there are kept, later ones belong to
-            iterations that are about to run again.
+        resumed_at: Iterations already done. Later records are dropped, since their iterations run
+            again.
     """
 
     def __init__(self, path: str | None, resumed_at: int) -> None:
@@ -96,12 +96,12 @@ def comparison_table(runs: dict[str, list[dict]]) -> str:
 def plot_losses(
     runs: dict[str, list[dict]], path: str | Path, *, title: str = "Loss during training"
 ) -> None:
-    """Draw training and validation losses of one or more runs; of two also their difference.
+    """Draw training and validation losses of one or more runs, and the difference of two.
 
     Args:
         runs: Metrics records by the run's name.
         path: PNG to write.
-        title: Stands above the curves.
+        title: Of the plot.
     """
     import matplotlib
 
@@ -158,6 +158,6 @@ def _draw_differences(axes: Axes, runs: dict[str, list[dict]]) -> None:
 
 
 def absolute_differences(left: list[dict], right: list[dict], key: str) -> dict[int, float]:
-    """How far ``key`` is apart in two runs, for each iteration that both have."""
+    """Absolute difference of ``key`` for each iteration that both runs have."""
     first, second = series(left, key), series(right, key)
     return {i: abs(second[i] - first[i]) for i in sorted(first.keys() & second.keys())}

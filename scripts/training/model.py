@@ -36,7 +36,7 @@ def build_config(
         args: Of the command line.
         model: Its sizes.
         device: Where it runs.
-        fields: More of Megatron's.
+        fields: More fields of Megatron's config.
 
     Raises:
         ValueError: If Megatron refuses the combination of options.
@@ -51,7 +51,7 @@ def build_config(
     if model.num_moe_experts:
         options |= _moe_options(args, model, device)
     elif lengths_vary:
-        # Megatron's default does not go with varying lengths, experts or not.
+        # Megatron refuses its default dispatcher with varying lengths even without experts.
         options["moe_token_dispatcher_type"] = "alltoall"
     try:
         return MLATransformerConfig(
@@ -102,7 +102,7 @@ def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.dev
 
 
 def _fused_parts_off() -> dict:
-    """Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses."""
+    """Switch off kernels that need apex or a CUDA extension, and RoPE fusion, which MLA refuses."""
     return {
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -130,7 +130,7 @@ def build_model(
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
+        # MLA has its own rotary embedding; "rope" keeps Megatron from adding a learned one.
         position_embedding_type="rope",
     ).to(device)
     module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
@@ -157,7 +157,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     dense, experts = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
     expert_tp = parallel_state.get_expert_tensor_parallel_group()
     for param in model.parameters():
-        # Of what several ranks have alike, one counts.
+        # Of copies on several ranks, one counts.
         if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(
             param, expert_tp_group=expert_tp
         ):

@@ -132,7 +132,7 @@ def flag_of(field: str) -> str:
 
 
 def resolve_model(args: argparse.Namespace) -> ModelPreset:
-    """The model that the command line describes; its vocabulary is not the tokenizer's yet.
+    """The model that the command line describes, but for the tokenizer's vocabulary.
 
     Raises:
         ValueError: If a size is not positive or sizes do not fit each other.
@@ -147,7 +147,7 @@ def resolve_model(args: argparse.Namespace) -> ModelPreset:
 
 
 def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
-    # Only here: Megatron takes seconds to import, and other command lines do without.
+    # Imported late: Megatron takes seconds.
     from training.checkpoint_args import preset_from_args
     from training.start import load_model_args
 
@@ -204,9 +204,9 @@ def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
 def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
     """Rows of the embedding.
 
-    ``--vocab-size`` if given; the preset's for a released model at its real size; else what the
-    tokenizer needs. Padding does not depend on the tensor-parallel size, so that checkpoints fit
-    every one.
+    ``--vocab-size`` if given; else the preset's for a released model at its real size; else the
+    tokenizer's. Padded to a multiple that does not depend on the tensor-parallel size, so that a
+    checkpoint can be loaded at any.
 
     Raises:
         ValueError: If the vocabulary is smaller than the tokenizer's.
@@ -225,7 +225,7 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
 
 
 def is_padded(args: argparse.Namespace) -> bool:
-    """Whether documents are padded, to be cut."""
+    """Whether documents are padded, so that context parallelism can cut them."""
     return args.packed and args.context_parallel_size > 1
 
 

@@ -1,4 +1,4 @@
-"""Checks of the parallel sizes against the model and the number of processes, before any work."""
+"""Checks of the parallel sizes against the model and the number of processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.options_named import name_of, own_name_of
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse what cannot be divided over the processes, or not exactly.
+    """Refuse parallel sizes that the model, the sequences or the processes do not divide by.
 
     Args:
         args: The command line; ``model`` is the resolved :class:`ModelPreset`.
@@ -79,7 +79,7 @@ def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None
             f"{name_of(args, '--num-experts')} must be divisible by "
             f"--expert-model-parallel-size {ep}, got {experts or 0}"
         )
-    # Experts are not cut over context-parallel ranks, so these are as good as data-parallel ones.
+    # Experts are distributed over data- and context-parallel ranks alike.
     ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     if ranks % ep:
         raise ValueError(
@@ -92,7 +92,7 @@ def _check_context_parallelism(args: argparse.Namespace) -> None:
     _check_comm_types(args)
     if args.context_parallel_size == 1:
         return
-    # Only here: it takes seconds, and most command lines do without.
+    # Imported late, since it takes seconds.
     import torch
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,7 +139,7 @@ def _check_seq_length(args: argparse.Namespace) -> None:
 
 
 def _check_packed(args: argparse.Namespace, dispatcher: str) -> None:
-    """Packs of different context-parallel groups have different lengths once they are padded."""
+    """Padding gives packs of different context-parallel groups different lengths."""
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
     if not args.model.num_moe_experts or dispatcher != "allgather":
         return

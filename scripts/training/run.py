@@ -1,4 +1,4 @@
-"""A run of train.py, after its command line."""
+"""A run of train.py, after its command line has been checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from training.tokenizers import build_tokenizer
 
 
 def train(args: argparse.Namespace) -> None:
-    """Everything after the command line is known to be right."""
+    """Read the data, build the model, load a checkpoint, train and report.
+
+    Args:
+        args: Of a command line that has been checked.
+
+    Raises:
+        ValueError: If the data or the checkpoint of ``--load`` does not fit the options.
+    """
     start_from = read_start(args.load, finetune=args.finetune) if args.load else None
     tokenizer = build_tokenizer(args.tokenizer)
     preset = args.model.replace(
@@ -39,7 +46,7 @@ def train(args: argparse.Namespace) -> None:
     train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
     valid_windows = None
     if args.eval_iters:
-        # Always the same windows, so that runs with other seeds can be compared.
+        # The same windows for every seed, so that runs can be compared.
         valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
 
     device = distributed.initialize(args)

@@ -1,4 +1,4 @@
-"""Checks the command line against itself and the number of processes, before any work."""
+"""Checks of the command line, before any work."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ _NOT_NEGATIVE = (
     "weight_decay",
     "clip_grad",
     "seed",
+)
+# Options that need a GPU, their values, and what to do without.
+_GPU_ONLY = (
+    ("moe_token_dispatcher_type", "alltoall", "use allgather"),
+    ("fp16", True, "use --bf16, or fp32 without either"),
+    ("moe_grouped_gemm", True, "leave it out to run experts one after the other"),
+    ("transformer_impl", "transformer_engine", "use local"),
 )
 
 
@@ -115,34 +122,16 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _check_precision_and_device(args: argparse.Namespace) -> None:
-    on_gpu = (
-        args.fp16,
-        args.moe_grouped_gemm,
-        args.moe_token_dispatcher_type == "alltoall",
-        args.transformer_impl == "transformer_engine",
-    )
-    if not any(on_gpu):
+    asked_for = [row for row in _GPU_ONLY if getattr(args, row[0]) == row[1]]
+    if not asked_for:
         return
-    # Only here: it takes seconds, and most command lines do without.
+    # Imported late, since it takes seconds.
     import torch
 
-    if torch.cuda.is_available():
-        return
-    if args.moe_token_dispatcher_type == "alltoall":
-        raise ValueError(
-            "--moe-token-dispatcher-type alltoall needs a GPU, and there is none here; "
-            "use allgather"
-        )
-    for name, why in (
-        ("fp16", "use --bf16, or fp32 without either"),
-        ("moe_grouped_gemm", "leave it out to run experts one after the other"),
-    ):
-        if getattr(args, name):
-            raise ValueError(f"{_flag(name)} needs a GPU, and there is none here; {why}")
-    if args.transformer_impl == "transformer_engine":
-        raise ValueError(
-            "--transformer-impl transformer_engine needs a GPU, and there is none here; use local"
-        )
+    if not torch.cuda.is_available():
+        name, value, instead = asked_for[0]
+        option = _flag(name) if value is True else f"{_flag(name)} {value}"
+        raise ValueError(f"{option} needs a GPU, and there is none here; {instead}")
 
 
 def _check_recompute(args: argparse.Namespace) -> None:
