@@ -62,9 +62,10 @@ class Optimizer:
         self._optimizer.zero_grad()
         if not updated:
             return None
+        norm = float(norm)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient norm is {norm}; lower --lr or set --clip-grad")
-        return float(norm)
+        return norm
 
     def weights_were_loaded(self) -> None:
         """Take over weights that the model got from elsewhere; call it before the next step."""
