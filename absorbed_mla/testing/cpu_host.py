@@ -80,7 +80,7 @@ def _replace_cuda_questions() -> None:
 
 
 def _type_on_a_gpu(method):
-    """``Tensor.type``, whose name of a type is that on a GPU: Megatron's optimizers compare it."""
+    """``Tensor.type`` with the type's name on a GPU, which Megatron's optimizers insist on."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):

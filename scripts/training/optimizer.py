@@ -11,10 +11,10 @@ from torch import nn
 
 
 class Optimizer:
-    """Megatron's AdamW on fp32 parameters: the model's own, or copies of those in lower precision.
+    """Megatron's AdamW; a model in bf16 or fp16 is updated through fp32 copies of its parameters.
 
-    Megatron clips by the gradient norm over all ranks, scales the loss of fp16, and lays the state
-    out for distributed checkpoints.
+    Megatron clips by the gradient norm of the whole model, scales the loss of fp16, and describes
+    the state to distributed checkpoints.
 
     Args:
         args: Learning rate, decay, betas, clipping, precision.
@@ -58,7 +58,7 @@ class Optimizer:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         updated, norm, _ = self._optimizer.step()
-        # In fp32 a parameter's gradient is its main_grad, to which the next backward would add.
+        # In fp32 this step made main_grad the gradient, to which the next backward would add.
         self._optimizer.zero_grad()
         if not updated:
             return None
@@ -68,7 +68,7 @@ class Optimizer:
         return norm
 
     def weights_were_loaded(self) -> None:
-        """Take over weights that the model got from elsewhere; call it before the next step."""
+        """Copy the model's weights again, after they were loaded from a checkpoint."""
         self._optimizer.reload_model_params()
 
     def sharded_state_dict(self, model_state: dict, is_loading: bool) -> dict:
@@ -76,7 +76,7 @@ class Optimizer:
 
         Args:
             model_state: The model's own.
-            is_loading: Whether there shall be all of it before the first step.
+            is_loading: Whether to make all state now, most of which the first step makes.
         """
         return self._optimizer.sharded_state_dict(model_state, is_loading=is_loading)
 
