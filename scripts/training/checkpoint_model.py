@@ -61,7 +61,7 @@ _VALUES = f"{_HEADS} x (--qk-head-dim + --v-head-dim)"
 
 
 def require_same_model(
-    args: argparse.Namespace, start: Start, asked: ModelPreset, script: str
+    args: argparse.Namespace, start: Start, model: ModelPreset, script: str
 ) -> None:
     """Refuse a checkpoint whose weights have other shapes than the model on the command line.
 
@@ -72,7 +72,7 @@ def require_same_model(
     Args:
         args: The command line.
         start: The checkpoint.
-        asked: The model of the command line, with the padded vocabulary.
+        model: The one of the command line, with the padded vocabulary.
         script: Name of the program, for the warning.
 
     Raises:
@@ -84,14 +84,14 @@ def require_same_model(
     if there is None:
         saved = dist_checkpointing.load_tensors_metadata(str(start.path))
         shapes = {name: tuple(tensor.global_shape) for name, tensor in saved.items()}
-        problems, warnings = _differences(sizes_of_tensors(shapes), sizes_of_model(asked)), []
+        problems, warnings = _differences(sizes_of_tensors(shapes), sizes_of_model(model)), []
     else:
-        moe = there.num_moe_experts and asked.num_moe_experts
-        yarn = "yarn" in (there.rope_type, asked.rope_type)
+        moe = there.num_moe_experts and model.num_moe_experts
+        yarn = "yarn" in (there.rope_type, model.rope_type)
         shape = _SHAPES + (_SHAPES_OF_MOE if moe else ())
         function = _FUNCTION + _FUNCTION_OF_MOE * bool(moe) + _FUNCTION_OF_YARN * yarn
         problems, warnings = (
-            _differences(_fields(there, names), _fields(asked, names))
+            _differences(_fields(there, names), _fields(model, names))
             for names in (shape, function)
         )
     if problems:
@@ -124,10 +124,10 @@ def _fields(model: ModelPreset, names: tuple[str, ...]) -> dict[str, object]:
     return found
 
 
-def _differences(there: Mapping[str, object], asked: Mapping[str, object]) -> list[str]:
+def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     return [
         f"{name} {_shown(there[name])} there, {_shown(value)} asked for"
-        for name, value in asked.items()
+        for name, value in here.items()
         if name in there and there[name] != value
     ]
 
