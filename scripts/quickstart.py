@@ -179,8 +179,7 @@ def shown(command: list[str], variables: Mapping[str, str] = MappingProxyType({}
 
 def report(output: Path) -> None:
     """Print and draw both losses; raise if they do not fall, or not together."""
-    from training.metrics import read_metrics, series
-    from training.plot import plot_losses
+    from training.metrics import plot_losses, read_metrics, series
 
     records = {name: read_metrics(output / f"{name}.jsonl") for name in ("standard", "absorbed")}
     standard, absorbed = (series(r, "train_loss") for r in records.values())

@@ -71,11 +71,23 @@ def _replace_cuda_questions() -> None:
     torch.cuda.nvtx._nvtx = _NoStream()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _type_on_a_gpu(torch.Tensor.type)
     # "with torch.device(...)" knows the factories by identity, from its first use on.
     with torch.device("cpu"):
         torch.empty(0)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _type_on_a_gpu(method):
+    """``Tensor.type`` with the type's name on a GPU, which Megatron's optimizers insist on."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        found = method(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    return call
 
 
 def _on_cpu(function):

@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from training.context_parallel_options import token_dispatcher
+from training.model_options import token_dispatcher
 from training.presets import ModelPreset
 
 # Numbers of tokens that steps are padded to, Megatron's default; fewer where steps are small.

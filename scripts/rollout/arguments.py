@@ -8,10 +8,10 @@ from pathlib import Path
 from console.parser import Parser
 from rollout.rewards import REWARDS
 from training import arguments as trainer
+from training.arguments import DECAY_STYLES
 from training.checkpoint_folder import find_checkpoint
 from training.model_options import resolve_model
 from training.options_named import given_options, name_of, value_of
-from training.schedule import DECAY_STYLES
 from training.validation import validate_arguments
 
 _PROMPTS = (

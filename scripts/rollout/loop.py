@@ -20,8 +20,7 @@ from rollout.samples import Sample, SampleBatch
 from training import distributed
 from training.metrics import MetricsFile
 from training.model import unwrap
-from training.optimizer import Optimizer
-from training.schedule import learning_rate
+from training.optimizer import Optimizer, learning_rate
 
 # Of a text: no sampled one goes on after it.
 _END = 256

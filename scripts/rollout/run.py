@@ -15,7 +15,7 @@ from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
 from training.model import count_parameters
 from training.model_options import padded_vocab_size
-from training.optimizer import build_optimizer
+from training.optimizer import Optimizer
 from training.start import read_start
 from training.tokenizers import ByteTokenizer
 
@@ -83,7 +83,7 @@ def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrai
     """
     set_vocabulary(args)
     model = build_policy_model(args, device)
-    return RolloutTrainer(args, model, build_optimizer(args, model), device)
+    return RolloutTrainer(args, model, Optimizer(args, model), device)
 
 
 def _header(args: argparse.Namespace, parameters: int) -> str:

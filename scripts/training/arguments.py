@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
+from training.model_options import MODEL_OPTIONS
 from training.options_named import given_options
 from training.presets import PRESETS
-from training.schedule import DECAY_STYLES
 
-_SIZES = {
-    "num-layers": "transformer layers",
-    "hidden-size": "width of the model",
-    "ffn-hidden-size": "width of a dense layer's MLP",
-    "num-attention-heads": "heads of the attention",
-    "kv-lora-rank": "width of the latent",
-    "qk-head-dim": "of a head's query and key, without RoPE",
-    "qk-pos-emb-head-dim": "of a head's query and key, with RoPE",
-    "v-head-dim": "of a head's value",
-    "max-position-embeddings": "the longest sequence",
-}
-_OF_PRESET = "(default: the preset's)"
+DECAY_STYLES = ("constant", "cosine", "linear")
 _MODEL_DEFAULTS = {"preset": "tiny", "scale_down": 1, "make_vocab_size_divisible_by": 64}
-# What --use-checkpoint-args says instead. The length may be extended, and the balancing of experts
-# is no part of the model.
+# What --use-checkpoint-args says instead.
 _OF_THE_CHECKPOINT = (
     *_MODEL_DEFAULTS,
-    *(name.replace("-", "_") for name in _SIZES if name != "max-position-embeddings"),
     "vocab_size",
-    "q_lora_rank",
-    "norm_epsilon",
-    "rope_type",
-    "rotary_base",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "num_experts",
     "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_topk",
+    *(option.name for option in MODEL_OPTIONS if option.in_checkpoint),
 )
 
 
@@ -95,25 +73,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     add("--preset", help=f"the model: one of {', '.join(PRESETS)} (default: tiny)")
     add("--scale-down", type=int, metavar="N", help="divide the preset's sizes by N (default: 1)")
-    for name, text in _SIZES.items():
-        add(f"--{name}", type=int, help=f"{text} {_OF_PRESET}")
     add(
         "--vocab-size",
         type=int,
         help="rows of the embedding, before padding (default: the tokenizer's; a released model's "
         "own at its real size)",
     )
-    add(
-        "--q-lora-rank",
-        type=int,
-        help=f"width of the compressed query; 0 projects it without compression {_OF_PRESET}",
-    )
-    add("--norm-epsilon", type=float, help=f"of the layers' norms {_OF_PRESET}")
-    add("--rope-type", choices=("rope", "yarn"), help=f"rotary embedding {_OF_PRESET}")
-    add("--rotary-base", type=float, help=f"of the rotary frequencies {_OF_PRESET}")
-    add("--rotary-scaling-factor", type=float, help=f"YaRN's extension {_OF_PRESET}")
-    add("--mscale", type=float, help=f"YaRN's scale of the rotation {_OF_PRESET}")
-    add("--mscale-all-dim", type=float, help=f"YaRN's scale of the softmax {_OF_PRESET}")
+    _add_model_options(add, "model")
     add(
         "--make-vocab-size-divisible-by",
         type=int,
@@ -123,6 +89,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--init-method-std", type=float, default=0.02, help="deviation of the first weights")
     add("--attention-dropout", type=float, default=0.0, help="of the attention's probabilities")
     add("--hidden-dropout", type=float, default=0.0, help="of what layers add to the residual")
+
+
+def _add_model_options(add: Callable, group: str) -> None:
+    for option in MODEL_OPTIONS:
+        if option.group == group:
+            text = f"{option.help} (default: the preset's)"
+            add(option.flag, type=option.kind, choices=option.choices, help=text)
 
 
 def _add_attention(parser: argparse.ArgumentParser) -> None:
@@ -140,11 +113,7 @@ def _add_attention(parser: argparse.ArgumentParser) -> None:
         default="duplicated",
         help="whether every tensor-parallel rank keeps them whole",
     )
-    add(
-        "--latent-norm-epsilon",
-        type=float,
-        help=f"epsilon of the attention's own norms {_OF_PRESET}",
-    )
+    _add_model_options(add, "attention")
     add(
         "--transformer-impl",
         choices=("local", "transformer_engine"),
@@ -155,21 +124,13 @@ def _add_attention(parser: argparse.ArgumentParser) -> None:
 
 def _add_moe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("mixture of experts").add_argument
-    add("--num-experts", type=int, help=f"of a layer; 0 for a dense model {_OF_PRESET}")
     add(
         "--moe-layer-freq",
         metavar="N|LIST",
         help="layers with experts: every N-th, or a list like ([0]*1+[1]*2) (default: the "
         "preset's first layers are dense)",
     )
-    add("--moe-ffn-hidden-size", type=int, help=f"width of an expert {_OF_PRESET}")
-    add(
-        "--moe-shared-expert-intermediate-size",
-        type=int,
-        help=f"width of all shared experts together, 0 for none {_OF_PRESET}",
-    )
-    add("--moe-router-topk", type=int, help=f"experts of a token {_OF_PRESET}")
-    add("--moe-aux-loss-coeff", type=float, help=f"of the balancing loss {_OF_PRESET}")
+    _add_model_options(add, "mixture of experts")
     add(
         "--moe-token-dispatcher-type",
         choices=("allgather", "alltoall"),

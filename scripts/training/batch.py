@@ -1,34 +1,141 @@
-"""Windows of tokens to what a GPT model takes."""
+"""Model inputs from windows of tokens: dense or packed by document, cut over context parallelism.
+
+A packed window is a list of documents, each a sequence of its own (``thd``). Under context
+parallelism every rank takes an early and a late chunk of each sequence, so documents are padded to
+slots that divide into these chunks. "s" is the length of a window, "S" with the padding.
+"""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
-from training.context_parallel import ContextParallelPart
 from training.data import Windows, window_indices
-from training.packing import pack_documents, packed_seq_params, real_tokens
+
+
+@dataclass(frozen=True)
+class ContextParallelPart:
+    """The tokens of each sequence that one context-parallel rank computes; by default all.
+
+    Attributes:
+        size: Number of context-parallel ranks.
+        rank: This rank.
+        sequence_parallel_size: Tensor-parallel ranks that the rank's tokens are split over.
+    """
+
+    size: int = 1
+    rank: int = 0
+    sequence_parallel_size: int = 1
+
+    @property
+    def slot_multiple(self) -> int:
+        """Divides the padded length of every sequence."""
+        return 2 * self.size if self.size > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Divides the padded number of tokens of all sequences together."""
+        return self.slot_multiple * self.sequence_parallel_size if self.size > 1 else 1
+
+    def of(self, values: Tensor, sequences: SequenceLayout) -> Tensor:
+        """Select this rank's columns of ``values``: [b, S] to [b, S / size]."""
+        if self.size == 1:
+            return values
+        return values[:, ContextParallelLayout(sequences, self.size, self.rank).tokens()]
+
+
+def own_part(args: argparse.Namespace) -> ContextParallelPart:
+    """This process's part, from Megatron's process groups."""
+    return ContextParallelPart(
+        size=parallel_state.get_context_parallel_world_size(),
+        rank=parallel_state.get_context_parallel_rank(),
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+    )
+
+
+def document_starts(tokens: list[int], eod: int) -> list[int]:
+    """Index of the first token of each document of a window."""
+    return [0] + [i + 1 for i, token in enumerate(tokens[:-1]) if token == eod]
+
+
+def pack_documents(tokens: list[int], eod: int, part: ContextParallelPart) -> SequenceLayout:
+    """Lay out the documents of a window, each in a slot that ``part`` can cut."""
+    bounds = [*document_starts(tokens, eod), len(tokens)]
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    slots = padded_slots(lengths, part.slot_multiple, part.total_multiple)
+    ends = list(itertools.accumulate(slots))
+    return SequenceLayout(
+        num_tokens=ends[-1],
+        starts=(0, *ends[:-1]),
+        lengths=tuple(lengths),
+        slots=tuple(slots),
+        packed=True,
+    )
+
+
+def padded_slots(lengths: list[int], slot_multiple: int, total_multiple: int) -> list[int]:
+    """Round lengths up to ``slot_multiple``, and the last one further until the sum fits too.
+
+    Args:
+        lengths: Tokens of each document.
+        slot_multiple: Divides every slot.
+        total_multiple: Divides their sum; a multiple of ``slot_multiple``.
+    """
+    slots = [length + -length % slot_multiple for length in lengths]
+    slots[-1] += -sum(slots) % total_multiple
+    return slots
+
+
+def real_tokens(pack: SequenceLayout) -> Tensor:
+    """Bool [S], False for the padding of a pack."""
+    lengths = torch.tensor(pack.lengths).repeat_interleave(torch.tensor(pack.slots))
+    return pack.positions(torch.device("cpu")) < lengths
+
+
+def packed_seq_params(pack: SequenceLayout, device: torch.device) -> PackedSeqParams:
+    """Megatron's description of the whole pack, the same on all context-parallel ranks."""
+    cu_seqlens = _cumulated(pack.lengths, device)
+    padded = _cumulated(pack.slots, device) if pack.slots != pack.lengths else None
+    longest = max(pack.slots)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _cumulated(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+
 
 _WHOLE = ContextParallelPart()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One context-parallel rank's part of a microbatch.
+    """What one context-parallel rank gets of a microbatch.
 
     Attributes:
         tokens: int64 [b, s].
         labels: int64 [b, s], the next token.
         position_ids: int64 [b, s], within the sequence.
-        loss_mask: float32 [b, s], 0 where the label is another document's, and for padding.
+        loss_mask: float32 [b, s], 0 for padding and where the label belongs to the next document.
         packed_seq_params: Document boundaries of the whole pack, or None.
-        padding_mask: Bool [b, s], True for padding; None where there cannot be any.
+        padding_mask: Bool [b, s], True for padding; None if documents are not padded.
     """
 
     tokens: Tensor
@@ -50,9 +157,9 @@ def make_batch(
     Args:
         rows: int32 [b, s + 1].
         device: Where the tensors go.
-        packed_eod: The token that ends documents, to make every document of a window a sequence
-            of its own (``thd``, b = 1); None attends over the whole window.
-        part: Which tokens to keep. Documents are padded with ``packed_eod`` where it cuts them.
+        packed_eod: The token that ends documents, to pack the documents of a window (b = 1); None
+            makes the whole window one sequence.
+        part: Which tokens to return. If it cuts documents, they are padded with ``packed_eod``.
 
     Raises:
         ValueError: If windows are not packed and ``part`` cannot cut them.
@@ -65,8 +172,8 @@ def make_batch(
         loss_mask[tokens == packed_eod] = 0
         sequences = pack_documents(tokens[0].tolist(), packed_eod, part)
         real = real_tokens(sequences)
-        tokens, labels = (_spread(x, real, packed_eod) for x in (tokens, labels))
-        loss_mask = _spread(loss_mask, real, 0)
+        tokens, labels = (_pad(x, real, packed_eod) for x in (tokens, labels))
+        loss_mask = _pad(loss_mask, real, 0)
         if part.size > 1:
             padding_mask = part.of(~real[None], sequences).to(device)
     positions = sequences.positions(torch.device("cpu")).expand_as(tokens)
@@ -78,26 +185,26 @@ def make_batch(
     return Batch(*own, packed, padding_mask)
 
 
-def _spread(values: Tensor, real: Tensor, padding: int) -> Tensor:
-    """Values [1, s] of a window in the real places of a pack [1, S], and padding in the others."""
-    spread = values.new_full((1, len(real)), padding)
-    spread[:, real] = values
-    return spread
+def _pad(values: Tensor, real: Tensor, padding: int) -> Tensor:
+    """Put values [1, s] where ``real`` [S] is True, and ``padding`` elsewhere, [1, S]."""
+    padded = values.new_full((1, len(real)), padding)
+    padded[:, real] = values
+    return padded
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes the microbatches of an iteration on this data-parallel rank.
+    """The microbatches of one data-parallel rank, by iteration.
 
     Attributes:
         windows: The data.
         micro_batch_size: Windows per microbatch.
         global_batch_size: Windows per iteration, over all ranks.
-        dp_rank: This data-parallel rank, context-parallel ranks not counted.
-        dp_size: Number of them.
+        dp_rank: Data-parallel rank, without context parallelism.
+        dp_size: Number of data-parallel ranks, without context parallelism.
         device: Where batches go.
         packed_eod: As in :func:`make_batch`.
-        part: As in :func:`make_batch`. Its other ranks have the same windows.
+        part: As in :func:`make_batch`. All context-parallel ranks read the same windows.
     """
 
     windows: Windows

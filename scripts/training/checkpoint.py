@@ -1,13 +1,19 @@
-"""Distributed checkpoints of a training run: saving, and restoring all of its state."""
+"""Distributed checkpoints of a training run: saving, and restoring all of its state.
+
+Megatron's dist_checkpointing writes and reads them. The states of random number generators are
+gathered here because Megatron's code for it is in megatron.training, which needs Python 3.12.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import nn
 
@@ -17,7 +23,6 @@ from training.checkpoint_args import checkpoint_args
 from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
-from training.rng import restore_rng, rng_entry
 from training.start import read_start, require_same_run, run_options
 
 
@@ -49,8 +54,10 @@ class Checkpointer:
     def save(self, iteration: int) -> None:
         """Write a checkpoint after ``iteration`` iterations; collective over all ranks."""
         folder = Path(self._args.save)
-        path = checkpoint_folder.begin(folder, iteration) if dist.get_rank() == 0 else None
-        path = _from_rank_0(str(path))
+        if dist.get_rank() == 0:
+            checkpoint_folder.begin(folder, iteration)
+        dist.barrier()
+        path = checkpoint_folder.unfinished_path(folder, iteration)
         state = self._state(is_loading=False)
         # What Megatron's tools expect of a checkpoint.
         state |= {"args": self._model_args, "iteration": iteration, "checkpoint_version": 3.0}
@@ -60,7 +67,7 @@ class Checkpointer:
             "run": self._run,
         }
         strategy = TorchDistSaveShardedStrategy(thread_count=1)
-        dist_checkpointing.save(state, path, strategy)
+        dist_checkpointing.save(state, str(path), strategy)
         dist.barrier()
         if dist.get_rank() == 0:
             checkpoint_folder.complete(folder, iteration)
@@ -79,6 +86,7 @@ class Checkpointer:
         try:
             if start.resumed is None:
                 load_model_weights(self._model, start.path)
+                self._optimizer.weights_were_loaded()
                 return 0
             require_same_run(start, self._run)
             self._resume(start.path, start.resumed)
@@ -87,7 +95,8 @@ class Checkpointer:
         return start.resumed["iteration"]
 
     def _resume(self, path: Path, training: dict) -> None:
-        state = self._state(is_loading=True)
+        # Adam's state comes with the first step, so a run saved before that has none.
+        state = self._state(is_loading=training["iteration"] > 0)
         same_world = training["world_size"] == dist.get_world_size()
         if not same_world:
             state.pop("rng")
@@ -95,7 +104,7 @@ class Checkpointer:
         self._model.load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         if same_world:
-            restore_rng(loaded["rng"])
+            _restore_rng(loaded["rng"])
         else:
             # There is no state for these ranks; dropout goes on with new numbers.
             distributed.seed(self._args.seed + training["iteration"])
@@ -105,11 +114,21 @@ class Checkpointer:
         return {
             "model": model_state,
             "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading),
-            "rng": rng_entry(),
+            "rng": _rng_entry(),
         }
 
 
-def _from_rank_0(value: str) -> str:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _rng_entry() -> ShardedObject:
+    """The states of this rank's generators, which dropout draws from."""
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    return ShardedObject("rng_state", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _restore_rng(states: dict) -> None:
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -37,11 +37,11 @@ _PARALLEL = (
 
 
 def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.Namespace:
-    """What a checkpoint says about its model, under Megatron's names.
+    """The arguments that describe the model in a checkpoint, under Megatron's names.
 
     Args:
         args: The command line.
-        preset: The model's dimensions, the vocabulary as the embedding has it.
+        preset: The model, with the padded vocabulary.
     """
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     fields = dataclasses.asdict(preset)
@@ -73,10 +73,10 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
     """The model that a checkpoint's arguments describe.
 
     Raises:
-        ValueError: Listing what is missing or wrong, or that this script cannot train.
+        ValueError: Listing everything that is missing, wrong, or not supported by this script.
     """
     values = dict(vars(saved))
-    # Megatron's command line takes one for each kind of balancing.
+    # Megatron's command line takes a list, one coefficient for each kind of balancing.
     match values.get("moe_aux_loss_coeff"):
         case [coefficient]:
             values["moe_aux_loss_coeff"] = coefficient
@@ -98,7 +98,7 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
         q_lora_rank=fields.integer_or_null("q_lora_rank", _MOST),
         qk_pos_emb_head_dim=fields.integer("qk_pos_emb_head_dim", _MOST, least=0),
         layernorm_epsilon=epsilon,
-        # Megatron's own models have the one for all norms.
+        # Megatron's own models have one epsilon for all norms.
         latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
         **_experts(fields),
     )
@@ -112,7 +112,7 @@ def _experts(fields: Fields) -> dict:
     pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
     if has_experts and scores == "softmax" and not pre_softmax:
         fields.wrong("moe_router_pre_softmax", "true with softmax scores")
-    # Without the one, Megatron does not look at the other.
+    # Megatron ignores the number of groups without the number of groups to choose.
     groups = ("moe_router_num_groups", "moe_router_group_topk")
     limited = fields.given(groups[1])
     scale = "moe_router_topk_scaling_factor"

@@ -1,13 +1,14 @@
-"""Folders of checkpoints on disk: what is complete, and how a new one takes its place.
+"""The folder that --save and --load name: its checkpoints, and how a new one is put there.
 
     SAVE/iter_0000100/                        a complete checkpoint
-    SAVE/release/                             one without an iteration: weights, of no run
+    SAVE/release/                             weights only, from no run of this script
     SAVE/.incomplete-iter_0000200/            being written, or what an interrupted save left
-    SAVE/.replaced-iter_0000100/              for a moment, while a checkpoint is written anew
+    SAVE/.replaced-iter_0000100/              the former one, while it is being replaced
     SAVE/latest_checkpointed_iteration.txt    the one to resume from
 
-A checkpoint gets its name after all its bytes are on disk, and the text file changes after that, so
-whenever a save is interrupted, the file names a complete checkpoint.
+A checkpoint is renamed after all its bytes are on disk, and the text file is changed after that, so
+the file names a complete checkpoint whenever a save is interrupted. Megatron's dist_checkpointing
+leaves this to its caller.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Iteration = int | str
 
 
 def checkpoint_path(folder: Path, iteration: Iteration) -> Path:
-    """Where the checkpoint of ``iteration`` is, Megatron's naming."""
+    """Where the complete checkpoint of ``iteration`` is, under Megatron's name."""
     return folder / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
@@ -70,7 +71,7 @@ def find_checkpoint(folder: str) -> Path:
 
 
 def _conversion_hint(*folders: Path) -> str:
-    """What to do with the first of ``folders`` that holds another format, or an empty string."""
+    """How to convert the first of ``folders`` that holds another format; else an empty string."""
     for folder in folders:
         what = ""
         if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
@@ -88,14 +89,19 @@ def begin(folder: Path, iteration: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".incomplete-iter_*"):
         shutil.rmtree(leftover)
-    path = _hidden(folder, "incomplete", iteration)
+    path = unfinished_path(folder, iteration)
     path.mkdir()
     return path
 
 
+def unfinished_path(folder: Path, iteration: Iteration) -> Path:
+    """Where the checkpoint of ``iteration`` is while it is being written."""
+    return _hidden(folder, "incomplete", iteration)
+
+
 def complete(folder: Path, iteration: int) -> None:
     """Give the checkpoint its name and make it the one to resume from."""
-    written, final = _hidden(folder, "incomplete", iteration), checkpoint_path(folder, iteration)
+    written, final = unfinished_path(folder, iteration), checkpoint_path(folder, iteration)
     for file in written.rglob("*"):
         _sync(file)
     _sync(written)
@@ -114,7 +120,7 @@ def complete(folder: Path, iteration: int) -> None:
 
 
 def recover(folder: Path, iteration: Iteration) -> None:
-    """Undo a replacement that was interrupted between its two renames; every rank may try."""
+    """Undo a replacement that was interrupted between its two renames; all ranks may call it."""
     replaced, final = _hidden(folder, "replaced", iteration), checkpoint_path(folder, iteration)
     if replaced.exists() and not final.exists():
         with contextlib.suppress(OSError):
@@ -126,7 +132,7 @@ def _hidden(folder: Path, state: str, iteration: Iteration) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
+    """Wait until a file, or the list of names in a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Files to a stream of tokens, and the stream to training windows.
+"""Text files as a stream of tokens, cut into training windows.
 
-Which windows a batch holds is a function of (seed, iteration, data-parallel rank) and nothing
-else, so a resumed run sees what the interrupted one would have seen.
+The windows of a batch depend on (seed, iteration, data-parallel rank) and nothing else, so a
+resumed run reads what the interrupted one would have read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from training.tokenizers import Tokenizer
 
-# Not part of the standard library, or not the same on every machine.
+# Folders that are not part of the standard library, or differ between machines.
 _STDLIB_SKIP = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -27,7 +27,7 @@ class Corpus:
     Attributes:
         tokens: int32 [n].
         num_documents: Files the tokens come from.
-        fingerprint: Changes if a token does.
+        fingerprint: Hash of the tokens.
     """
 
     tokens: np.ndarray
@@ -36,10 +36,10 @@ class Corpus:
 
 
 def find_files(path: str | None) -> list[Path]:
-    """Text files at ``path``; None for the standard library's Python sources.
+    """Files at ``path``; None for the standard library's Python sources.
 
-    Files come in the order of a hash of their names below the folder: the same on every machine,
-    and without a folder's topics in one piece.
+    They are ordered by a hash of their names, which is the same on every machine and mixes the
+    subjects of different folders.
 
     Raises:
         ValueError: If nothing is there.
@@ -68,23 +68,23 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def read_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
-    """Read and tokenize all text under ``path``; files with NUL bytes (binaries) are left out.
+    """Read and tokenize all text under ``path``, without files that contain NUL bytes (binaries).
 
     Raises:
         ValueError: If there is no text, or a file cannot be read.
     """
-    pieces = []
+    documents = []
     for file in find_files(path):
         try:
             content = file.read_bytes()
         except OSError as error:
             raise ValueError(f"--data: cannot read {file}: {error.strerror}") from error
         if content and b"\0" not in content:
-            pieces += [tokenizer.encode(content), np.array([tokenizer.eod], dtype=np.int32)]
-    if not pieces:
+            documents += [tokenizer.encode(content), np.array([tokenizer.eod], dtype=np.int32)]
+    if not documents:
         raise ValueError(f"--data: there is no text in {path or 'the standard library'}")
-    tokens = np.concatenate(pieces)
-    return Corpus(tokens, len(pieces) // 2, _digest(tokens.tobytes()))
+    tokens = np.concatenate(documents)
+    return Corpus(tokens, len(documents) // 2, _digest(tokens.tobytes()))
 
 
 def split_corpus(tokens: np.ndarray, train_percent: float) -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +100,7 @@ class Windows:
         tokens: int32 [n].
         seq_length: Tokens a model sees at once; a window has one more, for the last label.
         seed: Decides the order.
-        name: Names the stream in an error.
+        name: How errors call the stream.
 
     Raises:
         ValueError: If the stream is shorter than one window.
@@ -119,7 +119,7 @@ class Windows:
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Window ``index`` of an endless run over the data, int32 [seq_length + 1]."""
+        """Window ``index``, counted over all epochs, int32 [seq_length + 1]."""
         epoch, position = divmod(index, self.count)
         start = self._order(epoch)[position] * self.seq_length
         return self._tokens[start : start + self.seq_length + 1]
@@ -137,7 +137,7 @@ def window_indices(
     micro_batch_size: int,
     global_batch_size: int,
 ) -> range:
-    """Windows of one microbatch. A global batch holds the same ones at every data-parallel size."""
+    """Windows of one microbatch; a global batch has the same at every data-parallel size."""
     first = iteration * global_batch_size + (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
 

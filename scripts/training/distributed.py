@@ -1,4 +1,4 @@
-"""Processes and Megatron's parallel groups."""
+"""The process group, Megatron's parallel groups and their random seeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
         The device of this process.
     """
     if "RANK" not in os.environ:
-        _be_a_world_of_one()
+        _set_single_process()
     device = torch.device("cpu")
     if not enable_cpu_host():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -43,7 +43,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
 
 
 def seed(value: int) -> None:
-    """Seed all generators; pipeline stages differ, as in Megatron."""
+    """Seed all random generators, differently on each pipeline stage as Megatron does."""
     value += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(value)
     np.random.seed(value)
@@ -52,12 +52,12 @@ def seed(value: int) -> None:
 
 
 def finish() -> None:
-    """Leave all groups."""
+    """Destroy all process groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def _be_a_world_of_one() -> None:
+def _set_single_process() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

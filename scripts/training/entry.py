@@ -26,7 +26,7 @@ def _train(argv: list[str]) -> None:
     validate_arguments(args, world_size())
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Only here: the imports take seconds, and mistakes are told before.
+    # Imported late: Megatron takes seconds, and mistakes in the options are reported before.
     from training import distributed
     from training.run import train
 

@@ -1,27 +1,34 @@
-"""The training loop."""
+"""The training loop: iterations through Megatron's schedules, validation, log lines.
+
+Megatron's own loop is in megatron.training, which needs Python 3.12 and its own command line.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 import time
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from torch import nn
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from training import distributed
-from training.batch import BatchSource
+from training.batch import Batch, BatchSource
 from training.checkpoint import Checkpointer
 from training.metrics import MetricsFile
-from training.optimizer import Optimizer
-from training.progress import Progress
-from training.schedule import learning_rate
-from training.step import global_batch_loss
+from training.optimizer import Optimizer, learning_rate
 
 
 class Trainer:
-    """Trains from ``start`` to ``args.train_iters``.
+    """Trains a model from iteration ``start`` to ``args.train_iters``.
 
     Args:
         args: The command line.
@@ -93,7 +100,7 @@ class Trainer:
         )
         loss, tokens = global_batch_loss(self._model, self._train, self._done, backward=True)
         norm = self._optimizer.step(lr)
-        # Megatron collects the balancing losses until they are reported.
+        # Megatron's record of the balancing losses, which are not reported here, would only grow.
         get_moe_metrics_tracker().clear()
         self._done += 1
         seconds = time.perf_counter() - started
@@ -134,3 +141,120 @@ class Trainer:
 
     def _is_due(self, interval: int, also_last: bool = False) -> bool:
         return self._done % interval == 0 or (also_last and self._done == self._args.train_iters)
+
+
+def global_batch_loss(
+    model: nn.Module, source: BatchSource, iteration: int, *, backward: bool
+) -> tuple[float, int]:
+    """Run all microbatches of an iteration through Megatron's pipeline schedule.
+
+    Args:
+        model: Wrapped by Megatron's DDP.
+        source: Its microbatches.
+        iteration: Counted from 0.
+        backward: Whether to add the gradient of the returned loss to every ``main_grad``.
+
+    Returns:
+        The mean loss over the tokens of the global batch, and their number, on every rank.
+    """
+    with torch.set_grad_enabled(backward):
+        reported = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=source.iteration(iteration),
+            model=[model],
+            num_microbatches=source.num_microbatches,
+            seq_length=source.windows.seq_length,
+            micro_batch_size=source.micro_batch_size,
+            forward_only=not backward,
+        )
+    total = torch.zeros(2, dtype=torch.float64, device=source.device)
+    for loss_and_count in reported:
+        total += loss_and_count
+    # Only the last pipeline stage has losses; the others add zeros.
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+    loss_sum, count = total.tolist()
+    return loss_sum / max(count, 1.0), int(count)
+
+
+def _forward_step(batches: Iterator[Batch], model: nn.Module):
+    batch = next(batches)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        None,  # the attention's mask type says causal
+        labels=batch.labels,
+        packed_seq_params=batch.packed_seq_params,
+        padding_mask=_stage_padding(batch.padding_mask, model.config),
+    )
+    return output, functools.partial(_summed_loss, batch.loss_mask)
+
+
+def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """The padding mask, bool [b, s], as this pipeline stage expects it.
+
+    Under sequence parallelism Megatron's first stage cuts it together with the embedding; later
+    stages expect this rank's part.
+    """
+    if padding_mask is None or not config.sequence_parallel:
+        return padding_mask
+    if parallel_state.is_pipeline_first_stage():
+        return padding_mask
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return padding_mask.chunk(tp, dim=1)[rank].contiguous()
+
+
+def _summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum losses [b, s] over the tokens that count.
+
+    Returns:
+        As ``calculate_per_token_loss`` has it: the sum, which Megatron divides by the tokens of all
+        ranks; the number of tokens; and what the schedule reports, float64 (sum, tokens).
+    """
+    loss_sum = (losses.float() * loss_mask).sum()
+    count = loss_mask.sum()
+    return loss_sum, count.int(), torch.stack([loss_sum.detach(), count]).double()
+
+
+class Progress:
+    """A progress bar (tqdm) with log lines above it.
+
+    Args:
+        done: Iterations already done.
+        total: Iterations of the run.
+        enabled: Whether this rank prints; only rank 0 does.
+        bar: Whether to show a bar, if stderr is a terminal.
+    """
+
+    def __init__(self, done: int, total: int, *, enabled: bool, bar: bool) -> None:
+        self._enabled = enabled
+        self._bar = None
+        if enabled and bar and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                self.log("no progress bar: it needs tqdm (pip install tqdm)")
+                return
+            self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True)
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        if not self._enabled:
+            return
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def advance(self, **shown: str) -> None:
+        """One more iteration is done."""
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()

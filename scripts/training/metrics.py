@@ -1,13 +1,21 @@
-"""JSON lines of a run, kept consistent when the run is resumed."""
+"""What a run measures: a file of JSON lines, a table and loss curves."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROWS = 12
+# Below this the axis of differences is linear, so that 0 has a place on it.
+_SMALLEST_DIFFERENCE = 1e-8
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Records of a metrics file; a last line that was cut off is left out.
+    """Records of a metrics file, without a last line that was cut off.
 
     Raises:
         ValueError: If another line is no JSON object.
@@ -31,8 +39,8 @@ class MetricsFile:
 
     Args:
         path: The file; None keeps the records in memory only.
-        resumed_at: Iterations already done. Records up to there are kept, later ones belong to
-            iterations that are about to run again.
+        resumed_at: Iterations already done. Later records are dropped, since their iterations run
+            again.
     """
 
     def __init__(self, path: str | None, resumed_at: int) -> None:
@@ -65,3 +73,91 @@ class MetricsFile:
 def series(records: list[dict], key: str) -> dict[int, float]:
     """``key`` by iteration."""
     return {r["iteration"]: r[key] for r in records if key in r}
+
+
+def comparison_table(runs: dict[str, list[dict]]) -> str:
+    """Training losses of two runs side by side, at about a dozen iterations both have."""
+    (first, first_records), (second, second_records) = runs.items()
+    left, right = series(first_records, "train_loss"), series(second_records, "train_loss")
+    common = sorted(left.keys() & right.keys())
+    if not common:
+        return f"{first} and {second} have no iteration in common"
+    stride = max(1, len(common) // _ROWS)
+    chosen = sorted({common[0], *common[stride - 1 :: stride], common[-1]})
+    width = max(len(first), len(second), 12)
+    lines = [f"{'iteration':>9}  {first:>{width}}  {second:>{width}}  {'difference':>10}"]
+    lines += [
+        f"{i:>9}  {left[i]:>{width}.4f}  {right[i]:>{width}.4f}  {left[i] - right[i]:>+10.1e}"
+        for i in chosen
+    ]
+    return "\n".join(lines)
+
+
+def plot_losses(
+    runs: dict[str, list[dict]], path: str | Path, *, title: str = "Loss during training"
+) -> None:
+    """Draw training and validation losses of one or more runs, and the difference of two.
+
+    Args:
+        runs: Metrics records by the run's name.
+        path: PNG to write.
+        title: Of the plot.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if len(runs) == 2:
+        figure, (losses, differences) = pyplot.subplots(
+            2, sharex=True, figsize=(8, 7), height_ratios=(3, 1.4)
+        )
+        _draw_differences(differences, runs)
+    else:
+        figure, losses = pyplot.subplots(figsize=(8, 5))
+    _draw_losses(losses, runs)
+    losses.set_title(title)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.axes[-1].set_xlabel("iteration")
+    figure.tight_layout()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+    pyplot.close(figure)
+
+
+def _draw_losses(axes: Axes, runs: dict[str, list[dict]]) -> None:
+    for number, (name, records) in enumerate(runs.items()):
+        train, valid = series(records, "train_loss"), series(records, "valid_loss")
+        color = f"C{number}"
+        # The second run is drawn thin over the first: equal curves stay visible.
+        first = number == 0
+        width = 3.0 if first else 1.0
+        axes.plot(list(train), list(train.values()), color=color, linewidth=width, label=name)
+        if valid:
+            style, size = ("o--", 9) if first else ("x:", 6)
+            label = f"{name}, validation"
+            x, y = list(valid), list(valid.values())
+            axes.plot(x, y, style, color=color, markersize=size, label=label)
+    axes.set_ylabel("loss per token (nats)")
+
+
+def _draw_differences(axes: Axes, runs: dict[str, list[dict]]) -> None:
+    left, right = runs.values()
+    for key, label, style in (("train_loss", "training", "-"), ("valid_loss", "validation", "o--")):
+        difference = absolute_differences(left, right, key)
+        if difference:
+            axes.plot(list(difference), list(difference.values()), style, color="C2", label=label)
+    axes.set_yscale("symlog", linthresh=_SMALLEST_DIFFERENCE)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("|difference| (nats)")
+    axes.set_title("How far the two are apart", fontsize="medium")
+
+
+def absolute_differences(left: list[dict], right: list[dict], key: str) -> dict[int, float]:
+    """Absolute difference of ``key`` for each iteration that both runs have."""
+    first, second = series(left, key), series(right, key)
+    return {i: abs(second[i] - first[i]) for i in sorted(first.keys() & second.keys())}

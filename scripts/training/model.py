@@ -6,26 +6,21 @@ import argparse
 import dataclasses
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import Float16Module, param_is_not_shared
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
-from training.context_parallel_options import (
-    cp_comm_type,
-    is_padded,
-    lengths_vary,
-    token_dispatcher,
-    transformer_impl,
-)
-from training.gradients import sum_over_model_parallel
-from training.pack_router import use_pack_router
+from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset
 
 # Fields of a preset that are no fields of Megatron's config.
@@ -41,7 +36,7 @@ def build_config(
         args: Of the command line.
         model: Its sizes.
         device: Where it runs.
-        fields: More of Megatron's.
+        fields: More fields of Megatron's config.
 
     Raises:
         ValueError: If Megatron refuses the combination of options.
@@ -51,10 +46,12 @@ def build_config(
     if not model.num_moe_experts:
         names = {name for name in names if "moe" not in name}
     options = {name: getattr(model, name) for name in sorted(names)}
+    # Packs that are padded differ in length, which pipeline stages have to tell each other.
+    lengths_vary = is_padded(args) and args.pipeline_model_parallel_size > 1
     if model.num_moe_experts:
         options |= _moe_options(args, model, device)
-    elif lengths_vary(args):
-        # Megatron's default does not go with varying lengths, experts or not.
+    elif lengths_vary:
+        # Megatron refuses its default dispatcher with varying lengths even without experts.
         options["moe_token_dispatcher_type"] = "alltoall"
     try:
         return MLATransformerConfig(
@@ -72,8 +69,9 @@ def build_config(
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
-            cp_comm_type=cp_comm_type(args),
-            variable_seq_lengths=lengths_vary(args),
+            # One for all layers, or a list.
+            cp_comm_type=args.cp_comm_type[0] if len(args.cp_comm_type) == 1 else args.cp_comm_type,
+            variable_seq_lengths=lengths_vary,
             sequence_parallel=args.sequence_parallel,
             recompute_granularity=args.recompute_granularity,
             recompute_modules=args.recompute_modules,
@@ -104,7 +102,7 @@ def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.dev
 
 
 def _fused_parts_off() -> dict:
-    """Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses."""
+    """Switch off kernels that need apex or a CUDA extension, and RoPE fusion, which MLA refuses."""
     return {
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -124,7 +122,7 @@ def build_model(
     """This rank's part of the model, ready to be trained."""
     block = _block_spec(args, config, model)
     if is_padded(args):
-        use_pack_router(block)
+        use_packed_router(block)
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=block,
@@ -132,7 +130,7 @@ def build_model(
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        # MLA makes its own rotary embedding; "rope" only says that there is no learned table.
+        # MLA has its own rotary embedding; "rope" keeps Megatron from adding a learned one.
         position_embedding_type="rope",
     ).to(device)
     module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
@@ -155,7 +153,20 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Parameters of the whole model, over all tensor-, expert- and pipeline-parallel ranks."""
-    return int(sum_over_model_parallel(model.parameters(), lambda p: float(p.numel())))
+    device = next(model.parameters()).device
+    dense, experts = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    expert_tp = parallel_state.get_expert_tensor_parallel_group()
+    for param in model.parameters():
+        # Of copies on several ranks, one counts.
+        if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(
+            param, expert_tp_group=expert_tp
+        ):
+            # Megatron's mark of experts, which have parallel groups of their own.
+            total = dense if getattr(param, "allreduce", True) else experts
+            total += param.numel()
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+    return int(dense + experts)
 
 
 def _block_spec(

@@ -1,45 +1,138 @@
-"""Preset, scaling and single sizes from the command line, put together to one model."""
+"""The model of a run: a preset, its scaling, and the options that set single fields of it."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.options_named import name_of
 from training.presets import ModelPreset, get_preset, scale_down
 
-# Option: field of the preset, where the names differ.
-_RENAMED = {"norm_epsilon": "layernorm_epsilon", "latent_norm_epsilon": "latent_norm_eps"}
-_SAME_NAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "max_position_embeddings",
-    "rope_type",
-    "rotary_base",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_aux_loss_coeff",
+
+@dataclass(frozen=True)
+class ModelOption:
+    """An option that sets a field of a :class:`ModelPreset`.
+
+    Attributes:
+        flag: The option, under Megatron's name where Megatron has it.
+        kind: Type of its value.
+        help: For ``--help``.
+        field: The field, where it has another name than the option.
+        group: Heading in ``--help``.
+        choices: All values, of a string.
+        may_be_zero: Whether 0 is a value. Other numbers are positive.
+        zero_is_none: Whether 0 means that the model has no such part.
+        in_checkpoint: Whether checkpoints say it, so that ``--use-checkpoint-args`` excludes it.
+            Not so the length, which may be extended, the balancing of experts, which only training
+            uses, and the epsilon that Megatron's own checkpoints do not have.
+    """
+
+    flag: str
+    kind: type
+    help: str
+    field: str | None = None
+    group: str = "model"
+    choices: tuple[str, ...] | None = None
+    may_be_zero: bool = False
+    zero_is_none: bool = False
+    in_checkpoint: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of the parsed command line's attribute."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def field_name(self) -> str:
+        """Of the preset's field."""
+        return self.field or self.name
+
+    def value(self, args: argparse.Namespace) -> object:
+        """What the field is set to.
+
+        Raises:
+            ValueError: If it is out of range.
+        """
+        value = getattr(args, self.name)
+        may_be_zero = self.may_be_zero or self.zero_is_none
+        if self.kind is not str and (value < 0 or (value == 0 and not may_be_zero)):
+            least = "at least 0" if may_be_zero else "above 0"
+            raise ValueError(f"{self.flag} must be {least}, got {value}")
+        return (value or None) if self.zero_is_none else value
+
+
+_MOE = "mixture of experts"
+MODEL_OPTIONS = (
+    ModelOption("--num-layers", int, "transformer layers"),
+    ModelOption("--hidden-size", int, "width of the model"),
+    ModelOption("--ffn-hidden-size", int, "width of a dense layer's MLP"),
+    ModelOption("--num-attention-heads", int, "heads of the attention"),
+    ModelOption("--kv-lora-rank", int, "width of the latent"),
+    ModelOption("--qk-head-dim", int, "of a head's query and key, without RoPE"),
+    ModelOption(
+        "--qk-pos-emb-head-dim", int, "of a head's query and key, with RoPE", may_be_zero=True
+    ),
+    ModelOption("--v-head-dim", int, "of a head's value"),
+    ModelOption("--max-position-embeddings", int, "the longest sequence", in_checkpoint=False),
+    ModelOption(
+        "--q-lora-rank",
+        int,
+        "width of the compressed query; 0 projects it without compression",
+        zero_is_none=True,
+    ),
+    ModelOption("--norm-epsilon", float, "of the layers' norms", "layernorm_epsilon"),
+    ModelOption("--rope-type", str, "rotary embedding", choices=("rope", "yarn")),
+    ModelOption("--rotary-base", float, "of the rotary frequencies"),
+    ModelOption("--rotary-scaling-factor", float, "YaRN's extension"),
+    ModelOption("--mscale", float, "YaRN's scale of the rotation", may_be_zero=True),
+    ModelOption("--mscale-all-dim", float, "YaRN's scale of the softmax", may_be_zero=True),
+    ModelOption(
+        "--latent-norm-epsilon",
+        float,
+        "epsilon of the attention's own norms",
+        "latent_norm_eps",
+        "attention",
+        in_checkpoint=False,
+    ),
+    ModelOption(
+        "--num-experts",
+        int,
+        "of a layer; 0 for a dense model",
+        "num_moe_experts",
+        _MOE,
+        zero_is_none=True,
+    ),
+    ModelOption("--moe-ffn-hidden-size", int, "width of an expert", None, _MOE),
+    ModelOption(
+        "--moe-shared-expert-intermediate-size",
+        int,
+        "width of all shared experts together, 0 for none",
+        None,
+        _MOE,
+        zero_is_none=True,
+    ),
+    ModelOption("--moe-router-topk", int, "experts of a token", None, _MOE),
+    ModelOption(
+        "--moe-aux-loss-coeff",
+        float,
+        "of the balancing loss",
+        None,
+        _MOE,
+        may_be_zero=True,
+        in_checkpoint=False,
+    ),
 )
-_OVERRIDES = {**{name: name for name in _SAME_NAME}, **_RENAMED}
-# Options for which 0 means that the model has no such part.
-_ZERO_IS_NONE = {
-    "q_lora_rank": "q_lora_rank",
-    "num_experts": "num_moe_experts",
-    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-}
+_FLAGS = {option.field_name: option.flag for option in MODEL_OPTIONS}
+
+
+def flag_of(field: str) -> str:
+    """The option that sets a field of a preset, or ``--field-name`` if none does."""
+    return _FLAGS.get(field, "--" + field.replace("_", "-"))
 
 
 def resolve_model(args: argparse.Namespace) -> ModelPreset:
-    """The model that the command line describes; its vocabulary is not the tokenizer's yet.
+    """The model that the command line describes, but for the tokenizer's vocabulary.
 
     Raises:
         ValueError: If a size is not positive or sizes do not fit each other.
@@ -48,36 +141,31 @@ def resolve_model(args: argparse.Namespace) -> ModelPreset:
         return _checkpoint_model(args)
     model = scale_down(get_preset(args.preset), args.scale_down)
     layers_before = model.num_layers
-    changes = _overrides(args)
-    for option, field in _ZERO_IS_NONE.items():
-        value = getattr(args, option)
-        if value is not None:
-            changes[field] = value or None
-    _require_positive(changes)
-    model = model.replace(**changes)
+    model = model.replace(**_changes(args))
     model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before))
     return _checked_moe(args, model)
 
 
 def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
-    # Only here: Megatron takes seconds to import, and other command lines do without.
+    # Imported late: Megatron takes seconds.
     from training.checkpoint_args import preset_from_args
     from training.start import load_model_args
 
     model = preset_from_args(load_model_args(args.load))
     # The embedding has the checkpoint's rows, whatever the tokenizer needs.
     args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
-    changes = _overrides(args)
-    _require_positive(changes)
-    return _checked_moe(args, model.replace(**changes))
+    return _checked_moe(args, model.replace(**_changes(args)))
 
 
-def _overrides(args: argparse.Namespace) -> dict:
-    return {
-        field: getattr(args, option)
-        for option, field in _OVERRIDES.items()
-        if getattr(args, option) is not None
-    }
+def _changes(args: argparse.Namespace) -> dict[str, object]:
+    """Fields that the command line sets."""
+    given = (option for option in MODEL_OPTIONS if getattr(args, option.name) is not None)
+    changes = {option.field_name: option.value(args) for option in given}
+    if changes.get("qk_pos_emb_head_dim", 0) % 2:
+        raise ValueError(
+            f"--qk-pos-emb-head-dim must be even, got {changes['qk_pos_emb_head_dim']}"
+        )
+    return changes
 
 
 def _moe_layer_freq(
@@ -113,28 +201,12 @@ def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
     return model
 
 
-def _require_positive(changes: dict) -> None:
-    may_be_zero = {"qk_pos_emb_head_dim", "moe_aux_loss_coeff", "mscale", "mscale_all_dim"}
-    flags = {field: option for option, field in (_OVERRIDES | _ZERO_IS_NONE).items()}
-    for field, value in changes.items():
-        if isinstance(value, str) or value is None:
-            continue
-        if value < 0 or (value == 0 and field not in may_be_zero):
-            flag = "--" + flags[field].replace("_", "-")
-            least = "at least 0" if field in may_be_zero else "above 0"
-            raise ValueError(f"{flag} must be {least}, got {value}")
-    if changes.get("qk_pos_emb_head_dim", 0) % 2:
-        raise ValueError(
-            f"--qk-pos-emb-head-dim must be even, got {changes['qk_pos_emb_head_dim']}"
-        )
-
-
 def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
     """Rows of the embedding.
 
-    ``--vocab-size`` if given; the preset's for a released model at its real size; else what the
-    tokenizer needs. Padding does not depend on the tensor-parallel size, so that checkpoints fit
-    every one.
+    ``--vocab-size`` if given; else the preset's for a released model at its real size; else the
+    tokenizer's. Padded to a multiple that does not depend on the tensor-parallel size, so that a
+    checkpoint can be loaded at any.
 
     Raises:
         ValueError: If the vocabulary is smaller than the tokenizer's.
@@ -150,3 +222,26 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
         )
     multiple = args.make_vocab_size_divisible_by
     return -(-size // multiple) * multiple
+
+
+def is_padded(args: argparse.Namespace) -> bool:
+    """Whether documents are padded, so that context parallelism can cut them."""
+    return args.packed and args.context_parallel_size > 1
+
+
+def transformer_impl(args: argparse.Namespace, device_type: str) -> str:
+    """``--transformer-impl``, or its default on this machine."""
+    if args.transformer_impl is not None:
+        return args.transformer_impl
+    if device_type != "cuda":
+        return "local"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE else "local"
+
+
+def token_dispatcher(args: argparse.Namespace, device_type: str) -> str:
+    """``--moe-token-dispatcher-type``, or its default on this machine."""
+    if args.moe_token_dispatcher_type is not None:
+        return args.moe_token_dispatcher_type
+    return "alltoall" if device_type == "cuda" else "allgather"

@@ -1,4 +1,4 @@
-"""How errors name a value: by its option if that was given, or else by where it comes from."""
+"""How errors name a value: by its option if that was given, else by the default or preset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def given_options(argv: Iterable[str]) -> frozenset[str]:
-    """Options on a command line that takes no abbreviations."""
+    """The options on a command line, which must not be abbreviated."""
     return frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))
 
 

@@ -1,4 +1,4 @@
-"""Dimensions of released MLA models, and smaller models of the same structure."""
+"""Dimensions of released MLA models, and how to scale them down."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """One decoder-only MLA model. Fields that Megatron's config has carry its names.
+    """The dimensions of a decoder-only MLA model, under the names of Megatron's config.
 
     Attributes:
         q_lora_rank: None if the query is projected without compression.
@@ -176,9 +176,9 @@ def get_preset(name: str) -> ModelPreset:
 def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
     """A model of the same structure with widths, layers and experts divided by ``factor``.
 
-    What makes it that model stays: query compression or none, nope : rope : v of a head, dense
-    layers before MoE layers, shared experts, routing. Head widths shrink at most 4 times, so that
-    RoPE keeps enough frequencies, and there are always 4 heads, to be split over ranks.
+    Unchanged are: whether the query is compressed, the ratio of a head's nope, rope and value
+    widths, dense layers before MoE layers, shared experts, routing. Head widths are divided by at
+    most 4, so that RoPE has enough frequencies; at least 4 heads stay, to be split over ranks.
 
     Args:
         preset: The model.
@@ -216,7 +216,7 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
         moe_ffn_hidden_size=shrink(preset.moe_ffn_hidden_size, 32),
         moe_shared_expert_intermediate_size=shrink(preset.moe_shared_expert_intermediate_size, 32),
         moe_router_topk=min(preset.moe_router_topk, max(1, (experts or 0) // 2)),
-        # Groups stand for nodes, which a small model does not span.
+        # Groups of experts limit the nodes of a token; a small model runs on one node.
         moe_router_num_groups=None,
         moe_router_group_topk=None,
     )

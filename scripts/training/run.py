@@ -1,4 +1,4 @@
-"""A run of train.py, after its command line."""
+"""A run of train.py, after its command line has been checked."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ import torch
 from megatron.core import parallel_state
 
 from training import distributed
-from training.batch import BatchSource
+from training.batch import BatchSource, own_part
 from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
-from training.context_parallel import own_part
-from training.data import Windows, read_corpus, split_corpus
+from training.data import Corpus, Windows, read_corpus, split_corpus
 from training.loop import Trainer
-from training.metrics import read_metrics
+from training.metrics import comparison_table, plot_losses, read_metrics
 from training.model import build_config, build_model, count_parameters
 from training.model_options import padded_vocab_size
-from training.optimizer import build_optimizer
-from training.plot import plot_losses
-from training.report import comparison_table, run_header
+from training.optimizer import Optimizer
+from training.presets import ModelPreset
 from training.start import read_start, require_same_run, run_options
 from training.tokenizers import build_tokenizer
 
 
 def train(args: argparse.Namespace) -> None:
-    """Everything after the command line is known to be right."""
+    """Read the data, build the model, load a checkpoint, train and report.
+
+    Args:
+        args: Of a command line that has been checked.
+
+    Raises:
+        ValueError: If the data or the checkpoint of ``--load`` does not fit the options.
+    """
     start_from = read_start(args.load, finetune=args.finetune) if args.load else None
     tokenizer = build_tokenizer(args.tokenizer)
     preset = args.model.replace(
@@ -41,17 +46,17 @@ def train(args: argparse.Namespace) -> None:
     train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
     valid_windows = None
     if args.eval_iters:
-        # Always the same windows, so that runs with other seeds can be compared.
+        # The same windows for every seed, so that runs can be compared.
         valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
 
     device = distributed.initialize(args)
     config = build_config(args, preset, device)
     model = build_model(args, config, preset, device)
-    optimizer = build_optimizer(args, model)
+    optimizer = Optimizer(args, model)
     checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
     start = checkpointer.load() if args.load else 0
     if distributed.rank() == 0:
-        print(run_header(args, preset, corpus, start), flush=True)
+        print(_run_header(args, preset, corpus, start), flush=True)
     parameters = count_parameters(model)
     if distributed.rank() == 0:
         print(f"{parameters:,} parameters", flush=True)
@@ -69,6 +74,33 @@ def train(args: argparse.Namespace) -> None:
     trainer.run()
     if distributed.rank() == 0:
         _report_losses(args, trainer.metrics.records)
+
+
+def _run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, start: int) -> str:
+    """The model, the processes and the data in a few lines."""
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
+    scaled = f" / {args.scale_down}" if args.scale_down > 1 else ""
+    moe = sum(preset.moe_layer_freq)
+    model = f"of {args.load}" if args.use_checkpoint_args else f"{args.preset}{scaled}"
+    lines = [
+        f"model      {model}, {args.attention} MLA: "
+        f"{preset.num_layers - moe} dense and {moe} MoE layers, hidden {preset.hidden_size}, "
+        f"{preset.num_attention_heads} heads of "
+        f"{preset.qk_head_dim} + {preset.qk_pos_emb_head_dim}, latent {preset.kv_lora_rank}, "
+        f"vocabulary {preset.vocab_size}",
+        f"processes  {distributed.world_size()}: TP {tp}"
+        + (" with sequence parallelism" if args.sequence_parallel else "")
+        + f", PP {pp}, CP {cp}, DP {distributed.world_size() // (tp * pp * cp)}, "
+        + f"EP {args.expert_model_parallel_size}",
+        f"data       {args.data or 'Python standard library'}: {corpus.num_documents:,} documents, "
+        f"{len(corpus.tokens):,} tokens; {args.global_batch_size} x {args.seq_length} tokens per "
+        "iteration",
+    ]
+    if args.load:
+        verb = f"resumed at iteration {start}" if start else "started from the weights"
+        lines.append(f"checkpoint {args.load}, {verb}")
+    return "\n".join(lines)
 
 
 def _source(

@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from: found, and compared before anything is built."""
+"""The checkpoint that a run starts from, and whether the run may resume it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from training.checkpoint_folder import RELEASE, find_checkpoint
+from training.model_options import flag_of
 from training.presets import ModelPreset
 
-# Of the command line, what must not change for a resumed run to continue the interrupted one.
+# Options that must not change when a run is resumed.
 _RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
-# Of the model, what may: execution and initialisation, not the function that is trained.
+# Fields of the model that may change.
 _FREE_MODEL_FIELDS = {"max_position_embeddings"}
-# Names of options that are not those of a preset's fields.
-_FLAGS = {
-    "layernorm_epsilon": "--norm-epsilon",
-    "latent_norm_eps": "--latent-norm-epsilon",
-    "num_moe_experts": "--num-experts",
-    "split_percent": "--split",
-    "data": "the data (--data, --tokenizer)",
-}
+# How errors name what is no field of the model, where it is not the option of the same name.
+_FLAGS = {"split_percent": "--split", "data": "the data (--data, --tokenizer)"}
 
 
 @dataclass(frozen=True)
@@ -33,9 +28,9 @@ class Start:
 
     Attributes:
         path: Its folder.
-        args: What it says about its model; None if it says nothing.
-        resumed: Iteration, options and number of ranks of the run that it goes on with; None if
-            only its weights are taken.
+        args: Its model, as the arguments that Megatron's checkpoints carry; None without them.
+        resumed: Iteration, options and number of ranks of the run that saved it; None if that run
+            is not resumed and only the weights are used.
     """
 
     path: Path
@@ -44,14 +39,14 @@ class Start:
 
 
 def read_start(folder: str, *, finetune: bool) -> Start:
-    """What the checkpoint in ``folder`` says about itself.
+    """Find a checkpoint, and read what it says about its model and its run.
 
     Args:
         folder: Of ``--load``.
-        finetune: Whether only its weights are wanted.
+        finetune: Whether only its weights are used.
 
     Raises:
-        ValueError: If there is no checkpoint, or it cannot be read, or not be resumed.
+        ValueError: If there is no checkpoint, it cannot be read, or its run cannot be resumed.
     """
     path = find_checkpoint(folder)
     try:
@@ -62,7 +57,7 @@ def read_start(folder: str, *, finetune: bool) -> Start:
     if not isinstance(args, argparse.Namespace):
         args = None
     training = common.get("training")
-    # A release belongs to no run; neither need a checkpoint that is named itself.
+    # A release holds weights only; so may a checkpoint that --load names directly.
     release = path.name == RELEASE
     named = training is None and path == Path(folder)
     if finetune or release or named:
@@ -72,11 +67,17 @@ def read_start(folder: str, *, finetune: bool) -> Start:
             f"--load: {path} was not written by this script, so it cannot be resumed; "
             "--finetune takes its weights"
         )
+    if "step" in common.get("optimizer", ()):
+        # On CPUs, earlier versions had an optimizer of their own instead of Megatron's.
+        raise ValueError(
+            f"--load: {path} holds a state of the optimizer that only an earlier version of this "
+            "script can resume; --finetune takes its weights"
+        )
     return Start(path, args, training)
 
 
 def load_model_args(folder: str) -> argparse.Namespace:
-    """The arguments that the checkpoint in ``folder`` carries about its model.
+    """The arguments that describe the model of the checkpoint in ``folder``.
 
     Raises:
         ValueError: If there is no checkpoint, or it carries none.
@@ -91,7 +92,7 @@ def load_model_args(folder: str) -> argparse.Namespace:
 
 
 def run_options(args: argparse.Namespace, preset: ModelPreset, data: str) -> dict:
-    """What a run and one that resumes it must have in common.
+    """The options of a run that must be the same when it is resumed.
 
     Args:
         args: The command line.
@@ -113,7 +114,7 @@ def require_same_run(start: Start, here: dict) -> None:
 
     Args:
         start: A checkpoint of that run.
-        here: Of :func:`run_options`.
+        here: :func:`run_options` of this run.
 
     Raises:
         ValueError: Naming all options that differ, in one line.
@@ -126,14 +127,9 @@ def require_same_run(start: Start, here: dict) -> None:
         saved = list(saved) if isinstance(saved, tuple) else saved
         if saved != value:
             values = "" if name == "data" else f" {saved} there, {value} here"
-            problems.append(f"{flag_of(name)}{values}")
+            problems.append(f"{_FLAGS.get(name) or flag_of(name)}{values}")
     if problems:
         raise ValueError(
             f"--load: the run in {start.path} differs from this one: {'; '.join(problems)}. "
             "To resume, use the same; --finetune takes the weights only and starts anew"
         )
-
-
-def flag_of(name: str) -> str:
-    """The option that sets a field of a preset, or of a run."""
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))

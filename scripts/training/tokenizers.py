@@ -55,7 +55,7 @@ class HuggingFaceTokenizer:
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer: the tokenizer in {path} has no eos token")
-        # A long document is no mistake here: it is cut into windows.
+        # No warning about long documents, which are cut into windows.
         self._tokenizer.model_max_length = 10**12
         self.vocab_size = len(self._tokenizer)
         self.eod = self._tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Checks the command line against itself and the number of processes, before any work."""
+"""Checks of the command line, before any work."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import importlib.util
 from pathlib import Path
 
 from console.outputs import require_writable
-from training.context_parallel_options import check_context_parallelism
-from training.options_named import name_of, own_name_of, value_of
+from training.options_named import name_of, value_of
+from training.parallelism import check_parallelism
 
 _AT_LEAST_ONE = (
     "tensor_model_parallel_size",
@@ -36,6 +36,13 @@ _NOT_NEGATIVE = (
     "clip_grad",
     "seed",
 )
+# Options that need a GPU, their values, and what to do without.
+_GPU_ONLY = (
+    ("moe_token_dispatcher_type", "alltoall", "use allgather"),
+    ("fp16", True, "use --bf16, or fp32 without either"),
+    ("moe_grouped_gemm", True, "leave it out to run experts one after the other"),
+    ("transformer_impl", "transformer_engine", "use local"),
+)
 
 
 def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
@@ -49,7 +56,7 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
         ValueError: Naming the option, what it got and what it accepts.
     """
     _check_ranges(args)
-    _check_parallelism(args, world_size)
+    check_parallelism(args, world_size)
     _check_batch(args, world_size)
     _check_precision_and_device(args)
     _check_recompute(args)
@@ -94,76 +101,6 @@ def _check_ranges(args: argparse.Namespace) -> None:
         )
 
 
-def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    model = args.model
-    if world_size % (tp * pp * cp):
-        raise ValueError(
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
-            f"--context-parallel-size {cp} = {tp * pp * cp} must divide the number of processes "
-            f"(torchrun --nproc-per-node), got {world_size}"
-        )
-    divisible = [
-        (name_of(args, "--num-attention-heads"), model.num_attention_heads),
-        (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
-        (
-            "the padded vocabulary (--make-vocab-size-divisible-by)",
-            args.make_vocab_size_divisible_by,
-        ),
-    ]
-    if args.sequence_parallel and cp == 1:
-        name = own_name_of(args, "--seq-length")
-        divisible.append((f"{name} with --sequence-parallel", args.seq_length))
-    if model.num_moe_experts:
-        divisible.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
-        shared = model.moe_shared_expert_intermediate_size
-        divisible.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared or 0))
-    for what, value in divisible:
-        if value % tp:
-            raise ValueError(
-                f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
-            )
-    if model.num_layers % pp:
-        raise ValueError(
-            f"{name_of(args, '--num-layers')} must be divisible by "
-            f"--pipeline-model-parallel-size {pp}, got {model.num_layers}"
-        )
-    if args.sequence_parallel and tp == 1:
-        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
-    if model.num_moe_experts and tp > 1 and not args.sequence_parallel:
-        raise ValueError(
-            f"{name_of(args, '--num-experts')}, {model.num_moe_experts}, with "
-            f"--tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron trains MoE "
-            "layers under tensor parallelism only so "
-            "(--num-experts 0 makes the model dense)"
-        )
-    check_context_parallelism(args)
-    _check_expert_parallelism(args, world_size)
-
-
-def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    ep = args.expert_model_parallel_size
-    if ep == 1:
-        return
-    experts = args.model.num_moe_experts
-    if not experts or experts % ep:
-        raise ValueError(
-            f"{name_of(args, '--num-experts')} must be divisible by "
-            f"--expert-model-parallel-size {ep}, got {experts or 0}"
-        )
-    # Experts are not cut over context-parallel ranks, so these are as good as data-parallel ones.
-    ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-    if ranks % ep:
-        raise ValueError(
-            f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks x "
-            f"--context-parallel-size {args.context_parallel_size}, got {ranks}"
-        )
-
-
 def _check_batch(args: argparse.Namespace, world_size: int) -> None:
     if args.micro_batch_size is None:
         args.micro_batch_size = 1 if args.packed else 8
@@ -185,34 +122,16 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
 
 
 def _check_precision_and_device(args: argparse.Namespace) -> None:
-    on_gpu = (
-        args.fp16,
-        args.moe_grouped_gemm,
-        args.moe_token_dispatcher_type == "alltoall",
-        args.transformer_impl == "transformer_engine",
-    )
-    if not any(on_gpu):
+    asked_for = [row for row in _GPU_ONLY if getattr(args, row[0]) == row[1]]
+    if not asked_for:
         return
-    # Only here: it takes seconds, and most command lines do without.
+    # Imported late, since it takes seconds.
     import torch
 
-    if torch.cuda.is_available():
-        return
-    if args.moe_token_dispatcher_type == "alltoall":
-        raise ValueError(
-            "--moe-token-dispatcher-type alltoall needs a GPU, and there is none here; "
-            "use allgather"
-        )
-    for name, why in (
-        ("fp16", "use --bf16, or fp32 without either"),
-        ("moe_grouped_gemm", "leave it out to run experts one after the other"),
-    ):
-        if getattr(args, name):
-            raise ValueError(f"{_flag(name)} needs a GPU, and there is none here; {why}")
-    if args.transformer_impl == "transformer_engine":
-        raise ValueError(
-            "--transformer-impl transformer_engine needs a GPU, and there is none here; use local"
-        )
+    if not torch.cuda.is_available():
+        name, value, instead = asked_for[0]
+        option = _flag(name) if value is True else f"{_flag(name)} {value}"
+        raise ValueError(f"{option} needs a GPU, and there is none here; {instead}")
 
 
 def _check_recompute(args: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,10 +23,18 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from tests.support.models import call, token_batch
-from training.optimizer import MainGradAdamW
+from training.optimizer import Optimizer
 
-_OPTIONS = argparse.Namespace(
-    lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0
+OPTIONS = argparse.Namespace(
+    lr=1e-2,
+    min_lr=0.0,
+    weight_decay=0.1,
+    adam_beta1=0.9,
+    adam_beta2=0.95,
+    adam_eps=1e-8,
+    clip_grad=1.0,
+    bf16=False,
+    fp16=False,
 )
 
 
@@ -37,7 +47,7 @@ class Training:
         destroy_moe_metrics_tracker()
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self._wrapped = DistributedDataParallel(model.config, config, model)
-        self._optimizer = MainGradAdamW(_OPTIONS, self._wrapped)
+        self._optimizer = Optimizer(OPTIONS, self._wrapped)
         self._done = 0
 
     def steps(self, count: int) -> list[float]:
@@ -50,7 +60,7 @@ class Training:
         loss = call(self._wrapped, labels=token_batch(100 + self._done)).float().mean()
         loss.backward()
         finalize_model_grads([self._wrapped])
-        self._optimizer.step(_OPTIONS.lr)
+        self._optimizer.step(OPTIONS.lr)
         self._done += 1
         return loss.item()
 
@@ -62,8 +72,10 @@ class Training:
         for name, value in self.model.state_dict().items():
             if isinstance(value, Tensor):
                 yield f"model.{name}", value.clone()
-        for index, name, value in self._optimizer._tensors():
-            yield f"optimizer.{index}.{name}", value.clone()
+        state = self._optimizer.sharded_state_dict(self.model.sharded_state_dict(), True)
+        for index, tensor in enumerate(nested_values(state)):
+            if isinstance(tensor, ShardedTensor):
+                yield f"optimizer.{index}.{tensor.key}", tensor.data.clone()
         yield "rng", torch.get_rng_state()
         for name, value in tensor_parallel.get_cuda_rng_tracker().get_states().items():
             yield f"rng.{name}", value.clone()

@@ -65,6 +65,44 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted, train)
     assert _losses(folder, "parts.jsonl") == _losses(folder, "whole.jsonl")
 
 
+def test_bf16_is_resumed_as_exactly(uninterrupted, train):
+    """Its fp32 copies are no part of the model."""
+    folder = uninterrupted
+    for name, stop in (("bf16", ""), ("halves", "--exit-interval 4")):
+        run = f"{_RUN} --data text.txt --bf16 --metrics {name}.jsonl --save {name}"
+        train(folder, f"{run} {stop}")
+    train(folder, f"{run} --load halves")
+    assert _losses(folder, "halves.jsonl") == _losses(folder, "bf16.jsonl")
+
+
+def test_the_optimizers_options_may_change(uninterrupted, train):
+    """They are no part of the run that must be the same; the new ones are used."""
+    folder = uninterrupted
+    options = "--lr 3e-4 --adam-beta2 0.5 --weight-decay 0 --lr-warmup-iters 0 --eval-iters 0"
+    run = f"{_RUN} --data text.txt --load whole --train-iters 8 --metrics changed.jsonl"
+    train(folder, f"{run} {options} --lr-decay-style constant")
+    assert series(read_metrics(folder / "changed.jsonl"), "lr") == {7: 3e-4, 8: 3e-4}
+
+
+def test_a_run_saved_before_its_first_step(uninterrupted, train):
+    folder = uninterrupted
+    run = f"{_RUN} --data text.txt --metrics early.jsonl --save early"
+    train(folder, f"{run} --train-iters 0")
+    train(folder, f"{run} --load early")
+    assert _losses(folder, "early.jsonl") == _losses(folder, "whole.jsonl")
+
+
+def test_weights_taken_in_bf16_stay(uninterrupted, train):
+    """The optimizer has copies in fp32, which were made of the model as it was before."""
+    folder = uninterrupted
+    run = "--seq-length 32 --micro-batch-size 2 --train-iters 2 --data text.txt --eval-interval 1"
+    load = f"{_FROM_ARGS} whole --finetune --bf16 --lr 0 --metrics bf16-weights.jsonl"
+    train(folder, f"{run} {load}")
+    losses = series(read_metrics(folder / "bf16-weights.jsonl"), "valid_loss")
+    trained = series(read_metrics(folder / "whole.jsonl"), "valid_loss")[6]
+    assert losses[2] == losses[1] == pytest.approx(trained, abs=0.01)
+
+
 def test_a_checkpoint_says_what_its_model_is(uninterrupted, train):
     """Resumed without a word about the model; the conversion and Megatron know it as well."""
     folder = uninterrupted

@@ -10,7 +10,7 @@ import torch
 
 from absorbed_mla.dims import MLADims, softmax_scale
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.arguments import parse_arguments

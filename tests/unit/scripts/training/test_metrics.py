@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
-from training.metrics import MetricsFile, read_metrics, series
-from training.plot import absolute_differences, plot_losses
-from training.report import comparison_table
+from training.metrics import (
+    MetricsFile,
+    absolute_differences,
+    comparison_table,
+    plot_losses,
+    read_metrics,
+    series,
+)
 
 
 def _write(path, iterations, resumed_at=0):

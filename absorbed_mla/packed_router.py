@@ -1,4 +1,9 @@
-"""Megatron's router of experts, for packs with padding."""
+"""Megatron's MoE router, corrected for packed sequences that contain padding.
+
+Megatron's ``TopKRouter`` takes a ``padding_mask``, but then gives the load-balancing loss a wrong
+weight and cannot update the expert bias. :class:`PackedRouter` repairs both; without a mask it does
+what ``TopKRouter`` does. :func:`use_packed_router` puts it into a block spec.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 
-class PackRouter(TopKRouter):
-    """Balances experts as if a pack had no padding.
+class PackedRouter(TopKRouter):
+    """Router whose load-balancing loss does not depend on padding.
 
-    Megatron leaves padding out of the balancing loss of each rank, but then weights it by the
-    number of real tokens of that rank, or (0.19) of all ranks: the first differs among ranks, the
-    second counts them too often. The gradient of the sum needs the mean.
+    Megatron leaves padding out of each rank's balancing loss, then multiplies that loss by the
+    number of real tokens of the rank, or (0.19) of all ranks of the tensor- and context-parallel
+    group. The first differs between ranks, the second counts every token once per rank. The
+    gradients of the ranks are summed, so the right factor is the mean over the group.
     """
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's: logits [s, b, experts], padding [s, b]; both results [s * b, experts]."""
+        """Choose experts.
+
+        Args:
+            logits: [s, b, experts].
+            padding_mask: Bool [s, b], True for padding; None if there is none.
+
+        Returns:
+            Probabilities and the routing map, both [s * b, experts].
+        """
         self._mean_tokens = None
         if padding_mask is not None:
             tokens = (~padding_mask).sum()
@@ -29,7 +43,7 @@ class PackRouter(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, **options
     ):
-        """As Megatron's, weighted by the mean number of real tokens on a rank."""
+        """As Megatron's, with the loss weighted by the mean number of real tokens of a rank."""
         if self._mean_tokens is not None:
             options["valid_token_count"] = self._mean_tokens
         return super().attach_and_log_load_balancing_loss(
@@ -37,14 +51,14 @@ class PackRouter(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Megatron 0.19 combines [tokens, experts] with [tokens].
+        # Megatron 0.19 combines the routing map [tokens, experts] with a mask [tokens].
         mask = None if padding_mask is None else padding_mask[:, None]
         super()._apply_expert_bias(routing_map, padding_mask=mask)
 
 
-def use_pack_router(block: TransformerBlockSubmodules) -> None:
-    """Put :class:`PackRouter` into the MoE layers of a block spec."""
+def use_packed_router(block: TransformerBlockSubmodules) -> None:
+    """Make :class:`PackedRouter` the router of all MoE layers of a block spec, in place."""
     for layer in block.layer_specs:
         submodules = getattr(layer.submodules.mlp, "keywords", {}).get("submodules")
         if isinstance(submodules, MoESubmodules):
-            submodules.router = PackRouter
+            submodules.router = PackedRouter

@@ -14,13 +14,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
-from training import step
-from training.batch import BatchSource, make_batch
-from training.context_parallel import ContextParallelPart
+from training import loop
+from training.batch import BatchSource, ContextParallelPart, make_batch, padded_slots
 from training.data import Windows
-from training.packing import padded_slots
 
 CPU = torch.device("cpu")
 EOD = 9
@@ -152,5 +150,5 @@ def test_only_the_first_pipeline_stage_cuts_padding_itself(
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
     config = SimpleNamespace(sequence_parallel=sequence_parallel)
     mask = torch.tensor([[1, 0, 0, 1]]).bool()
-    assert step._stage_padding(mask, config).tolist() == [[bool(x) for x in expected]]
-    assert step._stage_padding(None, config) is None
+    assert loop._stage_padding(mask, config).tolist() == [[bool(x) for x in expected]]
+    assert loop._stage_padding(None, config) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -15,13 +16,12 @@ from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_
 from checkpoint_conversion.model_config import ModelConfig
 from tests.conversion.released import RELEASED
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
-from training import model_options
 from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
-from training.model_options import padded_vocab_size, resolve_model
-from training.presets import PRESETS, get_preset
+from training.model_options import MODEL_OPTIONS, padded_vocab_size, resolve_model
+from training.presets import PRESETS, ModelPreset, get_preset
 from training.start import load_model_args
 
 _MODELS = [
@@ -160,11 +160,11 @@ def test_the_model_cannot_be_said_twice(argv):
     )
 
 
-def test_every_option_of_the_model_excludes_them_or_goes_with_them():
-    known = {*model_options._OVERRIDES, *model_options._ZERO_IS_NONE, "moe_layer_freq"}
-    beside = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
-    excluded = {"preset", "scale_down", "vocab_size", "make_vocab_size_divisible_by"}
-    assert known - beside | excluded == set(_OF_THE_CHECKPOINT)
+def test_options_that_go_with_a_checkpoints_model():
+    beside = {option.name for option in MODEL_OPTIONS} - set(_OF_THE_CHECKPOINT)
+    assert beside == {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
+    fields = {field.name for field in dataclasses.fields(ModelPreset)}
+    assert {option.field_name for option in MODEL_OPTIONS} < fields
 
 
 def test_checkpoint_args_need_a_checkpoint():

@@ -19,14 +19,13 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from tests.support.generate import generate, train
 from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args
 from training.checkpoint_folder import find_checkpoint
-from training.checkpoint_model import require_same_model
-from training.checkpoint_sizes import sizes_of_model, sizes_of_tensors
+from training.checkpoint_model import require_same_model, sizes_of_model, sizes_of_tensors
 from training.model_options import resolve_model
 from training.presets import PRESETS, get_preset
 from training.start import Start, read_start, require_same_run, run_options
@@ -244,6 +243,15 @@ class TestOtherFormats:
         (tmp_path / "file").touch()
         with pytest.raises(ValueError, match=r"--load .*file: it is no folder"):
             find_checkpoint(str(tmp_path / "file"))
+
+    def test_an_earlier_optimizer(self, tmp_path):
+        """Its weights can be used, its moments cannot."""
+        weight = ShardedTensor.from_rank_offsets("weight", torch.ones(2))
+        state = {"weight": weight, "training": {"iteration": 3}, "optimizer": {"step": 3}}
+        dist_checkpointing.save(state, str(tmp_path))
+        with pytest.raises(ValueError, match=r"only an earlier version .* --finetune takes its"):
+            read_start(str(tmp_path), finetune=False)
+        assert read_start(str(tmp_path), finetune=True).resumed is None
 
     def test_options_that_were_not_given_are_not_named(self, tmp_path):
         """generate.py takes the model from the checkpoint without being told."""

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
-from training.batch import make_batch
+from training.batch import document_starts, make_batch
 from training.data import Windows, find_files, read_corpus, split_corpus, window_indices
-from training.packing import document_starts
 from training.tokenizers import ByteTokenizer, build_tokenizer
 
 

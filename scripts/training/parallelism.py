@@ -1,0 +1,160 @@
+"""Checks of the parallel sizes against the model and the number of processes."""
+
+from __future__ import annotations
+
+import argparse
+
+from absorbed_mla.options import CP_COMM_TYPES
+from training.model_options import token_dispatcher, transformer_impl
+from training.options_named import name_of, own_name_of
+
+
+def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    """Refuse parallel sizes that the model, the sequences or the processes do not divide by.
+
+    Args:
+        args: The command line; ``model`` is the resolved :class:`ModelPreset`.
+        world_size: Number of processes.
+
+    Raises:
+        ValueError: Naming the option, what it got and what it accepts.
+    """
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    model = args.model
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
+            f"--context-parallel-size {cp} = {tp * pp * cp} must divide the number of processes "
+            f"(torchrun --nproc-per-node), got {world_size}"
+        )
+    divisible = [
+        (name_of(args, "--num-attention-heads"), model.num_attention_heads),
+        (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
+        (
+            "the padded vocabulary (--make-vocab-size-divisible-by)",
+            args.make_vocab_size_divisible_by,
+        ),
+    ]
+    if args.sequence_parallel and cp == 1:
+        name = own_name_of(args, "--seq-length")
+        divisible.append((f"{name} with --sequence-parallel", args.seq_length))
+    if model.num_moe_experts:
+        divisible.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
+        shared = model.moe_shared_expert_intermediate_size
+        divisible.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared or 0))
+    for what, value in divisible:
+        if value % tp:
+            raise ValueError(
+                f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
+            )
+    if model.num_layers % pp:
+        raise ValueError(
+            f"{name_of(args, '--num-layers')} must be divisible by "
+            f"--pipeline-model-parallel-size {pp}, got {model.num_layers}"
+        )
+    if args.sequence_parallel and tp == 1:
+        raise ValueError("--sequence-parallel needs --tensor-model-parallel-size above 1, got 1")
+    if model.num_moe_experts and tp > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"{name_of(args, '--num-experts')}, {model.num_moe_experts}, with "
+            f"--tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron trains MoE "
+            "layers under tensor parallelism only so "
+            "(--num-experts 0 makes the model dense)"
+        )
+    _check_context_parallelism(args)
+    _check_expert_parallelism(args, world_size)
+
+
+def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    ep = args.expert_model_parallel_size
+    if ep == 1:
+        return
+    experts = args.model.num_moe_experts
+    if not experts or experts % ep:
+        raise ValueError(
+            f"{name_of(args, '--num-experts')} must be divisible by "
+            f"--expert-model-parallel-size {ep}, got {experts or 0}"
+        )
+    # Experts are distributed over data- and context-parallel ranks alike.
+    ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    if ranks % ep:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} must divide the number of data-parallel ranks x "
+            f"--context-parallel-size {args.context_parallel_size}, got {ranks}"
+        )
+
+
+def _check_context_parallelism(args: argparse.Namespace) -> None:
+    _check_comm_types(args)
+    if args.context_parallel_size == 1:
+        return
+    # Imported late, since it takes seconds.
+    import torch
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.packed:
+        _check_packed(args, token_dispatcher(args, device_type))
+    else:
+        _check_seq_length(args)
+    if args.attention == "standard" and transformer_impl(args, device_type) == "local":
+        raise ValueError(
+            "--attention standard with --context-parallel-size "
+            f"{args.context_parallel_size} needs --transformer-impl transformer_engine, got local: "
+            "Megatron's local attention exchanges no keys; --attention absorbed does"
+        )
+
+
+def _check_comm_types(args: argparse.Namespace) -> None:
+    types, layers = args.cp_comm_type, args.model.num_layers
+    for name in types:
+        if name not in CP_COMM_TYPES:
+            raise ValueError(
+                f"--cp-comm-type must be one of {', '.join(CP_COMM_TYPES)}, got {name!r}: a2a and "
+                "a2a+p2p cut keys by heads, and the latent is one head for all"
+            )
+    if len(types) not in (1, layers):
+        raise ValueError(
+            "--cp-comm-type takes one type for all layers or one for each of "
+            f"{name_of(args, '--num-layers')}, {layers}, got {len(types)}"
+        )
+
+
+def _check_seq_length(args: argparse.Namespace) -> None:
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    length = own_name_of(args, "--seq-length")
+    if args.seq_length % (2 * cp):
+        raise ValueError(
+            f"{length} must be divisible by 2 x --context-parallel-size {cp} = {2 * cp} "
+            f"(each rank takes an early and a late chunk), got {args.seq_length}"
+        )
+    if args.sequence_parallel and args.seq_length % (cp * tp):
+        raise ValueError(
+            f"{length} with --sequence-parallel must be divisible by --context-parallel-size "
+            f"{cp} x --tensor-model-parallel-size {tp} = {cp * tp}, got {args.seq_length}"
+        )
+
+
+def _check_packed(args: argparse.Namespace, dispatcher: str) -> None:
+    """Padding gives packs of different context-parallel groups different lengths."""
+    cp, ep = args.context_parallel_size, args.expert_model_parallel_size
+    if not args.model.num_moe_experts or dispatcher != "allgather":
+        return
+    why = (
+        "packs padded for it differ in length, which Megatron's allgather dispatcher does not "
+        "support; use --moe-token-dispatcher-type alltoall (on a GPU)"
+    )
+    if args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"--packed with --context-parallel-size {cp} and experts needs "
+            f"--pipeline-model-parallel-size 1, got {args.pipeline_model_parallel_size}: {why}, "
+            "or --num-experts 0"
+        )
+    if cp % ep:
+        raise ValueError(
+            f"--packed with --context-parallel-size {cp} needs an --expert-model-parallel-size "
+            f"that divides it, got {ep}: {why}"
+        )
