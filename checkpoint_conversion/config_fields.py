@@ -24,6 +24,11 @@ def shown(value: object) -> str:
     return " ".join(_SHOWN.repr(value).split())
 
 
+def dtype_name(dtype: object) -> str:
+    """The name of a ``torch.dtype`` without its module, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Fields:
     """Reads the fields of a dictionary.
 

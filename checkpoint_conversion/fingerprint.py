@@ -10,6 +10,7 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.formats.base import Part, TargetOptions
 from checkpoint_conversion.planning import ConversionPlan
 
@@ -37,10 +38,10 @@ def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path
 
 def options_as_json(options: TargetOptions) -> dict:
     """The options of a target, with names for dtypes."""
-    return {
-        name: str(value).removeprefix("torch.") if name == "dtype" and value else value
-        for name, value in asdict(options).items()
-    }
+    fields = asdict(options)
+    if options.dtype is not None:
+        fields["dtype"] = dtype_name(options.dtype)
+    return fields | fields.pop("layout")
 
 
 def source_files(path: Path) -> dict[str, list[int]]:

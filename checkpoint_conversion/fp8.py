@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
@@ -60,7 +61,7 @@ def pair_problems(name: str, weight: LazyTensor, scale: LazyTensor | None) -> li
             f"{BLOCK} x {BLOCK} block of {weight.shape}"
         )
     if scale.dtype not in SCALE_DTYPES:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES)
+        accepted = ", ".join(dtype_name(dtype) for dtype in SCALE_DTYPES)
         problems.append(f"{name}{SCALE_SUFFIX} is {scale.dtype}; expected one of {accepted}")
     return problems
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
@@ -229,7 +230,7 @@ def _model(config: ModelConfig) -> dict[str, object]:
 def _dtypes(tensors: Iterable[LazyTensor]) -> dict[str, DtypeCount]:
     result: dict[str, DtypeCount] = {}
     for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = dtype_name(tensor.dtype)
         before = result.get(name, DtypeCount(tensors=0, bytes=0))
         result[name] = DtypeCount(tensors=before.tensors + 1, bytes=before.bytes + tensor.nbytes)
     return result

@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.checksums import ALGORITHM
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 
@@ -97,7 +98,7 @@ def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
                 tensor["key"],
                 None if offset is None else tuple(offset),
                 tuple(tensor["shape"]),
-                str(tensor["dtype"]).removeprefix("torch."),
+                dtype_name(tensor["dtype"]),
                 tensor["checksum"],
                 tensor.get("file") or _only(result.files),
                 tensor.get("fp8_error"),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import Manifest, TensorRecord
 from checkpoint_conversion.tensor_comparison import checksum
@@ -76,7 +77,7 @@ def fits(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> bool:
 
 
 def _misfit(record: TensorRecord, tensor: LazyTensor) -> str | None:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     if dtype != record.dtype:
         return f"{record.key} is {dtype}; the manifest has {record.dtype}"
     if record.offset is None:

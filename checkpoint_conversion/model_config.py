@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint_conversion.config_fields import Fields, shown
+from checkpoint_conversion.config_fields import Fields, dtype_name, shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.rotary import Rotary, read_rotary
 from checkpoint_conversion.routing import MOST_EXPERTS, Routing, read_routing
@@ -143,7 +143,7 @@ class ModelConfig:
     def with_dtype(self, dtype: torch.dtype) -> ModelConfig:
         """The config to write with weights of ``dtype``."""
         keys = [key for key in _DTYPE_KEYS if key in self.hugging_face] or _DTYPE_KEYS[:1]
-        return self._written_with(**dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
+        return self._written_with(**dict.fromkeys(keys, dtype_name(dtype)))
 
     def with_mtp_layers(self, count: int) -> ModelConfig:
         """The config to write with ``count`` MTP layers."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
@@ -114,7 +115,7 @@ def dtype_notes(checkpoint: Checkpoint) -> list[str]:
     announced = checkpoint.config.dtype
     if not wide or announced == torch.float64:
         return []
-    model = "" if announced is None else f" in a {str(announced).removeprefix('torch.')} model"
+    model = "" if announced is None else f" in a {dtype_name(announced)} model"
     return [f"{len(wide)} tensors are float64{model} (the first: {wide[0]}); --dtype rounds them"]
 
 
@@ -180,7 +181,7 @@ def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:
 def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
     counter: Counter[str] = Counter()
     for entry in entries:
-        counter[str(entry.tensor.dtype).removeprefix("torch.")] += entry.tensor.nbytes
+        counter[dtype_name(entry.tensor.dtype)] += entry.tensor.nbytes
     return counter
 
 

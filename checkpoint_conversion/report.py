@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_conversion.formats.base import Entry
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.manifest import TensorRecord
 from checkpoint_conversion.planning import ConversionPlan
 from checkpoint_conversion.progress import format_bytes
@@ -152,7 +152,7 @@ def plan_lines(plan: ConversionPlan) -> Iterator[str]:
         for entry in part.entries:
             at = "" if entry.offset is None else f" at {list(entry.offset)}"
             sources = " + ".join(sorted(entry.tensor.leaves)) or "zeros"
-            shape, dtype = list(entry.tensor.shape), dtype_name(entry)
+            shape, dtype = list(entry.tensor.shape), dtype_name(entry.tensor.dtype)
             yield f"  {entry.key}{at} {shape} {dtype} <- {sources}"
     for name, reason in plan.left_out.items():
         yield f"left out: {name} ({reason})"
@@ -169,7 +169,7 @@ def plan_as_json(plan: ConversionPlan) -> list[dict]:
                     "key": entry.key,
                     "offset": entry.offset,
                     "shape": entry.tensor.shape,
-                    "dtype": dtype_name(entry),
+                    "dtype": dtype_name(entry.tensor.dtype),
                     "sources": sorted(entry.tensor.leaves),
                 }
                 for entry in part.entries
@@ -209,8 +209,3 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
 def describe_layout(layout: Mapping[str, object]) -> str:
     """On one line."""
     return ", ".join(f"{name} {value}" for name, value in layout.items()) or "one layout"
-
-
-def dtype_name(entry: Entry) -> str:
-    """Of an entry's values, e.g. ``"bfloat16"``."""
-    return str(entry.tensor.dtype).removeprefix("torch.")

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from checkpoint_conversion.checksums import RunningChecksum
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
 # Elements that are read at a time, where the file can be read in parts, and compared at a time.
@@ -108,7 +108,7 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
         rounded = rounded and bool(_same(piece_a.to(narrow), piece_b.to(narrow)).all())
     return TensorDifference(
         name=name,
-        dtypes=(_name(a.dtype), _name(b.dtype)),
+        dtypes=(dtype_name(a.dtype), dtype_name(b.dtype)),
         max_abs=max_abs,
         # If A is zero everywhere, the error itself.
         max_rel=max_abs / (largest or 1.0),
@@ -120,7 +120,3 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
 def _same(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors have the same value, or are both no number."""
     return (x == y) | (x.isnan() & y.isnan())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

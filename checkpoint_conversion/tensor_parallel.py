@@ -26,11 +26,8 @@ __all__ = [
 
 _PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
 _RULES = {
-    **{
-        row.megatron: row.split
-        for row in (*mapping_table.MODEL, *mapping_table.LAYER, *mapping_table.MTP)
-    },
-    **layouts.SPLIT,
+    row.megatron: row.split
+    for row in (*mapping_table.MODEL, *mapping_table.LAYER, *mapping_table.MTP)
 }
 
 
@@ -42,4 +39,6 @@ def tensor_parallel_rule(name: str) -> Rule | None:
     """
     prefix = _PREFIX.match(name)
     inner = name[prefix.end() :] if prefix else name
-    return _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))
+    rule = _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))
+    # Weights that a layout renames, joins or splits are shared like those of the table.
+    return rule or _RULES.get(layouts.default_name(inner) or "")

@@ -148,10 +148,14 @@ class MegatronLayout:
 
     @classmethod
     def recognise(cls, names: Iterable[str]) -> MegatronLayout:
-        """Recognise the layout from names of weights, relative to their layers."""
-        names = set(names)
-        found = [layout for layout in CHECKPOINT_LAYOUTS if names & layout.own_names]
-        return cls(**{layout.option: layout.value for layout in found})
+        """Recognise the layout from names of weights, relative to their layers or in full."""
+        names = {f".{name}" for name in names}
+        found: dict[str, str] = {}
+        for layout in CHECKPOINT_LAYOUTS:
+            own = tuple(f".{name}" for name in layout.own_names)
+            if any(name.endswith(own) for name in names):
+                found[layout.option] = layout.value
+        return cls(**found)
 
     def includes(self, layout: Layout) -> bool:
         """Whether this is one of the differences that make up the layout."""

@@ -9,7 +9,8 @@ ENTRY = Layout(
     option="norms",
     value="fused",
     default="separate",
-    help="fused into the linear layers behind them (TransformerEngine), or modules of their own",
+    help="fused into the linear layers behind them (TransformerEngine), or modules of their own; "
+    "default: fused for megatron, separate for absorbed",
     renames=(
         Rename(names.Q_NORM, names.Q_NORM_FUSED),
         Rename(names.KV_NORM, names.KV_NORM_FUSED),
