@@ -12,12 +12,6 @@ from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder, weights_of
 from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.fingerprint import (
-    checksum_of,
-    fingerprint_of,
-    options_as_json,
-    source_files,
-)
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
@@ -32,7 +26,14 @@ from checkpoint_conversion.manifest import (
     write_manifest,
 )
 from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
-from checkpoint_conversion.planning import ConversionPlan, plan_conversion
+from checkpoint_conversion.planning import (
+    ConversionPlan,
+    checksum_of,
+    fingerprint_of,
+    options_as_json,
+    plan_conversion,
+    source_files,
+)
 from checkpoint_conversion.process_memory import peak_resident, resident
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors

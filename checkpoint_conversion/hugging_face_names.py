@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 _TEXT = "language_model."
 # What a model of text and images has beside its text model.

@@ -15,14 +15,14 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import duplicates
-from checkpoint_conversion.megatron_args import megatron_notes
-from checkpoint_conversion.megatron_options import (
+from checkpoint_conversion.megatron_args import (
     as_line,
+    megatron_notes,
     megatron_options,
     option_notes,
     without_option,
 )
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import dtype_notes
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.report import describe_layout, table

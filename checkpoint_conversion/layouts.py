@@ -15,7 +15,7 @@ from absorbed_mla.checkpoint.names import KV_DOWN, KV_UP, Q_DOWN, QKV_DOWN
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 __all__ = [
     "KV_DOWN",

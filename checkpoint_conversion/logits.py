@@ -25,7 +25,7 @@ from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}

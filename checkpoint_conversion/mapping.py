@@ -10,7 +10,7 @@ import torch
 from checkpoint_conversion.errors import CheckpointError, KnownNames
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES, Row, widths
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.transforms import GATED, with_duplicates
 
 Shape = tuple[int, ...]

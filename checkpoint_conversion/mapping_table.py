@@ -13,9 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoint_conversion.model_config import ModelConfig
-from checkpoint_conversion.split_rules import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Rule
-from checkpoint_conversion.transforms import COPY, GATED, Transform
+from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.transforms import (
+    COLUMNS,
+    COPY,
+    GATED,
+    GATED_ROWS,
+    REPLICATED,
+    ROWS,
+    Rule,
+    Transform,
+)
 
 # Whether a model (and one of its layers: is it a mixture of experts?) has the tensors of a row.
 Condition = Callable[[ModelConfig, bool], bool]

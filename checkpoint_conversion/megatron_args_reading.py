@@ -9,7 +9,8 @@ import torch
 
 from checkpoint_conversion.config_fields import Fields, shown
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.model_config import (
+from checkpoint_conversion.model import (
+    DTYPES,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_MTP_LAYERS,
@@ -18,10 +19,8 @@ from checkpoint_conversion.model_config import (
     MOST_WIDTH,
     ModelConfig,
 )
+from checkpoint_conversion.model_function import MOST_EXPERTS, Rotary
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from checkpoint_conversion.rotary import Rotary
-from checkpoint_conversion.routing import MOST_EXPERTS
-from checkpoint_conversion.supported_models import DTYPES
 
 _MOST = 1e12
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}

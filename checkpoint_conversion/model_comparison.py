@@ -10,27 +10,25 @@ from functools import partial
 
 import xxhash
 
+from checkpoint_conversion.comparison import (
+    ManifestCheck,
+    TensorComparison,
+    TensorDifference,
+    block,
+    changed_values,
+    compare_tensors,
+    fits,
+    header_problems,
+    peak_of_slab,
+)
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import without_mtp
 from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
-from checkpoint_conversion.manifest_check import (
-    ManifestCheck,
-    block,
-    changed_values,
-    fits,
-    header_problems,
-)
-from checkpoint_conversion.model_config import ModelConfig, read_function
+from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
-from checkpoint_conversion.tensor_comparison import (
-    TensorComparison,
-    TensorDifference,
-    compare_tensors,
-    peak_of_slab,
-)
 from checkpoint_conversion.verification_report import Side, VerificationReport
 
 _MOST_WORKERS = 4

@@ -66,7 +66,7 @@ class Flag(NamedTuple):
     help: str
 
 
-def _target_flags() -> list[Flag]:
+def flags() -> list[Flag]:
     """The options of ``convert`` that decide how the target is written."""
     layouts = layout_options()
     megatron = ("megatron", "absorbed")
@@ -134,7 +134,7 @@ def target_options(args: argparse.Namespace) -> TargetOptions:
 
     from checkpoint_conversion.formats.base import TargetOptions
 
-    values = {flag.field: getattr(args, flag.field) for flag in _target_flags()}
+    values = {flag.field: getattr(args, flag.field) for flag in flags()}
     given = {name: value for name, value in values.items() if value is not None}
     if "dtype" in given:
         given["dtype"] = getattr(torch, _DTYPES[given["dtype"]])
@@ -148,7 +148,7 @@ def target_options(args: argparse.Namespace) -> TargetOptions:
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Make a parser know the target's options; each is None if it is not given."""
     group = parser.add_argument_group("how the target is written")
-    for flag in _target_flags():
+    for flag in flags():
         only = "" if flag.formats == TARGETS else f" [{', '.join(flag.formats)}]"
         accepts: dict[str, Any] = {"choices": flag.accepts}
         if callable(flag.accepts):
@@ -161,6 +161,6 @@ def unfit_flags(args: argparse.Namespace) -> list[str]:
     """Options that the target's format does not have, one line each."""
     return [
         f"{flag.name} is for --to {' or '.join(flag.formats)}, not for {args.to}"
-        for flag in _target_flags()
+        for flag in flags()
         if args.to not in flag.formats and getattr(args, flag.field) is not None
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from checkpoint_conversion import layouts, mapping_table
-from checkpoint_conversion.split_rules import (
+from checkpoint_conversion.transforms import (
     COLUMNS,
     GATED_ROWS,
     REPLICATED,

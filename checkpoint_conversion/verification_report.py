@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
+from checkpoint_conversion.comparison import ManifestCheck, TensorDifference
 from checkpoint_conversion.logit_comparison import LogitComparison
-from checkpoint_conversion.manifest_check import ManifestCheck
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.report import table
-from checkpoint_conversion.tensor_comparison import TensorDifference
 
 # Names of a kind that are printed; --json has all of them.
 _SHOWN = 10

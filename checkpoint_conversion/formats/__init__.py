@@ -11,7 +11,7 @@ from checkpoint_conversion.errors import CheckpointError
 
 if TYPE_CHECKING:
     from checkpoint_conversion.formats.base import Checkpoint, TargetOptions, Writer
-    from checkpoint_conversion.model_config import ModelConfig
+    from checkpoint_conversion.model import ModelConfig
 
 _HERE = "checkpoint_conversion.formats"
 # Formats that can be read, with their description in --help.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 # Called with the bytes of every tensor that has been written.
 Progress = Callable[[int], None]

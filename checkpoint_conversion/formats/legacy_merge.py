@@ -13,7 +13,7 @@ from checkpoint_conversion.formats.legacy_sharding import EMBEDDING, Sharding, S
 from checkpoint_conversion.layouts import KV_DOWN, QKV_DOWN, MegatronLayout, padded_size
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import check_complete
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import same_values
 
 _COPIES = "are copies of one weight, but differ"

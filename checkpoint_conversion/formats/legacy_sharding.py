@@ -21,7 +21,7 @@ from checkpoint_conversion.layouts import (
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
 from checkpoint_conversion.mapping import megatron_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import ROWS, Rule, tensor_parallel_rule
 
 EMBEDDING, OUTPUT = VOCABULARY

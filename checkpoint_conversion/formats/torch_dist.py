@@ -34,7 +34,7 @@ from checkpoint_conversion.formats.torch_dist_storage import METADATA, Storage
 from checkpoint_conversion.layouts import KV_UP, MegatronLayout, canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.safe_paths import file_inside
 
 

@@ -49,7 +49,7 @@ from checkpoint_conversion.layouts import (
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import GATED_ROWS, tensor_parallel_rule
 
 # Megatron's own default of --make-vocab-size-divisible-by.

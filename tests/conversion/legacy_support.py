@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 
 import torch
+from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.support import in_memory, load_all
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
 from checkpoint_conversion.formats.legacy_names import as_mapped
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, TOKENS, VOCAB
 from tests.support.standard import KV_UP, interleave_heads

@@ -17,7 +17,7 @@ import pytest
 from checkpoint_conversion import cli, command_line, convert, verify
 from checkpoint_conversion.formats import FORMATS
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
-from checkpoint_conversion.target_flags import FLAGS, byte_count
+from checkpoint_conversion.target_flags import byte_count, flags
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ class TestConvert:
 
 
 class TestWrongCommandLines:
-    @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+    @pytest.mark.parametrize("flag", flags(), ids=lambda flag: flag.name)
     def test_flags_that_the_target_cannot_honour(self, run, flag, tmp_path):
         """Named, and never ignored."""
         value = "1MB" if flag.accepts is byte_count else "2"
@@ -329,7 +329,7 @@ class TestHelp:
 
     def test_every_flag_is_explained(self, run):
         _, out, _ = run("convert", "--help")
-        for flag in FLAGS:
+        for flag in flags():
             assert flag.name in out
             assert flag.help
 

@@ -27,7 +27,7 @@ from checkpoint_conversion.logits import (
     without_mtp,
 )
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.converted import loaded_logits
 from tests.conversion.models import (
     ARCHITECTURES,

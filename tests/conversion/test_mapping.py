@@ -17,8 +17,8 @@ from checkpoint_conversion.mapping import (
     to_hugging_face,
     to_megatron,
 )
-from checkpoint_conversion.split_rules import GATED_ROWS, REPLICATED
 from checkpoint_conversion.tensor_parallel import tensor_parallel_rule
+from checkpoint_conversion.transforms import GATED_ROWS, REPLICATED
 from tests.conversion.support import (
     CONFIGS,
     assert_same_tensors,

@@ -19,7 +19,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.logits import checkpoint_logits
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.converted import loaded_logits
 from tests.conversion.models import (
     Architecture,

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from checkpoint_conversion.mapping import hugging_face_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.comparison import checksum, compare_tensors
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest
-from checkpoint_conversion.model_config import ModelConfig
-from checkpoint_conversion.tensor_comparison import checksum, compare_tensors
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.verify import verify
 from tests.conversion.support import (
     V2_LITE,
