@@ -221,7 +221,7 @@ def options_as_json(options: TargetOptions) -> dict:
     fields = asdict(options)
     if options.dtype is not None:
         fields["dtype"] = dtype_name(options.dtype)
-    return fields | fields.pop("layout")
+    return fields | (fields.pop("layout") or {})
 
 
 def source_files(path: Path) -> dict[str, list[int]]:

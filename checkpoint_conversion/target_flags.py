@@ -141,7 +141,7 @@ def target_options(args: argparse.Namespace) -> TargetOptions:
     known = {field.name for field in dataclasses.fields(TargetOptions)}
     layout = {name: value for name, value in given.items() if name not in known}
     return TargetOptions(
-        **{name: value for name, value in given.items() if name in known}, layout=layout
+        **{name: value for name, value in given.items() if name in known}, layout=layout or None
     )
 
 

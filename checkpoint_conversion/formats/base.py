@@ -82,7 +82,7 @@ class TargetOptions:
     norms: str | None = None
     kv_up: str = "combined"
     down: str = "separate"
-    layout: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, str] | None = None
     layers: str | None = None
     vocab_multiple: int | None = None
     iteration: int | None = None

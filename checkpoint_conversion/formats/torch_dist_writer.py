@@ -71,7 +71,7 @@ class TorchDistWriter(Writer):
     def __init__(self, config: ModelConfig, options: TargetOptions, to: str = "megatron") -> None:
         self.config, self.options, self.format = config, options, to
         self._layout = target_layout(
-            to, options.norms, kv_up=options.kv_up, down=options.down, **options.layout
+            to, options.norms, kv_up=options.kv_up, down=options.down, **(options.layout or {})
         )
         # As Megatron does with the arguments that are written: those of MoE models list the layers.
         self._stacked = options.layers == "stacked" or (
