@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest, read_manifest
-from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.mapping import count_parameters
 from checkpoint_conversion.megatron_args import (
     as_line,
     megatron_notes,
@@ -181,8 +180,7 @@ def _parameters(checkpoint: Checkpoint, problems: list[str]) -> int | None:
     except CheckpointError as error:
         problems += [str(error).splitlines()[0], *error.problems]
         return None
-    copies = duplicates(checkpoint.config)
-    return sum(math.prod(t.shape) for name, t in tensors.items() if name not in copies)
+    return count_parameters({name: t.shape for name, t in tensors.items()}, checkpoint.config)
 
 
 def _manifest(path: Path, problems: list[str]) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from torch import Tensor
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
+from checkpoint_conversion.mapping import count_parameters, hugging_face_shapes
 from checkpoint_conversion.progress import format_bytes
 
 # Positions whose probabilities are held at a time, in float64.
@@ -122,7 +121,8 @@ def why_not(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         yield f"the vocabularies have {a.config.vocab_size} and {b.config.vocab_size} entries"
     available = _available_memory()
     for side, checkpoint in (("A", a), ("B", b)):
-        needed = 4 * _parameters(checkpoint)
+        shapes = hugging_face_shapes(checkpoint.config)
+        needed = 4 * count_parameters(shapes, checkpoint.config)
         if needed > available / 2:
             yield (
                 f"{side} needs {format_bytes(needed)} in float32; half of the available memory is "
@@ -192,12 +192,6 @@ def _installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _parameters(checkpoint: Checkpoint) -> int:
-    copies = duplicates(checkpoint.config)
-    shapes = hugging_face_shapes(checkpoint.config)
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
 
 
 def _available_memory() -> int:

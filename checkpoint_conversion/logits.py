@@ -23,7 +23,7 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.hugging_face_names import stacked
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
@@ -75,9 +75,7 @@ def without_mtp(
     config: ModelConfig, tensors: Mapping[str, LazyTensor]
 ) -> tuple[ModelConfig, dict[str, LazyTensor]]:
     """The same model without its multi-token-prediction layers."""
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
-    return dataclasses.replace(config, mtp_layers=0), kept
+    return dataclasses.replace(config, mtp_layers=0), without_mtp_layers(tensors, config)
 
 
 def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> Any:

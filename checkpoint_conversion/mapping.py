@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -130,6 +131,25 @@ def to_hugging_face(
         parts = pair.row.transform.to_hugging_face(tensors[pair.megatron])
         result.update(zip(pair.hugging_face, parts))
     return result | {name: result[original] for name, original in duplicates(config).items()}
+
+
+def count_parameters(shapes: Mapping[str, Shape], config: ModelConfig) -> int:
+    """Number of weights of a model; what Hugging Face stores twice counts once.
+
+    Args:
+        shapes: By Hugging Face name.
+        config: The model.
+    """
+    copies = duplicates(config)
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
+
+
+def without_mtp_layers(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """The tensors, by Hugging Face name, that belong to no multi-token-prediction layer."""
+    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
 
 
 def check_complete(

@@ -24,8 +24,8 @@ from checkpoint_conversion.comparison import (
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.logits import without_mtp
 from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
+from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
@@ -102,7 +102,7 @@ class _Pair:
         self._left_out: dict[str, str] = {}
         for checkpoint in checkpoints:
             tensors = checkpoint.hugging_face_tensors()
-            kept = without_mtp(checkpoint.config, tensors)[1] if exclude_mtp else tensors
+            kept = without_mtp_layers(tensors, checkpoint.config) if exclude_mtp else tensors
             self._left_out.update(dict.fromkeys(tensors.keys() - kept.keys(), "--exclude-mtp"))
             self._sides.append(kept)
         configs = [c.config for c in checkpoints]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,14 +19,13 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.mapping import count_parameters, without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model import ModelConfig
 
 # Parts are at least so large, and at most half of the largest tensor if that is more: then several
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +100,13 @@ def plan_conversion(
     entries = [entry for part in parts for entry in part.entries]
     _check_parts(parts)
     _check_all_written(tensors, entries)
-    copies = duplicates(config)
     return ConversionPlan(
         checkpoint=checkpoint,
         writer=writer,
         parts=tuple(parts),
         left_out=left_out,
         notes=notes,
-        parameters=sum(_numel(t) for name, t in tensors.items() if name not in copies),
+        parameters=count_parameters({name: t.shape for name, t in tensors.items()}, config),
         dtypes=dict(_bytes_by_dtype(entries)),
         largest=max(largest, *(entry.tensor.nbytes for entry in entries)),
     )
@@ -141,13 +138,8 @@ def _without_mtp(
     if not config.mtp_layers:
         notes.append("--exclude-mtp: there are no MTP layers to leave out")
         return dict(tensors), config
-    kept = {}
-    for name, tensor in tensors.items():
-        match = _LAYER.match(name)
-        if match is None or int(match[1]) < config.num_layers:
-            kept[name] = tensor
     notes.append(f"MTP layers left out: {config.mtp_layers} (--exclude-mtp)")
-    return kept, config.with_mtp_layers(0)
+    return without_mtp_layers(tensors, config), config.with_mtp_layers(0)
 
 
 def _check_all_read(stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
@@ -189,10 +181,6 @@ def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
     for entry in entries:
         counter[dtype_name(entry.tensor.dtype)] += entry.tensor.nbytes
     return counter
-
-
-def _numel(tensor: LazyTensor) -> int:
-    return tensor.nbytes // tensor.dtype.itemsize
 
 
 def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from checkpoint_conversion.manifest import TensorRecord
 from checkpoint_conversion.planning import ConversionPlan
 from checkpoint_conversion.progress import format_bytes
 
-# Lines of warnings that fit on a screen beside the rest; --json has all of them.
-_WARNINGS_SHOWN = 10
+# Lines of one list that are printed; --json has all of them.
+_LINES_SHOWN = 10
 _KINDS = {"nan": "NaN", "infinite": "infinite"}
 
 
@@ -123,19 +123,10 @@ class ConversionReport:
             yield "FP8 errors", f"in {errors['tensors']:,} tensors, relative to each; at most"
             yield "FP8 errors", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
             yield "FP8 errors", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
-        yield from self._warnings()
+        what = "tensors hold values not finite (--strict-values refuses them)"
+        yield from counted_rows("WARNING", what, [not_finite_line(r) for r in self.not_finite])
         for note in plan.notes:
             yield "notes", note
-
-    def _warnings(self) -> Iterator[tuple[str, str]]:
-        if not self.not_finite:
-            return
-        number = len(self.not_finite)
-        yield "WARNING", f"{number:,} tensors hold values not finite (--strict-values refuses them)"
-        for record in self.not_finite[:_WARNINGS_SHOWN]:
-            yield "WARNING", f"  {not_finite_line(record)}"
-        if number > _WARNINGS_SHOWN:
-            yield "WARNING", f"  ... and {number - _WARNINGS_SHOWN:,} more (--json)"
 
 
 def not_finite_line(record: TensorRecord) -> str:
@@ -204,6 +195,16 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     for name, value in rows:
         yield f"{'' if name == last else name:<{width}}  {value}"
         last = name
+
+
+def counted_rows(name: str, what: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Rows of a table: how many lines there are, and the first of them; none without lines."""
+    if not lines:
+        return
+    yield name, f"{len(lines):,} {what}"
+    yield from ((name, f"  {line}") for line in lines[:_LINES_SHOWN])
+    if len(lines) > _LINES_SHOWN:
+        yield name, f"  ... and {len(lines) - _LINES_SHOWN:,} more (--json)"
 
 
 def describe_layout(layout: Mapping[str, object]) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 
 from checkpoint_conversion.comparison import ManifestCheck, TensorDifference
 from checkpoint_conversion.logit_comparison import LogitComparison
 from checkpoint_conversion.progress import format_bytes
-from checkpoint_conversion.report import table
-
-# Names of a kind that are printed; --json has all of them.
-_SHOWN = 10
+from checkpoint_conversion.report import counted_rows, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +124,7 @@ class VerificationReport:
     def _manifest_rows(name: str, manifest: ManifestCheck) -> Iterator[tuple[str, str]]:
         if manifest.matches:
             yield name, f"as its manifest says: {manifest.records:,} checksums"
-        yield from _some(name, "not as its manifest says", manifest.problems)
+        yield from counted_rows(name, "not as its manifest says", manifest.problems)
 
     def _tensor_rows(self) -> Iterator[tuple[str, str]]:
         yield "compared", f"{self.tensors:,} tensors"
@@ -138,12 +134,12 @@ class VerificationReport:
             reasons = ", ".join(sorted(set(self.left_out.values())))
             yield "left out", f"{len(self.left_out):,} tensors: {reasons}"
         configs = [f"{name}: {a!r} in A, {b!r} in B" for name, (a, b) in self.configs.items()]
-        yield from _some("configs differ", "fields", configs)
-        yield from _some("only in A", "tensors", self.only_in_a)
-        yield from _some("only in B", "tensors", self.only_in_b)
+        yield from counted_rows("configs differ", "fields", configs)
+        yield from counted_rows("only in A", "tensors", self.only_in_a)
+        yield from counted_rows("only in B", "tensors", self.only_in_b)
         shapes = [f"{name}: {a} in A, {b} in B" for name, (a, b) in self.shapes.items()]
-        yield from _some("shapes differ", "tensors", shapes)
-        yield from _some("differ", "tensors", [_described(d) for d in self.differences])
+        yield from counted_rows("shapes differ", "tensors", shapes)
+        yield from counted_rows("differ", "tensors", [_described(d) for d in self.differences])
         rounded = [d.rounded for d in self.differences if d.rounded is not None]
         if rounded:
             count = f"{sum(rounded):,} of {len(rounded):,} tensors of another dtype"
@@ -167,16 +163,6 @@ class VerificationReport:
         if self.equal:
             return f"same tensors, but logits differ by more than {self.logits_tolerance:g}"
         return "DIFFERENT"
-
-
-def _some(name: str, what: str, lines: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
-    """A count, and the first few lines."""
-    if not lines:
-        return
-    yield name, f"{len(lines):,} {what}"
-    yield from ((name, f"  {line}") for line in islice(lines, _SHOWN))
-    if len(lines) > _SHOWN:
-        yield name, f"  ... and {len(lines) - _SHOWN:,} more (--json)"
 
 
 def _described(difference: TensorDifference) -> str:
