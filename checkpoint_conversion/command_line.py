@@ -1,4 +1,4 @@
-"""What the command line accepts; nothing here needs torch, so that ``--help`` is quick."""
+"""Parser of the command line; it does not import torch, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; commands' parsers are of the same class."""
+    """A parser with errors of one line; subcommands use the same class."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists all options)\n")

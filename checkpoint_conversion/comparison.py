@@ -13,19 +13,19 @@ from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.manifest import Manifest, TensorRecord
 
-# Elements that are read at a time, where the file can be read in parts, and compared at a time.
+# Elements that are read at a time (where the file can be read in parts), and compared at a time.
 _SLAB, _PIECE = 4 << 20, 1 << 20
-# Bytes per element of what a comparison holds besides, for each of the two: float64 and masks.
+# Bytes per element of a comparison's temporaries, for each of the two tensors: float64, masks.
 _WORK = 4 * 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDifference:
-    """How far two tensors of one shape are apart.
+    """Difference of two tensors of the same shape.
 
     Attributes:
-        name: Theirs.
-        dtypes: Of A and of B.
+        name: Name of the tensors.
+        dtypes: Dtypes in A and B.
         max_abs: Largest |a - b| where both are finite.
         max_rel: The same, relative to the largest finite |a| of the whole tensor.
         not_finite: Elements that differ and of which at least one is infinite or no number.
@@ -59,7 +59,7 @@ def compare_tensors(name: str, a: LazyTensor, b: LazyTensor) -> TensorComparison
 
 
 def checksum(tensor: LazyTensor) -> str:
-    """Of the values, as :func:`tensor_checksum` gives it."""
+    """Checksum of a tensor's values, equal to ``checksums.tensor_checksum``."""
     running = RunningChecksum()
     for values in _slabs(tensor):
         running.update(values)
@@ -67,13 +67,13 @@ def checksum(tensor: LazyTensor) -> str:
 
 
 def peak_of_slab(tensor: LazyTensor) -> int:
-    """Bytes resident while a slab is compared."""
+    """Memory in bytes that is needed while a slab is compared."""
     read = tensor.peak if tensor.part is None else tensor.narrow(0, 0, _rows(tensor)).peak
     return read + _WORK * min(_PIECE, math.prod(tensor.shape))
 
 
 def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
-    """The values, in slabs of rows; each read by itself if the file can do that."""
+    """The values in slabs of rows; each is read on its own if the file can be read in parts."""
     rows = _rows(tensor)
     if tensor.part is None:
         with ReadSession() as session:
@@ -111,7 +111,7 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
         name=name,
         dtypes=(dtype_name(a.dtype), dtype_name(b.dtype)),
         max_abs=max_abs,
-        # If A is zero everywhere, the error itself.
+        # Where A is zero everywhere, the absolute error.
         max_rel=max_abs / (largest or 1.0),
         not_finite=not_finite,
         rounded=rounded if a.dtype != b.dtype else None,
@@ -119,7 +119,7 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
 
 
 def _same(x: Tensor, y: Tensor) -> Tensor:
-    """Where two tensors have the same value, or are both no number."""
+    """Mask of elements that are equal, or NaN in both."""
     return (x == y) | (x.isnan() & y.isnan())
 
 
@@ -128,8 +128,8 @@ class ManifestCheck:
     """The result of comparing a checkpoint with its manifest.
 
     Attributes:
-        records: Tensors, and blocks of tensors, that the manifest lists.
-        problems: Everything that is not as it lists, one line each.
+        records: Number of tensors and blocks that the manifest lists.
+        problems: Every difference from the manifest, one line each.
     """
 
     records: int
@@ -137,16 +137,16 @@ class ManifestCheck:
 
     @property
     def matches(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether there are no problems."""
         return not self.problems
 
 
 def header_problems(manifest: Manifest, stored: Mapping[str, LazyTensor]) -> Iterator[str]:
-    """What the headers show to be different, one line each.
+    """Differences from the manifest that headers show, one line each.
 
     Args:
-        manifest: Of the checkpoint.
-        stored: Its tensors, by the names they are stored by.
+        manifest: The checkpoint's manifest.
+        stored: The checkpoint's tensors, by stored name.
     """
     recorded: dict[str, list[TensorRecord]] = {}
     for record in manifest.tensors:
@@ -159,14 +159,14 @@ def header_problems(manifest: Manifest, stored: Mapping[str, LazyTensor]) -> Ite
             continue
         tensor = stored[key]
         yield from (problem for r in records if (problem := _misfit(r, tensor)) is not None)
-        # Blocks at different offsets, of the size of the whole together, are the whole.
+        # Blocks at different offsets whose sizes add up to the tensor's cover the tensor.
         sizes = {record.offset: math.prod(record.shape) for record in records}
         if len(sizes) < len(records) or sum(sizes.values()) != math.prod(tensor.shape):
             yield f"{key} has shape {tensor.shape}, which the manifest's blocks do not make up"
 
 
 def block(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> LazyTensor:
-    """The part of a stored tensor that a record is about; it must fit, by its header."""
+    """The stored tensor, or block of it, that a record describes; :func:`fits` must hold."""
     tensor = stored[record.key]
     for dim, start in enumerate(record.offset or ()):
         tensor = tensor.narrow(dim, start, record.shape[dim])
@@ -174,7 +174,7 @@ def block(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> LazyTensor:
 
 
 def changed_values(record: TensorRecord, tensor: LazyTensor) -> str | None:
-    """What is wrong with the values of a record's tensor or block; None if nothing is."""
+    """Message about a checksum that differs from the record's; None if it is equal."""
     found = checksum(tensor)
     if found == record.checksum:
         return None
@@ -183,7 +183,7 @@ def changed_values(record: TensorRecord, tensor: LazyTensor) -> str | None:
 
 
 def fits(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> bool:
-    """Whether there is a tensor to compare with a record."""
+    """Whether a stored tensor has the name, dtype and shape of a record."""
     return record.key in stored and _misfit(record, stored[record.key]) is None
 
 

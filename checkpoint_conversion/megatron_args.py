@@ -27,10 +27,10 @@ __all__ = [
     "to_megatron_args",
 ]
 
-# Of the norms inside the attention, in Hugging Face's models.
+# Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
 
-# What all models of this kind have in common.
+# Arguments that are the same for all supported models.
 COMMON_ARGS: dict[str, object] = {
     "multi_latent_attention": True,
     "swiglu": True,
@@ -61,16 +61,16 @@ def to_megatron_args(
     dtype: torch.dtype | None = None,
     padded_vocab_size: int | None = None,
 ) -> Namespace:
-    """The arguments that a Megatron-LM run of this model would store, under Megatron's names.
+    """The arguments that a Megatron-LM run of this model would store.
 
     They hold strings, numbers, lists, None and one ``torch.dtype``: with ``weights_only=True``,
     ``argparse.Namespace`` is the one class that must be allowed to load them.
 
     Args:
-        config: With its config.json.
-        tensor_parallel: Ranks that the checkpoint is written for.
-        pipeline_parallel: Stages that the checkpoint is written for.
-        dtype: Of the weights; None takes what config.json announces, else bfloat16.
+        config: The model, with its config.json.
+        tensor_parallel: Tensor-parallel size of the run.
+        pipeline_parallel: Pipeline-parallel size of the run.
+        dtype: Dtype of the weights; None takes config.json's, else bfloat16.
         padded_vocab_size: Rows of the embedding; None if it is not padded.
 
     Raises:
@@ -101,7 +101,7 @@ def to_megatron_args(
 
 
 def routing_notes(config: ModelConfig) -> list[str]:
-    """Where Megatron would route tokens differently with the same weights, one line each.
+    """Where Megatron's router differs with the same weights, one line each.
 
     Raises:
         CheckpointError: If config.json does not say what the model computes.
@@ -111,7 +111,7 @@ def routing_notes(config: ModelConfig) -> list[str]:
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:
-    """Where Megatron would compute something else with the same weights, one line each.
+    """Where Megatron computes something else with the same weights, one line each.
 
     Raises:
         CheckpointError: If config.json does not say what the model computes.
@@ -180,7 +180,7 @@ def _rotary(rotary: Rotary) -> dict[str, object]:
     return {**vars(rotary), "rotary_base": int(base) if base == int(base) else base}
 
 
-# In the order in which they are printed; what they are called in the arguments of a checkpoint.
+# Options in the order they are printed, by their names in the arguments of a checkpoint.
 _SWITCHES = (
     "multi_latent_attention",
     "qk_layernorm",
@@ -231,9 +231,9 @@ _WITHOUT_OPTION = {
 
 
 def megatron_options(config: ModelConfig) -> list[str]:
-    """The words of Megatron 0.19's command line that describe a model, all of them.
+    """All options of Megatron 0.19's command line that describe a model, as words.
 
-    Those of training and parallelism are not among them, nor is a tokenizer.
+    Options of training, parallelism and the tokenizer are left out.
 
     Raises:
         CheckpointError: If config.json does not say what the model computes.
@@ -255,12 +255,12 @@ def megatron_options(config: ModelConfig) -> list[str]:
 
 
 def as_line(words: list[str]) -> str:
-    """One line for a shell."""
+    """Words as one line for a shell."""
     return shlex.join(words)
 
 
 def without_option(config: ModelConfig) -> dict[str, float]:
-    """Fields of ``MLATransformerConfig`` that only a program can set as the model has them."""
+    """Fields of ``MLATransformerConfig`` that the model needs and no option can set."""
     args = to_megatron_args(config)
     result: dict[str, float] = {}
     if args.rope_type == "yarn":
@@ -275,7 +275,7 @@ def without_option(config: ModelConfig) -> dict[str, float]:
 
 
 def option_notes(config: ModelConfig) -> list[str]:
-    """What Megatron's command line cannot say of a model, in one line at most."""
+    """A note about :func:`without_option`, if there are any."""
     fields = without_option(config)
     if not fields:
         return []

@@ -26,10 +26,10 @@ _ARCHITECTURES = {
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM",),
     "mistral4": ("Mistral4ForCausalLM",),
 }
-# Models of text and images whose text model is one of them.
+# Models of text and images whose text model is one of the above.
 _WITH_IMAGES = {"kimi_k25": "deepseek_v3"}
 _SPARSE = "sparse attention (DeepSeek-V3.2), whose indexer no model of plain MLA has"
-# What makes models with a latent attention others than these.
+# Model types with a latent attention that cannot be converted, and what they have.
 _MISSING = {
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
@@ -43,24 +43,24 @@ _MISSING = {
 MODEL_TYPES = tuple(_ARCHITECTURES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FP8_BLOCK = (128, 128)
-# Each adds tensors, or changes what the tensors mean, if it is anything else.
+# Other values add tensors or change what tensors mean.
 _ONLY = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "rope_interleave": True,
 }
-# In a config.json that does not say deepseek_v32.
+# Fields of an indexer in a config.json with another model_type than deepseek_v32.
 _INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 
 
 def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The config.json of a text model alone, of one that may have images, too."""
+    """The config.json of the text model, for a model that may also have images."""
     kind, text = config.get("model_type"), config.get("text_config")
     if not isinstance(kind, str) or kind not in _WITH_IMAGES or not isinstance(text, dict):
         return config
     fields = {"model_type": _WITH_IMAGES[kind], **text}
-    # These are the whole model's, where it gives them.
+    # Fields of the whole model take precedence.
     for name in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"):
         if config.get(name) is not None:
             fields[name] = config[name]
@@ -71,7 +71,7 @@ def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def check_known(fields: Fields) -> str:
-    """The model type; what another one has that cannot be converted is recorded."""
+    """The model type; one that cannot be converted is recorded as a problem, with the reason."""
     found = fields.raw("model_type")
     if isinstance(found, str) and found in _MISSING:
         fields.problems.append(f"model_type {found!r} has {_MISSING[found]}")
@@ -88,7 +88,7 @@ def check_known(fields: Fields) -> str:
 
 
 def check_supported(fields: Fields, model_type: str) -> None:
-    """Record what the conversion does not know how to treat, with what it does."""
+    """Record every field with a value that the converter does not support."""
     _check_architectures(fields, model_type)
     for name, accepted in _ONLY.items():
         value = fields.raw(name)
@@ -153,7 +153,7 @@ def _check_quantisation(fields: Fields) -> None:
         section.wrong("weight_block_size", str(list(FP8_BLOCK)))
 
 
-# No model is near these; beyond them a broken file would only fill the memory with names.
+# Bounds far above any model, so that a broken file cannot fill the memory with names.
 MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
 MOST_WIDTH, MOST_VOCABULARY, MOST_EXPERTS_OF_ALL_LAYERS = 2**20, 2**24, 2**18
 MOST_POSITIONS = 2**31
@@ -163,22 +163,22 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What decides which tensors a model has, and their shapes.
+    """The dimensions of a model, which determine its tensors and their shapes.
 
     Attributes:
-        model_type: As config.json has it, one of ``supported_models.MODEL_TYPES``.
+        model_type: As in config.json, one of ``MODEL_TYPES``.
         vocab_size: Rows of the embedding, without padding.
         ffn_hidden_size: Width of dense layers.
         q_lora_rank: None if the query is projected directly.
-        moe_layers: Per decoder layer, whether it is a mixture of experts.
-        num_experts: Routed experts of a MoE layer; 0 without MoE layers.
+        moe_layers: For each decoder layer, whether it is a mixture of experts (MoE).
+        num_experts: Number of routed experts of a MoE layer; 0 without MoE layers.
         moe_ffn_hidden_size: Width of one routed expert.
-        num_shared_experts: Shared experts, ``moe_ffn_hidden_size`` wide each.
+        num_shared_experts: Number of shared experts, each ``moe_ffn_hidden_size`` wide.
         router_bias: Whether MoE layers have an ``e_score_correction_bias``.
-        mtp_layers: Multi-token-prediction layers that the checkpoint holds.
+        mtp_layers: Number of multi-token-prediction layers in the checkpoint.
         tied_embeddings: Whether the output layer is the embedding.
-        hugging_face: The whole config.json, as read or as it would be written, of a model with
-            images that of its text model; never changed in place.
+        hugging_face: The whole config.json (of a model with images, its text model's), as read or
+            as it would be written; never changed in place.
     """
 
     model_type: str
@@ -216,7 +216,7 @@ class ModelConfig:
         config = text_fields(config)
         fields = Fields(config, [])
         model_type = check_known(fields)
-        # Of another model, everything else would be wrong as well.
+        # For another model type, all other fields would be reported, too.
         fields.raise_problems(_SUMMARY)
         check_supported(fields, model_type)
         dimensions = _dimensions(fields)
@@ -230,14 +230,14 @@ class ModelConfig:
             tied_embeddings=fields.boolean("tie_word_embeddings", default=False),
             hugging_face=dict(config),
         )
-        # Not dimensions, but the same model under other names needs them.
+        # These are not dimensions, but writing another format needs them.
         read_function(fields, result)
         fields.raise_problems(_SUMMARY)
         return result
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights, as announced; None if config.json does not say."""
+        """Dtype of the weights according to config.json; None if it does not say."""
         return read_dtype(Fields(self.hugging_face, []))
 
     @property
@@ -291,11 +291,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFunction:
-    """What decides what a model computes with its tensors.
+    """What a model computes with its tensors, besides their shapes.
 
     Attributes:
-        norm_epsilon: Of the norms around attention and MLP. Those inside the attention have 1e-6 in
-            Hugging Face's models, whatever this is.
+        norm_epsilon: Epsilon of the norms around attention and MLP. Norms inside the attention
+            have 1e-6 in Hugging Face's models, whatever this is.
         routing: None without MoE layers.
     """
 
@@ -319,7 +319,7 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
 
 
 def _rotary_part(config: ModelConfig) -> float:
-    """``partial_rotary_factor``: the rotary channels' part of what transformers calls a head."""
+    """``partial_rotary_factor``: fraction of rotary channels in what transformers calls a head."""
     if config.model_type != "mistral4":
         return 1.0
     return config.qk_rope_head_dim / (config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -370,7 +370,7 @@ def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
 
 
 def _moe_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Per layer, whether it is a mixture of experts."""
+    """For each layer, whether it is a mixture of experts."""
     if model_type == "glm4_moe_lite" and fields.given("mlp_layer_types"):
         kinds = fields.raw("mlp_layer_types")
         known = ("dense", "sparse")

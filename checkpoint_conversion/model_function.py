@@ -16,14 +16,14 @@ _MOST = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Fields have the names of Megatron's options.
+    """A rotary embedding; fields are named like Megatron's options.
 
-    Without YaRN the factor is 1, and then the others have no effect.
+    Without YaRN ``rotary_scaling_factor`` is 1 and the fields after it have no effect.
 
     Attributes:
         rope_type: ``"rope"`` or ``"yarn"``.
-        mscale: Of cosine and sine, together with ``mscale_all_dim``.
-        mscale_all_dim: Of the softmax scale.
+        mscale: Scales cosine and sine, together with ``mscale_all_dim``.
+        mscale_all_dim: Scales the softmax.
     """
 
     rotary_base: float
@@ -36,7 +36,7 @@ class Rotary:
     mscale_all_dim: float = 1.0
 
     def hugging_face(self) -> dict[str, object]:
-        """The fields of config.json, in the style that all releases of transformers read."""
+        """The fields of config.json, in transformers 4's style, which all releases read."""
         scaling = None
         if self.rope_type == "yarn":
             scaling = {
@@ -53,11 +53,11 @@ class Rotary:
 
 
 def read_rotary(fields: Fields, part: float = 1.0) -> Rotary:
-    """Read the embedding from the fields of config.json.
+    """Read the rotary embedding from config.json.
 
     Args:
-        fields: Of the whole file.
-        part: What ``partial_rotary_factor`` has to be where it is given.
+        fields: Fields of the whole file.
+        part: Value that ``partial_rotary_factor`` must have if it is given.
     """
     _check_part(fields, part)
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
@@ -82,7 +82,7 @@ def _read_scaling(fields: Fields, section: Fields, part: float) -> Rotary:
     kind = "rope_type" if section.given("rope_type") else "type"
     if section.choice(kind, ("yarn", "default"), "default") == "default":
         return Rotary(rotary_base=base)
-    # Transformers knows these for YaRN; Megatron's MLA has nothing like them.
+    # Transformers has these for YaRN; Megatron's MLA does not.
     for name, neutral in (("attention_factor", None), ("truncate", True)):
         if section.given(name) and section.raw(name) is not neutral:
             section.wrong(name, "left out: Megatron's MLA has no such option")
@@ -90,7 +90,7 @@ def _read_scaling(fields: Fields, section: Fields, part: float) -> Rotary:
     if mscale_all_dim:
         mscale = section.number("mscale", 1e-6, _MOST)
     else:
-        # Transformers scales by the factor alone unless both are there.
+        # Transformers ignores mscale unless mscale_all_dim is there too.
         section.number("mscale", 0.0, _MOST, default=1.0)
         mscale = 1.0
     return Rotary(
@@ -112,7 +112,7 @@ def _base(fields: Fields) -> float:
 
 
 MOST_EXPERTS = 2**16
-# Per kind of model: scoring_func, and topk_method with its default first.
+# By model type: scoring_func, and the accepted topk_method, default first.
 _SCORING = {
     "deepseek_v2": "softmax",
     "deepseek_v3": "sigmoid",
@@ -131,11 +131,11 @@ _METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Names are those of config.json.
+    """How a router assigns tokens to experts; fields are named as in config.json.
 
     Attributes:
-        n_group: Groups that experts are in; 1 if they are not limited to some of the groups.
-        topk_group: Groups that a token's experts may come from.
+        n_group: Number of groups of experts; 1 if selection is not limited to some groups.
+        topk_group: Number of groups that a token's experts may come from.
     """
 
     scoring_func: str
@@ -185,12 +185,12 @@ def _check_sizes(fields: Fields, topk: int, groups: int, limit: int, num_experts
 
 
 def routing_differences(routing: Routing, model_type: str) -> list[str]:
-    """What Megatron's router would do differently with the same weights, one line each."""
+    """Where Megatron's router differs with the same weights, one line each."""
     topk, groups = routing.num_experts_per_tok, routing.topk_group
     notes = []
     if routing.n_group > 1:
         best = 1 if routing.topk_method == "group_limited_greedy" else 2
-        # Megatron derives how many experts decide about a group.
+        # Megatron derives from topk how many experts determine a group's score.
         if topk // groups != best:
             notes.append(
                 f"{routing.topk_method} chooses {groups} groups by the best {best} of each group's "

@@ -1,4 +1,4 @@
-"""What a conversion will do, decided from the headers alone before a byte is written."""
+"""The plan of a conversion, from headers alone, and the fingerprint that ``resume`` checks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from checkpoint_conversion.mapping import count_parameters, without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes
 from checkpoint_conversion.model import ModelConfig
 
-# Parts are at least so large, and at most half of the largest tensor if that is more: then several
+# Target size of a part: 64 MiB, or half of the largest tensor if that is more. Several parts then
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """Everything that is known of a conversion before it starts.
+    """What a conversion will write, decided before it starts.
 
     Attributes:
         checkpoint: The source.
         writer: Of the target.
-        parts: What is written, in order.
-        left_out: Stored tensors that the target will not have: name -> why.
+        parts: The parts of the target, in the order they are written.
+        left_out: Stored tensors that the target will not have: name -> reason.
         notes: What a user should know, one line each.
-        parameters: Of the model, every weight counted once.
-        dtypes: Bytes of the target by dtype.
-        largest: Bytes of the largest tensor, of the model or in the target.
+        parameters: Number of the model's weights, each counted once.
+        dtypes: Size of the target in bytes, by dtype.
+        largest: Size in bytes of the largest tensor of the model or the target.
     """
 
     checkpoint: Checkpoint
@@ -54,12 +54,12 @@ class ConversionPlan:
 
     @property
     def entries(self) -> list[Entry]:
-        """Of all parts."""
+        """The entries of all parts."""
         return [entry for part in self.parts for entry in part.entries]
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors of the target."""
+        """Size of the target's tensors in bytes."""
         return sum(self.dtypes.values())
 
 
@@ -113,7 +113,7 @@ def plan_conversion(
 
 
 def dtype_notes(checkpoint: Checkpoint) -> list[str]:
-    """Tensors in float64, which no released model has."""
+    """A note about tensors in float64, if there are any: no released model has them."""
     wide = [name for name, t in checkpoint.stored.items() if t.dtype == torch.float64]
     announced = checkpoint.config.dtype
     if not wide or announced == torch.float64:
@@ -123,9 +123,9 @@ def dtype_notes(checkpoint: Checkpoint) -> list[str]:
 
 
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """A weight in another dtype; the routing's correction bias keeps its own.
+    """A weight in another dtype.
 
-    A rounded bias sends tokens to other experts.
+    The routing's correction bias keeps its dtype, because a rounded one selects other experts.
     """
     if name.endswith("e_score_correction_bias"):
         return tensor
@@ -161,7 +161,7 @@ def _check_all_written(tensors: Mapping[str, LazyTensor], entries: Iterable[Entr
 
 
 def _check_parts(parts: Sequence[Part]) -> None:
-    """Every part, and every block of a tensor, is there once."""
+    """Refuse a plan with two parts, or two blocks of a tensor, of the same name."""
     names = Counter(part.name for part in parts)
     blocks = Counter((entry.key, entry.offset) for part in parts for entry in part.entries)
     twice = [str(what) for counter in (names, blocks) for what, n in counter.items() if n > 1]
@@ -184,11 +184,11 @@ def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:
-    """Everything that the result depends on, by what a user would call it; JSON can hold it.
+    """What the result of a conversion depends on, as JSON; equal fingerprints allow resuming.
 
     Args:
-        plan: Of the conversion.
-        options: Of the target, as the user gave them.
+        plan: The plan of the conversion.
+        options: Options of the target, as the user gave them.
         hf_config: The config.json that the user gave, if any.
     """
     source = plan.checkpoint.path
@@ -205,7 +205,7 @@ def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path
 
 
 def options_as_json(options: TargetOptions) -> dict:
-    """The options of a target, with names for dtypes."""
+    """The options of a target as JSON fields; dtypes by name."""
     fields = asdict(options)
     if options.dtype is not None:
         fields["dtype"] = dtype_name(options.dtype)
@@ -213,7 +213,7 @@ def options_as_json(options: TargetOptions) -> dict:
 
 
 def source_files(path: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file of a checkpoint, by relative path."""
+    """Size and modification time of every file of a checkpoint, by relative path."""
     folder = weights_folder(path)
     result = {}
     for root, folders, files in os.walk(folder):
@@ -228,7 +228,7 @@ def source_files(path: Path) -> dict[str, list[int]]:
 
 
 def checksum_of(document: dict | list) -> str:
-    """One line for a JSON document."""
+    """SHA-256 of a JSON document, in hex."""
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share each tensor of a Megatron model, by its name."""
+"""How tensor-parallel ranks split each tensor of a Megatron model, by its name."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _RULES = {
 
 
 def tensor_parallel_rule(name: str) -> Rule | None:
-    """How ranks share the tensor called ``name``, in any layout; None for an unknown name.
+    """How ranks split the tensor called ``name``, in any layout; None for an unknown name.
 
-    Down-projections are replicated here, as TransformerEngine's layers have them; ranks with local
-    layers cut their rows instead.
+    Down-projections count as replicated, as in TransformerEngine's layers; local layers split their
+    rows instead.
     """
     prefix = _PREFIX.match(name)
     inner = name[prefix.end() :] if prefix else name

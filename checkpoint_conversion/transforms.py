@@ -16,18 +16,18 @@ _SLAB = 32 << 20
 
 
 class Rule(ABC):
-    """One way to cut a tensor for a number of ranks."""
+    """One way to split a tensor over tensor-parallel ranks."""
 
     @abstractmethod
     def shard(self, tensor: LazyTensor, size: int) -> list[LazyTensor]:
-        """The shares of ``size`` ranks; the cut dim must divide by ``size``."""
+        """The shares of ``size`` ranks; :meth:`divides` must hold."""
 
     @abstractmethod
     def merge(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
         """The whole tensor of the ranks' shares, in rank order."""
 
     def divides(self, shape: tuple[int, ...], size: int) -> bool:
-        """Whether a tensor of ``shape`` can be cut for ``size`` ranks."""
+        """Whether a tensor of ``shape`` can be split equally over ``size`` ranks."""
         return True
 
 
@@ -44,17 +44,17 @@ class Replicated(Rule):
 
 
 class Cut(Rule):
-    """Every rank has an equal consecutive piece along one dim."""
+    """Every rank has an equal consecutive part along one dim."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
 
     def shard(self, tensor: LazyTensor, size: int) -> list[LazyTensor]:
-        """Equal pieces along the dim."""
+        """Equal parts along the dim."""
         return tensor.chunk(size, self.dim)
 
     def merge(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
-        """The pieces one after the other."""
+        """The parts one after the other."""
         return concat(tensors, self.dim)
 
     def divides(self, shape: tuple[int, ...], size: int) -> bool:
@@ -63,7 +63,7 @@ class Cut(Rule):
 
 
 class GatedRows(Rule):
-    """Rows are [gate; up]; every rank has its piece of the gate above its piece of the up part."""
+    """Rows are [gate; up]; every rank has its part of the gate rows, then of the up rows."""
 
     def shard(self, tensor: LazyTensor, size: int) -> list[LazyTensor]:
         """Per rank: its rows of the gate, then its rows of the up part."""
@@ -87,11 +87,11 @@ GATED_ROWS = GatedRows()
 
 
 def same_values(tensors: Sequence[LazyTensor], problem: str) -> LazyTensor:
-    """The first of several copies, which must be equal bit by bit; compared when it is loaded.
+    """The first of several copies; when it is loaded, they are compared bit by bit.
 
     Args:
-        tensors: Of one shape and dtype.
-        problem: What it means if they differ; follows the name in the message.
+        tensors: Copies of the same shape and dtype.
+        problem: Error message for copies that differ; follows their names.
     """
     first, *others = tensors
     if not others:
@@ -104,7 +104,7 @@ def same_values(tensors: Sequence[LazyTensor], problem: str) -> LazyTensor:
         return values
 
     leaves = frozenset().union(*(t.leaves for t in tensors))
-    # The copies are mapped while they are compared.
+    # All copies are resident while they are compared.
     peak = sum(t.peak for t in tensors)
     return LazyTensor(first.shape, first.dtype, load, leaves, peak)
 
@@ -128,15 +128,15 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class Transform(ABC):
-    """What happens to tensors on their way between the two sides."""
+    """A pair of functions between Hugging Face's tensors and Megatron's; values only move."""
 
     @abstractmethod
     def to_megatron(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
-        """Megatron's tensor, of Hugging Face's."""
+        """Megatron's tensor, made of Hugging Face's."""
 
     @abstractmethod
     def to_hugging_face(self, tensor: LazyTensor) -> list[LazyTensor]:
-        """Hugging Face's tensors, of Megatron's."""
+        """Hugging Face's tensors, made of Megatron's."""
 
 
 class Copy(Transform):
@@ -170,7 +170,7 @@ GATED = Gated()
 
 
 def with_duplicates(tensor: LazyTensor, copies: Sequence[LazyTensor]) -> LazyTensor:
-    """A tensor that is stored more than once; the copies are compared when it is loaded."""
+    """A tensor that Hugging Face stores more than once; loading it compares the copies."""
     problem = (
         "hold what Megatron shares between the model and its MTP layers, but differ; "
         "--exclude-mtp leaves the MTP layers out"

@@ -1,4 +1,4 @@
-"""``verify``: whether two checkpoints hold the same model, and whether each is what was written."""
+"""``verify``: compare two checkpoints with each other, and each with its manifest."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from checkpoint_conversion.model_comparison import compare_models
 from checkpoint_conversion.progress import Reporter
 from checkpoint_conversion.verification_report import VerificationReport
 
-# For two libraries that add in another order, in float32.
+# For float32 sums in another order, as by another library.
 LOGITS_TOLERANCE = 1e-4
-# Their logits take 270 MB with a vocabulary of 130 000.
+# Their logits take 270 MB with a vocabulary of 130 000 entries.
 MOST_TOKENS = 512
 
 
@@ -49,16 +49,16 @@ def verify(
     Args:
         a: Folder of a checkpoint of any format.
         b: Folder of another one; None only compares ``a`` with its manifest.
-        hf_config: A config.json for Megatron checkpoints, instead of what they hold.
+        hf_config: A config.json for Megatron checkpoints, which overrides their own.
         follow_links: Whether links may lead out of the folders.
         exclude_mtp: Compare without the multi-token-prediction layers.
         tolerance: Largest relative error of a tensor that is accepted.
         logits: Whether to compare what the models predict; None: if they can be evaluated here.
         logits_tolerance: Largest relative error of the logits that is accepted.
         text: A file with the text to predict; None: a built-in one.
-        max_tokens: At most so many tokens of it are used.
+        max_tokens: Upper bound on the tokens of it that are used.
         workers: Threads that read; None: one per core, up to 4.
-        reporter: Hears of the progress.
+        reporter: Receives progress messages.
 
     Raises:
         CheckpointError: If a checkpoint cannot be read, ``a`` alone has no manifest, or
@@ -95,7 +95,7 @@ def _check_tolerances(values: Mapping[str, float]) -> None:
 
 
 def _check_single(path: Path, options: Mapping[str, object]) -> None:
-    """Refuse what needs a second checkpoint, and a checkpoint that nothing can be said about."""
+    """Check the arguments for one checkpoint: no option that needs two, and a manifest."""
     given = [name for name, value in options.items() if value]
     if given:
         raise CheckpointError(f"{', '.join(given)} can only be used with two checkpoints")
@@ -106,7 +106,7 @@ def _check_single(path: Path, options: Mapping[str, object]) -> None:
 
 
 def _configs(paths: Sequence[Path], hf_config: Path | None) -> list[Path | None]:
-    """For each checkpoint what to read it with: Hugging Face's have a config.json of their own."""
+    """The ``hf_config`` for each checkpoint; None for Hugging Face's, which have their own."""
     own = [getattr(recognise(path), "format", None) == "hf" for path in paths]
     if hf_config is not None and all(own):
         raise CheckpointError("--hf-config is for Megatron checkpoints; there is none")
@@ -120,7 +120,7 @@ def _logits(
     text: Path | None,
     max_tokens: int,
 ) -> tuple[LogitComparison | None, list[str]]:
-    """The comparison, and what to know about it; None where it is impossible and not asked for."""
+    """The comparison, or None if it is impossible and not ``wanted``; and notes about it."""
     notes = _notes(checkpoints)
     try:
         reasons = list(why_not(*checkpoints))
@@ -128,7 +128,7 @@ def _logits(
             raise CheckpointError("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
         most = min(max_tokens, *(_positions(checkpoint) for checkpoint in checkpoints))
-        # The second one's tokenizer, where the first has none.
+        # The second checkpoint's tokenizer, if the first has none.
         auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
         tokens, origin = sample_tokens(auxiliary, a.vocab_size, most, text)
         return compare_in_subprocess(sources, tokens, origin), notes
@@ -143,7 +143,7 @@ def _positions(checkpoint: Checkpoint) -> int:
 
 
 def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Where Megatron would compute something else with the same weights."""
+    """Where Megatron computes something else with the same weights, one line each."""
     functions = {"megatron": megatron_notes, "megatron-legacy": megatron_notes}
     notes = [
         note
@@ -169,7 +169,7 @@ write fluent sentences at first; after some hundred words, they part. In 2024 it
 tickets; les chiffres de 2025 n'en disent pas plus, und die Gründe sind bis heute unklar: \
 これは何ですか?
 """
-# Bytes of a user's file that are read; a model takes far fewer tokens.
+# Bytes of a user's file that are read.
 _MOST_BYTES = 16 << 20
 
 
@@ -180,12 +180,12 @@ def sample_tokens(
 
     Args:
         auxiliary: Files that belong to the checkpoint; its ``tokenizer.json`` is used if there.
-        vocab_size: Ids stay below.
-        most: At most so many tokens, from the beginning of the text.
-        text: A file of UTF-8 text; None for a text of our own.
+        vocab_size: Size of the model's vocabulary.
+        most: Upper bound on the number of tokens, from the beginning of the text.
+        text: A file of UTF-8 text; None for a built-in one.
 
     Returns:
-        The ids, and a sentence about where they come from.
+        The ids, and a phrase that says where they come from.
 
     Raises:
         CheckpointError: If the text is empty or no UTF-8, or the tokenizer cannot be used.
@@ -217,7 +217,7 @@ def _read(path: Path) -> str:
 
 
 def _tokenize(path: Path, text: str) -> list[int]:
-    # A data file, unlike the tokenizers that need code of the checkpoint.
+    # tokenizer.json is pure data; other tokenizers would run code of the checkpoint.
     from tokenizers import Tokenizer
 
     try:
