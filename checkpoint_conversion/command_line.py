@@ -157,7 +157,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="the model's config.json, for a Megatron checkpoint that does not hold it; default: "
-        "what the checkpoint says of itself",
+        "the checkpoint's own arguments or config.json",
     )
     parser.add_argument(
         "--follow-links",

@@ -14,7 +14,7 @@ from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.manifest import Manifest, TensorRecord
 
 # Elements that are read at a time (where the file can be read in parts), and compared at a time.
-_SLAB, _PIECE = 4 << 20, 1 << 20
+_SLAB, _BLOCK = 4 << 20, 1 << 20
 # Bytes per element of a comparison's temporaries, for each of the two tensors: float64, masks.
 _WORK = 4 * 8
 
@@ -69,7 +69,7 @@ def checksum(tensor: LazyTensor) -> str:
 def peak_of_slab(tensor: LazyTensor) -> int:
     """Memory in bytes that is needed while a slab is compared."""
     read = tensor.peak if tensor.part is None else tensor.narrow(0, 0, _rows(tensor)).peak
-    return read + _WORK * min(_PIECE, math.prod(tensor.shape))
+    return read + _WORK * min(_BLOCK, math.prod(tensor.shape))
 
 
 def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
@@ -84,10 +84,10 @@ def _slabs(tensor: LazyTensor) -> Iterator[Tensor]:
             yield tensor.narrow(0, start, min(rows, tensor.shape[0] - start)).load(session)
 
 
-def _pieces(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Tensor, Tensor]]:
     # Rows of one shape make the same slabs.
     for slab_a, slab_b in zip(_slabs(a), _slabs(b), strict=True):
-        yield from zip(slab_a.flatten().split(_PIECE), slab_b.flatten().split(_PIECE))
+        yield from zip(slab_a.flatten().split(_BLOCK), slab_b.flatten().split(_BLOCK))
 
 
 def _rows(tensor: LazyTensor) -> int:
@@ -99,14 +99,14 @@ def _difference(name: str, a: LazyTensor, b: LazyTensor) -> TensorDifference:
     narrow = min(b.dtype, a.dtype, key=lambda dtype: dtype.itemsize)
     max_abs = largest = 0.0
     not_finite, rounded = 0, True
-    for piece_a, piece_b in _pieces(a, b):
-        x, y = piece_a.double(), piece_b.double()
+    for block_a, block_b in _blocks(a, b):
+        x, y = block_a.double(), block_b.double()
         apart = (x - y).abs().masked_fill_(_same(x, y), 0)
         finite = apart.isfinite()
         not_finite += int((~finite).sum())
         max_abs = max(max_abs, float(apart.masked_fill_(~finite, 0).max()))
         largest = max(largest, float(x.masked_fill(~x.isfinite(), 0).abs().max()))
-        rounded = rounded and bool(_same(piece_a.to(narrow), piece_b.to(narrow)).all())
+        rounded = rounded and bool(_same(block_a.to(narrow), block_b.to(narrow)).all())
     return TensorDifference(
         name=name,
         dtypes=(dtype_name(a.dtype), dtype_name(b.dtype)),

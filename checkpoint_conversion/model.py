@@ -254,8 +254,8 @@ class ModelConfig:
 
     def without_quantisation(self) -> ModelConfig:
         """The config to write with weights that are not quantised."""
-        kept = {k: v for k, v in self.hugging_face.items() if k != "quantization_config"}
-        return dataclasses.replace(self, hugging_face=kept)
+        fields = {k: v for k, v in self.hugging_face.items() if k != "quantization_config"}
+        return dataclasses.replace(self, hugging_face=fields)
 
     def with_quantisation(self, scales: str) -> ModelConfig:
         """The config to write with FP8 weights in blocks of 128 x 128.

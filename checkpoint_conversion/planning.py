@@ -34,7 +34,7 @@ class ConversionPlan:
 
     Attributes:
         checkpoint: The source.
-        writer: Of the target.
+        writer: The writer of the target.
         parts: The parts of the target, in the order they are written.
         left_out: Stored tensors that the target will not have: name -> reason.
         notes: What a user should know, one line each.

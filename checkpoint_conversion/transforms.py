@@ -115,11 +115,11 @@ def _compare(
     rows = max(1, _SLAB * first.shape[0] // max(1, first.nbytes)) if first.shape else 1
     for start in range(0, first.shape[0], rows):
         length = min(rows, first.shape[0] - start)
-        mine = values.narrow(0, start, length)
-        theirs = other.narrow(0, start, length).load(session)
-        if not _same_bits(mine, theirs):
+        a = values.narrow(0, start, length)
+        b = other.narrow(0, start, length).load(session)
+        if not _same_bits(a, b):
             names = f"{min(first.leaves, default='')} and {min(other.leaves, default='')}"
-            worst = (mine.double() - theirs.double()).abs().max().item()
+            worst = (a.double() - b.double()).abs().max().item()
             raise CheckpointError(f"{names}: {problem}; largest difference {worst:.3g}")
 
 
