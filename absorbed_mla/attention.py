@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -16,8 +17,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
-from absorbed_mla.checkpoint.hooks import StandardLayoutHooks
-from absorbed_mla.checkpoint.parameter_marks import ParameterMarks
+from absorbed_mla.checkpoint.hooks import register_load_hooks
+from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
 from absorbed_mla.checkpoint.sharded import standard_sharded_state_dict
 from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
@@ -119,8 +120,8 @@ class AbsorbedMLASelfAttention(Attention):
             options=options,
         )
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
-        StandardLayoutHooks(self)
-        ParameterMarks(self)
+        register_load_hooks(self, dims)
+        keep_parameter_marks(self)
 
     def _build_projections(self, build: ProjectionBuilder) -> None:
         """Queries and keys from latents, and the output; widths as in ``dims``."""
@@ -356,7 +357,14 @@ class AbsorbedMLASelfAttention(Attention):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Distributed-checkpoint entries, under the names and shapes of Megatron's standard MLA."""
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return standard_sharded_state_dict(self, own, prefix, sharded_offsets)
+        return standard_sharded_state_dict(
+            own,
+            prefix,
+            sharded_offsets,
+            dims=self.dims,
+            tp_rank=self.pg_collection.tp.rank(),
+            fused_norms=not isinstance(self.linear_proj, RowParallelLinear),
+        )
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         """Not part of this attention: no key or value exists until a form makes them."""

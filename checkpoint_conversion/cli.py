@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_paths(args)
         return _COMMANDS[args.command](args)
     except BrokenPipeError:
-        # Whoever read our output (head, a pager) has seen enough. Keeps Python from complaining
-        # when it flushes at exit.
+        # The reader of the output (head, a pager) has exited. Prevents an error from Python's flush
+        # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FILE_SYSTEM
     except CheckpointError as error:
@@ -83,7 +83,7 @@ def _verify(args: argparse.Namespace) -> int:
     from checkpoint_conversion.progress import reporter_for
     from checkpoint_conversion.verify import verify
 
-    # What is not given has its default there.
+    # Options that are not given have their defaults in verify().
     optional = {name: getattr(args, name) for name in ("logits_tolerance", "max_tokens")}
     report = verify(
         args.a,
@@ -116,7 +116,7 @@ def _print(
 
 
 def _fail(args: argparse.Namespace, error: BaseException, code: int) -> int:
-    """Tell the user, on stderr, and a script, on stdout."""
+    """Print an error: text on stderr and, with ``--json``, a document on stdout."""
     message = _message(error)
     notes = getattr(error, "__notes__", [])
     for line in [f"error: {message}", *notes]:
@@ -148,5 +148,5 @@ def _message(error: BaseException) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which a hostile name could steer a terminal with."""
+    """Text with control characters escaped, so that names in files cannot control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Typed values out of a dictionary that anybody may have written, and all that is wrong with it."""
+"""Reading typed fields from an untrusted dictionary, collecting everything that is wrong."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from checkpoint_conversion.errors import CheckpointError
 
 
 class _Shown(reprlib.Repr):
-    """Short whatever is shown; Python refuses to print integers of thousands of digits."""
+    """A bounded ``repr``; Python refuses to print integers of thousands of digits."""
 
     def repr_int(self, x: int, level: int) -> str:
-        """The integer, or its length."""
+        """The integer, or its length in bits if it is large."""
         return str(x) if x.bit_length() <= 64 else f"<integer of {x.bit_length()} bits>"
 
 
@@ -24,16 +24,21 @@ def shown(value: object) -> str:
     return " ".join(_SHOWN.repr(value).split())
 
 
-class Fields:
-    """Reads the fields of a dictionary.
+def dtype_name(dtype: object) -> str:
+    """The name of a ``torch.dtype`` without its module, e.g. ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
 
-    A field that is null counts as missing. Where a value is wrong, the problem is recorded and an
-    acceptable value returned, so that reading can go on and find the others.
+
+class Fields:
+    """Reads typed fields of a dictionary.
+
+    A field that is null counts as missing. A wrong value is recorded as a problem and replaced by
+    an acceptable one, so that one run finds all problems.
 
     Args:
         values: The dictionary.
-        problems: Receives one line for everything that is wrong.
-        prefix: Goes before every name in messages.
+        problems: Receives one line per problem.
+        prefix: Precedes every field name in messages.
     """
 
     def __init__(self, values: Mapping[str, object], problems: list[str], prefix: str = "") -> None:
@@ -50,16 +55,16 @@ class Fields:
         return self.raw(name) is not None
 
     def null(self, name: str) -> bool:
-        """Whether the value is there, and null."""
+        """Whether the field is there and null."""
         return name in self._values and self.raw(name) is None
 
     def equals(self, name: str, expected: object) -> bool:
-        """Whether the value is a plain one, and this one."""
+        """Whether the value is a bool, number or string and equal to ``expected``."""
         value = self.raw(name)
         return isinstance(value, bool | int | float | str) and value == expected
 
     def wrong(self, name: str, accepted: str) -> None:
-        """Record that a field is missing or not what is accepted."""
+        """Record that a field is missing or has a value that is not accepted."""
         if self.given(name):
             got = shown(self.raw(name))
             self.problems.append(f"{self._prefix}{name} must be {accepted}, got {got}")
@@ -67,10 +72,10 @@ class Fields:
             self.problems.append(f"{self._prefix}{name} is missing; it must be {accepted}")
 
     def raise_problems(self, summary: str) -> None:
-        """End reading if anything is wrong.
+        """Raise an error if any problem was recorded.
 
         Raises:
-            CheckpointError: Listing everything that is.
+            CheckpointError: Listing all problems.
         """
         if self.problems:
             raise CheckpointError(summary, self.problems)

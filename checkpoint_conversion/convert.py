@@ -1,4 +1,4 @@
-"""Converting a checkpoint: the plan, then part by part into a folder that gets its name last."""
+"""Converting a checkpoint: plan it, write it part by part into a temporary folder, rename that."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder, weights_of
 from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.fingerprint import (
-    checksum_of,
-    fingerprint_of,
-    options_as_json,
-    source_files,
-)
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
@@ -32,7 +26,14 @@ from checkpoint_conversion.manifest import (
     write_manifest,
 )
 from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
-from checkpoint_conversion.planning import ConversionPlan, plan_conversion
+from checkpoint_conversion.planning import (
+    ConversionPlan,
+    checksum_of,
+    fingerprint_of,
+    options_as_json,
+    plan_conversion,
+    source_files,
+)
 from checkpoint_conversion.process_memory import peak_resident, resident
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
@@ -42,12 +43,12 @@ from checkpoint_conversion.target_folder import (
     refuse_existing,
 )
 
-# More than there may be cores: threads mostly wait for the disk. Memory bounds them anyway.
+# May exceed the number of cores: threads mostly wait for the disk, and memory limits them.
 _WORKERS = 4
-# The whole process shall stay below 2.5 times the largest tensor + 600 MB. Of the latter, some is
-# for what nobody counts.
+# The process stays below 2.5 times the largest tensor + 600 MB, of which 100 MB are a reserve for
+# allocations that are not tracked.
 _TOTAL, _UNCOUNTED = 600 * 10**6, 100 * 10**6
-# What parts may need beside two of the largest tensor, though more might be left.
+# Parts together may use two of the largest tensor and this, even where more memory is left.
 _ALLOWANCE = 200 * 10**6
 
 
@@ -69,27 +70,27 @@ def convert(
 ) -> ConversionReport:
     """Convert a checkpoint.
 
-    Whatever interrupts it, ``target`` is absent (or the old one) or complete, and what is finished
-    stays beside it for ``resume``.
+    If it is interrupted, ``target`` is as it was before, and the finished parts stay in a folder
+    beside it for ``resume``.
 
     Args:
         source: The checkpoint's folder; nothing is written there.
         target: Folder to make.
-        to: Format of the target, one of ``formats.FORMATS``.
-        options: How to write it.
+        to: Format of the target, one of ``formats.TARGETS``.
+        options: How the target is written.
         force: Replace a target that is a checkpoint or empty, after success.
         resume: Continue an interrupted conversion, if there is one.
         exclude_mtp: Leave out the multi-token-prediction layers.
         workers: Threads that read and write; None: 4.
         strict_values: Refuse tensors that hold NaN or infinite values, instead of reporting them.
-        hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
+        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the source.
         dry_run: Only plan, from the headers; write nothing.
-        reporter: Hears of the progress.
+        reporter: Receives progress messages.
 
     Raises:
         CheckpointError: If the source cannot be read or converted, or the target may not be
-            written; everything that headers tell is known before the first byte is written.
+            written. Whatever headers show is checked before the first byte is written.
         OSError: If the file system fails, for instance because the disk is full.
     """
     started = time.monotonic()
@@ -111,7 +112,7 @@ def convert(
             if manifest is None:
                 manifest = conversion.run(resume, workers or _WORKERS)
     except KeyboardInterrupt:
-        # Too late to interrupt anything: the target is there, and all of it.
+        # Interrupted after the rename: the target is complete.
         if not conversion.published:
             raise
         reporter.say("interrupted when the conversion was complete; nothing was left to do")
@@ -131,12 +132,12 @@ def convert(
 
 
 def memory_for(plan: ConversionPlan) -> int:
-    """Bytes that the parts being written may need together.
+    """Memory budget in bytes of all parts that are written at the same time.
 
-    The plan of a large checkpoint is in memory already, with torch and everything else.
+    What is resident already, torch and the plan itself, is subtracted.
     """
     left = 5 * plan.largest // 2 + _TOTAL - _UNCOUNTED - resident()
-    # One part at a time is the least that makes progress.
+    # At least one part must fit.
     return max(min(2 * plan.largest + _ALLOWANCE, left), *(part.peak for part in plan.parts))
 
 
@@ -235,7 +236,7 @@ class _Conversion:
             return result
 
         def commit(results: list[PartResult]) -> None:
-            # In this order: what the journal holds is on disk.
+            # In this order, so that the journal lists only what is on disk.
             self._folder.sync_files([file for result in results for file in result.files])
             journal.add(*results)
 
@@ -244,7 +245,7 @@ class _Conversion:
         self.bytes_written = left
 
     def _check_values(self, records: Iterable[TensorRecord]) -> None:
-        """Refuse values that are not finite, if they are to be refused.
+        """Under ``strict_values``, refuse tensors with values that are not finite.
 
         Raises:
             CheckpointError: Listing the tensors that hold some.
@@ -265,7 +266,7 @@ class _Conversion:
             )
 
     def _finish(self, results: list[PartResult]) -> Manifest:
-        """Write everything beside the parts, the manifest last."""
+        """Write the files around the parts, the manifest last."""
         self._check_unchanged()
         source, writer, contents = self._plan.checkpoint, self._plan.writer, self._folder.contents
         with file_errors(str(self._folder.path)):

@@ -1,4 +1,4 @@
-"""The errors that a user of the conversion can meet."""
+"""The converter's error for users, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read, does not fit, or must not be written.
 
     Attributes:
-        problems: Everything that is wrong, one line each.
+        problems: All problems, one line each.
     """
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
@@ -20,10 +20,10 @@ class CheckpointError(ValueError):
 
 
 class KnownNames:
-    """Names of which a wrong one may be a misspelling; the numbers in a name do not count.
+    """Finds the known name that is most like an unknown one, ignoring numbers in names.
 
     Args:
-        names: All that would be right.
+        names: The known names.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -35,7 +35,7 @@ class KnownNames:
         self._found: dict[str, str | None] = {}
 
     def nearest(self, name: str) -> str | None:
-        """The name that ``name`` was most likely meant to be, with its numbers where they fit."""
+        """The known name most like ``name``, with the same numbers if possible; None if none is."""
         pattern = _pattern(name)
         if pattern not in self._found:
             close = difflib.get_close_matches(pattern, self._by_pattern, n=1, cutoff=0.6)

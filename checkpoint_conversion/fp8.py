@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
@@ -29,7 +30,7 @@ SCALE_SUFFIX = "_scale_inv"
 LARGEST = 448.0  # of e4m3
 # The linear layers of attention and MLPs. Not eh_proj, router, embedding, output layer or norms.
 _QUANTISED = re.compile(r".+\.(?:self_attn|mlp)\..+_proj(?:_with_mqa)?\.weight")
-# Bytes per value of one slab of 128 rows while it is converted: up to four times float32.
+# Memory per value while a slab of 128 rows is converted: up to four float32 temporaries.
 _SLAB_BYTES = 16
 
 
@@ -44,7 +45,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pair_problems(name: str, weight: LazyTensor, scale: LazyTensor | None) -> list[str]:
-    """What is wrong with an FP8 weight and its scales, judged by shapes and dtypes."""
+    """Problems with shapes and dtypes of an FP8 weight and its scales."""
     if len(weight.shape) != 2:
         return [f"{name} is FP8 of shape {weight.shape}; only matrices can be block-scaled"]
     expected = scale_shape(weight.shape)
@@ -60,7 +61,7 @@ def pair_problems(name: str, weight: LazyTensor, scale: LazyTensor | None) -> li
             f"{BLOCK} x {BLOCK} block of {weight.shape}"
         )
     if scale.dtype not in SCALE_DTYPES:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES)
+        accepted = ", ".join(dtype_name(dtype) for dtype in SCALE_DTYPES)
         problems.append(f"{name}{SCALE_SUFFIX} is {scale.dtype}; expected one of {accepted}")
     return problems
 
@@ -71,8 +72,8 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, name: str)
     Args:
         weight: float8_e4m3fn, [M, N].
         scale_inv: [ceil(M/128), ceil(N/128)].
-        dtype: Of the result; the product of value and scale is rounded to it once.
-        name: For errors.
+        dtype: Dtype of the result, to which value times scale is rounded once.
+        name: Name of the weight, for error messages.
 
     Raises:
         CheckpointError: If a value or a scale is not a finite number, or ``dtype`` cannot hold one.
@@ -95,7 +96,7 @@ def dequantise(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, name: str)
 
 @dataclass(frozen=True)
 class QuantisationError:
-    """What quantising changed in a tensor.
+    """Error of quantising a tensor.
 
     Attributes:
         max: Largest difference, relative to the largest magnitude.
@@ -115,7 +116,7 @@ def quantise(
         tensor: [M, N], floating.
         scale_format: ``"float"``: the largest magnitude over 448; ``"ue8m0"``: the next power of
             two from there.
-        name: For errors.
+        name: Name of the weight, for error messages.
 
     Returns:
         The weight, its scales (float32), and the error.
@@ -148,7 +149,7 @@ def quantise(
 
 
 def dequantised(weight: LazyTensor, scale: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """The values of an FP8 weight when they are needed; parts need only the blocks they lie in."""
+    """A lazy tensor of an FP8 weight's values; reading a part reads only the blocks it lies in."""
     name = ", ".join(weight.leaves)
 
     def load(session: ReadSession) -> Tensor:
@@ -175,13 +176,13 @@ def dequantised(weight: LazyTensor, scale: LazyTensor, dtype: torch.dtype) -> La
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """A tensor that is quantised when it is needed, once per session.
+    """A lazy tensor that is quantised on loading, once per session.
 
     Attributes:
-        weight: In FP8.
-        scale_inv: Its scales. It is to be loaded in the session that loads the weight, whose
-            ``peak`` counts for both.
-        error: What quantising changed.
+        weight: The FP8 values.
+        scale_inv: The scales, to be loaded in the same session as the weight, whose ``peak``
+            covers both.
+        error: Computes the quantisation error.
     """
 
     weight: LazyTensor
@@ -190,7 +191,7 @@ class QuantisedTensor:
 
 
 def quantised(tensor: LazyTensor, scale_format: str) -> QuantisedTensor:
-    """Quantise a matrix when it is needed; see :func:`quantise`."""
+    """Lazily quantise a matrix; see :func:`quantise`."""
     key = object()
     name = ", ".join(sorted(tensor.leaves))
 
@@ -243,7 +244,7 @@ def _to_float(slab: Tensor, name: str) -> Tensor:
         raise CheckpointError(f"{name} holds FP8 values that are not numbers")
     bits = slab.view(torch.int8).to(torch.int16)
     bits <<= 7
-    # What is left of the sign that widening repeated.
+    # Clears the copy of the sign bit that widening to 16 bits made.
     bits &= ~0x4000
     return bits.view(torch.float16).float().mul_(256)
 

@@ -1,6 +1,6 @@
-"""Where Hugging Face's files name or stack a model's tensors otherwise than DeepSeek's do.
+"""Models whose files name or stack tensors differently from DeepSeek's.
 
-The table of names is DeepSeek's. A model of text and images holds its text model under a prefix,
+The table of names is DeepSeek's. Models of text and images have a prefix before their text model,
 and Mistral 4 stores a layer's experts as one tensor.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 _TEXT = "language_model."
-# What a model of text and images has beside its text model.
+# Prefixes of what a model of text and images has beside its text model.
 _IMAGES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 # transformers 5.23 saves Kimi-K2.5's layers as blocks.
 _BLOCKS = re.compile(r"model\.blocks\.(?=\d)")
@@ -23,7 +23,7 @@ _STACKS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 def image_tensors(names: Sequence[str]) -> list[str]:
-    """Names of tensors that are no part of the text model; none of a model of text alone."""
+    """Names of tensors that are not part of the text model."""
     if not any(name.startswith(_TEXT) for name in names):
         return []
     return [name for name in names if name.startswith(_IMAGES)]
@@ -42,9 +42,9 @@ def stacks_experts(config: ModelConfig) -> bool:
 
 
 def unstacked(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str, LazyTensor]:
-    """Each expert's tensors by themselves, where files hold those of a layer as one.
+    """Split stacked experts into the tensors of each expert, for models that stack them.
 
-    A stack of another shape stays as it is, to be refused as unknown.
+    A stack of another shape stays as it is, and is refused later as unknown.
     """
     if not stacks_experts(config):
         return dict(tensors)
@@ -92,7 +92,7 @@ def stacked(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[str,
 
 
 def _stack(name: str, tensors: Sequence[LazyTensor], each: int) -> LazyTensor:
-    """Tensors of experts, ``each`` of them an expert's, as one."""
+    """One tensor of all experts, from ``each`` tensors per expert."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         found = " and ".join(sorted(map(str, dtypes)))
@@ -100,7 +100,7 @@ def _stack(name: str, tensors: Sequence[LazyTensor], each: int) -> LazyTensor:
     rows, columns = tensors[0].shape
     shape = (len(tensors) // each, each * rows, columns)
     flat = concat(tensors)
-    # Not LazyTensor.view, which reckons with a copy.
+    # LazyTensor.view would count the memory of a copy, which is not made here.
     return LazyTensor(
         shape, flat.dtype, lambda session: flat.load(session).view(shape), flat.leaves, flat.peak
     )

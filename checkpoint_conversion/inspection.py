@@ -1,40 +1,40 @@
-"""``inspect``: what a checkpoint is, in one screen, from its headers alone."""
+"""``inspect``: format, model, sizes and problems of a checkpoint, from its headers alone."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest, read_manifest
-from checkpoint_conversion.mapping import duplicates
-from checkpoint_conversion.megatron_args import megatron_notes
-from checkpoint_conversion.megatron_options import (
+from checkpoint_conversion.mapping import count_parameters
+from checkpoint_conversion.megatron_args import (
     as_line,
+    megatron_notes,
     megatron_options,
     option_notes,
     without_option,
 )
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import dtype_notes
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.report import describe_layout, table
 
-# Lines of problems that fit on a screen beside the rest; --json has all of them.
+# Problems that are printed; --json has all of them.
 _PROBLEMS_SHOWN = 10
-# Of the model; they have a line of their own.
+# Fields of the model that are printed on a line of their own.
 _LAYER_FIELDS = ("model_type", "num_layers", "moe_layers", "mtp_layers", "tied_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeCount:
-    """How much of a checkpoint is of one dtype."""
+    """Number and size in bytes of the tensors of one dtype."""
 
     tensors: int
     bytes: int
@@ -42,25 +42,25 @@ class DtypeCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a checkpoint is.
+    """Description of a checkpoint.
 
     Attributes:
-        path: As it was given.
+        path: As the user gave it.
         format: Name of the format.
-        layout: What distinguishes checkpoints of this format.
+        layout: Properties in which checkpoints of this format differ; name -> value.
         model: The model's type and dimensions.
-        tensors: That are stored.
-        parameters: Of the model, every weight counted once; None if the tensors do not fit it.
-        dtypes: Of the stored weights.
-        files: In the folder of the weights.
-        file_bytes: Of all of them.
-        left_alone: Training state and other things that are no weights: how many, and their bytes.
-        auxiliary: Files that travel with the weights.
-        manifest: What wrote it, if this package did.
+        tensors: Number of stored tensors.
+        parameters: Number of the model's weights; None if the tensors do not fit.
+        dtypes: Stored weights by dtype.
+        files: Number of files in the folder of the weights.
+        file_bytes: Size of all these files.
+        left_alone: Number and size of stored entries that are no weights, such as optimizer states.
+        auxiliary: Files that a conversion copies unchanged (tokenizer, config.json).
+        manifest: Summary of the manifest; None if this package did not write the checkpoint.
         megatron_options: Words of Megatron's command line that describe the model.
         without_option: Fields of Megatron's config that its command line has no option for.
-        notes: What a user should know.
-        problems: Why it cannot be converted.
+        notes: What a user should know, one line each.
+        problems: Why it cannot be converted, one line each.
     """
 
     path: str
@@ -81,12 +81,12 @@ class Inspection:
     problems: list[str]
 
     def as_json(self) -> dict:
-        """One document."""
+        """One JSON document."""
         line = as_line(self.megatron_options)
         return {"command": "inspect", **asdict(self), "megatron_command_line": line}
 
     def lines(self) -> Iterator[str]:
-        """A table for people, and a line for a shell."""
+        """A table, and the model's options of Megatron as one line for a shell."""
         yield from table(self._rows())
         yield ""
         yield "The model on Megatron's command line:"
@@ -132,16 +132,16 @@ class Inspection:
 def inspect_checkpoint(
     path: Path, hf_config: Path | None = None, follow_links: bool = False
 ) -> Inspection:
-    """Say what a checkpoint is.
+    """Describe a checkpoint from its headers.
 
     Args:
         path: Its folder.
-        hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
+        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        CheckpointError: If it is no checkpoint, or its headers cannot be read. That its tensors do
-            not fit the model is among the result's problems instead.
+        CheckpointError: If it is no checkpoint, or its headers cannot be read. Tensors that do not
+            fit the model are listed in the result's problems instead.
     """
     checkpoint = open_checkpoint(path, hf_config, follow_links)
     problems: list[str] = []
@@ -180,8 +180,7 @@ def _parameters(checkpoint: Checkpoint, problems: list[str]) -> int | None:
     except CheckpointError as error:
         problems += [str(error).splitlines()[0], *error.problems]
         return None
-    copies = duplicates(checkpoint.config)
-    return sum(math.prod(t.shape) for name, t in tensors.items() if name not in copies)
+    return count_parameters({name: t.shape for name, t in tensors.items()}, checkpoint.config)
 
 
 def _manifest(path: Path, problems: list[str]) -> str | None:
@@ -229,7 +228,7 @@ def _model(config: ModelConfig) -> dict[str, object]:
 def _dtypes(tensors: Iterable[LazyTensor]) -> dict[str, DtypeCount]:
     result: dict[str, DtypeCount] = {}
     for tensor in tensors:
-        name = str(tensor.dtype).removeprefix("torch.")
+        name = dtype_name(tensor.dtype)
         before = result.get(name, DtypeCount(tensors=0, bytes=0))
         result[name] = DtypeCount(tensors=before.tensors + 1, bytes=before.bytes + tensor.nbytes)
     return result

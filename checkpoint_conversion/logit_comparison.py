@@ -1,14 +1,13 @@
-"""Comparing what two checkpoints predict, in a process of its own.
+"""Comparing the logits of two checkpoints, in a subprocess.
 
-Megatron wants a process group and, on a CPU, answers from ``torch.cuda`` that are not true; neither
-belongs in the process of a caller. The memory of both models goes with it, too.
+Megatron needs a process group and, on a CPU, a patched ``torch.cuda``; the subprocess keeps both
+out of the caller's process and frees the memory of both models at its end.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -24,10 +23,10 @@ from torch import Tensor
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
+from checkpoint_conversion.mapping import count_parameters, hugging_face_shapes
 from checkpoint_conversion.progress import format_bytes
 
-# Positions whose probabilities are held at a time, in float64.
+# Positions whose probabilities are computed at a time, in float64.
 _CHUNK = 32
 _NEEDED = {
     "hf": ("transformers",),
@@ -39,17 +38,17 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class LogitComparison:
-    """How far the predictions of B are from those of A.
+    """Difference between the logits of two models A and B.
 
     Attributes:
         max_abs: Largest difference of two logits.
         max_rel: The same, relative to the largest logit of A.
         kl_mean: Kullback-Leibler divergence of B from A in nats, mean over the positions.
-        kl_max: Its largest.
-        tokens: Positions.
-        same_choice: Part of the positions where both find the same token most likely.
+        kl_max: Its largest value at a position.
+        tokens: Number of positions.
+        same_choice: Fraction of positions where both have the same most likely token.
         origin: Where the tokens come from.
-        evaluated_by: A's library and B's.
+        evaluated_by: Library that evaluated A, and B.
     """
 
     max_abs: float
@@ -75,7 +74,7 @@ class Source:
         return open_checkpoint(self.path, self.hf_config, self.follow_links)
 
     def as_json(self) -> dict[str, Any]:
-        """For a process that may be somewhere else."""
+        """As JSON, with absolute paths: the subprocess may have another working directory."""
         config = None if self.hf_config is None else str(self.hf_config.absolute())
         return {**asdict(self), "path": str(self.path.absolute()), "hf_config": config}
 
@@ -96,7 +95,7 @@ def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
     Args:
         a: The reference.
         b: To compare with it.
-        about: ``origin`` and ``evaluated_by`` of the result.
+        about: ``origin`` and ``evaluated_by``, passed on to the result.
     """
     a, b = a.flatten(0, 1), b.flatten(0, 1)
     kl = torch.cat([_divergence(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK))])
@@ -113,7 +112,7 @@ def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
 
 
 def why_not(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Why the predictions of two checkpoints cannot be compared here; nothing if they can."""
+    """Reasons why the logits of two checkpoints cannot be computed here; none if they can."""
     for side, checkpoint in (("A", a), ("B", b)):
         for package in _NEEDED[checkpoint.format]:
             if not _installed(package):
@@ -122,7 +121,8 @@ def why_not(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         yield f"the vocabularies have {a.config.vocab_size} and {b.config.vocab_size} entries"
     available = _available_memory()
     for side, checkpoint in (("A", a), ("B", b)):
-        needed = 4 * _parameters(checkpoint)
+        shapes = hugging_face_shapes(checkpoint.config)
+        needed = 4 * count_parameters(shapes, checkpoint.config)
         if needed > available / 2:
             yield (
                 f"{side} needs {format_bytes(needed)} in float32; half of the available memory is "
@@ -141,7 +141,7 @@ def compare_in_subprocess(
         origin: Where they come from.
 
     Raises:
-        CheckpointError: If it fails, with the last lines of what the process said.
+        CheckpointError: If it fails, with the last lines of the process's stderr.
     """
     sides = [source.as_json() for source in sources]
     request = {"sides": sides, "tokens": tokens, "origin": origin}
@@ -163,7 +163,7 @@ def compare_in_subprocess(
 
 
 def main() -> None:
-    """What the process does: a request on stdin, the answer into a file."""
+    """Main function of the subprocess: reads a request from stdin, writes the answer to a file."""
     request = json.load(sys.stdin)
     from checkpoint_conversion.logits import checkpoint_logits, library
 
@@ -183,7 +183,7 @@ def main() -> None:
 def _divergence(a: Tensor, b: Tensor) -> Tensor:
     """KL(a || b) per position, in nats, float64."""
     log_a, log_b = a.double().log_softmax(-1), b.double().log_softmax(-1)
-    # Rounding can make it negative.
+    # Rounding can make it slightly negative.
     return (log_a.exp() * (log_a - log_b)).sum(-1).clamp_min(0)
 
 
@@ -192,12 +192,6 @@ def _installed(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _parameters(checkpoint: Checkpoint) -> int:
-    copies = duplicates(checkpoint.config)
-    shapes = hugging_face_shapes(checkpoint.config)
-    return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
 
 
 def _available_memory() -> int:
@@ -210,7 +204,7 @@ def _available_memory() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The process finds the same packages, no GPU and no network."""
+    """Environment of the subprocess: the same packages, no GPU, no network."""
     here = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {

@@ -1,8 +1,8 @@
-"""Logits of a checkpoint: by transformers, or by Megatron, as the format is theirs.
+"""Logits of a checkpoint, by transformers or by Megatron, depending on the format.
 
-Both libraries, and this package's model, are imported when a function here needs them; the rest of
-the tool works without them. Weights are read by the tool's own readers: Megatron's loader unpickles
-whatever a checkpoint holds.
+Both libraries, and this package's model, are imported inside functions; the rest of the converter
+works without them. Weights are read by the converter's own readers, because Megatron's loader
+unpickles whatever a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.hugging_face_names import stacked
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
 from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
-# Transformers' names of models that are no DeepSeek-V3s.
+# Class prefixes in transformers, for models other than DeepSeek-V3.
 _FAMILIES = {"deepseek_v2": "DeepseekV2", "glm4_moe_lite": "Glm4MoeLite", "mistral4": "Mistral4"}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS_OFF = {
@@ -43,7 +43,7 @@ _FUSED_PARTS_OFF = {
 
 
 def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """What a checkpoint's model predicts, without its multi-token-prediction layers.
+    """Logits of a checkpoint's model, without its multi-token-prediction layers.
 
     Args:
         checkpoint: Hugging Face's are evaluated by transformers, Megatron's by a GPTModel.
@@ -65,7 +65,7 @@ def checkpoint_logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def library(checkpoint: Checkpoint) -> str:
-    """What :func:`checkpoint_logits` evaluates a checkpoint by."""
+    """Name and version of the library that :func:`checkpoint_logits` uses for a checkpoint."""
     if checkpoint.format == "hf":
         return f"transformers {version('transformers')}"
     return f"megatron-core {version('megatron-core')}, {ATTENTION[checkpoint.format]} MLA"
@@ -75,9 +75,7 @@ def without_mtp(
     config: ModelConfig, tensors: Mapping[str, LazyTensor]
 ) -> tuple[ModelConfig, dict[str, LazyTensor]]:
     """The same model without its multi-token-prediction layers."""
-    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
-    return dataclasses.replace(config, mtp_layers=0), kept
+    return dataclasses.replace(config, mtp_layers=0), without_mtp_layers(tensors, config)
 
 
 def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -> Any:
@@ -92,7 +90,7 @@ def transformers_model(config: ModelConfig, tensors: Mapping[str, LazyTensor]) -
     """
     import transformers
 
-    # The classes are named, so that no code of the checkpoint's runs. FP8 has been dequantised.
+    # Classes chosen by name, so that no code of the checkpoint runs. FP8 is dequantised already.
     fields = dict(config.without_quantisation().hugging_face)
     del fields["model_type"]
     family = _FAMILIES.get(config.model_type, "DeepseekV3")
@@ -179,7 +177,7 @@ def megatron_logits(model: Any, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Megatron's process groups, of this process alone and on its CPU, where there are none yet."""
+    """Set up Megatron's process groups for one process on the CPU, unless they exist already."""
     from absorbed_mla.testing.cpu_host import enable_cpu_host
 
     enable_cpu_host()
@@ -199,12 +197,12 @@ def one_process() -> Iterator[None]:
 
 
 def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
-    """Megatron's config, made of the arguments that our Megatron checkpoints carry."""
+    """Megatron's config from the arguments that the converter writes into Megatron checkpoints."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     options = {name: value for name, value in vars(args).items() if name in fields} | {
-        # Where the argument has another name, or means nothing without a second one.
+        # Arguments with another name in the config, or that only work with a second one.
         "num_query_groups": None,
         "num_moe_experts": args.num_experts,
         "gated_linear_unit": True,
@@ -231,7 +229,7 @@ def _block_spec(megatron_config: Any, attention: str, latent_norm_eps: float) ->
 
 
 def _add_kv_norms(model: Any, megatron_config: Any) -> None:
-    """Give every attention the norm that Megatron would only build together with a query norm."""
+    """Add the K/V norm to every attention: Megatron builds it only together with a query norm."""
     from absorbed_mla.norm import RMSNorm
 
     for layer in model.decoder.layers:

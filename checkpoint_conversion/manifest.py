@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.checksums import ALGORITHM
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 
@@ -18,24 +19,24 @@ NAME = "conversion_manifest.json"
 FORMAT_VERSION = 1
 # A model of 100 000 tensors needs 25 MB.
 _MAX_BYTES = 256 << 20
-# Of a tensor, which manifests of earlier versions do not have.
+# Fields of a tensor that manifests of earlier versions lack.
 _ADDED = {"not_finite"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor, or one block of one, as it was written.
+    """A tensor, or a block of a tensor, that was written.
 
     Attributes:
         key: Its name in the target.
         offset: Position of a block in its tensor; None for a whole tensor.
-        shape: Of what was written.
-        dtype: Of what was written, e.g. ``"bfloat16"``.
-        checksum: Of the values' bytes.
-        file: It is in there; relative to the target.
-        fp8_error: What rounding to FP8 changed, where it was quantised.
-        not_finite: How many values are ``nan`` and ``infinite``, where some are.
+        shape: Shape of the tensor or block.
+        dtype: Its dtype, e.g. ``"bfloat16"``.
+        checksum: Checksum of its bytes.
+        file: The file that holds it, relative to the target.
+        fp8_error: Quantisation error, if it was quantised to FP8.
+        not_finite: Counts of values that are ``nan`` and ``infinite``; None if there are none.
     """
 
     key: str
@@ -49,26 +50,26 @@ class TensorRecord:
 
     @property
     def place(self) -> str:
-        """The tensor, and the block of it, for people."""
+        """Name of the tensor, with the offset of the block if it is one."""
         return self.key if self.offset is None else f"{self.key} at {list(self.offset)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a conversion wrote.
+    """Record of a conversion.
 
     Attributes:
-        tool_version: Of this package.
-        source: ``format``, ``layout`` and ``folder``, the name of the folder it was in.
-        target: ``format``, ``layout`` and ``options``.
-        left_out: What the source holds and the target does not: name -> why.
+        tool_version: Version of this package.
+        source: ``format``, ``layout`` and ``folder`` (its name) of the source.
+        target: ``format``, ``layout`` and ``options`` of the target.
+        left_out: Entries of the source that the target does not have: name -> reason.
         files: Sizes in bytes of the files with weights, by path relative to the target.
-        tensors: In the order they were planned.
-        conversion: A checksum of everything that the conversion depended on, the source's files
-            with their times included; equal for a conversion that would do the same.
-        fp8_errors: The errors of all quantised tensors together, if there are any.
-        algorithm: Of the checksums.
-        format_version: Of this file.
+        tensors: Every tensor and block, in the order of the plan.
+        conversion: Checksum of :func:`planning.fingerprint_of`: equal for conversions with the same
+            source files and options.
+        fp8_errors: Largest errors of the quantised tensors; None if there are none.
+        algorithm: Name of the checksum algorithm.
+        format_version: Version of this file's format.
     """
 
     tool_version: str
@@ -84,10 +85,11 @@ class Manifest:
 
 
 def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
-    """Records of all parts, in order.
+    """Records of the tensors of all parts, in order.
 
     Args:
-        results: Of the parts; each wrote one file, or names the file of each tensor itself.
+        results: Results of the parts. A part that wrote several files names the file of each
+            tensor.
     """
     records = []
     for result in results:
@@ -97,7 +99,7 @@ def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
                 tensor["key"],
                 None if offset is None else tuple(offset),
                 tuple(tensor["shape"]),
-                str(tensor["dtype"]).removeprefix("torch."),
+                dtype_name(tensor["dtype"]),
                 tensor["checksum"],
                 tensor.get("file") or _only(result.files),
                 tensor.get("fp8_error"),
@@ -126,7 +128,7 @@ def find_manifest(target: Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest, and believe nothing of it that was not checked.
+    """Read a manifest from an untrusted file, checking every field.
 
     Raises:
         CheckpointError: If it is no manifest, listing what is wrong.

@@ -1,7 +1,8 @@
-"""Whole models from Hugging Face's names to Megatron's and back, by the table, strictly."""
+"""Converting the tensors of whole models between Hugging Face's and Megatron's names."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from checkpoint_conversion.errors import CheckpointError, KnownNames
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES, Row, widths
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.transforms import GATED, with_duplicates
 
 Shape = tuple[int, ...]
@@ -18,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """A row of the table for one place in one model, names in full."""
+    """A row of the table for one layer (and expert) of a model, with full names."""
 
     hugging_face: tuple[str, ...]
     megatron: str
@@ -27,12 +28,12 @@ class Pair:
 
     @property
     def megatron_shape(self) -> Shape:
-        """Shape of Megatron's tensor."""
+        """Shape of Megatron's tensor, which may stack several of Hugging Face's."""
         return (self.shape[0] * len(self.hugging_face), *self.shape[1:])
 
 
 def pairs(config: ModelConfig) -> Iterator[Pair]:
-    """Every tensor of a model on both sides, in the order of the model."""
+    """Every tensor of a model with its names on both sides, in the order of the model."""
     sizes = widths(config)
     embedding, norm, head = MODEL
     yield from _expand(embedding, "", "", config, False, sizes)
@@ -42,7 +43,7 @@ def pairs(config: ModelConfig) -> Iterator[Pair]:
             yield from _expand(row, *prefixes, config, moe, sizes)
     for row in (norm, head):
         yield from _expand(row, "", "", config, False, sizes)
-    # An MTP layer is like the last layer of the decoder.
+    # An MTP layer is dense or MoE as the last layer of the decoder is.
     moe = bool(config.moe_layers) and config.moe_layers[-1]
     for i in range(config.mtp_layers):
         hugging_face, megatron = f"model.layers.{config.num_layers + i}.", f"mtp.layers.{i}."
@@ -69,7 +70,7 @@ def _expand(
 
 
 def duplicates(config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's second copies: name -> name of the tensor that it repeats."""
+    """Tensors that Hugging Face stores twice: name of the copy -> name of the original."""
     head = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
     originals = {**MTP_DUPLICATES, "shared_head.head.weight": head}
     return {
@@ -98,8 +99,8 @@ def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[
         config: The model.
 
     Raises:
-        CheckpointError: Listing every tensor that is unknown, missing, misshapen or of a dtype that
-            does not fit.
+        CheckpointError: Listing every tensor that is unknown, missing, misshapen or of another
+            dtype than the tensors it is stacked with.
     """
     check_complete(tensors, hugging_face_shapes(config), "The Hugging Face tensors")
     _check_dtypes(tensors, config)
@@ -132,15 +133,34 @@ def to_hugging_face(
     return result | {name: result[original] for name, original in duplicates(config).items()}
 
 
+def count_parameters(shapes: Mapping[str, Shape], config: ModelConfig) -> int:
+    """Number of weights of a model; what Hugging Face stores twice counts once.
+
+    Args:
+        shapes: By Hugging Face name.
+        config: The model.
+    """
+    copies = duplicates(config)
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
+
+
+def without_mtp_layers(
+    tensors: Mapping[str, LazyTensor], config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """The tensors, by Hugging Face name, that belong to no multi-token-prediction layer."""
+    extra = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.mtp_layers))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(extra)}
+
+
 def check_complete(
     tensors: Mapping[str, LazyTensor], expected: Mapping[str, Shape], what: str
 ) -> None:
-    """Compare the tensors that are there with those that should be.
+    """Check names, shapes and dtypes of the tensors of a checkpoint.
 
     Args:
-        tensors: What is there.
-        expected: Name -> shape of what should be.
-        what: Whose they are; begins the message.
+        tensors: The tensors that are there.
+        expected: Shape of each expected tensor, by name.
+        what: What the tensors are; begins the message.
 
     Raises:
         CheckpointError: Listing everything that is unknown, missing or misshapen, or holds no

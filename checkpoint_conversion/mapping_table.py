@@ -2,7 +2,7 @@
 
 Megatron's names are those of a whole model without parallelism: layers and experts numbered
 through, norms in modules of their own, K and V up-projections combined. What a checkpoint may have
-instead is in ``layouts.py``.
+instead is declared in ``absorbed_mla/checkpoint/layouts``.
 
 No row permutes anything. Both sides keep the rotary channels in DeepSeek's interleaved order, and
 both keep the rows of each head of ``kv_b_proj`` together, first K, then V.
@@ -13,11 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from checkpoint_conversion.model_config import ModelConfig
-from checkpoint_conversion.split_rules import COLUMNS, GATED_ROWS, REPLICATED, ROWS, Rule
-from checkpoint_conversion.transforms import COPY, GATED, Transform
+from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.transforms import (
+    COLUMNS,
+    COPY,
+    GATED,
+    GATED_ROWS,
+    REPLICATED,
+    ROWS,
+    Rule,
+    Transform,
+)
 
-# Whether a model (and one of its layers: is it a mixture of experts?) has the tensors of a row.
+# Whether a layer of a model has the tensors of a row; the bool says if the layer is MoE.
 Condition = Callable[[ModelConfig, bool], bool]
 
 
@@ -61,9 +69,9 @@ class Row:
         hugging_face: Names after the prefix; ``{expert}`` stands for every routed expert.
         megatron: Name after the prefix.
         split: How tensor-parallel ranks share Megatron's tensor.
-        transform: The pair of functions between the two sides.
-        shape: Of each Hugging Face tensor, in the words of :func:`widths`.
-        condition: Which models and layers have it.
+        transform: The pair of functions between Hugging Face's and Megatron's tensors.
+        shape: Shape of each Hugging Face tensor, in the words of :func:`widths`.
+        condition: Whether a model's layer has it.
     """
 
     hugging_face: str
@@ -118,7 +126,7 @@ MTP_DUPLICATES = {
 
 
 def widths(config: ModelConfig) -> dict[str, int]:
-    """The words that the table gives shapes in."""
+    """Value of each word that the table uses in shapes."""
     heads, rope = config.num_attention_heads, config.qk_rope_head_dim
     nope, v = config.qk_nope_head_dim, config.v_head_dim
     return {

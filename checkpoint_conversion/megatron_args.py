@@ -8,15 +8,16 @@ the groups of the router must be on the command line again.
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from argparse import Namespace
 
 import torch
 
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.megatron_args_reading import from_megatron_args
-from checkpoint_conversion.model_config import ModelConfig, ModelFunction, read_function
-from checkpoint_conversion.rotary import Rotary
-from checkpoint_conversion.routing import routing_differences
+from checkpoint_conversion.model import ModelConfig, ModelFunction, read_function
+from checkpoint_conversion.model_function import Rotary, routing_differences
 
 __all__ = [
     "COMMON_ARGS",
@@ -26,10 +27,10 @@ __all__ = [
     "to_megatron_args",
 ]
 
-# Of the norms inside the attention, in Hugging Face's models.
+# Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
 
-# What all models of this kind have in common.
+# Arguments that are the same for all supported models.
 COMMON_ARGS: dict[str, object] = {
     "multi_latent_attention": True,
     "swiglu": True,
@@ -60,16 +61,16 @@ def to_megatron_args(
     dtype: torch.dtype | None = None,
     padded_vocab_size: int | None = None,
 ) -> Namespace:
-    """The arguments that a Megatron-LM run of this model would store, under Megatron's names.
+    """The arguments that a Megatron-LM run of this model would store.
 
     They hold strings, numbers, lists, None and one ``torch.dtype``: with ``weights_only=True``,
     ``argparse.Namespace`` is the one class that must be allowed to load them.
 
     Args:
-        config: With its config.json.
-        tensor_parallel: Ranks that the checkpoint is written for.
-        pipeline_parallel: Stages that the checkpoint is written for.
-        dtype: Of the weights; None takes what config.json announces, else bfloat16.
+        config: The model, with its config.json.
+        tensor_parallel: Tensor-parallel size of the run.
+        pipeline_parallel: Pipeline-parallel size of the run.
+        dtype: Dtype of the weights; None takes config.json's, else bfloat16.
         padded_vocab_size: Rows of the embedding; None if it is not padded.
 
     Raises:
@@ -100,7 +101,7 @@ def to_megatron_args(
 
 
 def routing_notes(config: ModelConfig) -> list[str]:
-    """Where Megatron would route tokens differently with the same weights, one line each.
+    """Where Megatron's router differs with the same weights, one line each.
 
     Raises:
         CheckpointError: If config.json does not say what the model computes.
@@ -110,7 +111,7 @@ def routing_notes(config: ModelConfig) -> list[str]:
 
 
 def megatron_notes(config: ModelConfig) -> list[str]:
-    """Where Megatron would compute something else with the same weights, one line each.
+    """Where Megatron computes something else with the same weights, one line each.
 
     Raises:
         CheckpointError: If config.json does not say what the model computes.
@@ -177,3 +178,119 @@ def _rotary(rotary: Rotary) -> dict[str, object]:
     base = rotary.rotary_base
     # The option takes integers.
     return {**vars(rotary), "rotary_base": int(base) if base == int(base) else base}
+
+
+# Options in the order they are printed, by their names in the arguments of a checkpoint.
+_SWITCHES = (
+    "multi_latent_attention",
+    "qk_layernorm",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "bf16",
+    "fp16",
+)
+_VALUES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "normalization",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rope_type",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "attention_dropout",
+    "hidden_dropout",
+    "vocab_size",
+    "mtp_num_layers",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_dtype",
+)
+# Fields of Megatron's config that its command line has no option for, with their defaults there.
+_WITHOUT_OPTION = {
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+def megatron_options(config: ModelConfig) -> list[str]:
+    """All options of Megatron 0.19's command line that describe a model, as words.
+
+    Options of training, parallelism and the tokenizer are left out.
+
+    Raises:
+        CheckpointError: If config.json does not say what the model computes.
+    """
+    args = to_megatron_args(config)
+    words = [_option(name) for name in _SWITCHES if getattr(args, name, False)]
+    words.append("--disable-bias-linear")
+    for name in _VALUES:
+        value = getattr(args, name, None)
+        if value is not None:
+            words += [_option(name), str(value)]
+    words += ["--norm-epsilon", str(args.norm_epsilon)]
+    # The option takes whole numbers only.
+    if isinstance(args.rotary_base, int):
+        words += ["--rotary-base", str(args.rotary_base)]
+    if args.num_experts is not None:
+        words += ["--moe-layer-freq", _pattern(args.moe_layer_freq)]
+    return words
+
+
+def as_line(words: list[str]) -> str:
+    """Words as one line for a shell."""
+    return shlex.join(words)
+
+
+def without_option(config: ModelConfig) -> dict[str, float]:
+    """Fields of ``MLATransformerConfig`` that the model needs and no option can set."""
+    args = to_megatron_args(config)
+    result: dict[str, float] = {}
+    if args.rope_type == "yarn":
+        result = {
+            name: getattr(args, name)
+            for name, default in _WITHOUT_OPTION.items()
+            if getattr(args, name) != default
+        }
+    if not isinstance(args.rotary_base, int):
+        result["rotary_base"] = args.rotary_base
+    return result
+
+
+def option_notes(config: ModelConfig) -> list[str]:
+    """A note about :func:`without_option`, if there are any."""
+    fields = without_option(config)
+    if not fields:
+        return []
+    values = ", ".join(f"{name}={value:g}" for name, value in fields.items())
+    return [
+        f"Megatron's command line has no option for {values}: set them in MLATransformerConfig, or "
+        "the rotary embedding is another one"
+    ]
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _pattern(layers: list[int]) -> str:
+    """Zeros and ones per layer as Megatron's expression, such as ``([0]*3+[1]*58)``."""
+    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(layers)]
+    return "(" + "+".join(f"[{kind}]*{count}" for kind, count in runs) + ")"

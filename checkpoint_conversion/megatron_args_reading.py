@@ -1,4 +1,4 @@
-"""The model that Megatron-LM's arguments describe."""
+"""Reading a model from the arguments of Megatron-LM that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from checkpoint_conversion.config_fields import Fields, shown
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.model_config import (
+from checkpoint_conversion.model import (
+    DTYPES,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_MTP_LAYERS,
@@ -18,20 +19,18 @@ from checkpoint_conversion.model_config import (
     MOST_WIDTH,
     ModelConfig,
 )
+from checkpoint_conversion.model_function import MOST_EXPERTS, Rotary
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from checkpoint_conversion.rotary import Rotary
-from checkpoint_conversion.routing import MOST_EXPERTS
-from checkpoint_conversion.supported_models import DTYPES
 
 _MOST = 1e12
 _ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-# Without these it is no such model.
+# Required values.
 _REQUIRED: dict[str, object] = {
     "multi_latent_attention": True,
     "swiglu": True,
     "normalization": "RMSNorm",
 }
-# Anything else makes it another one. None stands for what must not be used at all.
+# Other values make another model. None: the argument must not be set.
 _ONLY: dict[str, object] = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
@@ -57,11 +56,11 @@ _ONLY: dict[str, object] = {
 def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
     """The model that Megatron-LM's arguments describe, with a config.json for it.
 
-    Kimi-K2 and Moonlight come back as DeepSeek-V3, which they are. Arguments do not know a
-    tokenizer's special tokens, so config.json names none.
+    Kimi-K2 and Moonlight become DeepSeek-V3, whose architecture they have. The arguments do not
+    hold a tokenizer's special tokens, so config.json names none.
 
     Raises:
-        CheckpointError: Listing everything that is missing, or that no Hugging Face model has.
+        CheckpointError: Listing arguments that are missing or that no Hugging Face model has.
     """
     values = vars(args) if isinstance(args, Namespace) else args
     if not isinstance(values, Mapping):
@@ -83,7 +82,7 @@ def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
 
 
 def check_kind(fields: Fields) -> None:
-    """Record what makes the arguments those of another kind of model."""
+    """Record every argument that belongs to another kind of model."""
     for name, accepted in (_REQUIRED | _ONLY).items():
         if (fields.given(name) or name in _REQUIRED) and not fields.equals(name, accepted):
             fields.wrong(name, shown(accepted))
@@ -129,7 +128,7 @@ def read_norm_epsilon(fields: Fields) -> float:
 
 def _experts(fields: Fields) -> dict[str, object]:
     if not fields.given("num_experts"):
-        # No layer is a mixture of experts; of dense models, V2 and V3 are the same.
+        # Dense models of V2 and V3 are the same.
         return {**_kind("deepseek_v3"), "first_k_dense_replace": fields.raw("num_layers")}
     width = fields.integer("moe_ffn_hidden_size", MOST_WIDTH)
     shared = fields.integer("moe_shared_expert_intermediate_size", 2**30, least=0, default=0)

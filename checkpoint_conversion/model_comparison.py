@@ -1,4 +1,4 @@
-"""Comparing two models tensor by tensor under Hugging Face's names, and each with its manifest."""
+"""Comparing two models tensor by tensor by Hugging Face name, and each with its manifest."""
 
 from __future__ import annotations
 
@@ -10,37 +10,35 @@ from functools import partial
 
 import xxhash
 
+from checkpoint_conversion.comparison import (
+    ManifestCheck,
+    TensorComparison,
+    TensorDifference,
+    block,
+    changed_values,
+    compare_tensors,
+    fits,
+    header_problems,
+    peak_of_slab,
+)
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.logits import without_mtp
 from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
-from checkpoint_conversion.manifest_check import (
-    ManifestCheck,
-    block,
-    changed_values,
-    fits,
-    header_problems,
-)
-from checkpoint_conversion.model_config import ModelConfig, read_function
+from checkpoint_conversion.mapping import without_mtp_layers
+from checkpoint_conversion.model import ModelConfig, read_function
 from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
-from checkpoint_conversion.tensor_comparison import (
-    TensorComparison,
-    TensorDifference,
-    compare_tensors,
-    peak_of_slab,
-)
 from checkpoint_conversion.verification_report import Side, VerificationReport
 
 _MOST_WORKERS = 4
-# Of all threads together, unless a tensor cannot be read in parts and takes more.
+# Memory budget in bytes of all threads; a tensor that cannot be read in parts may exceed it.
 _MEMORY = 512 << 20
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Something to read: bytes resident meanwhile, bytes of it, and what to do."""
+    """A unit of work for a thread: memory in bytes that it needs, bytes that it reads, function."""
 
     peak: int
     nbytes: int
@@ -50,13 +48,13 @@ class _Task:
 def compare_models(
     checkpoints: Sequence[Checkpoint], exclude_mtp: bool, workers: int | None, reporter: Reporter
 ) -> VerificationReport:
-    """Read everything and compare it.
+    """Read all tensors and compare them.
 
     Args:
-        checkpoints: One, to be compared with its manifest, or two.
+        checkpoints: Two, or one that is only compared with its manifest.
         exclude_mtp: Leave multi-token-prediction layers out of the comparison of two models.
         workers: Threads; None: one per core, up to 4.
-        reporter: Hears of the progress.
+        reporter: Receives progress messages.
 
     Raises:
         CheckpointError: If a manifest or a tensor cannot be read.
@@ -104,7 +102,7 @@ class _Pair:
         self._left_out: dict[str, str] = {}
         for checkpoint in checkpoints:
             tensors = checkpoint.hugging_face_tensors()
-            kept = without_mtp(checkpoint.config, tensors)[1] if exclude_mtp else tensors
+            kept = without_mtp_layers(tensors, checkpoint.config) if exclude_mtp else tensors
             self._left_out.update(dict.fromkeys(tensors.keys() - kept.keys(), "--exclude-mtp"))
             self._sides.append(kept)
         configs = [c.config for c in checkpoints]
@@ -116,7 +114,7 @@ class _Pair:
         self._results: dict[str, TensorComparison] = {}
 
     def tasks(self) -> Iterator[_Task]:
-        """One per tensor that both have in the same shape."""
+        """One task per tensor that both models have in the same shape."""
         for name in self._common:
             a, b = (tensors[name] for tensors in self._sides)
             peak = peak_of_slab(a) + peak_of_slab(b)
@@ -126,7 +124,7 @@ class _Pair:
         self._results[name] = compare_tensors(name, a, b)
 
     def result(self) -> dict:
-        """Fields of the report, when the tasks are done."""
+        """Fields of the report, after all tasks."""
         a, b = self._sides
         return {
             "tensors": len(self._common),
@@ -139,7 +137,7 @@ class _Pair:
         }
 
     def model_checksums(self) -> tuple[str | None, str | None]:
-        """Of each side, where all its tensors were compared."""
+        """Checksum of each model; None for one with tensors that were not compared."""
         first, second = (
             None if len(tensors) > len(self._common) else self._checksum(side, tensors)
             for side, tensors in enumerate(self._sides)
@@ -167,12 +165,12 @@ def _worst_first(difference: TensorDifference) -> tuple[int, float, str]:
 def config_differences(
     a: ModelConfig, b: ModelConfig, exclude_mtp: bool = False
 ) -> dict[str, tuple[object, object]]:
-    """What two configs say differently about what a model computes, whatever they call it.
+    """Fields in which two models differ in dimensions or function: name -> both values.
 
     Args:
-        a: Of the one.
-        b: Of the other.
-        exclude_mtp: Whether multi-token-prediction layers do not count.
+        a: The first model.
+        b: The second model.
+        exclude_mtp: Whether to ignore multi-token-prediction layers.
     """
     first, second = _meaning(a), _meaning(b)
     if exclude_mtp:
@@ -204,7 +202,7 @@ class _ManifestReader:
         self._changed: list[str] = []
 
     def tasks(self) -> Iterator[_Task]:
-        """One per record whose tensor is there."""
+        """One task per record whose tensor is stored."""
         for record in self._manifest.tensors if self._manifest is not None else ():
             if fits(record, self._stored):
                 tensor = block(record, self._stored)
@@ -217,7 +215,7 @@ class _ManifestReader:
             self._changed.append(problem)
 
     def result(self) -> ManifestCheck | None:
-        """When the tasks are done; None without a manifest."""
+        """The result after all tasks; None without a manifest."""
         if self._manifest is None:
             return None
         problems = [*header_problems(self._manifest, self._stored), *sorted(self._changed)]

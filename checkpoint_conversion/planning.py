@@ -1,41 +1,46 @@
-"""What a conversion will do, decided from the headers alone before a byte is written."""
+"""The plan of a conversion, from headers alone, and the fingerprint that ``resume`` checks."""
 
 from __future__ import annotations
 
-import re
+import hashlib
+import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from checkpoint_conversion import __version__
+from checkpoint_conversion.checkpoint_folder import weights_folder
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Checkpoint, Entry, Part, TargetOptions, Writer
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import duplicates
+from checkpoint_conversion.mapping import count_parameters, without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
-# Parts are at least so large, and at most half of the largest tensor if that is more: then several
+# Target size of a part: 64 MiB, or half of the largest tensor if that is more. Several parts then
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """Everything that is known of a conversion before it starts.
+    """What a conversion will write, decided before it starts.
 
     Attributes:
         checkpoint: The source.
-        writer: Of the target.
-        parts: What is written, in order.
-        left_out: Stored tensors that the target will not have: name -> why.
+        writer: The writer of the target.
+        parts: The parts of the target, in the order they are written.
+        left_out: Stored tensors that the target will not have: name -> reason.
         notes: What a user should know, one line each.
-        parameters: Of the model, every weight counted once.
-        dtypes: Bytes of the target by dtype.
-        largest: Bytes of the largest tensor, of the model or in the target.
+        parameters: Number of the model's weights, each counted once.
+        dtypes: Size of the target in bytes, by dtype.
+        largest: Size in bytes of the largest tensor of the model or the target.
     """
 
     checkpoint: Checkpoint
@@ -49,12 +54,12 @@ class ConversionPlan:
 
     @property
     def entries(self) -> list[Entry]:
-        """Of all parts."""
+        """The entries of all parts."""
         return [entry for part in self.parts for entry in part.entries]
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors of the target."""
+        """Size of the target's tensors in bytes."""
         return sum(self.dtypes.values())
 
 
@@ -95,33 +100,32 @@ def plan_conversion(
     entries = [entry for part in parts for entry in part.entries]
     _check_parts(parts)
     _check_all_written(tensors, entries)
-    copies = duplicates(config)
     return ConversionPlan(
         checkpoint=checkpoint,
         writer=writer,
         parts=tuple(parts),
         left_out=left_out,
         notes=notes,
-        parameters=sum(_numel(t) for name, t in tensors.items() if name not in copies),
+        parameters=count_parameters({name: t.shape for name, t in tensors.items()}, config),
         dtypes=dict(_bytes_by_dtype(entries)),
         largest=max(largest, *(entry.tensor.nbytes for entry in entries)),
     )
 
 
 def dtype_notes(checkpoint: Checkpoint) -> list[str]:
-    """Tensors in float64, which no released model has."""
+    """A note about tensors in float64, if there are any: no released model has them."""
     wide = [name for name, t in checkpoint.stored.items() if t.dtype == torch.float64]
     announced = checkpoint.config.dtype
     if not wide or announced == torch.float64:
         return []
-    model = "" if announced is None else f" in a {str(announced).removeprefix('torch.')} model"
+    model = "" if announced is None else f" in a {dtype_name(announced)} model"
     return [f"{len(wide)} tensors are float64{model} (the first: {wide[0]}); --dtype rounds them"]
 
 
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """A weight in another dtype; the routing's correction bias keeps its own.
+    """A weight in another dtype.
 
-    A rounded bias sends tokens to other experts.
+    The routing's correction bias keeps its dtype, because a rounded one selects other experts.
     """
     if name.endswith("e_score_correction_bias"):
         return tensor
@@ -134,13 +138,8 @@ def _without_mtp(
     if not config.mtp_layers:
         notes.append("--exclude-mtp: there are no MTP layers to leave out")
         return dict(tensors), config
-    kept = {}
-    for name, tensor in tensors.items():
-        match = _LAYER.match(name)
-        if match is None or int(match[1]) < config.num_layers:
-            kept[name] = tensor
     notes.append(f"MTP layers left out: {config.mtp_layers} (--exclude-mtp)")
-    return kept, config.with_mtp_layers(0)
+    return without_mtp_layers(tensors, config), config.with_mtp_layers(0)
 
 
 def _check_all_read(stored: Mapping[str, LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
@@ -162,7 +161,7 @@ def _check_all_written(tensors: Mapping[str, LazyTensor], entries: Iterable[Entr
 
 
 def _check_parts(parts: Sequence[Part]) -> None:
-    """Every part, and every block of a tensor, is there once."""
+    """Refuse a plan with two parts, or two blocks of a tensor, of the same name."""
     names = Counter(part.name for part in parts)
     blocks = Counter((entry.key, entry.offset) for part in parts for entry in part.entries)
     twice = [str(what) for counter in (names, blocks) for what, n in counter.items() if n > 1]
@@ -180,9 +179,61 @@ def _leaves(tensors: Iterable[LazyTensor]) -> set[str]:
 def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
     counter: Counter[str] = Counter()
     for entry in entries:
-        counter[str(entry.tensor.dtype).removeprefix("torch.")] += entry.tensor.nbytes
+        counter[dtype_name(entry.tensor.dtype)] += entry.tensor.nbytes
     return counter
 
 
-def _numel(tensor: LazyTensor) -> int:
-    return tensor.nbytes // tensor.dtype.itemsize
+def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:
+    """What the result of a conversion depends on, as JSON; equal fingerprints allow resuming.
+
+    Args:
+        plan: The plan of the conversion.
+        options: Options of the target, as the user gave them.
+        hf_config: The config.json that the user gave, if any.
+    """
+    source = plan.checkpoint.path
+    given = hf_config.read_bytes() if hf_config is not None else b""
+    return {
+        "tool version": __version__,
+        "source": str(source.resolve()),
+        "source file": source_files(source),
+        "--hf-config": hashlib.sha256(given).hexdigest(),
+        "format": plan.writer.format,
+        "option": options_as_json(options),
+        "part": {part.name: checksum_of(_entries(part)) for part in plan.parts},
+    }
+
+
+def options_as_json(options: TargetOptions) -> dict:
+    """The options of a target as JSON fields; dtypes by name."""
+    fields = asdict(options)
+    if options.dtype is not None:
+        fields["dtype"] = dtype_name(options.dtype)
+    return fields | (fields.pop("layout") or {})
+
+
+def source_files(path: Path) -> dict[str, list[int]]:
+    """Size and modification time of every file of a checkpoint, by relative path."""
+    folder = weights_folder(path)
+    result = {}
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted(files):
+            file = Path(root, name)
+            if file.exists():
+                status = file.stat()
+                relative = file.relative_to(folder).as_posix()
+                result[relative] = [status.st_size, status.st_mtime_ns]
+    return result
+
+
+def checksum_of(document: dict | list) -> str:
+    """SHA-256 of a JSON document, in hex."""
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()
+
+
+def _entries(part: Part) -> list:
+    return [
+        (entry.key, entry.offset, entry.tensor.shape, str(entry.tensor.dtype))
+        for entry in part.entries
+    ]

@@ -1,4 +1,4 @@
-"""What a user sees while a conversion runs."""
+"""Progress of a conversion: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _INTERVAL = 10.0
 
 
 class Reporter:
-    """Receives what happens; this one says nothing. Threads may call it."""
+    """Receives progress from several threads; this base class ignores it."""
 
     def start(self, total: int, done: int) -> None:
         """Begin.
 
         Args:
             total: Bytes of the whole conversion.
-            done: Bytes that an earlier, interrupted conversion has written.
+            done: Bytes that are written already, when resuming.
         """
 
     def advance(self, nbytes: int) -> None:
-        """``nbytes`` more have been written."""
+        """Count ``nbytes`` more as written."""
 
     def say(self, text: str) -> None:
-        """Tell the user something."""
+        """Print a message."""
 
     def finish(self) -> None:
         """End, after success or failure."""
 
 
 class LineReporter(Reporter):
-    """A line now and then, for logs.
+    """Prints a line every 10 seconds, for logs.
 
     Args:
-        stream: Where to.
+        stream: Stream to print to.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -110,14 +110,14 @@ class BarReporter(Reporter):
 
 
 def reporter_for(stream: TextIO | None = None) -> Reporter:
-    """A bar on a terminal, lines elsewhere, and where rich is not installed; None is stderr."""
+    """A bar on a terminal if rich is installed, lines otherwise; ``stream`` None is stderr."""
     stream = stream or sys.stderr
     bar = stream.isatty() and importlib.util.find_spec("rich") is not None
     return BarReporter(stream) if bar else LineReporter(stream)
 
 
 def format_bytes(count: float) -> str:
-    """For people, in powers of 1000: ``"1.5 GB"``."""
+    """A size with a unit, in powers of 1000: ``"1.5 GB"``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

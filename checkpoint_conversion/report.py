@@ -1,36 +1,36 @@
-"""What a conversion did, or would do, for people and for scripts."""
+"""Report of a conversion or of a dry run, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_conversion.formats.base import Entry
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.manifest import TensorRecord
 from checkpoint_conversion.planning import ConversionPlan
 from checkpoint_conversion.progress import format_bytes
 
-# Lines of warnings that fit on a screen beside the rest; --json has all of them.
-_WARNINGS_SHOWN = 10
+# Lines of one list that are printed; --json has all of them.
+_LINES_SHOWN = 10
 _KINDS = {"nan": "NaN", "infinite": "infinite"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """What a conversion did, or would do.
+    """Report of a conversion, or of a dry run.
 
     Attributes:
-        plan: What was to be done.
-        target: Where.
-        resumed_parts: Parts that an interrupted conversion had left.
+        plan: The plan of the conversion.
+        target: Folder of the target.
+        resumed_parts: Number of parts that an interrupted conversion had finished.
         fp8_errors: See :func:`worst_errors`.
         not_finite: Records of tensors that hold values that are not finite.
-        seconds: From opening the source to the target's rename.
-        bytes_written: Of weights, by this run alone.
-        peak_rss: Bytes; of the process.
-        dry_run: Nothing was written.
+        seconds: Time from opening the source to the target's rename.
+        bytes_written: Size of the weights that this run wrote, without resumed parts.
+        peak_rss: Peak resident memory of the process in bytes.
+        dry_run: Whether nothing was written.
     """
 
     plan: ConversionPlan
@@ -45,16 +45,16 @@ class ConversionReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of this run."""
+        """Throughput of this run."""
         return self.bytes_written / self.seconds if self.seconds else 0.0
 
     @property
     def tensors(self) -> int:
-        """Of the target; the blocks of a tensor count as one."""
+        """Number of tensors in the target; the blocks of a tensor count as one."""
         return len({entry.key for entry in self.plan.entries})
 
     def as_json(self) -> dict:
-        """One document; of a dry run, with the whole plan."""
+        """One JSON document; for a dry run, with the whole plan."""
         plan = self.plan
         document = {
             "command": "convert",
@@ -81,7 +81,7 @@ class ConversionReport:
         return document | {"plan": plan_as_json(plan)} if self.dry_run else document
 
     def lines(self) -> Iterator[str]:
-        """A table for people; of a dry run, the whole plan below it."""
+        """A table; for a dry run, with the whole plan below it."""
         yield from table(self._rows())
         if self.dry_run:
             yield ""
@@ -123,43 +123,34 @@ class ConversionReport:
             yield "FP8 errors", f"in {errors['tensors']:,} tensors, relative to each; at most"
             yield "FP8 errors", f"{errors['max']:.2e} of the largest value, in {errors['max_in']}"
             yield "FP8 errors", f"{errors['rms']:.2e} root mean square, in {errors['rms_in']}"
-        yield from self._warnings()
+        what = "tensors hold values not finite (--strict-values refuses them)"
+        yield from counted_rows("WARNING", what, [not_finite_line(r) for r in self.not_finite])
         for note in plan.notes:
             yield "notes", note
 
-    def _warnings(self) -> Iterator[tuple[str, str]]:
-        if not self.not_finite:
-            return
-        number = len(self.not_finite)
-        yield "WARNING", f"{number:,} tensors hold values not finite (--strict-values refuses them)"
-        for record in self.not_finite[:_WARNINGS_SHOWN]:
-            yield "WARNING", f"  {not_finite_line(record)}"
-        if number > _WARNINGS_SHOWN:
-            yield "WARNING", f"  ... and {number - _WARNINGS_SHOWN:,} more (--json)"
-
 
 def not_finite_line(record: TensorRecord) -> str:
-    """Which tensor holds how many values that are not finite."""
+    """A tensor's name and how many of its values are not finite."""
     counts = record.not_finite or {}
     values = " and ".join(f"{count:,} {_KINDS[kind]}" for kind, count in counts.items())
     return f"{record.place}: {values}"
 
 
 def plan_lines(plan: ConversionPlan) -> Iterator[str]:
-    """Every part of the target, and every tensor in it with the source tensors it is made of."""
+    """The plan as text: each part, and each tensor in it with the source tensors it is made of."""
     for part in plan.parts:
         yield f"{part.name}: {len(part.entries)} tensors, {format_bytes(part.nbytes)}"
         for entry in part.entries:
             at = "" if entry.offset is None else f" at {list(entry.offset)}"
             sources = " + ".join(sorted(entry.tensor.leaves)) or "zeros"
-            shape, dtype = list(entry.tensor.shape), dtype_name(entry)
+            shape, dtype = list(entry.tensor.shape), dtype_name(entry.tensor.dtype)
             yield f"  {entry.key}{at} {shape} {dtype} <- {sources}"
     for name, reason in plan.left_out.items():
         yield f"left out: {name} ({reason})"
 
 
 def plan_as_json(plan: ConversionPlan) -> list[dict]:
-    """The same for scripts."""
+    """The plan as JSON, with the content of :func:`plan_lines`."""
     return [
         {
             "name": part.name,
@@ -169,7 +160,7 @@ def plan_as_json(plan: ConversionPlan) -> list[dict]:
                     "key": entry.key,
                     "offset": entry.offset,
                     "shape": entry.tensor.shape,
-                    "dtype": dtype_name(entry),
+                    "dtype": dtype_name(entry.tensor.dtype),
                     "sources": sorted(entry.tensor.leaves),
                 }
                 for entry in part.entries
@@ -180,11 +171,12 @@ def plan_as_json(plan: ConversionPlan) -> list[dict]:
 
 
 def worst_errors(records: Iterable[TensorRecord]) -> dict | None:
-    """How far FP8 is from the values it was made of.
+    """The largest quantisation errors of all tensors that were quantised to FP8.
 
     Returns:
-        ``tensors``, how many were quantised; ``max`` and ``rms``, the largest error of any tensor
-        in either sense; ``max_in`` and ``rms_in``, which tensor that is. None if there are none.
+        ``tensors``, the number of quantised tensors; ``max`` and ``rms``, the largest maximum and
+        root-mean-square error of a tensor; ``max_in`` and ``rms_in``, the names of these tensors.
+        None if no tensor was quantised.
     """
     errors = {record.key: record.fp8_error for record in records if record.fp8_error is not None}
     if not errors:
@@ -197,7 +189,7 @@ def worst_errors(records: Iterable[TensorRecord]) -> dict | None:
 
 
 def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Two columns; a first cell that repeats the one above stays empty."""
+    """Lines of a table of two columns; a name that repeats the one above is left blank."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     last = ""
@@ -206,11 +198,16 @@ def table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
         last = name
 
 
+def counted_rows(name: str, what: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Rows of a table: how many lines there are, and the first of them; none without lines."""
+    if not lines:
+        return
+    yield name, f"{len(lines):,} {what}"
+    yield from ((name, f"  {line}") for line in lines[:_LINES_SHOWN])
+    if len(lines) > _LINES_SHOWN:
+        yield name, f"  ... and {len(lines) - _LINES_SHOWN:,} more (--json)"
+
+
 def describe_layout(layout: Mapping[str, object]) -> str:
-    """On one line."""
+    """A layout as one line of text."""
     return ", ".join(f"{name} {value}" for name, value in layout.items()) or "one layout"
-
-
-def dtype_name(entry: Entry) -> str:
-    """Of an entry's values, e.g. ``"bfloat16"``."""
-    return str(entry.tensor.dtype).removeprefix("torch.")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from checkpoint_conversion.formats import FORMATS
+from absorbed_mla.checkpoint.layout import layout_options
+from absorbed_mla.registry import CHECKPOINT_LAYOUTS
+from checkpoint_conversion.formats import TARGETS
 
 if TYPE_CHECKING:
     from checkpoint_conversion.formats.base import TargetOptions
 
-_ALL = tuple(FORMATS)
-_MEGATRON = ("megatron", "megatron-legacy", "absorbed")
-_STANDARD = ("megatron", "megatron-legacy")
-_DISTRIBUTED = ("megatron", "absorbed")
-_RANKS = ("megatron-legacy",)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
@@ -51,14 +49,14 @@ def byte_count(text: str) -> int:
 
 
 class Flag(NamedTuple):
-    """One option.
+    """One option of ``convert`` that decides how the target is written.
 
     Attributes:
         name: On the command line.
-        field: Of ``TargetOptions``.
-        formats: Of targets that can honour it.
-        accepts: Choices, or what makes a value of the text.
-        help: For people.
+        field: Of ``TargetOptions``, or of its ``layout``.
+        formats: Targets that have the option.
+        accepts: Choices, or the function that makes a value of the text.
+        help: For ``--help``.
     """
 
     name: str
@@ -68,142 +66,101 @@ class Flag(NamedTuple):
     help: str
 
 
-FLAGS = (
-    Flag(
-        "--dtype",
-        "dtype",
-        _ALL,
-        tuple(_DTYPES),
-        "of all weights except the routing's correction bias; default: each keeps its own, and "
-        "FP8 becomes bf16",
-    ),
-    Flag(
-        "--fp8",
-        "fp8",
-        ("hf",),
-        ("float", "ue8m0"),
-        "quantise to FP8 blocks with such scales; default: do not",
-    ),
-    Flag(
-        "--norms",
-        "norms",
-        _MEGATRON,
-        ("fused", "separate"),
-        "fused into the linear layers behind them (TransformerEngine), or modules of their own; "
-        "default: fused for megatron and megatron-legacy, separate for absorbed",
-    ),
-    Flag(
-        "--kv-up",
-        "kv_up",
-        _STANDARD,
-        ("combined", "split"),
-        "K and V up-projections in one tensor (default) or two",
-    ),
-    Flag(
-        "--down",
-        "down",
-        _STANDARD,
-        ("fused", "separate"),
-        "Q and KV down-projections in one tensor or two (default)",
-    ),
-    Flag(
-        "--layers",
-        "layers",
-        _DISTRIBUTED,
-        ("numbered", "stacked"),
-        "a tensor per layer or one for all; default: what Megatron writes for the architecture",
-    ),
-    Flag(
-        "--experts",
-        "experts",
-        _RANKS,
-        ("sequential", "grouped"),
-        "whose names the experts get: one module each (default), or grouped GEMM",
-    ),
-    Flag(
-        "--tensor-model-parallel-size",
-        "tensor_parallel",
-        _RANKS,
-        positive,
-        "ranks that share each layer (default 1)",
-    ),
-    Flag(
-        "--pipeline-model-parallel-size",
-        "pipeline_parallel",
-        _RANKS,
-        positive,
-        "stages that share the layers (default 1)",
-    ),
-    Flag(
-        "--down-projection",
-        "down_projection",
-        _RANKS,
-        ("duplicated", "column-parallel"),
-        "whether each rank has all of the down-projections; default: as --norms implies",
-    ),
-    Flag(
-        "--make-vocab-size-divisible-by",
-        "vocab_multiple",
-        _MEGATRON,
-        positive,
-        "pad the vocabulary with zeros to a multiple of this (times the tensor-parallel size); "
-        "default: 128 for megatron-legacy, no padding otherwise",
-    ),
-    Flag(
-        "--iteration",
-        "iteration",
-        _MEGATRON,
-        positive,
-        "write the checkpoint of this iteration; default: a release",
-    ),
-    Flag(
-        "--max-shard-size",
-        "max_shard_bytes",
-        ("hf", "megatron", "absorbed"),
-        byte_count,
-        "bound on a file of several tensors, such as 5GB; default: what memory allows, which is "
-        "never exceeded",
-    ),
-)
-
-
-def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    """Make a parser know all of them; each is None if it is not given."""
-    group = parser.add_argument_group("how the target is written")
-    for flag in FLAGS:
-        only = "" if flag.formats == _ALL else f" [{', '.join(flag.formats)}]"
-        if callable(flag.accepts):
-            metavar = "SIZE" if flag.accepts is byte_count else "N"
-            group.add_argument(
-                flag.name,
-                dest=flag.field,
-                type=flag.accepts,
-                metavar=metavar,
-                help=flag.help + only,
-            )
-        else:
-            group.add_argument(
-                flag.name, dest=flag.field, choices=flag.accepts, help=flag.help + only
-            )
-
-
-def unfit_flags(args: argparse.Namespace) -> list[str]:
-    """What is wrong with the flags of a command line: the target's format cannot honour them."""
+def flags() -> list[Flag]:
+    """The options of ``convert`` that decide how the target is written."""
+    layouts = layout_options()
+    megatron = ("megatron", "absorbed")
     return [
-        f"{flag.name} is for --to {' or '.join(flag.formats)}, not for {args.to}"
-        for flag in FLAGS
-        if args.to not in flag.formats and getattr(args, flag.field) is not None
+        Flag(
+            "--dtype",
+            "dtype",
+            TARGETS,
+            tuple(_DTYPES),
+            "of all weights except the routing's correction bias; default: each keeps its own, and "
+            "FP8 becomes bf16",
+        ),
+        Flag(
+            "--fp8",
+            "fp8",
+            ("hf",),
+            ("float", "ue8m0"),
+            "quantise to FP8 blocks with such scales; default: do not",
+        ),
+        *(
+            Flag(
+                f"--{one.option.replace('_', '-')}",
+                one.option,
+                megatron if one.in_absorbed else ("megatron",),
+                layouts[one.option],
+                one.help,
+            )
+            for one in {one.option: one for one in CHECKPOINT_LAYOUTS}.values()
+        ),
+        Flag(
+            "--layers",
+            "layers",
+            megatron,
+            ("numbered", "stacked"),
+            "a tensor per layer or one for all; default: what Megatron writes for the architecture",
+        ),
+        Flag(
+            "--make-vocab-size-divisible-by",
+            "vocab_multiple",
+            megatron,
+            positive,
+            "pad the vocabulary with zeros to a multiple of this; default: no padding",
+        ),
+        Flag(
+            "--iteration",
+            "iteration",
+            megatron,
+            positive,
+            "write the checkpoint of this iteration; default: a release",
+        ),
+        Flag(
+            "--max-shard-size",
+            "max_shard_bytes",
+            TARGETS,
+            byte_count,
+            "bound on a file of several tensors, such as 5GB; default: what memory allows, which "
+            "is never exceeded",
+        ),
     ]
 
 
 def target_options(args: argparse.Namespace) -> TargetOptions:
-    """What the flags of a command line ask for."""
+    """The target's options of a command line."""
     import torch
 
     from checkpoint_conversion.formats.base import TargetOptions
 
-    fields = {flag.field: getattr(args, flag.field) for flag in FLAGS}
-    given = {name: value for name, value in fields.items() if value is not None}
+    values = {flag.field: getattr(args, flag.field) for flag in flags()}
+    given = {name: value for name, value in values.items() if value is not None}
     if "dtype" in given:
         given["dtype"] = getattr(torch, _DTYPES[given["dtype"]])
-    return TargetOptions(**given)
+    known = {field.name for field in dataclasses.fields(TargetOptions)}
+    layout = {name: value for name, value in given.items() if name not in known}
+    return TargetOptions(
+        **{name: value for name, value in given.items() if name in known}, layout=layout or None
+    )
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """Make a parser know the target's options; each is None if it is not given."""
+    group = parser.add_argument_group("how the target is written")
+    for flag in flags():
+        only = "" if flag.formats == TARGETS else f" [{', '.join(flag.formats)}]"
+        accepts: dict[str, Any] = {"choices": flag.accepts}
+        if callable(flag.accepts):
+            metavar = "SIZE" if flag.accepts is byte_count else "N"
+            accepts = {"type": flag.accepts, "metavar": metavar}
+        group.add_argument(flag.name, dest=flag.field, help=flag.help + only, **accepts)
+
+
+def unfit_flags(args: argparse.Namespace) -> list[str]:
+    """Options that the target's format does not have, one line each."""
+    return [
+        f"{flag.name} is for --to {' or '.join(flag.formats)}, not for {args.to}"
+        for flag in flags()
+        if args.to not in flag.formats and getattr(args, flag.field) is not None
+    ]

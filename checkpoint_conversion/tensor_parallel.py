@@ -1,11 +1,11 @@
-"""How tensor-parallel ranks share each tensor of a Megatron model, by its name."""
+"""How tensor-parallel ranks split each tensor of a Megatron model, by its name."""
 
 from __future__ import annotations
 
 import re
 
 from checkpoint_conversion import layouts, mapping_table
-from checkpoint_conversion.split_rules import (
+from checkpoint_conversion.transforms import (
     COLUMNS,
     GATED_ROWS,
     REPLICATED,
@@ -26,20 +26,19 @@ __all__ = [
 
 _PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
 _RULES = {
-    **{
-        row.megatron: row.split
-        for row in (*mapping_table.MODEL, *mapping_table.LAYER, *mapping_table.MTP)
-    },
-    **layouts.SPLIT,
+    row.megatron: row.split
+    for row in (*mapping_table.MODEL, *mapping_table.LAYER, *mapping_table.MTP)
 }
 
 
 def tensor_parallel_rule(name: str) -> Rule | None:
-    """How ranks share the tensor called ``name``, in any layout; None for an unknown name.
+    """How ranks split the tensor called ``name``, in any layout; None for an unknown name.
 
-    Down-projections are replicated here, as TransformerEngine's layers have them; ranks with local
-    layers cut their rows instead.
+    Down-projections count as replicated, as in TransformerEngine's layers; local layers split their
+    rows instead.
     """
     prefix = _PREFIX.match(name)
     inner = name[prefix.end() :] if prefix else name
-    return _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))
+    rule = _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))
+    # Weights that a layout renames, joins or splits are shared like those of the table.
+    return rule or _RULES.get(layouts.default_name(inner) or "")

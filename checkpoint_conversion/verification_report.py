@@ -1,31 +1,26 @@
-"""What a verification found, for people and for scripts."""
+"""Report of a verification, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 
+from checkpoint_conversion.comparison import ManifestCheck, TensorDifference
 from checkpoint_conversion.logit_comparison import LogitComparison
-from checkpoint_conversion.manifest_check import ManifestCheck
 from checkpoint_conversion.progress import format_bytes
-from checkpoint_conversion.report import table
-from checkpoint_conversion.tensor_comparison import TensorDifference
-
-# Names of a kind that are printed; --json has all of them.
-_SHOWN = 10
+from checkpoint_conversion.report import counted_rows, table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two checkpoints.
+    """One of the compared checkpoints.
 
     Attributes:
-        path: As it was given.
+        path: As the user gave it.
         format: Name of the format.
-        checksum: Of the whole model by its Hugging Face names: the same whatever format holds it.
-            None if its tensors were not compared.
-        manifest: Comparison with its manifest; None if it has none.
+        checksum: Checksum of the model's tensors under their Hugging Face names, which does not
+            depend on the format. None if not all tensors were compared.
+        manifest: Result of the comparison with its manifest; None if it has none.
     """
 
     path: str
@@ -36,23 +31,23 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport:
-    """What a verification found.
+    """Result of comparing two checkpoints with each other, and each with its manifest.
 
     Attributes:
-        sides: The checkpoints.
-        tensors: Tensors of the model that both hold, in the same shape.
-        nbytes: That were read and compared, of both and of what manifests list.
-        only_in_a: Tensors that B does not hold.
-        only_in_b: Tensors that A does not hold.
-        configs: What their configs say differently about the model: field -> in A and in B.
-        shapes: Shapes in A and in B of tensors that have different ones.
+        sides: The checkpoints, A and B, or A alone.
+        tensors: Number of tensors that both have in the same shape.
+        nbytes: Bytes that were read.
+        only_in_a: Names of tensors that B does not have.
+        only_in_b: Names of tensors that A does not have.
+        configs: Fields of the model's config that differ: name -> values in A and B.
+        shapes: Tensors whose shapes differ: name -> shapes in A and B.
         differences: Tensors whose dtypes or bits differ, the worst first.
-        left_out: Tensors that were not to be compared: name -> why.
-        logits: How far the predictions are apart; None if they were not compared.
+        left_out: Tensors that were not compared: name -> reason.
+        logits: Comparison of the predictions; None if they were not compared.
         notes: What a user should know, one line each.
         tolerance: Largest relative error of a tensor that is accepted.
         logits_tolerance: Largest relative error of the logits that is accepted.
-        seconds: That it took.
+        seconds: Time of the verification.
     """
 
     sides: tuple[Side, ...]
@@ -72,14 +67,14 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """Whether both are the same model, bit for bit, and are what their manifests say."""
+        """Whether all tensors are equal bit for bit, and match the manifests."""
         return self._same_structure and not self.differences and self._manifests_match
 
     @property
     def accepted(self) -> bool:
-        """Whether nothing is wrong beyond the tolerances.
+        """Whether all differences are within the tolerances.
 
-        Tensors of another dtype are accepted if a tolerance above zero is given.
+        Tensors of different dtypes are accepted only with a tolerance above zero.
         """
         close = all(
             self.tolerance > 0 and not d.not_finite and d.max_rel <= self.tolerance
@@ -97,7 +92,7 @@ class VerificationReport:
         return all(side.manifest is None or side.manifest.matches for side in self.sides)
 
     def as_json(self) -> dict:
-        """One document."""
+        """One JSON document."""
         return {
             "command": "verify",
             "equal": self.equal,
@@ -106,7 +101,7 @@ class VerificationReport:
         }
 
     def lines(self) -> Iterator[str]:
-        """A table for people."""
+        """A table."""
         yield from table(self._rows())
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -129,7 +124,7 @@ class VerificationReport:
     def _manifest_rows(name: str, manifest: ManifestCheck) -> Iterator[tuple[str, str]]:
         if manifest.matches:
             yield name, f"as its manifest says: {manifest.records:,} checksums"
-        yield from _some(name, "not as its manifest says", manifest.problems)
+        yield from counted_rows(name, "not as its manifest says", manifest.problems)
 
     def _tensor_rows(self) -> Iterator[tuple[str, str]]:
         yield "compared", f"{self.tensors:,} tensors"
@@ -139,12 +134,12 @@ class VerificationReport:
             reasons = ", ".join(sorted(set(self.left_out.values())))
             yield "left out", f"{len(self.left_out):,} tensors: {reasons}"
         configs = [f"{name}: {a!r} in A, {b!r} in B" for name, (a, b) in self.configs.items()]
-        yield from _some("configs differ", "fields", configs)
-        yield from _some("only in A", "tensors", self.only_in_a)
-        yield from _some("only in B", "tensors", self.only_in_b)
+        yield from counted_rows("configs differ", "fields", configs)
+        yield from counted_rows("only in A", "tensors", self.only_in_a)
+        yield from counted_rows("only in B", "tensors", self.only_in_b)
         shapes = [f"{name}: {a} in A, {b} in B" for name, (a, b) in self.shapes.items()]
-        yield from _some("shapes differ", "tensors", shapes)
-        yield from _some("differ", "tensors", [_described(d) for d in self.differences])
+        yield from counted_rows("shapes differ", "tensors", shapes)
+        yield from counted_rows("differ", "tensors", [_described(d) for d in self.differences])
         rounded = [d.rounded for d in self.differences if d.rounded is not None]
         if rounded:
             count = f"{sum(rounded):,} of {len(rounded):,} tensors of another dtype"
@@ -168,16 +163,6 @@ class VerificationReport:
         if self.equal:
             return f"same tensors, but logits differ by more than {self.logits_tolerance:g}"
         return "DIFFERENT"
-
-
-def _some(name: str, what: str, lines: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
-    """A count, and the first few lines."""
-    if not lines:
-        return
-    yield name, f"{len(lines):,} {what}"
-    yield from ((name, f"  {line}") for line in islice(lines, _SHOWN))
-    if len(lines) > _SHOWN:
-        yield name, f"  ... and {len(lines) - _SHOWN:,} more (--json)"
 
 
 def _described(difference: TensorDifference) -> str:

@@ -1,7 +1,8 @@
-"""Weights of a whole model to and from Megatron's distributed checkpoints, whoever wrote them.
+"""Weights of a whole model to and from Megatron's distributed checkpoints.
 
-Standard and absorbed models differ in a few names only, because the same norm is a module of its
-own in local layers and part of a linear layer in TransformerEngine's.
+Standard and absorbed models write the same tensors. Only the names of norms differ between
+backends: a norm is a module of its own in local layers and part of a linear layer in
+TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import nn
 
-from absorbed_mla.checkpoint.state_dict import FUSED_NORMS
-
-# Name in local layers -> name in TransformerEngine's fused layers, as suffixes of a key.
-NORM_NAMES = {**FUSED_NORMS, "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+from absorbed_mla.checkpoint.layout import Layout
+from absorbed_mla.checkpoint.names import ATTENTION, INPUT_NORM
+from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 
 
 def load_model_weights(
@@ -40,8 +40,8 @@ def load_model_weights(
     Args:
         model: A Megatron model (or part of one, under the same names), not wrapped for DDP.
         checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote. Optimizer states in it are
-            left alone.
-        ignore: Beginnings of the checkpoint's names that the model is not to have, e.g. ``"mtp."``.
+            not read.
+        ignore: Prefixes of tensors in the checkpoint that the model need not have, e.g. ``"mtp."``.
 
     Raises:
         ValueError: If the folder is no distributed checkpoint, or weights are missing, of other
@@ -94,15 +94,15 @@ def save_model_weights(
     Raises:
         ValueError: If ``norm_names`` is unknown.
     """
-    if norm_names not in (None, "local", "transformer_engine"):
-        raise ValueError(
-            f"norm_names must be None, 'local' or 'transformer_engine'; got {norm_names!r}"
-        )
+    backends = {one.backend: one for one in CHECKPOINT_LAYOUTS if one.backend is not None}
+    if norm_names not in (None, "local", *backends):
+        accepted = " or ".join(map(repr, ("local", *backends)))
+        raise ValueError(f"norm_names must be None, {accepted}; got {norm_names!r}")
     entries = model_sharded_state_dict(model)
     if norm_names is not None:
         for entry in nested_values(entries):
             if isinstance(entry, ShardedBase):
-                entry.key = _renamed(entry.key, fused=norm_names == "transformer_engine")
+                entry.key = _renamed(entry.key, backends.get(norm_names))
     dist_checkpointing.save(entries, str(checkpoint_dir))
 
 
@@ -110,20 +110,35 @@ def _extra_states(model: nn.Module) -> dict[str, None]:
     return {key: None for key in model.state_dict() if key.endswith("_extra_state")}
 
 
-def _renamed(key: str, fused: bool) -> str:
-    for local, te in NORM_NAMES.items():
-        old, new = (local, te) if fused else (te, local)
-        if key.endswith(old):
-            return key.removesuffix(old) + new
+def _renamed(key: str, layout: Layout | None) -> str:
+    """The name that a tensor has in the layers of a layout's backend; None: in local layers."""
+    for one in CHECKPOINT_LAYOUTS:
+        for default, name in _norm_names(one).items():
+            if key.endswith(name):
+                key = key.removesuffix(name) + default
+    for default, name in _norm_names(layout).items():
+        if key.endswith(default):
+            key = key.removesuffix(default) + name
     return key
+
+
+def _norm_names(layout: Layout | None) -> dict[str, str]:
+    """Ends of keys: in local layers -> in the layers of a layout's backend."""
+    if layout is None or layout.backend is None:
+        return {}
+    return {
+        rename.default.removeprefix(ATTENTION): rename.name.removeprefix(ATTENTION)
+        for rename in layout.renames
+        # Fused only with fused down-projections, which no distributed checkpoint of MLA has.
+        if rename.default != INPUT_NORM
+    }
 
 
 def _name_in(saved: dict[str, tuple], key: str) -> str:
     """The name under which ``key``'s tensor is saved; ``key`` itself where it is not."""
-    for candidate in (key, _renamed(key, fused=True), _renamed(key, fused=False)):
-        if candidate in saved:
-            return candidate
-    return key
+    layouts = (None, *(one for one in CHECKPOINT_LAYOUTS if one.backend is not None))
+    candidates = (key, *(_renamed(key, layout) for layout in layouts))
+    return next((candidate for candidate in candidates if candidate in saved), key)
 
 
 def _check_complete(

@@ -1,33 +1,45 @@
-"""What happens around ``load_state_dict`` of an attention: conversion before, explanation after."""
+"""Hooks of ``load_state_dict``: convert the layout before it, explain misfits after it."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from absorbed_mla.checkpoint.layout import MegatronLayout
+from absorbed_mla.checkpoint.names import ATTENTION, EXTRA_STATE, INPUT_NORM_FUSED
 from absorbed_mla.checkpoint.parameter_marks import replaces_parameters, separate_storages
 from absorbed_mla.checkpoint.state_dict import (
-    EXTRA_STATE,
-    FUSED_INPUT_NORM,
-    StandardLayout,
     input_norm_error,
+    recognise_layout,
     to_absorbed_state_dict,
 )
+from absorbed_mla.dims import MLADims
 
 
-class StandardLayoutHooks:
-    """Lets an attention load every layout that ``state_dict.py`` knows.
+def register_load_hooks(attention: nn.Module, dims: MLADims) -> None:
+    """Let an attention load every layout of ``layouts/``, and say what does not fit it.
 
-    Misshapen keys raise at once. Whether missing and extra ones are errors is the caller's choice
-    (``strict``), of which torch tells its hooks nothing; the keys that torch reports are made to
-    explain themselves instead.
+    Args:
+        attention: Of this package's layout.
+        dims: Its dimensions.
+    """
+    hooks = _LoadHooks(dims)
+    attention.register_load_state_dict_pre_hook(hooks.convert)
+    attention.register_load_state_dict_post_hook(hooks.explain)
+
+
+class _LoadHooks:
+    """The hooks of one attention, and what the first finds out for the second.
+
+    Misshapen keys raise at once. Whether missing and unexpected keys are errors depends on the
+    caller's ``strict``, which torch does not tell its hooks; therefore the keys that torch reports
+    carry their explanation with them.
     """
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, dims: MLADims) -> None:
+        self._dims = dims
         self._prefix = ""
-        self._layout: StandardLayout | None = None
+        self._layout: MegatronLayout | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        attention.register_load_state_dict_pre_hook(self.convert)
-        attention.register_load_state_dict_post_hook(self.explain)
 
     def convert(self, module, state_dict, prefix, metadata, *_torch_internals) -> None:
         """Rewrite the state dict in place.
@@ -36,10 +48,10 @@ class StandardLayoutHooks:
             ValueError: Naming misshapen keys, both shapes and the recognised layout.
         """
         names = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
-        self._prefix, self._layout = prefix, StandardLayout.recognise(names)
-        if FUSED_INPUT_NORM in names:
+        self._prefix, self._layout = prefix, recognise_layout(names)
+        if INPUT_NORM_FUSED.removeprefix(ATTENTION) in names:
             raise input_norm_error(prefix)
-        converted = to_absorbed_state_dict(state_dict, module.dims, prefix) if names else {}
+        converted = to_absorbed_state_dict(state_dict, self._dims, prefix) if names else {}
         state_dict.clear()
         state_dict.update(converted)
         if replaces_parameters(metadata):
@@ -79,7 +91,7 @@ class StandardLayoutHooks:
 
 
 class ExplainedKey(str):
-    """A state-dict key that is itself, but explains itself where a message formats it."""
+    """A state-dict key, equal to the plain string, that an f-string shows with an explanation."""
 
     explanation: str
 

@@ -1,7 +1,8 @@
-"""The host's marks on parameters, kept where ``load_state_dict`` puts other tensors in their place.
+"""Keeping Megatron's attributes of parameters when ``load_state_dict`` replaces the parameters.
 
-Megatron writes on a parameter how its gradient is reduced (``sequence_parallel``, ``allreduce``,
-``tensor_model_parallel``, ...). ``assign=True`` makes new parameters, and torch copies no marks.
+Megatron sets attributes on a parameter that say how its gradient is reduced
+(``sequence_parallel``, ``allreduce``, ``tensor_model_parallel``, ...), here called marks. With
+``assign=True`` torch makes new parameters and does not copy them.
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Whoever wrote these holds the parameter itself: DistributedDataParallel, the optimizer.
+# Set by DistributedDataParallel and the optimizer, which hold the parameter itself.
 _HELD_BY_OTHERS = ("main_grad", "main_param")
 
 
-class ParameterMarks:
-    """Lets every layer of a module keep its parameters' marks.
+def keep_parameter_marks(module: nn.Module) -> None:
+    """Let every layer of a module keep its parameters' marks when a state dict is loaded.
 
-    Raises:
-        ValueError: When a state dict is loaded with ``assign=True`` after DistributedDataParallel
-            or an optimizer took the parameters, which would go on with the old ones.
+    Loading with ``assign=True`` then raises ValueError once DistributedDataParallel or an optimizer
+    holds the parameters: they would go on with the old ones.
     """
+    hooks = _MarkHooks()
+    for layer in module.modules():
+        if layer._parameters:
+            layer.register_load_state_dict_pre_hook(hooks.remember)
+            layer.register_load_state_dict_post_hook(hooks.restore)
 
-    def __init__(self, module: nn.Module) -> None:
+
+class _MarkHooks:
+    """Carries the marks of a layer from before loading to after it."""
+
+    def __init__(self) -> None:
         self._marks: dict[int, dict[str, dict[str, Any]]] = {}
-        for layer in module.modules():
-            if layer._parameters:
-                layer.register_load_state_dict_pre_hook(self.remember)
-                layer.register_load_state_dict_post_hook(self.restore)
 
     def remember(self, layer: nn.Module, state_dict, prefix, metadata, *_torch_internals) -> None:
         """Before loading."""
@@ -52,7 +57,7 @@ class ParameterMarks:
 
 
 def replaces_parameters(metadata: dict) -> bool:
-    """Whether ``load_state_dict`` puts tensors in place of parameters, by what it tells hooks."""
+    """Whether ``load_state_dict`` replaces parameters, going by the metadata that its hooks get."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     return swaps or bool(metadata.get("assign_to_params_buffers"))
 
@@ -60,7 +65,7 @@ def replaces_parameters(metadata: dict) -> bool:
 def separate_storages(state_dict: dict, prefix: str) -> None:
     """Copy the tensors under a prefix that share memory, as the halves of one fused weight do.
 
-    As parameters they would be saved with all of it, each.
+    As parameters, each would keep, and save, the whole memory.
     """
     seen: dict[int, int] = {}
     tensors = {k: v for k, v in state_dict.items() if k.startswith(prefix) and _is_dense(v)}

@@ -1,8 +1,8 @@
 """Distributed-checkpoint entries under the names and shapes that standard MLASelfAttention uses.
 
-On disk there is no absorbed layout: our K and V up-projections are the rows of one
-``linear_kv_up_proj.weight``, optimizer states likewise. Each is written as a grid of row blocks, so
-any tensor-parallel size, and either attention, can read what the other wrote.
+Distributed checkpoints have no layout of our own: the K and V up-projections are the rows of one
+``linear_kv_up_proj.weight``, and so are their optimizer states. Each is written as a grid of row
+blocks, so that any tensor-parallel size, and either attention, can read what the other wrote.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
@@ -18,32 +17,38 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from torch import Tensor
 
-from absorbed_mla.checkpoint.state_dict import COMBINED_KV_UP, EXTRA_STATE, FUSED_NORMS
-
-if TYPE_CHECKING:
-    from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.checkpoint.names import ATTENTION, EXTRA_STATE, KV_UP
+from absorbed_mla.dims import MLADims
+from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 
 
 def standard_sharded_state_dict(
-    attention: AbsorbedMLASelfAttention, own: dict, prefix: str, sharded_offsets: tuple
+    own: dict,
+    prefix: str,
+    sharded_offsets: tuple,
+    *,
+    dims: MLADims,
+    tp_rank: int,
+    fused_norms: bool,
 ) -> dict:
     """Rename and re-shape an attention's sharded state dict to the standard layout.
 
     The dict keeps our names as its keys, so that what is loaded fits ``load_state_dict``; what the
-    checkpoint sees are the names inside the entries. Norms get the names of the backend's standard
-    layers: fused for TransformerEngine, separate for local ones.
+    checkpoint sees are the names inside the entries.
 
     Args:
-        attention: Owner of the parameters.
-        own: What the host's ``sharded_state_dict`` made of them.
+        own: What Megatron's ``sharded_state_dict`` made of the attention's parameters.
         prefix: Prefix of the attention's keys.
-        sharded_offsets: Offsets of the enclosing layers, as the host passes them.
+        sharded_offsets: Offsets of the enclosing layers, as Megatron passes them.
+        dims: Dimensions of the attention.
+        tp_rank: Rank in the attention's tensor-parallel group.
+        fused_norms: Whether the backend's standard layers have their norms fused into the linear
+            layers (TransformerEngine); those fused norms have no extra states.
     """
-    dims = attention.dims
     result = dict(own)
+    combined = prefix + KV_UP.removeprefix(ATTENTION)
     parts = {
         "linear_k_up_proj": (0, dims.qk_nope_head_dim),
         "linear_v_up_proj": (dims.qk_nope_head_dim, dims.v_head_dim),
@@ -51,39 +56,41 @@ def standard_sharded_state_dict(
     for name, (first_row, head_dim) in parts.items():
         key = f"{prefix}{name}.weight"
         result[key] = _kv_up_factory(
-            attention, own[key], prefix + COMBINED_KV_UP, first_row, head_dim, sharded_offsets
+            own[key], combined, first_row, head_dim, sharded_offsets, dims=dims, tp_rank=tp_rank
         )
     # Standard layers keep one (empty) extra state for the combined up-projection.
     extra = result[prefix + "linear_kv_down_proj" + EXTRA_STATE]
     key = prefix + "linear_kv_up_proj" + EXTRA_STATE
     result[key] = replace(extra, key=key, data=None)
-    if not isinstance(attention.linear_proj, RowParallelLinear):
-        # TransformerEngine's standard layers have the norms fused, without extra states.
-        for ours, fused in FUSED_NORMS.items():
-            if prefix + ours in result:
-                result[prefix + ours] = replace(result[prefix + ours], key=prefix + fused)
-            result.pop(prefix + ours.removesuffix(".weight") + EXTRA_STATE, None)
+    if fused_norms:
+        for rename in CHECKPOINT_LAYOUTS["fused_norms"].renames:
+            ours = prefix + rename.default.removeprefix(ATTENTION)
+            if ours in result:
+                fused = prefix + rename.name.removeprefix(ATTENTION)
+                result[ours] = replace(result[ours], key=fused)
+            result.pop(ours.removesuffix(".weight") + EXTRA_STATE, None)
     return result
 
 
 def _kv_up_factory(
-    attention: AbsorbedMLASelfAttention,
     entry: ShardedTensor,
     key: str,
     first_row: int,
     head_dim: int,
     sharded_offsets: tuple,
+    *,
+    dims: MLADims,
+    tp_rank: int,
 ) -> ShardedTensorFactory:
     """An entry that scatters a parameter's heads into the combined weight, and gathers them back.
 
     A factory rather than a copy: the optimizer applies it to its states as well.
     """
-    dims = attention.dims
     rows_per_head = dims.qk_nope_head_dim + dims.v_head_dim
     # The largest block that tiles K and V rows of every head on one grid.
     block = math.gcd(dims.qk_nope_head_dim, dims.v_head_dim)
     num_blocks = dims.num_heads * rows_per_head // block
-    first_head = attention.pg_collection.tp.rank() * dims.num_heads_per_rank
+    first_head = tp_rank * dims.num_heads_per_rank
     axis = len(sharded_offsets)
 
     def blocks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:

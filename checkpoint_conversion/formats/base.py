@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 # Called with the bytes of every tensor that has been written.
 Progress = Callable[[int], None]
@@ -68,13 +68,9 @@ class TargetOptions:
             own default.
         kv_up: ``"combined"`` or ``"split"``.
         down: ``"separate"`` or ``"fused"`` (one ``linear_qkv_down_proj``).
+        layout: Values of the options of further layouts (``absorbed_mla/checkpoint/layouts``).
         layers: ``"numbered"`` or ``"stacked"`` (one tensor for all layers), None: what Megatron
             writes for the architecture.
-        experts: ``"sequential"`` or ``"grouped"``: which module's names per-rank files have; a
-            distributed checkpoint fits both.
-        tensor_parallel: Ranks that per-rank files are written for.
-        pipeline_parallel: Stages that per-rank files are written for.
-        down_projection: ``"duplicated"`` or ``"column-parallel"``; None: as ``norms`` implies.
         vocab_multiple: The vocabulary is padded with zeros to a multiple of this; None: the
             format's default.
         iteration: Iteration number of a Megatron checkpoint; None writes a release.
@@ -86,11 +82,8 @@ class TargetOptions:
     norms: str | None = None
     kv_up: str = "combined"
     down: str = "separate"
+    layout: Mapping[str, str] | None = None
     layers: str | None = None
-    experts: str = "sequential"
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    down_projection: str | None = None
     vocab_multiple: int | None = None
     iteration: int | None = None
     max_shard_bytes: int | None = None

@@ -19,7 +19,7 @@ from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pai
 from checkpoint_conversion.hugging_face_names import image_tensors, text_name, unstacked
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
 from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json, shown_name
 

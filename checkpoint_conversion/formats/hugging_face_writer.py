@@ -34,7 +34,7 @@ from checkpoint_conversion.fp8 import (
 from checkpoint_conversion.hugging_face_names import stacked, stacks_experts
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.target_folder import sync_path
 
 _POSSIBLE = ("dtype", "fp8", "max_shard_bytes")

@@ -20,10 +20,9 @@ from checkpoint_conversion.formats.legacy_merge import merged_tensors, recognise
 from checkpoint_conversion.formats.legacy_names import experts_kind, mtp_layer_count
 from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, folder_problems, sizes_of
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
-from checkpoint_conversion.layouts import canonical_tensors
+from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face
-from checkpoint_conversion.vocabulary import without_padding
 
 
 class LegacyCheckpoint(Checkpoint):
@@ -71,7 +70,7 @@ class LegacyCheckpoint(Checkpoint):
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         tensors = merged_tensors(self._sharding, self._files, self.stored)
         tensors, _ = without_padding(tensors, self.config.vocab_size)
-        canonical = canonical_tensors(tensors, self._sharding.layout, self.config)
+        canonical = canonical_tensors(tensors, self.config)
         return to_hugging_face(canonical, self.config)
 
     def _make_notes(self) -> list[str]:

@@ -10,12 +10,11 @@ from checkpoint_conversion.formats.legacy_file import RankFile
 from checkpoint_conversion.formats.legacy_names import as_mapped, layer_count, mtp_layer_count
 from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, stages_of
 from checkpoint_conversion.formats.legacy_sharding import EMBEDDING, Sharding, Share
-from checkpoint_conversion.layouts import KV_DOWN, QKV_DOWN, MegatronLayout
+from checkpoint_conversion.layouts import KV_DOWN, QKV_DOWN, MegatronLayout, padded_size
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import check_complete
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import same_values
-from checkpoint_conversion.vocabulary import padded_size
 
 _COPIES = "are copies of one weight, but differ"
 RankFiles = Mapping[Rank, RankFile]

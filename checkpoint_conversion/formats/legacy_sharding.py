@@ -14,14 +14,15 @@ from checkpoint_conversion.layouts import (
     KV_DOWN,
     Q_DOWN,
     QKV_DOWN,
+    VOCABULARY,
     MegatronLayout,
     laid_out_tensors,
+    with_padding,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
 from checkpoint_conversion.mapping import megatron_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import ROWS, Rule, tensor_parallel_rule
-from checkpoint_conversion.vocabulary import VOCABULARY, with_padding
 
 EMBEDDING, OUTPUT = VOCABULARY
 FINAL_NORM = "decoder.final_layernorm.weight"

@@ -31,12 +31,11 @@ from checkpoint_conversion.formats.torch_dist_state import (
     states_in_use,
 )
 from checkpoint_conversion.formats.torch_dist_storage import METADATA, Storage
-from checkpoint_conversion.layouts import KV_UP, MegatronLayout, canonical_tensors
+from checkpoint_conversion.layouts import KV_UP, MegatronLayout, canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.safe_paths import file_inside
-from checkpoint_conversion.vocabulary import without_padding
 
 
 class TorchDistCheckpoint(Checkpoint):
@@ -86,7 +85,7 @@ class TorchDistCheckpoint(Checkpoint):
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         numbered = numbered_tensors(self._weights, self.config)
         tensors, _ = without_padding(numbered, self.config.vocab_size)
-        return to_hugging_face(canonical_tensors(tensors, self._layout, self.config), self.config)
+        return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
 
     def _read_common(
         self, folder: Path, storage: Storage, follow_links: bool, hf_config: Path | None

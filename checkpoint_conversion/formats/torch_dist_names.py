@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor, Shape
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 EXTRA_STATE = "._extra_state"
 # Training state, which is nobody's weight.

@@ -39,13 +39,18 @@ from checkpoint_conversion.formats.torch_dist_state import (
     saved,
     write_common_file,
 )
-from checkpoint_conversion.layouts import KV_UP, MegatronLayout, laid_out_tensors
+from checkpoint_conversion.layouts import (
+    KV_UP,
+    laid_out_tensors,
+    padded_size,
+    target_layout,
+    with_padding,
+)
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.tensor_parallel import GATED_ROWS, tensor_parallel_rule
-from checkpoint_conversion.vocabulary import padded_size, with_padding
 
 # Megatron's own default of --make-vocab-size-divisible-by.
 _VOCAB_MULTIPLE = 128
@@ -65,8 +70,9 @@ class TorchDistWriter(Writer):
 
     def __init__(self, config: ModelConfig, options: TargetOptions, to: str = "megatron") -> None:
         self.config, self.options, self.format = config, options, to
-        norms = options.norms or ("separate" if to == "absorbed" else "fused")
-        self._layout = MegatronLayout(norms=norms, kv_up=options.kv_up, down=options.down)
+        self._layout = target_layout(
+            to, options.norms, kv_up=options.kv_up, down=options.down, **(options.layout or {})
+        )
         # As Megatron does with the arguments that are written: those of MoE models list the layers.
         self._stacked = options.layers == "stacked" or (
             options.layers is None and not any(config.moe_layers)
@@ -204,10 +210,6 @@ class TorchDistWriter(Writer):
         options, problems = self.options, []
         if options.fp8 is not None:
             problems.append(f"--fp8 {options.fp8}: Megatron's weights are not quantised")
-        if (options.tensor_parallel, options.pipeline_parallel) != (1, 1):
-            problems.append("--tensor-model-parallel-size, --pipeline-...: any size can read it")
-        if options.down_projection is not None:
-            problems.append(f"--down-projection {options.down_projection}: any model can read it")
         if self.format == "absorbed" and options.kv_up != "combined":
             problems.append("--kv-up split: the absorbed model stores them combined")
         if self.format == "absorbed" and options.down != "separate":

@@ -57,9 +57,9 @@ MUTATIONS = {
         "yarn_mscale(config.rotary_scaling_factor, config.mscale)",
     ),
     "kv_row_interleave": Mutation(
-        "absorbed_mla/checkpoint/state_dict.py",
-        "return w_uk.flatten(0, 1), w_uv.flatten(0, 1)",
-        "return tuple(weight.split([w_uk.flatten(0, 1).shape[0], w_uv.flatten(0, 1).shape[0]]))",
+        "absorbed_mla/checkpoint/layout.py",
+        "for part, count in zip(by_head.split(one_head, 1), rows)",
+        "for part, count in zip(whole.split(rows, 0), rows)",
     ),
     "k_rope_reduction_sp": Mutation(
         "absorbed_mla/tensor_parallel.py",

@@ -19,7 +19,7 @@ from checkpoint_conversion.formats.base import (
     tensor_record,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.support import in_memory
 
 

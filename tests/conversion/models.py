@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 ORIGINAL_CONTEXT = 32
 # Three times as long as the context that YaRN extends.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 
 def hugging_face_config(**changes) -> dict:

@@ -9,9 +9,9 @@ import resource
 import pytest
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.fingerprint import source_files
 from checkpoint_conversion.formats.base import PartResult
 from checkpoint_conversion.journal import Journal
+from checkpoint_conversion.planning import source_files
 
 FINGERPRINT = {"format": "hf", "source file": {"a": [1, 2]}, "option": {"dtype": None}}
 RESULTS = [

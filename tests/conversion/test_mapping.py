@@ -17,8 +17,8 @@ from checkpoint_conversion.mapping import (
     to_hugging_face,
     to_megatron,
 )
-from checkpoint_conversion.split_rules import GATED_ROWS, REPLICATED
 from checkpoint_conversion.tensor_parallel import tensor_parallel_rule
+from checkpoint_conversion.transforms import GATED_ROWS, REPLICATED
 from tests.conversion.support import (
     CONFIGS,
     assert_same_tensors,
@@ -57,7 +57,7 @@ class TestRoundTrip:
         stored = laid_out_tensors(to_megatron(in_memory(tensors), config), layout, config)
         on_disk = in_memory(load_all(stored))
         assert MegatronLayout.recognise(on_disk) == layout
-        back = to_hugging_face(canonical_tensors(on_disk, layout, config), config)
+        back = to_hugging_face(canonical_tensors(on_disk, config), config)
         assert_same_tensors(load_all(back), tensors)
 
     def test_every_tensor_is_used(self, config):
@@ -251,9 +251,8 @@ class TestRefusals:
         columns = () if "norm" in fused else (32 if "down" in fused else 24,)
         twice[f"decoder.layers.0.{fused}"] = torch.zeros(rows, *columns)
         lazies = in_memory(twice)
-        layout = MegatronLayout.recognise(lazies)
         with pytest.raises(CheckpointError, match="stored twice"):
-            canonical_tensors(lazies, layout, config)
+            canonical_tensors(lazies, config)
 
     def test_fused_down_projection_needs_both(self):
         config = tiny_config(**CONFIGS["v2_lite"])

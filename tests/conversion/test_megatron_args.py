@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.dims import MLADims, softmax_scale
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import DEEPSEEK_V3, RELEASED
 from tests.conversion.support import CONFIGS, tiny_config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes, to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, MOONLIGHT, RELEASED
 from tests.conversion.support import V2_LITE, tiny_config
 

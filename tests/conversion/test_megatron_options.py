@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli
-from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.megatron_options import (
+from checkpoint_conversion.megatron_args import (
     megatron_options,
     option_notes,
+    to_megatron_args,
     without_option,
 )
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 from tests.conversion.support import (
     CONFIGS,

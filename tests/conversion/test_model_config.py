@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MOONLIGHT, RELEASED
 from tests.conversion.support import V2_LITE, hugging_face_config, tiny_config
 

@@ -19,7 +19,7 @@ from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.logits import checkpoint_logits
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.converted import loaded_logits
 from tests.conversion.models import (
     Architecture,
@@ -63,8 +63,8 @@ def test_logits(model, tmp_path):
     bound = TOLERANCE * expected.abs().max()
     convert(folder, tmp_path / "absorbed", "absorbed")
     assert (loaded_logits(tmp_path / "absorbed", tokens) - expected).abs().max() < bound
-    convert(folder, tmp_path / "legacy", "megatron-legacy", TargetOptions(tensor_parallel=2))
-    for path in (folder, tmp_path / "legacy"):
+    convert(folder, tmp_path / "megatron", "megatron")
+    for path in (folder, tmp_path / "megatron"):
         logits = checkpoint_logits(open_checkpoint(path), tokens)
         assert (logits - expected).abs().max() < bound, path
     convert(tmp_path / "absorbed", tmp_path / "back", "hf")

@@ -10,7 +10,7 @@ from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.support import in_memory, load_all
 
 # Small enough that a tiny model has many files.

@@ -29,7 +29,7 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.megatron_args import to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.conversion.megatron_models import load_strictly
 from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch

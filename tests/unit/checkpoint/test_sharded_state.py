@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from absorbed_mla import MLADims
-from absorbed_mla.checkpoint import sharded as sharded_state
+from absorbed_mla.checkpoint import sharded
 from tests.oracle import OracleMLA
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import Setup, build_attention
@@ -35,9 +36,6 @@ EVERY_SIZE = pytest.mark.parametrize("size", [1, 2, 4])
 def factories(mla: OracleMLA, rank: int, size: int, offsets: tuple = ()) -> list:
     """The two entries of one made-up rank."""
     dims = MLADims.from_config(config_for(mla), size)
-    attention = SimpleNamespace(
-        dims=dims, pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: rank))
-    )
     weights = random_weights(mla)
     rows = [(0, dims.qk_nope_head_dim), (dims.qk_nope_head_dim, dims.v_head_dim)]
     made = []
@@ -45,7 +43,9 @@ def factories(mla: OracleMLA, rank: int, size: int, offsets: tuple = ()) -> list
         entry = SimpleNamespace(data=weights[name].chunk(size)[rank], replica_id=(0, rank, 0))
         key = PREFIX + KV_UP
         made.append(
-            sharded_state._kv_up_factory(attention, entry, key, first_row, head_dim, offsets)
+            sharded._kv_up_factory(
+                entry, key, first_row, head_dim, offsets, dims=dims, tp_rank=rank
+            )
         )
     return made
 
@@ -103,28 +103,29 @@ def test_flattened_states_are_refused():
 
 class TestAttention:
     @staticmethod
-    def keys(attention) -> dict[str, str]:
+    def keys(entries) -> dict[str, str]:
         """Our name -> the name in the checkpoint."""
-        entries = attention.sharded_state_dict(prefix=PREFIX)
         return {k.removeprefix(PREFIX): e.key.removeprefix(PREFIX) for k, e in entries.items()}
 
     def test_keys_of_local_layers(self):
-        keys = self.keys(build_attention(TINY, Setup()))
+        keys = self.keys(build_attention(TINY, Setup()).sharded_state_dict(prefix=PREFIX))
         weights = {k: v for k, v in keys.items() if k.endswith(".weight")}
         up = {"linear_k_up_proj.weight", "linear_v_up_proj.weight"}
         assert {weights.pop(name) for name in up} == {KV_UP}
         assert all(name == key for name, key in weights.items())
         assert "q_layernorm.weight" in weights
 
-    def test_keys_of_transformer_engine_layers(self, monkeypatch):
+    def test_keys_of_transformer_engine_layers(self):
         """Its standard MLA has the latent norms fused into the up-projections."""
-
-        class NotTheLocalLayer: ...
-
-        monkeypatch.setattr(sharded_state, "RowParallelLinear", NotTheLocalLayer)
-        keys = self.keys(build_attention(TINY, Setup()))
+        attention = build_attention(TINY, Setup())
+        own = Attention.sharded_state_dict(attention, PREFIX)
+        entries = sharded.standard_sharded_state_dict(
+            own, PREFIX, (), dims=attention.dims, tp_rank=0, fused_norms=True
+        )
+        keys = self.keys(entries)
         assert keys["q_layernorm.weight"] == "linear_q_up_proj.layer_norm_weight"
         assert keys["kv_layernorm.weight"] == "linear_kv_up_proj.layer_norm_weight"
+        assert not any(key.endswith("layernorm._extra_state") for key in keys)
 
     def test_entries_hold_the_parameters_themselves(self):
         """Megatron's optimizer finds a parameter's entry by its identity."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from absorbed_mla import MLADims, to_absorbed_state_dict, to_standard_state_dict
-from absorbed_mla.checkpoint.state_dict import combine_kv_up, split_kv_up
 from tests.support import world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
@@ -199,10 +198,10 @@ class TestValues:
         """Two heads: [K0 K0 V0 V0 V0 K1 K1 V1 V1 V1]."""
         dims = replace(DIMS, num_heads_per_rank=2, qk_nope_head_dim=2, v_head_dim=3, kv_lora_rank=1)
         combined = torch.arange(10.0)[:, None]
-        w_uk, w_uv = split_kv_up(combined, dims)
-        assert w_uk.flatten().tolist() == [0, 1, 5, 6]
-        assert w_uv.flatten().tolist() == [2, 3, 4, 7, 8, 9]
-        assert torch.equal(combine_kv_up(w_uk, w_uv, dims), combined)
+        split = to_absorbed_state_dict({KV_UP: combined}, dims, "")
+        assert split[K_UP].flatten().tolist() == [0, 1, 5, 6]
+        assert split[V_UP].flatten().tolist() == [2, 3, 4, 7, 8, 9]
+        assert torch.equal(to_standard_state_dict(split, dims, prefix="")[KV_UP], combined)
 
     @pytest.mark.parametrize("shards", [1, 2, 4])
     def test_rows_of_the_fused_down_projection(self, shards):

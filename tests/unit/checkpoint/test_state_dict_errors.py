@@ -30,10 +30,8 @@ FUSED = {"kv_up": "combined", "norms": "fused", "down": "fused"}
 
 
 def described(layout: dict) -> str:
-    return (
-        f"recognised layout: K/V up-projection {layout['kv_up']}, norms {layout['norms']}, "
-        f"down-projections {layout['down']}"
-    )
+    options = ("down", "norms", "kv_up")
+    return "recognised layout: " + ", ".join(f"{name} {layout[name]}" for name in options)
 
 
 def state_in(layout: dict, mla=TINY) -> dict:
@@ -56,8 +54,7 @@ class TestAttention:
         state = state_in(layout)
         del state[key]
         named = {KV_UP: K_UP, NORMS["kv_layernorm.weight"]: "kv_layernorm.weight"}.get(key, key)
-        found = {**layout, "kv_up": "split"} if key == KV_UP else layout
-        with refusal(f"{named} is missing", f"this model needs {needs}", described(found)):
+        with refusal(f"{named} is missing", f"this model needs {needs}", described(layout)):
             attention_with_weights().load_state_dict(state)
 
     @pytest.mark.parametrize("key", ["linear_q_proj.weight", "linear_proj.bias", "mystery"])

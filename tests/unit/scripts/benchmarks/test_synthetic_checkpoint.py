@@ -19,7 +19,7 @@ from benchmarks.synthetic_checkpoint import values
 from benchmarks.synthetic_checkpoint.models import MODELS, Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, total_bytes
 from checkpoint_conversion.mapping import hugging_face_shapes
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 
 SMALL = ("--scale-down", "16", "--vocab-size", "64", "--layers", "2", "--experts", "4")
 V3, LITE = MODELS

@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
-from checkpoint_conversion.model_config import ModelConfig
+from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
 
 sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))

@@ -1,4 +1,4 @@
-"""The dimensions of a whole DeepSeek-style model, as Hugging Face's config.json gives them."""
+"""Which models can be converted, and their dimensions, read from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -8,19 +8,152 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint_conversion.config_fields import Fields, shown
+from checkpoint_conversion.config_fields import Fields, dtype_name, shown
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.rotary import Rotary, read_rotary
-from checkpoint_conversion.routing import MOST_EXPERTS, Routing, read_routing
-from checkpoint_conversion.supported_models import (
-    FP8_BLOCK,
-    check_known,
-    check_supported,
-    read_dtype,
-    text_fields,
+from checkpoint_conversion.model_function import (
+    MOST_EXPERTS,
+    Rotary,
+    Routing,
+    read_rotary,
+    read_routing,
 )
 
-# No model is near these; beyond them a broken file would only fill the memory with names.
+# Model type: architectures that have its tensors. Moonlight and R1 are DeepSeek-V3s.
+_ARCHITECTURES = {
+    "deepseek_v2": ("DeepseekV2ForCausalLM",),
+    "deepseek_v3": ("DeepseekV3ForCausalLM",),
+    "kimi_k2": ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM",),
+    "mistral4": ("Mistral4ForCausalLM",),
+}
+# Models of text and images whose text model is one of the above.
+_WITH_IMAGES = {"kimi_k25": "deepseek_v3"}
+_SPARSE = "sparse attention (DeepSeek-V3.2), whose indexer no model of plain MLA has"
+# Model types with a latent attention that cannot be converted, and what they have.
+_MISSING = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v4": "compressed attention (deepseek_v4), which is no multi-latent attention",
+    "kimi_linear": "linear attention in most of its layers",
+    "longcat_flash": (
+        "latents that are scaled (mla_scale_q_lora, mla_scale_kv_lora), two attentions in a layer "
+        "with a mixture of experts across both, and experts that do nothing (zero_expert_num)"
+    ),
+}
+MODEL_TYPES = tuple(_ARCHITECTURES)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FP8_BLOCK = (128, 128)
+# Other values add tensors or change what tensors mean.
+_ONLY = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "rope_interleave": True,
+}
+# Fields of an indexer in a config.json with another model_type than deepseek_v32.
+_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
+
+
+def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The config.json of the text model, for a model that may also have images."""
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not isinstance(kind, str) or kind not in _WITH_IMAGES or not isinstance(text, dict):
+        return config
+    fields = {"model_type": _WITH_IMAGES[kind], **text}
+    # Fields of the whole model take precedence.
+    for name in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"):
+        if config.get(name) is not None:
+            fields[name] = config[name]
+    accepted = _ARCHITECTURES.get(str(fields["model_type"]))
+    if fields.get("architectures") is None and accepted is not None:
+        fields["architectures"] = [accepted[0]]
+    return fields
+
+
+def check_known(fields: Fields) -> str:
+    """The model type; one that cannot be converted is recorded as a problem, with the reason."""
+    found = fields.raw("model_type")
+    if isinstance(found, str) and found in _MISSING:
+        fields.problems.append(f"model_type {found!r} has {_MISSING[found]}")
+        return MODEL_TYPES[0]
+    text = fields.raw("text_config")
+    if isinstance(text, dict) and found not in (*MODEL_TYPES, *_WITH_IMAGES):
+        inner = shown(text.get("model_type"))
+        fields.problems.append(
+            f"model_type {shown(found)} has a text model ({inner}) and more; only "
+            f"{', '.join(_WITH_IMAGES)}'s is taken out of it"
+        )
+        return MODEL_TYPES[0]
+    return fields.choice("model_type", (*MODEL_TYPES, *_WITH_IMAGES))
+
+
+def check_supported(fields: Fields, model_type: str) -> None:
+    """Record every field with a value that the converter does not support."""
+    _check_architectures(fields, model_type)
+    for name, accepted in _ONLY.items():
+        value = fields.raw(name)
+        # 0 equals False.
+        if value is not None and (type(value) is not type(accepted) or value != accepted):
+            fields.wrong(name, shown(accepted))
+    for name in _INDEXER:
+        if fields.given(name):
+            fields.wrong(name, f"left out: {_SPARSE}")
+    if model_type == "mistral4":
+        _check_mistral4(fields)
+    read_dtype(fields)
+    _check_quantisation(fields)
+
+
+def read_dtype(fields: Fields) -> torch.dtype | None:
+    """The dtype that config.json announces, under either of its names."""
+    found = [
+        DTYPES[fields.choice(name, tuple(DTYPES))]
+        for name in ("dtype", "torch_dtype")
+        if fields.given(name)
+    ]
+    if len(set(found)) > 1:
+        fields.wrong("dtype", f"the same as torch_dtype, {shown(fields.raw('torch_dtype'))}")
+    return found[0] if found else None
+
+
+def _check_architectures(fields: Fields, model_type: str) -> None:
+    names = fields.raw("architectures")
+    accepted = _ARCHITECTURES[model_type]
+    if names is not None and names not in [[name] for name in accepted]:
+        fields.wrong("architectures", " or ".join(repr([name]) for name in accepted))
+
+
+def _check_mistral4(fields: Fields) -> None:
+    if fields.given("quantization_config"):
+        fields.wrong("quantization_config", "left out: Mistral 4's FP8 is not that of DeepSeek")
+    rope = fields.section("rope_parameters")
+    if rope is None:
+        fields.wrong("rope_parameters", "an object, with rope_type 'yarn'")
+        return
+    rope.choice("rope_type" if rope.given("rope_type") else "type", ("yarn",))
+    if rope.given("llama_4_scaling_beta") and not rope.equals("llama_4_scaling_beta", 0):
+        rope.wrong(
+            "llama_4_scaling_beta",
+            "0: it scales queries by their position, which Megatron's MLA cannot",
+        )
+    for name in ("n_group", "topk_group"):
+        if fields.given(name) and not fields.equals(name, 1):
+            fields.wrong(name, "1: Megatron ranks Mistral 4's groups of experts otherwise")
+
+
+def _check_quantisation(fields: Fields) -> None:
+    section = fields.section("quantization_config")
+    if section is None:
+        return
+    section.choice("quant_method", ("fp8",))
+    section.choice("fmt", ("e4m3",), "e4m3")
+    section.choice("activation_scheme", ("dynamic",), "dynamic")
+    section.choice("scale_fmt", ("float", "ue8m0"), "float")
+    if section.raw("weight_block_size") != list(FP8_BLOCK):
+        section.wrong("weight_block_size", str(list(FP8_BLOCK)))
+
+
+# Bounds far above any model, so that a broken file cannot fill the memory with names.
 MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
 MOST_WIDTH, MOST_VOCABULARY, MOST_EXPERTS_OF_ALL_LAYERS = 2**20, 2**24, 2**18
 MOST_POSITIONS = 2**31
@@ -30,22 +163,22 @@ _DTYPE_KEYS = ("torch_dtype", "dtype")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What decides which tensors a model has, and their shapes.
+    """The dimensions of a model, which determine its tensors and their shapes.
 
     Attributes:
-        model_type: As config.json has it, one of ``supported_models.MODEL_TYPES``.
+        model_type: As in config.json, one of ``MODEL_TYPES``.
         vocab_size: Rows of the embedding, without padding.
         ffn_hidden_size: Width of dense layers.
         q_lora_rank: None if the query is projected directly.
-        moe_layers: Per decoder layer, whether it is a mixture of experts.
-        num_experts: Routed experts of a MoE layer; 0 without MoE layers.
+        moe_layers: For each decoder layer, whether it is a mixture of experts (MoE).
+        num_experts: Number of routed experts of a MoE layer; 0 without MoE layers.
         moe_ffn_hidden_size: Width of one routed expert.
-        num_shared_experts: Shared experts, ``moe_ffn_hidden_size`` wide each.
+        num_shared_experts: Number of shared experts, each ``moe_ffn_hidden_size`` wide.
         router_bias: Whether MoE layers have an ``e_score_correction_bias``.
-        mtp_layers: Multi-token-prediction layers that the checkpoint holds.
+        mtp_layers: Number of multi-token-prediction layers in the checkpoint.
         tied_embeddings: Whether the output layer is the embedding.
-        hugging_face: The whole config.json, as read or as it would be written, of a model with
-            images that of its text model; never changed in place.
+        hugging_face: The whole config.json (of a model with images, its text model's), as read or
+            as it would be written; never changed in place.
     """
 
     model_type: str
@@ -83,7 +216,7 @@ class ModelConfig:
         config = text_fields(config)
         fields = Fields(config, [])
         model_type = check_known(fields)
-        # Of another model, everything else would be wrong as well.
+        # For another model type, all other fields would be reported, too.
         fields.raise_problems(_SUMMARY)
         check_supported(fields, model_type)
         dimensions = _dimensions(fields)
@@ -97,14 +230,14 @@ class ModelConfig:
             tied_embeddings=fields.boolean("tie_word_embeddings", default=False),
             hugging_face=dict(config),
         )
-        # Not dimensions, but the same model under other names needs them.
+        # These are not dimensions, but writing another format needs them.
         read_function(fields, result)
         fields.raise_problems(_SUMMARY)
         return result
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights, as announced; None if config.json does not say."""
+        """Dtype of the weights according to config.json; None if it does not say."""
         return read_dtype(Fields(self.hugging_face, []))
 
     @property
@@ -121,8 +254,8 @@ class ModelConfig:
 
     def without_quantisation(self) -> ModelConfig:
         """The config to write with weights that are not quantised."""
-        kept = {k: v for k, v in self.hugging_face.items() if k != "quantization_config"}
-        return dataclasses.replace(self, hugging_face=kept)
+        fields = {k: v for k, v in self.hugging_face.items() if k != "quantization_config"}
+        return dataclasses.replace(self, hugging_face=fields)
 
     def with_quantisation(self, scales: str) -> ModelConfig:
         """The config to write with FP8 weights in blocks of 128 x 128.
@@ -143,7 +276,7 @@ class ModelConfig:
     def with_dtype(self, dtype: torch.dtype) -> ModelConfig:
         """The config to write with weights of ``dtype``."""
         keys = [key for key in _DTYPE_KEYS if key in self.hugging_face] or _DTYPE_KEYS[:1]
-        return self._written_with(**dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
+        return self._written_with(**dict.fromkeys(keys, dtype_name(dtype)))
 
     def with_mtp_layers(self, count: int) -> ModelConfig:
         """The config to write with ``count`` MTP layers."""
@@ -158,11 +291,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFunction:
-    """What decides what a model computes with its tensors.
+    """What a model computes with its tensors, besides their shapes.
 
     Attributes:
-        norm_epsilon: Of the norms around attention and MLP. Those inside the attention have 1e-6 in
-            Hugging Face's models, whatever this is.
+        norm_epsilon: Epsilon of the norms around attention and MLP. Norms inside the attention
+            have 1e-6 in Hugging Face's models, whatever this is.
         routing: None without MoE layers.
     """
 
@@ -186,7 +319,7 @@ def read_function(fields: Fields, config: ModelConfig) -> ModelFunction:
 
 
 def _rotary_part(config: ModelConfig) -> float:
-    """``partial_rotary_factor``: the rotary channels' part of what transformers calls a head."""
+    """``partial_rotary_factor``: fraction of rotary channels in what transformers calls a head."""
     if config.model_type != "mistral4":
         return 1.0
     return config.qk_rope_head_dim / (config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -237,7 +370,7 @@ def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
 
 
 def _moe_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
-    """Per layer, whether it is a mixture of experts."""
+    """For each layer, whether it is a mixture of experts."""
     if model_type == "glm4_moe_lite" and fields.given("mlp_layer_types"):
         kinds = fields.raw("mlp_layer_types")
         known = ("dense", "sparse")
