@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from checkpoint_conversion import __version__
-from checkpoint_conversion.formats import FORMATS
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats import FORMATS, TARGETS, require_target
 from checkpoint_conversion.target_flags import (
     add_target_flags,
     not_negative,
@@ -61,7 +62,13 @@ def _add_convert(commands: Any) -> argparse.ArgumentParser:
     parser = _command(commands, "convert", "write a checkpoint in another format")
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of a checkpoint")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to make")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST (required)")
+    parser.add_argument(
+        "--to",
+        required=True,
+        type=_target,
+        metavar=f"{{{','.join(TARGETS)}}}",
+        help="format of DST (required)",
+    )
     add_target_flags(parser)
     _add_exclude_mtp(parser)
     _add_reading(parser)
@@ -178,6 +185,13 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print one JSON document on stdout; default: text for people",
     )
+
+
+def _target(to: str) -> str:
+    try:
+        return require_target(to)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _formats() -> str:

@@ -7,16 +7,12 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from checkpoint_conversion.formats import FORMATS
+from checkpoint_conversion.formats import TARGETS
 
 if TYPE_CHECKING:
     from checkpoint_conversion.formats.base import TargetOptions
 
-_ALL = tuple(FORMATS)
-_MEGATRON = ("megatron", "megatron-legacy", "absorbed")
-_STANDARD = ("megatron", "megatron-legacy")
-_DISTRIBUTED = ("megatron", "absorbed")
-_RANKS = ("megatron-legacy",)
+_MEGATRON = ("megatron", "absorbed")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
@@ -72,7 +68,7 @@ FLAGS = (
     Flag(
         "--dtype",
         "dtype",
-        _ALL,
+        TARGETS,
         tuple(_DTYPES),
         "of all weights except the routing's correction bias; default: each keeps its own, and "
         "FP8 becomes bf16",
@@ -90,64 +86,35 @@ FLAGS = (
         _MEGATRON,
         ("fused", "separate"),
         "fused into the linear layers behind them (TransformerEngine), or modules of their own; "
-        "default: fused for megatron and megatron-legacy, separate for absorbed",
+        "default: fused for megatron, separate for absorbed",
     ),
     Flag(
         "--kv-up",
         "kv_up",
-        _STANDARD,
+        ("megatron",),
         ("combined", "split"),
         "K and V up-projections in one tensor (default) or two",
     ),
     Flag(
         "--down",
         "down",
-        _STANDARD,
+        ("megatron",),
         ("fused", "separate"),
         "Q and KV down-projections in one tensor or two (default)",
     ),
     Flag(
         "--layers",
         "layers",
-        _DISTRIBUTED,
+        _MEGATRON,
         ("numbered", "stacked"),
         "a tensor per layer or one for all; default: what Megatron writes for the architecture",
-    ),
-    Flag(
-        "--experts",
-        "experts",
-        _RANKS,
-        ("sequential", "grouped"),
-        "whose names the experts get: one module each (default), or grouped GEMM",
-    ),
-    Flag(
-        "--tensor-model-parallel-size",
-        "tensor_parallel",
-        _RANKS,
-        positive,
-        "ranks that share each layer (default 1)",
-    ),
-    Flag(
-        "--pipeline-model-parallel-size",
-        "pipeline_parallel",
-        _RANKS,
-        positive,
-        "stages that share the layers (default 1)",
-    ),
-    Flag(
-        "--down-projection",
-        "down_projection",
-        _RANKS,
-        ("duplicated", "column-parallel"),
-        "whether each rank has all of the down-projections; default: as --norms implies",
     ),
     Flag(
         "--make-vocab-size-divisible-by",
         "vocab_multiple",
         _MEGATRON,
         positive,
-        "pad the vocabulary with zeros to a multiple of this (times the tensor-parallel size); "
-        "default: 128 for megatron-legacy, no padding otherwise",
+        "pad the vocabulary with zeros to a multiple of this; default: no padding",
     ),
     Flag(
         "--iteration",
@@ -159,7 +126,7 @@ FLAGS = (
     Flag(
         "--max-shard-size",
         "max_shard_bytes",
-        ("hf", "megatron", "absorbed"),
+        TARGETS,
         byte_count,
         "bound on a file of several tensors, such as 5GB; default: what memory allows, which is "
         "never exceeded",
@@ -171,7 +138,7 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Make a parser know all of them; each is None if it is not given."""
     group = parser.add_argument_group("how the target is written")
     for flag in FLAGS:
-        only = "" if flag.formats == _ALL else f" [{', '.join(flag.formats)}]"
+        only = "" if flag.formats == TARGETS else f" [{', '.join(flag.formats)}]"
         if callable(flag.accepts):
             metavar = "SIZE" if flag.accepts is byte_count else "N"
             group.add_argument(

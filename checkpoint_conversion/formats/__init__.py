@@ -1,4 +1,4 @@
-"""The formats: recognising a checkpoint, opening it, and the writer of a target."""
+"""Checkpoint formats: recognising and opening a checkpoint, and the writer of a target."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from checkpoint_conversion.model_config import ModelConfig
 
 _HERE = "checkpoint_conversion.formats"
-# Format -> what --help says of it.
+# Formats that can be read, with their description in --help.
 FORMATS = {
     "hf": "Hugging Face: config.json and sharded safetensors",
     "megatron": "distributed checkpoint (torch_dist) of a Megatron model with standard MLA",
-    "megatron-legacy": "Megatron's older files, one model_optim_rng.pt per rank",
+    "megatron-legacy": "Megatron's older files, one model_optim_rng.pt per rank (read only)",
     "absorbed": "distributed checkpoint of this package's model",
 }
-# Imported when needed, because each needs torch.
+# Modules are imported on first use, because they need torch.
 _READERS = {
     "torch_dist": f"{_HERE}.torch_dist:TorchDistCheckpoint",
     "legacy": f"{_HERE}.legacy:LegacyCheckpoint",
@@ -30,15 +30,16 @@ _READERS = {
 _WRITERS = {
     "hf": f"{_HERE}.hugging_face_writer:HuggingFaceWriter",
     "megatron": f"{_HERE}.torch_dist_writer:TorchDistWriter",
-    "megatron-legacy": f"{_HERE}.legacy_writer:LegacyWriter",
     "absorbed": f"{_HERE}.torch_dist_writer:TorchDistWriter",
 }
+# Formats that can be written.
+TARGETS = tuple(_WRITERS)
 
 
 def recognise(path: Path) -> Any | None:
-    """The class that reads the checkpoint at ``path``; None if it is no checkpoint."""
+    """The class that reads the checkpoint at ``path``; None if there is no checkpoint."""
     kind = kind_of(path)
-    return None if kind is None else _find(_READERS[kind])
+    return None if kind is None else _load(_READERS[kind])
 
 
 def open_checkpoint(
@@ -48,14 +49,14 @@ def open_checkpoint(
 
     Args:
         path: Its folder.
-        hf_config: A config.json for a Megatron checkpoint, instead of what it holds.
+        hf_config: A config.json for a Megatron checkpoint, which overrides the checkpoint's own.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it cannot be read.
     """
     kind = require_kind(path)
-    reader = _find(_READERS[kind])
+    reader = _load(_READERS[kind])
     if kind == "hugging_face":
         if hf_config is not None:
             raise CheckpointError(
@@ -66,17 +67,27 @@ def open_checkpoint(
     return reader(path, hf_config=hf_config, follow_links=follow_links)
 
 
+def require_target(to: str) -> str:
+    """The name of a format, if it can be written.
+
+    Raises:
+        CheckpointError: If it cannot, naming the formats that can.
+    """
+    if to in _WRITERS:
+        return to
+    what = "can be read, not written" if to in FORMATS else "is unknown"
+    raise CheckpointError(f"format {to!r} {what}; --to can be {', '.join(TARGETS)}")
+
+
 def writer_for(to: str, config: ModelConfig, options: TargetOptions) -> Writer:
     """The writer of format ``to``.
 
     Raises:
-        CheckpointError: If there is no such format, or it cannot do what the options ask for.
+        CheckpointError: If the format cannot be written, or not with these options.
     """
-    if to not in FORMATS:
-        raise CheckpointError(f"unknown format {to!r}; there are {', '.join(FORMATS)}")
-    return _find(_WRITERS[to])(config, options, to)
+    return _load(_WRITERS[require_target(to)])(config, options, to)
 
 
-def _find(place: str) -> Any:
+def _load(place: str) -> Any:
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)

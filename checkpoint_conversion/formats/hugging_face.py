@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import INDEX, is_hugging_face
+from checkpoint_conversion.checkpoint_folder import INDEX
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
@@ -70,11 +70,6 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"only the text model is read; {len(images)} tensors for images ({size}) are left "
                 "out"
             )
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        """Whether a folder has safetensors files, or an index of them."""
-        return is_hugging_face(path)
 
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """Every weight of the model, FP8 dequantised; see the base class."""

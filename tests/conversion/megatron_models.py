@@ -25,7 +25,11 @@ SAME = {"intermediate_size": 64, "n_shared_experts": 1}
 
 
 def megatron_model(
-    config: ModelConfig, kind: str = "standard", seed: int = 0, **changes: object
+    config: ModelConfig,
+    kind: str = "standard",
+    seed: int = 0,
+    stage: tuple[bool, bool] = (True, True),
+    **changes: object,
 ) -> GPTModel:
     """A model of local layers whose weights are all random, norms included.
 
@@ -33,6 +37,7 @@ def megatron_model(
         config: Of ``tiny_config`` with the fields ``SAME``.
         kind: ``"standard"`` or ``"absorbed"``.
         seed: Decides the weights.
+        stage: Whether it is the first, and whether the last stage of a pipeline.
         changes: Fields of Megatron's config.
     """
     parts: dict = {"num_layers": config.num_layers}
@@ -48,7 +53,7 @@ def megatron_model(
     fields = config_for(TINY, torch.float32, **parts)
     spec = BLOCK_SPECS[kind](fields, backend="local")
     mtp = None
-    if config.mtp_layers:
+    if config.mtp_layers and stage[1]:
         mtp = get_gpt_mtp_block_spec(fields, spec, use_transformer_engine=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     model = GPTModel(
@@ -59,6 +64,8 @@ def megatron_model(
         position_embedding_type="rope",
         mtp_block_spec=mtp,
         share_embeddings_and_output_weights=config.tied_embeddings,
+        pre_process=stage[0],
+        post_process=stage[1],
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

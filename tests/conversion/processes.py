@@ -19,11 +19,11 @@ from checkpoint_conversion.cli import main
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Readers and writers are imported when a format is asked for, and torch's own take a second.
-_FORMATS = ("hugging_face", "hugging_face_writer", "legacy", "legacy_writer", "torch_dist")
+_FORMATS = ("hugging_face", "hugging_face_writer", "torch_dist", "torch_dist_writer")
 _CONTEXT.set_forkserver_preload(
     [
         "checkpoint_conversion.convert",
-        *(f"checkpoint_conversion.formats.{name}" for name in (*_FORMATS, "torch_dist_writer")),
+        *(f"checkpoint_conversion.formats.{name}" for name in _FORMATS),
         __name__,
     ]
 )

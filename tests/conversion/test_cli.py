@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli, command_line, convert, verify
-from checkpoint_conversion.formats import FORMATS
+from checkpoint_conversion.formats import FORMATS, TARGETS, open_checkpoint
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
 from checkpoint_conversion.target_flags import FLAGS, byte_count
+from tests.conversion.legacy_support import write_legacy
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +155,7 @@ class TestWrongCommandLines:
         """Named, and never ignored."""
         value = "1MB" if flag.accepts is byte_count else "2"
         value = value if callable(flag.accepts) else flag.accepts[0]
-        for to in FORMATS.keys() - set(flag.formats):
+        for to in set(TARGETS) - set(flag.formats):
             code, _, err = run(
                 "convert", tmp_path / "a", tmp_path / "b", "--to", to, flag.name, value
             )
@@ -176,7 +177,8 @@ class TestWrongCommandLines:
             "convert a b --to hf --max-shard-size big",
             "convert a b --to hf --max-shard-size 5XB",
             "convert a b --to hf --dtype int8",
-            "convert a b --to megatron-legacy --tensor-model-parallel-size 0",
+            "convert a b --to megatron-legacy",
+            "convert a b --to megatron --make-vocab-size-divisible-by 0",
             "inspect",
             "verify",
             "verify a b --tolerance -1",
@@ -188,6 +190,12 @@ class TestWrongCommandLines:
         assert (code, out) == (2, "")
         assert err.startswith("absorbed-mla-convert") and ": error: " in err
         assert err.count("\n") == 1 and "--help" in err
+
+    @pytest.mark.parametrize("to", ["megatron-legacy", "onnx"])
+    def test_formats_that_can_be_written_are_named(self, run, to):
+        err = run("convert", "a", "b", "--to", to)[2]
+        assert "--to can be hf, megatron, absorbed" in err
+        assert ("can be read, not written" in err) == (to == "megatron-legacy")
 
     @pytest.mark.parametrize(
         ("text", "count"),
@@ -216,13 +224,17 @@ class TestInspect:
     @pytest.mark.parametrize("to", FORMATS)
     def test_every_format(self, run, source, tmp_path, to):
         """The same model, and with per-rank files the parallel sizes."""
-        options = [] if to != "megatron-legacy" else ["--tensor-model-parallel-size", 2]
-        assert run("convert", source, tmp_path / "out", "--to", to, *options)[0] == 0
+        if to in TARGETS:
+            assert run("convert", source, tmp_path / "out", "--to", to)[0] == 0
+        else:
+            checkpoint = open_checkpoint(source)
+            tensors = checkpoint.hugging_face_tensors()
+            write_legacy(tmp_path / "out", checkpoint.config, tensors, tensor_parallel=2)
         code, out, _ = run("inspect", tmp_path / "out")
         assert code == 0
         assert len(out.splitlines()) < 40
         assert re.search(rf"^format +{to}$", out, re.MULTILINE)
-        assert not options or "tensor_parallel 2" in out
+        assert to in TARGETS or "tensor_parallel 2" in out
         before, after = (
             one_document(run("inspect", path, "--json")[1]) for path in (source, tmp_path / "out")
         )

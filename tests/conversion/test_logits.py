@@ -29,6 +29,7 @@ from checkpoint_conversion.logits import (
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
 from checkpoint_conversion.model_config import ModelConfig
 from tests.conversion.converted import loaded_logits
+from tests.conversion.legacy_support import write_legacy
 from tests.conversion.models import (
     ARCHITECTURES,
     ORIGINAL_CONTEXT,
@@ -113,8 +114,10 @@ class TestAgrees:
         assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
 
     def test_files_per_rank(self, case):
-        options = TargetOptions(tensor_parallel=2, pipeline_parallel=3)
-        checkpoint = open_checkpoint(case.converted("megatron-legacy", options))
+        config, tensors = opened(case)
+        ranks = {"tensor_parallel": 2, "pipeline_parallel": 3}
+        write_legacy(case.folder.parent / "legacy", config, tensors, **ranks)
+        checkpoint = open_checkpoint(case.folder.parent / "legacy")
         assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
 
     def test_back_to_transformers(self, case, tmp_path):

@@ -63,8 +63,8 @@ def test_logits(model, tmp_path):
     bound = TOLERANCE * expected.abs().max()
     convert(folder, tmp_path / "absorbed", "absorbed")
     assert (loaded_logits(tmp_path / "absorbed", tokens) - expected).abs().max() < bound
-    convert(folder, tmp_path / "legacy", "megatron-legacy", TargetOptions(tensor_parallel=2))
-    for path in (folder, tmp_path / "legacy"):
+    convert(folder, tmp_path / "megatron", "megatron")
+    for path in (folder, tmp_path / "megatron"):
         logits = checkpoint_logits(open_checkpoint(path), tokens)
         assert (logits - expected).abs().max() < bound, path
     convert(tmp_path / "absorbed", tmp_path / "back", "hf")

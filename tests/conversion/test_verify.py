@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.convert import convert
+from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.manifest import find_manifest
@@ -30,7 +31,6 @@ from tests.support.refusal import refusal
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG)
 NAME = "model.layers.1.self_attn.kv_b_proj.weight"
-FORMATS = ["hf", "megatron", "megatron-legacy", "absorbed"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def original(tmp_path_factory) -> Path:
     return write_hugging_face(tmp_path_factory.mktemp("original") / "hf", CONFIG, TENSORS)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=TARGETS)
 def converted(request, original) -> Path:
     target = original.parent / f"as-{request.param}"
     convert(original, target, request.param)
@@ -250,7 +250,7 @@ class TestManifest:
         assert report.sides[0].manifest.records >= len(TENSORS) / 2
         assert report.tensors == 0 and report.nbytes > 0
 
-    @pytest.mark.parametrize("to", FORMATS)
+    @pytest.mark.parametrize("to", TARGETS)
     def test_one_bit(self, original, tmp_path, to):
         convert(original, tmp_path / "target", to)
         flip_bit(tmp_path / "target", TENSORS["model.embed_tokens.weight"])

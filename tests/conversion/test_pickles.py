@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.safe_pickle import load_metadata
+from checkpoint_conversion.formats.pickles import load_metadata
 
 
 @pytest.fixture
