@@ -47,10 +47,8 @@ class Conversion:
     keeps_dtypes: bool = True
 
 
-TENSOR_PARALLEL = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "1")
 FROM_HF = (
     Conversion("hf → absorbed", "hf", ("--to", "absorbed")),
-    Conversion("hf → megatron-legacy, TP 2", "hf", ("--to", "megatron-legacy", *TENSOR_PARALLEL)),
     # Last, because its target is the next one's source.
     Conversion("hf → megatron", "hf", ("--to", "megatron")),
 )

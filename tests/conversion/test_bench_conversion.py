@@ -205,7 +205,7 @@ def test_the_whole_measurement(tmp_path, monkeypatch, capfd):
     options = ["--sizes", "3MB", "--repeat", "1", "--work-folder", str(work)]
     assert bench_conversion.main([str(out), *options]) == 0
     rows = json.loads((out / "benchmark.json").read_text())["rows"]
-    sources = ["hf", "hf", "hf", "megatron", "hf (FP8)"]
+    sources = ["hf", "hf", "megatron", "hf (FP8)"]
     assert [row["path"].split(" → ")[0] for row in rows] == sources
     for row in rows:
         assert len(row["cp_seconds"]) == len(row["tool_seconds"]) == 1

@@ -219,15 +219,14 @@ class TestFp8:
 class TestRefused:
     def test_options_of_other_formats(self, source):
         options = TargetOptions(
-            norms="fused", kv_up="split", down="fused", layers="stacked", experts="grouped",
-            tensor_parallel=2, pipeline_parallel=2, down_projection="duplicated",
+            norms="fused", kv_up="split", down="fused", layers="stacked",
             vocab_multiple=128, iteration=7, fp8="int4", max_shard_bytes=0,
         )  # fmt: skip
         with pytest.raises(CheckpointError) as error:
             HuggingFaceWriter(source.config, options)
         named = [problem.split(":")[0] for problem in error.value.problems]
-        assert "norms fused" in named and "tensor_parallel 2" in named and "fp8 int4" in named
-        assert len(named) == 12
+        assert "norms fused" in named and "iteration 7" in named and "fp8 int4" in named
+        assert len(named) == 8
 
     def test_tensors_that_are_not_the_model(self, source):
         tensors = source.hugging_face_tensors()

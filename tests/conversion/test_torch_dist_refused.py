@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
@@ -345,7 +346,7 @@ class TestFolder:
 
     def test_no_metadata(self, folder):
         (folder / ".metadata").unlink()
-        assert not TorchDistCheckpoint.recognises(folder)
+        assert kind_of(folder) is None
         refused(folder, ".metadata")
 
     def test_the_iteration_is_a_link(self, folder):
