@@ -136,17 +136,6 @@ def test_files_without_a_model(folder, content):
         LegacyCheckpoint(folder)
 
 
-def test_a_link_out_of_the_folder(folder, tensors, tmp_path_factory):
-    inner = folder / "release/mp_rank_00_001"
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "rank"
-    inner.rename(elsewhere)
-    inner.symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match="--follow-links"):
-        LegacyCheckpoint(folder)
-    found = LegacyCheckpoint(folder, follow_links=True)
-    assert set(found.hugging_face_tensors()) == set(tensors)
-
-
 def test_tensor_parallel_ranks_that_share_a_head(tmp_path):
     config = tiny_config()
     write_legacy(tmp_path, config, random_tensors(config), tensor_parallel=4)
