@@ -1,4 +1,4 @@
-"""Writing Hugging Face checkpoints: shards, their index, config.json and the files beside them."""
+"""Writing Hugging Face checkpoints: shards, index, config.json and auxiliary files."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from checkpoint_conversion.model_config import ModelConfig
 from checkpoint_conversion.target_folder import sync_path
 
 _POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
-# Most that a tensor adds to the header of its file, beside its name.
+# Upper bound on what a tensor adds to the header of its file, beside its name.
 _HEADER_BYTES = 160
 
 
 class HuggingFaceWriter(Writer):
-    """Writes sharded safetensors with an index; a part is a shard.
+    """Writes sharded safetensors with an index; each part is a shard.
 
     Args:
-        config: The model.
-        options: ``dtype``, ``fp8`` and ``max_shard_bytes`` are possible.
-        format: Its name, ``"hf"``.
+        config: The model's dimensions.
+        options: ``dtype``, ``fp8`` and ``max_shard_bytes``; all others must have their defaults.
+        format: Name of the format, ``"hf"``.
 
     Raises:
         CheckpointError: Naming every option that only other formats have.
@@ -80,7 +80,7 @@ class HuggingFaceWriter(Writer):
         return self._parts
 
     def layout(self) -> dict[str, object]:
-        """What the reader will say about the result."""
+        """See :meth:`Writer.layout`."""
         stored = [entry.tensor for part in self._parts for entry in part.entries]
         return layout_of(stored, len(self._parts), self.config.fp8_scales)
 
@@ -93,7 +93,7 @@ class HuggingFaceWriter(Writer):
         for entry in part.entries:
             tensor = entry.tensor.load(session).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.tensor.shape, entry.tensor.dtype)
-            # A tensor that a model has twice; safetensors refuses memory that is shared.
+            # safetensors refuses tensors that share memory, such as a tied embedding.
             values[entry.key] = tensor.clone() if tensor.data_ptr() in places else tensor
             places.add(tensor.data_ptr())
         records = [self._record(key, tensor, session) for key, tensor in values.items()]
@@ -117,7 +117,7 @@ class HuggingFaceWriter(Writer):
                 sync_path(folder / name)
 
     def _written_config(self, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
-        """The config as the weights that are written make it."""
+        """config.json for the dtype, quantisation and MTP layers that are written."""
         nbytes: Counter[torch.dtype] = Counter()
         for tensor in tensors.values():
             nbytes[tensor.dtype] += tensor.nbytes
@@ -128,7 +128,7 @@ class HuggingFaceWriter(Writer):
         return config.with_quantisation(self.options.fp8) if self.options.fp8 else config
 
     def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
-        """What stays together in one shard: a tensor, or an FP8 weight and its scales."""
+        """Entries that stay in one shard: a tensor, or an FP8 weight and its scales."""
         if not self.options.fp8 or not is_quantised(name):
             return (Entry(name, tensor),)
         result = self._quantised[name] = quantised(tensor, self.options.fp8)
@@ -171,9 +171,9 @@ def _filled(groups: Iterator[tuple[Entry, ...]], limit: int) -> Iterator[tuple[E
 
 
 def _peak(shard: Sequence[Entry]) -> int:
-    """Bytes resident while a shard is written."""
+    """Bytes of resident memory needed while a shard is written."""
     tensors = [entry.tensor for entry in shard]
-    # One that is there twice is copied.
+    # A tensor that occurs twice is copied.
     once = {id(tensor) for tensor in tensors}
     copies = len(tensors) - len(once)
     largest = max(tensor.nbytes for tensor in tensors)
