@@ -30,6 +30,7 @@ from tests.conversion.support import (
     random_tensors,
     tiny_config,
     write_hugging_face,
+    write_with,
 )
 
 
@@ -65,10 +66,7 @@ def test_by_way_of_megatron(tmp_path, name):
     pivot = to_hugging_face(to_megatron(in_memory(tensors), config), config)
     writer = HuggingFaceWriter(config, TargetOptions())
     (tmp_path / "b").mkdir()
-    (part,) = writer.plan(pivot, 1 << 30)
-    with ReadSession() as session:
-        result = writer.write_part(tmp_path / "b", part, session, lambda nbytes: None)
-    writer.finish(tmp_path / "b", [result], {})
+    assert len(write_with(writer, tmp_path / "b", pivot, 1 << 30)) == 1
     back = HuggingFaceCheckpoint(tmp_path / "b")
     assert_same_tensors(load_all(back.hugging_face_tensors()), tensors)
 

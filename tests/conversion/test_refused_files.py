@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
@@ -10,13 +9,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from tests.conversion.legacy_support import write_legacy
+from tests.conversion.pt_support import Calls, saved
 from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
 from tests.conversion.torch_dist_support import write_torch_dist
 
@@ -120,25 +119,15 @@ def test_half_a_file(copied, kind, name):
         refused(folder, Path(name).name)
 
 
-class Call:
-    """Pickled as a call of ``os.system``."""
-
-    def __reduce__(self):
-        return os.system, ("touch owned",)
-
-
-def saved(content: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
+CALL = Calls(os.system, "touch owned")
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "content"),
     [
-        ("megatron-legacy", FILES["megatron-legacy"][0], saved({"model": {}, "args": Call()})),
-        ("megatron", "release/common.pt", saved({"args": Call()})),
-        ("megatron", "release/.metadata", pickle.dumps(Metadata({}, planner_data=Call()))),
+        ("megatron-legacy", FILES["megatron-legacy"][0], saved({"model": {}, "args": CALL})),
+        ("megatron", "release/common.pt", saved({"args": CALL})),
+        ("megatron", "release/.metadata", pickle.dumps(Metadata({}, planner_data=CALL))),
     ],
     ids=["rank", "common", "metadata"],
 )

@@ -27,6 +27,7 @@ from tests.conversion.support import (
     load_all,
     random_tensors,
     tiny_config,
+    write_with,
 )
 from tests.conversion.torch_dist_support import (
     read_torch_dist,
@@ -286,11 +287,8 @@ def test_auxiliary_files_travel(tmp_path, config, tensors):
     source = tmp_path / "tokenizer.json"
     source.write_text("{}")
     writer = TorchDistWriter(config, TargetOptions())
-    results = []
-    for part in writer.plan(in_memory(tensors), 1 << 20):
-        with ReadSession() as session:
-            results.append(writer.write_part(tmp_path / "out", part, session, lambda nbytes: None))
-    writer.finish(tmp_path / "out", results, {"tokenizer.json": source})
+    auxiliary = {"tokenizer.json": source}
+    write_with(writer, tmp_path / "out", in_memory(tensors), auxiliary=auxiliary)
     checkpoint = TorchDistCheckpoint(tmp_path / "out")
     assert checkpoint.auxiliary["tokenizer.json"].read_text() == "{}"
     assert json.loads(checkpoint.auxiliary["config.json"].read_text()) == config.hugging_face

@@ -24,6 +24,7 @@ from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.pt_support import Calls, saved
 from tests.conversion.support import random_tensors, tiny_config
 from tests.conversion.torch_dist_support import read_torch_dist, write_torch_dist
 
@@ -260,17 +261,6 @@ def replace_values(folder, name, content):
     change(folder, edit)
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch owned",)
-
-
-def saved(content):
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
 def deflated(tensor):
     result = io.BytesIO()
     old = zipfile.ZipFile(io.BytesIO(saved(tensor)))
@@ -287,7 +277,7 @@ WRONG_VALUES = {
     "no tensor": (saved([ONES]), "holds no tensor"),
     "a repeated value": (saved(ONES[:1].clone().expand(32)), "in a storage of"),
     "sparse": (saved(ONES.to_sparse()), "_rebuild_sparse_tensor"),
-    "a call": (saved(Bomb()), "system, which is refused"),
+    "a call": (saved(Calls(os.system, "touch owned")), "system, which is refused"),
     "compressed": (deflated(ONES), "has compressed records"),
     "nothing": (bytes(500), "is not in torch.save's zip format"),
     "half of it": (deflated(ONES)[:400], "cannot be read"),
