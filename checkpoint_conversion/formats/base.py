@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -162,6 +163,32 @@ def tensor_record(
     if running.not_finite():
         record["not_finite"] = running.not_finite()
     return record
+
+
+Unit = TypeVar("Unit")
+
+
+def filled(
+    units: Iterable[Unit], limit: int, nbytes: Callable[[Unit], int]
+) -> Iterator[list[Unit]]:
+    """Units in order, in groups of at most ``limit`` bytes; a larger unit is alone.
+
+    Args:
+        units: What stays together in one part.
+        limit: Bytes per group.
+        nbytes: Size of a unit in bytes.
+    """
+    group: list[Unit] = []
+    used = 0
+    for unit in units:
+        size = nbytes(unit)
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append(unit)
+        used += size
+    if group:
+        yield group
 
 
 class Writer(ABC):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    filled,
     tensor_record,
 )
 from checkpoint_conversion.formats.hugging_face import CONFIG, INDEX, is_auxiliary, layout_of
@@ -72,11 +73,13 @@ class HuggingFaceWriter(Writer):
         written = stacked({name: tensors[name] for name in shapes}, self.config)
         self.config = self._written_config(written)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
-        shards = list(_filled((self._entries(name, t) for name, t in written.items()), limit))
-        self._parts = [
-            Part(f"model-{i:05d}-of-{len(shards):05d}{SUFFIX}", shard, _peak(shard))
-            for i, shard in enumerate(shards, 1)
-        ]
+        units = (self._entries(name, tensor) for name, tensor in written.items())
+        groups = list(filled(units, limit, _bytes_in_file))
+        self._parts = []
+        for i, group in enumerate(groups, 1):
+            shard = tuple(entry for unit in group for entry in unit)
+            name = f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}"
+            self._parts.append(Part(name, shard, _peak(shard)))
         return self._parts
 
     def layout(self) -> dict[str, object]:
@@ -155,19 +158,8 @@ def _check_options(options: TargetOptions) -> None:
         raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
 
 
-def _filled(groups: Iterator[tuple[Entry, ...]], limit: int) -> Iterator[tuple[Entry, ...]]:
-    """Entries in order, in shards of at most ``limit`` bytes unless one group alone has more."""
-    shard: list[Entry] = []
-    used = 0
-    for group in groups:
-        nbytes = sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in group)
-        if shard and used + nbytes > limit:
-            yield tuple(shard)
-            shard, used = [], 0
-        shard += group
-        used += nbytes
-    if shard:
-        yield tuple(shard)
+def _bytes_in_file(entries: Sequence[Entry]) -> int:
+    return sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in entries)
 
 
 def _peak(shard: Sequence[Entry]) -> int:

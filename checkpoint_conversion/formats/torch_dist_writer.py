@@ -21,6 +21,7 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    filled,
     tensor_record,
 )
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
@@ -86,7 +87,7 @@ class TorchDistWriter(Writer):
         self._objects = self._make_objects(whole)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
         parts: list[Part] = []
-        for group in _filled(self._units(whole), limit):
+        for group in filled(self._units(whole), limit, _bytes_of):
             entries = tuple(entry for unit, _ in group for entry in unit)
             parts.append(Part(file_name(len(parts)), entries, sum(peak for _, peak in group)))
         _check_dtypes(parts)
@@ -215,20 +216,8 @@ class TorchDistWriter(Writer):
             raise CheckpointError(f"--to {self.format} cannot do this:", problems)
 
 
-def _filled(
-    units: Iterator[tuple[list[Entry], int]], limit: int
-) -> Iterator[list[tuple[list[Entry], int]]]:
-    """Units in order, in groups of at most ``limit`` bytes; a larger unit is alone."""
-    group: list[tuple[list[Entry], int]] = []
-    used = 0
-    for unit in units:
-        nbytes = sum(entry.tensor.nbytes for entry in unit[0])
-        if group and used + nbytes > limit:
-            yield group
-            group, used = [], 0
-        group.append(unit)
-        used += nbytes
-    yield group
+def _bytes_of(unit: tuple[list[Entry], int]) -> int:
+    return sum(entry.tensor.nbytes for entry in unit[0])
 
 
 def _loaded_once(tensor: LazyTensor) -> LazyTensor:
