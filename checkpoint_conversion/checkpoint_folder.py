@@ -1,6 +1,6 @@
-"""What kind of checkpoint a folder holds, by the names of its files.
+"""Recognising the kind of checkpoint in a folder by its file names.
 
-Nothing here needs torch, so that a wrong path is said at once.
+Nothing here imports torch, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RANK_FILE = "model_optim_rng.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
-# What a reader looks for.
+# Kind of checkpoint -> the files that it is recognised by.
 LOOKED_FOR = {
     "torch_dist": (
         f"{METADATA} and common.pt, in the folder or in the one that {TRACKER} names "
@@ -34,20 +34,20 @@ _MOST_ADAPTER_BYTES = 1 << 20
 
 
 def weights_folder(path: Path) -> Path:
-    """Where a checkpoint's weights, and its manifest, are.
+    """The folder of a checkpoint's weights and manifest.
 
     Args:
-        path: A checkpoint; for Megatron's, the folder that holds all iterations or one of them.
+        path: The checkpoint; for Megatron's, the folder of all iterations or of one of them.
 
     Raises:
-        CheckpointError: If the file that names the iteration does not, or names one that is absent.
+        CheckpointError: If the tracker file does not name an iteration that exists.
     """
     tracker = path / TRACKER
     if not tracker.is_file():
         return path
     with tracker.open(errors="replace") as file:
         text = file.read(64).strip()
-    # isdecimal alone lets other scripts' digits pass.
+    # isdecimal alone would accept digits of other scripts.
     if text.isascii() and text.isdecimal():
         found = path / f"iter_{int(text):07d}"
     elif text == "release":
@@ -65,17 +65,17 @@ def weights_folder(path: Path) -> Path:
 
 
 def weights_of(folder: Path) -> Path | None:
-    """Where the weights of a whole checkpoint are; None for what is no checkpoint."""
+    """The folder of a checkpoint's weights; None if ``folder`` is no complete checkpoint."""
     if kind_of(folder) is None:
         return None
     weights = weights_folder(folder)
-    # Any folder that somebody has put weights into, beside other things, is no model's yet.
+    # A folder with stray weights among other files is no checkpoint.
     stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
     return None if stray else weights
 
 
 def kind_of(path: Path) -> str | None:
-    """The key of ``LOOKED_FOR`` that a folder is; None if it is no checkpoint."""
+    """The kind of checkpoint in a folder, a key of ``LOOKED_FOR``; None if there is none."""
     if not path.is_dir():
         return None
     checks = {"torch_dist": is_torch_dist, "legacy": is_legacy, "hugging_face": is_hugging_face}
@@ -88,7 +88,7 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether there are files per rank at ``path``."""
+    """Whether there is a per-rank checkpoint at ``path``."""
     return bool(rank_folders(weights_folder(path)))
 
 
@@ -105,7 +105,7 @@ def is_rank_folder(name: str) -> bool:
 
 
 def rank_folders(inner: Path) -> list[Path]:
-    """Folders of ranks that have a file."""
+    """Rank folders that hold a rank's file, sorted."""
     if not inner.is_dir():
         return []
     folders = [path for path in inner.iterdir() if is_rank_folder(path.name)]
@@ -113,10 +113,10 @@ def rank_folders(inner: Path) -> list[Path]:
 
 
 def require_kind(path: Path) -> str:
-    """The key of ``LOOKED_FOR`` that a path is.
+    """The kind of checkpoint at a path, a key of ``LOOKED_FOR``.
 
     Raises:
-        CheckpointError: If it is no checkpoint, saying what is there instead.
+        CheckpointError: If there is no checkpoint, saying what is there instead.
     """
     kind = kind_of(path)
     if kind is not None:

@@ -1,6 +1,6 @@
-"""Checksums of tensors: the bytes of the values, in order, whatever file they are in.
+"""Checksums of tensor values, independent of the file format.
 
-Values that are not finite are counted on the way, while they are in the processor's cache.
+NaN and infinite values are counted in the same pass, while the values are in the processor's cache.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import xxhash
 from torch import Tensor
 
 ALGORITHM = "xxh3_128"
-# Values that are hashed and looked at together.
+# Number of values that are hashed and counted at a time.
 _CHUNK = 1 << 20
-# Types without infinity: which bits are not a number, and which bits of a value are looked at.
+# Dtypes without infinity: bit pattern of NaN, and the mask to compare under.
 _NO_NUMBER = {torch.float8_e4m3fn: (0x7F, 0x7F), torch.float8_e8m0fnu: (0xFF, 0xFF)}
 
 
 class RunningChecksum:
-    """The checksum of a tensor whose values come one part after the other, in order.
+    """The checksum of a tensor whose values are added in consecutive parts.
 
     Attributes:
-        nan: How many values so far are not a number.
-        infinite: How many are infinite.
+        nan: Number of NaN values so far.
+        infinite: Number of infinite values so far.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class RunningChecksum:
         return self._hash.hexdigest()
 
     def not_finite(self) -> dict[str, int]:
-        """How many values so far are ``nan`` and ``infinite``; empty if all are finite."""
+        """Numbers of ``nan`` and ``infinite`` values so far; empty if all are finite."""
         counts = {"nan": self.nan, "infinite": self.infinite}
         return {kind: count for kind, count in counts.items() if count}
 
@@ -55,7 +55,7 @@ class RunningChecksum:
 
 
 def _all_finite(values: Tensor) -> bool:
-    """Infinity is the largest or the smallest value; what is not a number gets through as both."""
+    """Whether all values are finite: an infinity or NaN is the largest or smallest value."""
     return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 

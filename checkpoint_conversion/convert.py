@@ -10,7 +10,6 @@ from pathlib import Path
 
 from checkpoint_conversion import __version__
 from checkpoint_conversion.checkpoint_folder import weights_folder, weights_of
-from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
@@ -25,7 +24,14 @@ from checkpoint_conversion.manifest import (
     tensor_records,
     write_manifest,
 )
-from checkpoint_conversion.part_runner import MemoryBudget, file_errors, run_parts
+from checkpoint_conversion.part_runner import (
+    Committer,
+    MemoryBudget,
+    file_errors,
+    peak_resident,
+    resident,
+    run_parts,
+)
 from checkpoint_conversion.planning import (
     ConversionPlan,
     checksum_of,
@@ -34,7 +40,6 @@ from checkpoint_conversion.planning import (
     plan_conversion,
     source_files,
 )
-from checkpoint_conversion.process_memory import peak_resident, resident
 from checkpoint_conversion.progress import Reporter, format_bytes
 from checkpoint_conversion.report import ConversionReport, not_finite_line, worst_errors
 from checkpoint_conversion.target_folder import (

@@ -1,7 +1,7 @@
-"""What an unfinished conversion has done already: one JSON document per line, in order.
+"""The journal of an unfinished conversion: one JSON document per line, append only.
 
-The first line says what is converted to what; each other one is a part whose files are on disk.
-A line counts from its line feed on, so a line that was cut short by a kill is as good as not there.
+The first line identifies the conversion; each further line records a part whose files are on disk.
+A line without its line feed was cut short by a kill and is ignored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Journal:
 
     Args:
         path: The file; it exists and ends with a line feed.
-        results: Parts that it holds already, by name.
+        results: Parts that are already recorded, by name.
     """
 
     def __init__(self, path: Path, results: dict[str, PartResult] | None = None) -> None:
-        # Without a buffer, which would keep what a full disk refused and write it later.
+        # Unbuffered: a buffer would keep what a full disk refused and write it later.
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self.results = results or {}
@@ -40,8 +40,8 @@ class Journal:
         """Start a journal.
 
         Args:
-            path: Nothing is there yet.
-            fingerprint: Everything that the result depends on; JSON can hold it.
+            path: The file to create.
+            fingerprint: Everything that the result depends on, as JSON.
         """
         path.touch(exist_ok=False)
         journal = cls(path)
@@ -50,10 +50,10 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path, fingerprint: dict) -> Journal | None:
-        """Continue a journal; None if not even its first line is complete.
+        """Continue a journal; None if its first line is not complete.
 
         Raises:
-            CheckpointError: If it is damaged, or of another conversion, saying what differs.
+            CheckpointError: If it is damaged or of another conversion, saying what differs.
         """
         data = path.read_bytes() if path.exists() else b""
         complete = data[: data.rfind(b"\n") + 1]
@@ -61,7 +61,7 @@ class Journal:
             return None
         head, *lines = _documents(complete)
         before = head.get("fingerprint")
-        # As JSON gives it back: a tuple has become a list.
+        # In JSON a tuple becomes a list.
         now = json.loads(json.dumps(fingerprint))
         if before != now:
             raise CheckpointError(
@@ -74,7 +74,7 @@ class Journal:
         return cls(path, {result.name: result for result in results})
 
     def add(self, *results: PartResult) -> None:
-        """Record parts whose files are on disk; threads may call it."""
+        """Record parts whose files are on disk; thread-safe."""
         with self._lock:
             self._append(*({"part": asdict(result)} for result in results))
             self.results.update((result.name, result) for result in results)
@@ -84,10 +84,10 @@ class Journal:
         self._file.close()
 
     def drop_damaged(self, folder: Path) -> list[str]:
-        """Forget parts whose files are not as they were recorded.
+        """Drop parts whose files are missing or have another size than recorded.
 
         Returns:
-            Their names.
+            The names of the dropped parts.
         """
         damaged = [
             name for name, part in self.results.items() if not files_are_there(folder, part.files)
@@ -104,13 +104,13 @@ class Journal:
                 lines = lines[self._file.write(lines) :]
             os.fsync(self._file.fileno())
         except OSError:
-            # What is appended next must not follow half a line.
+            # Remove half a line, so that the next one starts cleanly.
             self._file.truncate(end)
             raise
 
 
 def files_are_there(folder: Path, sizes: Mapping[str, int]) -> bool:
-    """Whether files of these sizes are in a folder."""
+    """Whether all files exist in a folder with the given sizes."""
     files = ((folder / name, size) for name, size in sizes.items())
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 

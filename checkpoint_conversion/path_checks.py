@@ -1,4 +1,4 @@
-"""Wrong paths on the command line are said before torch is imported, which takes a second."""
+"""Checks of the paths on the command line, before torch is imported, which takes a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from checkpoint_conversion.target_folder import check_places, refuse_existing
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Check what a command is to read, and where it is to write.
+    """Check the paths that a command will read and write.
 
     Raises:
         CheckpointError: Naming the path and what is wrong with it.

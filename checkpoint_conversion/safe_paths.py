@@ -1,4 +1,4 @@
-"""Files of a checkpoint that somebody else wrote: nothing outside its folder is read."""
+"""Access to the files of an untrusted checkpoint: nothing outside its folder is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint_conversion.errors import CheckpointError
 
-# An index of 150 000 tensors has 15 MB.
+# The index of a checkpoint of 150 000 tensors has 15 MB.
 MAX_JSON_BYTES = 128 << 20
 
 
@@ -18,12 +18,12 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     """The regular file that ``name`` means inside ``folder``.
 
     Args:
-        folder: Of the checkpoint.
-        name: A path relative to it, as an index or a directory gives it.
+        folder: The checkpoint's folder.
+        name: A path relative to it, from an index or a directory listing.
         follow_links: Whether links may lead out of the folder; ``..`` and absolute names never may.
 
     Returns:
-        The file's real path, without links.
+        The file's real path, with links resolved.
 
     Raises:
         CheckpointError: If there is no such file, it is not inside, or is not a regular file.
@@ -43,7 +43,7 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
     except OSError as error:
         raise CheckpointError(f"{name} in {folder} cannot be read: {error.strerror}") from error
     except RuntimeError as error:
-        # What Path.resolve says of a loop before Python 3.13.
+        # Path.resolve raises this for a loop of links before Python 3.13.
         raise CheckpointError(f"{name} in {folder} is a link in a circle") from error
     if not regular:
         raise CheckpointError(f"{name} in {folder} is not a regular file")
@@ -51,9 +51,9 @@ def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
 
 
 def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]:
-    """Real paths of the files directly in ``folder``, by name, in the order of their names.
+    """Real paths of the files directly in ``folder``, by name, sorted.
 
-    Folders in it are left out; whatever else :func:`file_inside` refuses is listed in one error.
+    Folders in it are skipped; all else that :func:`file_inside` refuses is listed in one error.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -73,10 +73,10 @@ def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]
 
 
 def name_problem(name: str) -> str | None:
-    """Why a file's name is not acceptable, as a predicate; None if it is."""
+    """What is wrong with a file name, as the predicate of a sentence; None if nothing."""
     if not name:
         return "is an empty name"
-    # Also NUL, and surrogates that no file system can encode.
+    # This refuses NUL, and surrogates that no file system can encode, too.
     if not name.isprintable():
         return "has characters that cannot be printed"
     path = PurePosixPath(name)
@@ -88,7 +88,7 @@ def name_problem(name: str) -> str | None:
 
 
 def shown_name(name: str) -> str:
-    """A name from a file, such that printing it cannot harm a terminal or fail."""
+    """An untrusted name, escaped and shortened for printing."""
     text = name if name and name.isprintable() else ascii(name)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
@@ -98,7 +98,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
     Args:
         path: The file.
-        max_bytes: Larger files are refused unread.
+        max_bytes: Larger files are refused without parsing them.
 
     Raises:
         CheckpointError: If it cannot be read, is too large, not UTF-8, not JSON, nested too

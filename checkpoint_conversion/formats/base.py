@@ -1,11 +1,12 @@
-"""What the conversion asks of a format: a checkpoint to read from, a writer to write with."""
+"""Interface of a checkpoint format: a ``Checkpoint`` to read from, a ``Writer`` to write with."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,24 +15,23 @@ from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.model import ModelConfig
 
-# Called with the bytes of every tensor that has been written.
+# Called with the size in bytes of each tensor that has been written.
 Progress = Callable[[int], None]
 
 
 class Checkpoint(ABC):
-    """A checkpoint that is open for reading: its headers have been read, its values have not.
+    """A checkpoint that is open for reading: headers have been read, tensor values have not.
 
     Attributes:
         format: Name of the format, as ``--to`` takes it.
         path: As the user gave it.
         config: The model's dimensions.
-        layout: What distinguishes checkpoints of this format, for people; name -> value.
-        stored: Every weight under the name it is stored by. A name that several files hold (one per
-            rank) is made unique by the reader.
-        left_alone: Names of what is stored but is no weight (optimizer states, random states),
-            each with the number of its bytes.
-        auxiliary: Files that belong to the model and travel with it unchanged (config.json,
-            tokenizer), by name.
+        layout: Properties in which checkpoints of this format differ, for reports; name -> value.
+        stored: Every weight by its name in the files. Names that several ranks' files share are
+            made unique by a prefix.
+        left_alone: What is stored but is no weight (optimizer states, random states): name ->
+            size in bytes.
+        auxiliary: Files of the model that are copied unchanged (config.json, tokenizer), by name.
         notes: What a user should know about the checkpoint, one line each.
     """
 
@@ -49,7 +49,7 @@ class Checkpoint(ABC):
         """Every weight of the model under its Hugging Face name, FP8 dequantised.
 
         Args:
-            dtype: What FP8 weights are dequantised to (None: bfloat16). Nothing else changes.
+            dtype: Dtype of dequantised FP8 weights (None: bfloat16). Other weights keep theirs.
 
         Raises:
             CheckpointError: Listing every tensor that is unknown, missing or misshapen.
@@ -58,12 +58,12 @@ class Checkpoint(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """How the target is to be written; a format refuses what it cannot do.
+    """Options of the target; a format refuses those that it does not have.
 
     Attributes:
-        dtype: Of the weights; None keeps each tensor's own.
-        fp8: ``"float"`` or ``"ue8m0"`` scales to quantise to 128 x 128 blocks (``hf`` only), or
-            None.
+        dtype: Dtype of the weights; None keeps each tensor's own.
+        fp8: Quantise to FP8 blocks of 128 x 128 with ``"float"`` or ``"ue8m0"`` scales (``hf``
+            only); None does not quantise.
         norms: ``"fused"`` (TransformerEngine) or ``"separate"`` (local layers); None: the format's
             own default.
         kv_up: ``"combined"`` or ``"split"``.
@@ -71,10 +71,10 @@ class TargetOptions:
         layout: Values of the options of further layouts (``absorbed_mla/checkpoint/layouts``).
         layers: ``"numbered"`` or ``"stacked"`` (one tensor for all layers), None: what Megatron
             writes for the architecture.
-        vocab_multiple: The vocabulary is padded with zeros to a multiple of this; None: the
-            format's default.
+        vocab_multiple: The vocabulary is padded with zeros to a multiple of this; None: no
+            padding.
         iteration: Iteration number of a Megatron checkpoint; None writes a release.
-        max_shard_bytes: Upper bound of a file, where it can be chosen; None: chosen by memory.
+        max_shard_bytes: Upper bound on a file of several tensors; None: bounded by memory only.
     """
 
     dtype: torch.dtype | None = None
@@ -91,11 +91,11 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor, or one block of a tensor, that a part of the target holds.
+    """One tensor, or one block of a tensor, in a part of the target.
 
     Attributes:
         key: Name in the target.
-        tensor: Where its values come from, in the target's dtype and shape.
+        tensor: Its values, in the target's dtype and shape.
         offset: Position of the block in the whole tensor; None if it is the whole tensor.
         whole_shape: Shape of the whole tensor; None if it is the whole tensor.
     """
@@ -108,12 +108,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """What is written, made durable and recorded together: the unit of resuming.
+    """Tensors that are written, synced to disk and recorded together: the unit of resuming.
 
     Attributes:
-        name: Unique, and the same whenever the same conversion is planned.
-        entries: What it holds.
-        peak: Bytes resident while it is written.
+        name: Unique, and the same each time the same conversion is planned.
+        entries: Its tensors and blocks of tensors.
+        peak: Bytes of resident memory needed while it is written.
     """
 
     name: str
@@ -122,20 +122,19 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size of its tensors in bytes."""
         return sum(entry.tensor.nbytes for entry in self.entries)
 
 
 @dataclass
 class PartResult:
-    """What a written part left; JSON can hold it.
+    """The record of a written part; it can be stored as JSON.
 
     Attributes:
-        name: The part's.
-        files: Sizes in bytes of the files it wrote, by path relative to the target's folder.
-        tensors: One record per entry, of :func:`tensor_record`, with ``fp8_error`` where it was
-            quantised.
-        storage: Whatever the writer needs to finish.
+        name: Name of the part.
+        files: Size in bytes of each file that was written, by path relative to the target's folder.
+        tensors: One :func:`tensor_record` per entry; ``fp8_error`` is added where it was quantised.
+        storage: Data that the writer's ``finish`` needs.
     """
 
     name: str
@@ -147,12 +146,12 @@ class PartResult:
 def tensor_record(
     key: str, values: Tensor, offset: tuple[int, ...] | None = None
 ) -> dict[str, object]:
-    """What :attr:`PartResult.tensors` says of a tensor, or of a block of one.
+    """An entry of :attr:`PartResult.tensors`: checksum, shape and dtype of a tensor or block.
 
     Args:
         key: Name in the target.
-        values: As they are written.
-        offset: Position of a block.
+        values: The values as written.
+        offset: Position of a block in the whole tensor; None for a whole tensor.
     """
     running = RunningChecksum()
     running.update(values)
@@ -168,15 +167,41 @@ def tensor_record(
     return record
 
 
+Unit = TypeVar("Unit")
+
+
+def filled(
+    units: Iterable[Unit], limit: int, nbytes: Callable[[Unit], int]
+) -> Iterator[list[Unit]]:
+    """Units in order, in groups of at most ``limit`` bytes; a larger unit is alone.
+
+    Args:
+        units: What stays together in one part.
+        limit: Bytes per group.
+        nbytes: Size of a unit in bytes.
+    """
+    group: list[Unit] = []
+    used = 0
+    for unit in units:
+        size = nbytes(unit)
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append(unit)
+        used += size
+    if group:
+        yield group
+
+
 class Writer(ABC):
     """Writes one target. Parts may be written in any order and by several threads.
 
     Args:
         config: The model's dimensions.
-        options: How to write it.
+        options: Options of the target.
 
     Raises:
-        CheckpointError: If the format cannot do what the options ask for, naming the option.
+        CheckpointError: If the format or the model does not have an option, naming the option.
     """
 
     format: str
@@ -185,11 +210,11 @@ class Writer(ABC):
 
     @abstractmethod
     def plan(self, tensors: Mapping[str, LazyTensor], part_bytes: int) -> list[Part]:
-        """Decide what goes where, from Hugging Face names.
+        """Assign tensors to parts.
 
         Args:
-            tensors: Every weight of the model by its Hugging Face name, dtypes as they will be.
-            part_bytes: Bytes that a part's tensors may have together, unless one alone has more.
+            tensors: Every weight of the model by its Hugging Face name, in the target's dtypes.
+            part_bytes: Upper bound on the bytes of a part's tensors, unless one tensor has more.
 
         Raises:
             CheckpointError: If a tensor is missing, unknown or misshapen.
@@ -197,22 +222,22 @@ class Writer(ABC):
 
     @abstractmethod
     def layout(self) -> dict[str, object]:
-        """What :attr:`Checkpoint.layout` will say about the result."""
+        """The :attr:`Checkpoint.layout` of the result."""
 
     @abstractmethod
     def write_part(
         self, folder: Path, part: Part, session: ReadSession, progress: Progress
     ) -> PartResult:
-        """Write a part's files into ``folder``; the caller waits until they are on disk."""
+        """Write a part's files into ``folder``; the caller syncs them to disk."""
 
     @abstractmethod
     def finish(
         self, folder: Path, results: list[PartResult], auxiliary: Mapping[str, Path]
     ) -> None:
-        """Write what makes the files one checkpoint, and the auxiliary files beside them.
+        """Write index or metadata, which complete the checkpoint, and the auxiliary files.
 
         Args:
-            folder: Where the parts are.
-            results: Of all parts, in the order of the plan.
-            auxiliary: Of the source, see :attr:`Checkpoint.auxiliary`.
+            folder: The folder of the parts.
+            results: The results of all parts, in the order of the plan.
+            auxiliary: The source's :attr:`Checkpoint.auxiliary`.
         """

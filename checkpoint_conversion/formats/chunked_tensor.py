@@ -1,4 +1,4 @@
-"""A tensor that is stored in chunks, each a file of torch.save somewhere in a larger file."""
+"""A tensor that is stored in chunks, each in ``torch.save``'s format within a larger file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """Where a tensor is.
+    """The chunks of a tensor and their places.
 
     Attributes:
-        name: Of the tensor.
-        shape: Of the whole.
-        dtype: Its dtype.
-        grid: Along each dim, where chunks start; they cover the tensor exactly once.
-        chunks: Offset of a chunk in the tensor -> its place.
+        name: Name of the tensor.
+        shape: Shape of the whole tensor.
+        dtype: Dtype of the tensor.
+        grid: Start positions of the chunks along each dim; chunks tile the tensor exactly once.
+        chunks: Offset of a chunk in the tensor -> its place in a file.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ChunkedTensor:
     chunks: Mapping[Shape, FileSlice]
 
     def lazy(self, *index: int) -> LazyTensor:
-        """The tensor, or what is at ``index`` of its first dims; parts of it are read alone."""
+        """The tensor, or its slice at ``index`` of the first dims; only needed chunks are read."""
         start = (*index, *(0 for _ in self.shape[len(index) :]))
         size = (*(1 for _ in index), *self.shape[len(index) :])
         return _Region(self, start, size, len(index)).lazy()
@@ -56,7 +56,7 @@ class ChunkedTensor:
         """The chunk at ``offset``.
 
         Raises:
-            CheckpointError: If its place holds something else.
+            CheckpointError: If there is no tensor of this shape and dtype in its place.
         """
         place = self.chunks[offset]
 
@@ -83,8 +83,8 @@ class ChunkedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
-    """What a region has of one chunk: where the chunk is, and per dim (start in it, length)."""
+class _Overlap:
+    """The overlap of a region and a chunk: the chunk's offset, per dim (start in it, length)."""
 
     chunk: Shape
     spans: tuple[tuple[int, int], ...]
@@ -92,13 +92,13 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """A part of a chunked tensor.
+    """A rectangular part of a chunked tensor.
 
     Attributes:
-        tensor: It is a part of.
-        start: Along each dim of the tensor.
-        size: Likewise.
-        dropped: The first dims, of size 1, that its result does not have.
+        tensor: The whole tensor.
+        start: First index along each dim.
+        size: Length along each dim.
+        dropped: Number of leading dims, of size 1, that are dropped from the result.
     """
 
     tensor: ChunkedTensor
@@ -120,25 +120,25 @@ class _Region:
         return replace(self, start=tuple(starts), size=tuple(sizes)).lazy()
 
     def _load(self, session: ReadSession) -> Tensor:
-        pieces = list(self._pieces())
-        if len(pieces) == 1:
-            result = self._load_piece(pieces[0], session)
+        overlaps = list(self._overlaps())
+        if len(overlaps) == 1:
+            result = self._load_overlap(overlaps[0], session)
         else:
             result = torch.empty(self.size, dtype=self.tensor.dtype)
-            for piece in pieces:
+            for overlap in overlaps:
                 target = result
-                for dim, (at, (inner, length)) in enumerate(zip(piece.chunk, piece.spans)):
+                for dim, (at, (inner, length)) in enumerate(zip(overlap.chunk, overlap.spans)):
                     target = target.narrow(dim, at + inner - self.start[dim], length)
-                target.copy_(self._load_piece(piece, session))
+                target.copy_(self._load_overlap(overlap, session))
         return result[(0,) * self.dropped]
 
-    def _load_piece(self, piece: _Piece, session: ReadSession) -> Tensor:
-        chunk = self.tensor.open_chunk(piece.chunk, session)
-        for dim, span in enumerate(piece.spans):
+    def _load_overlap(self, overlap: _Overlap, session: ReadSession) -> Tensor:
+        chunk = self.tensor.open_chunk(overlap.chunk, session)
+        for dim, span in enumerate(overlap.spans):
             chunk = chunk.narrow(dim, *span)
         return chunk.load(session)
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _overlaps(self) -> Iterator[_Overlap]:
         along = []
         dims = zip(self.tensor.grid, self.tensor.shape, self.start, self.size)
         for starts, whole, start, size in dims:
@@ -151,16 +151,16 @@ class _Region:
                 cells.append((at, (inner, min(after, end) - at - inner)))
             along.append(cells)
         for cell in itertools.product(*along):
-            yield _Piece(tuple(at for at, _ in cell), tuple(span for _, span in cell))
+            yield _Overlap(tuple(at for at, _ in cell), tuple(span for _, span in cell))
 
     def _peak(self) -> int:
-        """Bytes that are mapped, beside those of the result if it is put together."""
+        """Bytes mapped from the largest chunk, plus the result if it is assembled of several."""
         itemsize, mapped = self.tensor.dtype.itemsize, []
-        for piece in self._pieces():
-            whole = self.tensor.chunk_size(piece.chunk)
+        for overlap in self._overlaps():
+            whole = self.tensor.chunk_size(overlap.chunk)
             last = sum(
                 (length - 1) * math.prod(whole[dim + 1 :])
-                for dim, (_, length) in enumerate(piece.spans)
+                for dim, (_, length) in enumerate(overlap.spans)
             )
             mapped.append((last + 1) * itemsize)
         together = math.prod(self.size) * itemsize if len(mapped) > 1 else 0

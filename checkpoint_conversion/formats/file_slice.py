@@ -1,4 +1,4 @@
-"""A part of a file, as a file of its own."""
+"""A slice of a file that can be opened like a file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Where some bytes of a file are.
+    """A range of bytes in a file.
 
     Attributes:
         path: The file.
-        offset: Of the first byte.
+        offset: Offset of the first byte.
         length: Number of bytes.
     """
 
@@ -24,7 +24,7 @@ class FileSlice:
     length: int
 
     def open(self) -> BinaryIO:
-        """The bytes, for reading; there is nothing before and after them."""
+        """Open the range for reading; bytes before and after it cannot be reached."""
         return io.BufferedReader(_SliceReader(self))
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import INDEX, is_hugging_face
+from checkpoint_conversion.checkpoint_folder import INDEX
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
@@ -26,10 +26,10 @@ from checkpoint_conversion.safe_paths import file_inside, files_inside, read_jso
 CONFIG = "config.json"
 SINGLE = f"model{SUFFIX}"
 MANIFEST = "conversion_manifest.json"
-# Weights in formats that are not read, and indices of files.
+# Suffixes of weights in formats that are not read.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _MAX_CONFIG_BYTES = 16 << 20
-# Some older checkpoints hold the rotary frequencies, which follow from config.json.
+# Rotary frequencies in some older checkpoints; they follow from config.json.
 _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 _OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
 
@@ -42,8 +42,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         follow_links: Whether links may lead out of it.
 
     Raises:
-        CheckpointError: Listing every file that cannot be read, and whatever index and files do not
-            agree on.
+        CheckpointError: Listing every file that cannot be read, and every contradiction between
+            index and files.
     """
 
     format = "hf"
@@ -71,11 +71,6 @@ class HuggingFaceCheckpoint(Checkpoint):
                 "out"
             )
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        """Whether a folder has safetensors files, or an index of them."""
-        return is_hugging_face(path)
-
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """Every weight of the model, FP8 dequantised; see the base class."""
         problems: list[str] = []
@@ -102,12 +97,12 @@ def is_auxiliary(name: str) -> bool:
 def layout_of(
     tensors: Iterable[LazyTensor], files: int, fp8_scales: str | None
 ) -> dict[str, object]:
-    """What distinguishes one Hugging Face checkpoint from another, for people.
+    """The entries of :attr:`Checkpoint.layout`.
 
     Args:
-        tensors: All that are stored.
-        files: With weights.
-        fp8_scales: ``"float"`` or ``"ue8m0"``, as config.json announces them.
+        tensors: All stored tensors.
+        files: Number of files with weights.
+        fp8_scales: ``"float"`` or ``"ue8m0"``, from config.json.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     quantised = str(FP8).removeprefix("torch.") in dtypes
@@ -129,7 +124,7 @@ def _dequantised(
             found = pair_problems(name, tensor, scale)
             problems += found
             if scale is None or found:
-                # A stand-in, for its shape to be checked.
+                # A placeholder, so that its shape is still checked.
                 tensors[name] = tensor.to(dtype)
             else:
                 tensors[name] = dequantised(tensor, scale, dtype)
@@ -147,7 +142,7 @@ def _dequantised(
 def _read_shards(
     folder: Path, files: Mapping[str, Path], follow_links: bool
 ) -> tuple[dict[str, LazyTensor], int]:
-    """Every tensor of every file, and the number of files."""
+    """All tensors of all files, and the number of files."""
     problems: list[str] = []
     unnamed = [name for name in files if name.endswith(SUFFIX)]
     if INDEX in files:
@@ -177,7 +172,7 @@ def _read_shards(
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor -> file; what the files are is checked when they are opened."""
+    """The index: tensor -> file name; names are checked when the files are opened."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} has no object weight_map, from tensors to files")
@@ -194,7 +189,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _disagreements(
     weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, LazyTensor]]
 ) -> list[str]:
-    """What the index and those files that could be read do not agree on."""
+    """Contradictions between the index and those files that could be read."""
     problems = []
     for name, shard in weight_map.items():
         if shard in headers and name not in headers[shard]:
@@ -210,7 +205,7 @@ def _disagreements(
 
 
 def _mtp_layers(names: Iterable[str], num_layers: int) -> int:
-    """How many layers behind the model's own are for multi-token prediction."""
+    """Number of multi-token-prediction layers, which follow the model's own."""
     found = {int(match[1]) for match in map(_OF_MTP.match, names) if match}
     count = 0
     while num_layers + count in found:

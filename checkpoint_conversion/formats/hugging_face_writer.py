@@ -1,4 +1,4 @@
-"""Writing Hugging Face checkpoints: shards, their index, config.json and the files beside them."""
+"""Writing Hugging Face checkpoints: shards, index, config.json and auxiliary files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    filled,
     tensor_record,
 )
 from checkpoint_conversion.formats.hugging_face import CONFIG, INDEX, is_auxiliary, layout_of
@@ -38,17 +39,17 @@ from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.target_folder import sync_path
 
 _POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
-# Most that a tensor adds to the header of its file, beside its name.
+# Upper bound on what a tensor adds to the header of its file, beside its name.
 _HEADER_BYTES = 160
 
 
 class HuggingFaceWriter(Writer):
-    """Writes sharded safetensors with an index; a part is a shard.
+    """Writes sharded safetensors with an index; each part is a shard.
 
     Args:
-        config: The model.
-        options: ``dtype``, ``fp8`` and ``max_shard_bytes`` are possible.
-        format: Its name, ``"hf"``.
+        config: The model's dimensions.
+        options: ``dtype``, ``fp8`` and ``max_shard_bytes``; all others must have their defaults.
+        format: Name of the format, ``"hf"``.
 
     Raises:
         CheckpointError: Naming every option that only other formats have.
@@ -72,15 +73,17 @@ class HuggingFaceWriter(Writer):
         written = stacked({name: tensors[name] for name in shapes}, self.config)
         self.config = self._written_config(written)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
-        shards = list(_filled((self._entries(name, t) for name, t in written.items()), limit))
-        self._parts = [
-            Part(f"model-{i:05d}-of-{len(shards):05d}{SUFFIX}", shard, _peak(shard))
-            for i, shard in enumerate(shards, 1)
-        ]
+        units = (self._entries(name, tensor) for name, tensor in written.items())
+        groups = list(filled(units, limit, _bytes_in_file))
+        self._parts = []
+        for i, group in enumerate(groups, 1):
+            shard = tuple(entry for unit in group for entry in unit)
+            name = f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}"
+            self._parts.append(Part(name, shard, _peak(shard)))
         return self._parts
 
     def layout(self) -> dict[str, object]:
-        """What the reader will say about the result."""
+        """See :meth:`Writer.layout`."""
         stored = [entry.tensor for part in self._parts for entry in part.entries]
         return layout_of(stored, len(self._parts), self.config.fp8_scales)
 
@@ -93,7 +96,7 @@ class HuggingFaceWriter(Writer):
         for entry in part.entries:
             tensor = entry.tensor.load(session).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.tensor.shape, entry.tensor.dtype)
-            # A tensor that a model has twice; safetensors refuses memory that is shared.
+            # safetensors refuses tensors that share memory, such as a tied embedding.
             values[entry.key] = tensor.clone() if tensor.data_ptr() in places else tensor
             places.add(tensor.data_ptr())
         records = [self._record(key, tensor, session) for key, tensor in values.items()]
@@ -117,7 +120,7 @@ class HuggingFaceWriter(Writer):
                 sync_path(folder / name)
 
     def _written_config(self, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
-        """The config as the weights that are written make it."""
+        """config.json for the dtype, quantisation and MTP layers that are written."""
         nbytes: Counter[torch.dtype] = Counter()
         for tensor in tensors.values():
             nbytes[tensor.dtype] += tensor.nbytes
@@ -128,7 +131,7 @@ class HuggingFaceWriter(Writer):
         return config.with_quantisation(self.options.fp8) if self.options.fp8 else config
 
     def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
-        """What stays together in one shard: a tensor, or an FP8 weight and its scales."""
+        """Entries that stay in one shard: a tensor, or an FP8 weight and its scales."""
         if not self.options.fp8 or not is_quantised(name):
             return (Entry(name, tensor),)
         result = self._quantised[name] = quantised(tensor, self.options.fp8)
@@ -155,25 +158,14 @@ def _check_options(options: TargetOptions) -> None:
         raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
 
 
-def _filled(groups: Iterator[tuple[Entry, ...]], limit: int) -> Iterator[tuple[Entry, ...]]:
-    """Entries in order, in shards of at most ``limit`` bytes unless one group alone has more."""
-    shard: list[Entry] = []
-    used = 0
-    for group in groups:
-        nbytes = sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in group)
-        if shard and used + nbytes > limit:
-            yield tuple(shard)
-            shard, used = [], 0
-        shard += group
-        used += nbytes
-    if shard:
-        yield tuple(shard)
+def _bytes_in_file(entries: Sequence[Entry]) -> int:
+    return sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in entries)
 
 
 def _peak(shard: Sequence[Entry]) -> int:
-    """Bytes resident while a shard is written."""
+    """Bytes of resident memory needed while a shard is written."""
     tensors = [entry.tensor for entry in shard]
-    # One that is there twice is copied.
+    # A tensor that occurs twice is copied.
     once = {id(tensor) for tensor in tensors}
     copies = len(tensors) - len(once)
     largest = max(tensor.nbytes for tensor in tensors)

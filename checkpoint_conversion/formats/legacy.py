@@ -1,4 +1,7 @@
-"""Reading ``megatron-legacy``: one ``mp_rank_*/model_optim_rng.pt`` per rank."""
+"""Reading ``megatron-legacy``: Megatron's former format, one ``model_optim_rng.pt`` per rank.
+
+It is read only: a distributed checkpoint (``megatron``) loads at any parallel sizes instead.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import (
-    RANK_FILE,
-    is_legacy,
-    rank_folders,
-    weights_folder,
-)
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, rank_folders, weights_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.legacy_file import RankFile, read_rank_file
 from checkpoint_conversion.formats.legacy_merge import merged_tensors, recognise_sharding
 from checkpoint_conversion.formats.legacy_names import experts_kind, mtp_layer_count
-from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, folder_problems, sizes_of
+from checkpoint_conversion.formats.legacy_ranks import (
+    Rank,
+    RankFile,
+    Sizes,
+    folder_problems,
+    read_rank_file,
+    sizes_of,
+)
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
 from checkpoint_conversion.layouts import canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -26,16 +30,16 @@ from checkpoint_conversion.mapping import to_hugging_face
 
 
 class LegacyCheckpoint(Checkpoint):
-    """A checkpoint of one file per rank.
+    """A per-rank checkpoint, opened by reading the pickles of all ranks' files.
 
     Args:
-        path: The folder of all iterations, or of one.
+        path: The folder of all iterations, or of one of them.
         hf_config: A config.json to use instead of what the checkpoint says of itself.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        CheckpointError: If files are missing, too many or damaged, or nothing says what the model
-            is.
+        CheckpointError: If rank files are missing, superfluous or damaged, or nothing describes
+            the model.
     """
 
     format = "megatron-legacy"
@@ -61,11 +65,6 @@ class LegacyCheckpoint(Checkpoint):
         self.layout = self._sharding.describe(experts_kind(names), first.iteration)
         self.notes = self._make_notes()
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        """Whether there is such a checkpoint at ``path``."""
-        return is_legacy(path)
-
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         tensors = merged_tensors(self._sharding, self._files, self.stored)
@@ -88,11 +87,11 @@ class LegacyCheckpoint(Checkpoint):
 
 
 def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dict[Rank, RankFile]]:
-    """Every rank's file, and the sizes of the grid of ranks."""
+    """The sizes of the grid of ranks, and every rank's file."""
     folders = {path.name: path for path in rank_folders(inner)}
     if not folders:
         raise CheckpointError(f"{inner} has no mp_rank_*/{RANK_FILE}")
-    # Any rank's args give the sizes, without which a folder's name says little.
+    # Any rank's args give the sizes; folder names alone are ambiguous.
     first = read_rank_file(root, next(iter(folders.values())), follow_links)
     sizes = sizes_of(first.args, folders)
     problems = folder_problems(folders, sizes)

@@ -1,14 +1,18 @@
-"""Putting a model together from the files of its ranks, strictly."""
+"""Merging the tensors of all ranks' files into whole tensors of the model, with strict checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.legacy_experts import is_grouped_mlp, split_grouped_mlp
-from checkpoint_conversion.formats.legacy_file import RankFile
-from checkpoint_conversion.formats.legacy_names import as_mapped, layer_count, mtp_layer_count
-from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes, stages_of
+from checkpoint_conversion.formats.legacy_names import (
+    as_mapped,
+    is_grouped_mlp,
+    layer_count,
+    mtp_layer_count,
+    split_grouped_mlp,
+)
+from checkpoint_conversion.formats.legacy_ranks import Rank, RankFile, Sizes, stages_of
 from checkpoint_conversion.formats.legacy_sharding import EMBEDDING, Sharding, Share
 from checkpoint_conversion.layouts import KV_DOWN, QKV_DOWN, MegatronLayout, padded_size
 from checkpoint_conversion.lazy_tensor import LazyTensor
@@ -21,7 +25,7 @@ RankFiles = Mapping[Rank, RankFile]
 
 
 def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> Sharding:
-    """How a model is distributed over the ranks of a checkpoint.
+    """How the model is distributed over the ranks of a checkpoint, from names and shapes.
 
     Raises:
         CheckpointError: If the model cannot be distributed over these ranks.
@@ -64,12 +68,12 @@ def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> S
 def merged_tensors(
     sharding: Sharding, files: RankFiles, stored: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Every tensor of the model, whole and numbered through, in the layout of the files.
+    """Every tensor of the model, whole and numbered globally, in the layout of the files.
 
     Args:
         sharding: How the model is distributed.
         files: Of all ranks.
-        stored: The tensors of all files, by folder and name.
+        stored: The tensors of all files, by ``folder/name``.
 
     Raises:
         CheckpointError: Listing everything that is unknown, missing, misshapen or unreadable in
@@ -101,7 +105,7 @@ def _groups(
     stored: Mapping[str, LazyTensor],
     problems: list[str],
 ) -> list[tuple[dict[str, Share], list[dict[str, LazyTensor]]]]:
-    """Per stage and expert-parallel rank: what its tensor-parallel ranks should and do hold."""
+    """Per stage and expert-parallel rank: expected shares, and each TP rank's tensors."""
     sizes, result = sharding.sizes, []
     for stage in range(sizes.pipeline):
         for expert_rank in range(sizes.expert):
@@ -110,7 +114,7 @@ def _groups(
             shares = {
                 name: share
                 for name, share in sharding.shares(stage, expert_rank).items()
-                # Older releases did not write all that another stage has already.
+                # Older Megatron releases left out some copies of another stage's tensors.
                 if not share.copy or any(name in tensors for tensors in ranks)
             }
             expected = {name: share.shape for name, share in shares.items()}
@@ -123,7 +127,7 @@ def _groups(
 def _mapped(
     file: RankFile, stored: Mapping[str, LazyTensor], sharding: Sharding, problems: list[str]
 ) -> dict[str, LazyTensor]:
-    """A file's tensors under the mapping's names, numbered as on the rank."""
+    """A file's tensors under the mapping's names, with the rank's own numbering."""
     problems += file.problems
     config = sharding.config
     experts = config.num_experts // sharding.sizes.expert
@@ -155,7 +159,7 @@ def _unfit(
 
 
 def _down_projection(config: ModelConfig, sizes: Sizes, file: RankFile) -> str:
-    """By the shape of the first rank's first down-projection."""
+    """Whether TP ranks split the down-projections, by the shape of the first one."""
     latent = config.kv_lora_rank + config.qk_rope_head_dim
     rows = {KV_DOWN: latent, QKV_DOWN: latent + (config.q_lora_rank or 0)}
     for name, tensor in file.weights.items():
@@ -166,8 +170,8 @@ def _down_projection(config: ModelConfig, sizes: Sizes, file: RankFile) -> str:
 
 
 def _vocab_rows(config: ModelConfig, sizes: Sizes, file: RankFile) -> int:
-    """By the shape of the first rank's embedding."""
+    """Rows of the padded embedding, by the shape of the first rank's share."""
     embedding = file.weights.get(EMBEDDING)
     rows = embedding.shape[0] * sizes.tensor if embedding and embedding.shape else 0
-    # Too few are found out when the shapes are compared.
+    # Too few rows are reported later, when all shapes are compared.
     return rows if rows >= config.vocab_size else padded_size(config.vocab_size, sizes.tensor)

@@ -1,30 +1,37 @@
-"""Which rank's file is which, and what of the model it holds: arithmetic of ranks, no files.
+"""The grid of ranks that wrote a per-rank checkpoint, and the file of each rank.
 
-    mp_rank_TT            pipeline of one stage
-    mp_rank_TT_PPP        several stages
-    mp_rank_TT_EEE        one stage, several expert-parallel ranks
+    mp_rank_TT            one pipeline stage
+    mp_rank_TT_PPP        several pipeline stages
+    mp_rank_TT_EEE        one pipeline stage, several expert-parallel ranks
     mp_rank_TT_PPP_EEE    both
 
-A folder's name alone does not tell the second from the third.
+The second and the third cannot be told apart by the folder's name: the training's arguments decide.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.legacy_names import EXTRA_STATE
+from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
+from checkpoint_conversion.safe_paths import file_inside, shown_name
 
-# More are a damaged file's.
+# A damaged file may claim any number.
 _MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True, order=True)
 class Rank:
-    """A position in the grid of ranks that write files."""
+    """A position in the grid of ranks that write files; all others hold copies."""
 
     tensor: int = 0
     pipeline: int = 0
@@ -33,14 +40,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The grid's sizes."""
+    """Tensor-, pipeline- and expert-parallel sizes of the grid."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
 
     def folder(self, rank: Rank) -> str:
-        """The folder of a rank's file."""
+        """Name of the folder of a rank's file."""
         name = f"mp_rank_{rank.tensor:02d}"
         if self.pipeline > 1:
             name += f"_{rank.pipeline:03d}"
@@ -53,11 +60,11 @@ class Sizes:
 
 
 def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
-    """The sizes that the training's arguments give, or else those that the folders' names suggest.
+    """The sizes that the training's arguments give; without arguments, what folder names suggest.
 
     Args:
-        args: Of the training, from any rank's file; empty if there are none.
-        folders: Names of the folders.
+        args: The training's arguments, from any rank's file; empty if there are none.
+        folders: Names of the rank folders.
 
     Raises:
         CheckpointError: If the arguments give sizes that are not supported.
@@ -87,7 +94,7 @@ def sizes_of(args: Mapping[str, object], folders: Iterable[str]) -> Sizes:
 
 
 def virtual_pipeline_refusal() -> str:
-    """What to say of a model that is in several chunks per rank."""
+    """The error for a rank that holds several model chunks (interleaved pipeline)."""
     return (
         "virtual_pipeline_model_parallel_size above 1 is not supported; save a distributed "
         "checkpoint (--ckpt-format torch_dist) instead"
@@ -95,7 +102,7 @@ def virtual_pipeline_refusal() -> str:
 
 
 def folder_problems(folders: Iterable[str], sizes: Sizes) -> list[str]:
-    """Folders that are missing or too many for a grid."""
+    """Rank folders that are missing, and folders that belong to no rank; one line each."""
     there, wanted = set(folders), {sizes.folder(rank) for rank in sizes.ranks()}
     return [f"{name}/{RANK_FILE} is missing" for name in sorted(wanted - there)] + [
         f"{name} belongs to no rank of {describe(sizes)}" for name in sorted(there - wanted)
@@ -103,30 +110,15 @@ def folder_problems(folders: Iterable[str], sizes: Sizes) -> list[str]:
 
 
 def describe(sizes: Sizes) -> str:
-    """For people."""
+    """The grid in words."""
     parts = [f"{sizes.tensor} tensor-parallel", f"{sizes.pipeline} pipeline"]
     if sizes.expert > 1:
         parts.append(f"{sizes.expert} expert-parallel")
     return " x ".join(parts) + " ranks"
 
 
-def even_stages(num_layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage, all stages alike.
-
-    Raises:
-        CheckpointError: If the layers do not divide.
-    """
-    if num_layers % stages:
-        raise CheckpointError(
-            f"--pipeline-model-parallel-size {stages} does not divide the model's "
-            f"{num_layers} layers"
-        )
-    each = num_layers // stages
-    return [range(start, start + each) for start in range(0, num_layers, each)]
-
-
 def stages_of(counts: Iterable[int]) -> list[range]:
-    """The layers of each pipeline stage, of how many each has."""
+    """The decoder layers of each pipeline stage, from the number of layers in each."""
     ends = list(itertools.accumulate(counts))
     return [range(start, end) for start, end in zip([0, *ends], ends)]
 
@@ -142,5 +134,103 @@ def _size(args: Mapping[str, object], name: str, problems: list[str]) -> int:
 def _sizes_from_names(folders: Iterable[str]) -> Sizes:
     matches = [match for match in map(RANK_FOLDER.fullmatch, folders) if match]
     groups = zip(*(match.groups() for match in matches))
-    # A second number without a third is taken for the stage's.
+    # A second number without a third is taken as the pipeline stage.
     return Sizes(*(1 + max(int(number or 0) for number in numbers) for numbers in groups))
+
+
+@dataclass
+class RankFile:
+    """The content of one rank's ``model_optim_rng.pt``, without the values of tensors.
+
+    Attributes:
+        folder: Name of its folder.
+        args: The training's arguments; empty if the file has none.
+        iteration: Iteration that it was saved at; None if it does not say.
+        weights: The weights by their names on the rank.
+        left_alone: Everything that is no weight, with its size in bytes.
+        problems: What cannot be read, one line each.
+    """
+
+    folder: str
+    args: Mapping[str, object] = field(default_factory=dict)
+    iteration: int | None = None
+    weights: dict[str, StoredTensor] = field(default_factory=dict)
+    left_alone: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_rank_file(root: Path, folder: Path, follow_links: bool) -> RankFile:
+    """Read the file in a rank's folder, without the values of tensors.
+
+    Args:
+        root: The checkpoint's folder, above the rank's.
+        folder: The rank's folder.
+        follow_links: Whether links may lead out of ``root``.
+
+    Raises:
+        CheckpointError: If it cannot be read, or does not hold a rank's model.
+    """
+    name = (folder / RANK_FILE).relative_to(root).as_posix()
+    file = open_pt(file_inside(root, name, follow_links=follow_links))
+    content = file.content
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file.path} holds no dict but a {type(content).__name__}")
+    if "model0" in content:
+        raise CheckpointError(f"{file.path}: {virtual_pipeline_refusal()}")
+    model = content.get("model")
+    if not isinstance(model, dict):
+        keys = ", ".join(sorted(map(_shown_key, content))[:8])
+        raise CheckpointError(f"{file.path} has no model; it holds {keys or 'nothing'}")
+    result = RankFile(folder.name)
+    if isinstance(content.get("args"), argparse.Namespace):
+        result.args = vars(content["args"])
+    if type(content.get("iteration")) is int:
+        result.iteration = content["iteration"]
+    for name, value in model.items():
+        _add(result, file, name, value)
+    for key, value in content.items():
+        if key not in ("args", "checkpoint_version", "iteration", "model"):
+            result.left_alone[_shown_key(key)] = _tensor_bytes(value)
+    for path in folder.iterdir():
+        if path.name != RANK_FILE:
+            result.left_alone[path.name] = path.lstat().st_size
+    return result
+
+
+def _add(result: RankFile, file: PtFile, name: object, value: object) -> None:
+    """Add one entry of the model's state dict to the weights, the rest or the problems."""
+    if not isinstance(name, str) or _shown_key(name) != name:
+        result.problems.append(f"{result.folder}: {_shown_key(name)} is no tensor's name")
+    elif name.endswith(EXTRA_STATE):
+        # Without FP8 it is None or an empty tensor.
+        if value is not None and not (isinstance(value, Tensor) and not value.numel()):
+            result.left_alone[name] = _tensor_bytes(value)
+    elif isinstance(value, Tensor):
+        try:
+            result.weights[name] = file.stored(value)
+        except CheckpointError as error:
+            result.problems.append(f"{result.folder}: {name} {error}")
+    else:
+        kind = getattr(value, "path", type(value).__name__)
+        result.problems.append(f"{result.folder}: {name} is no tensor but a {kind}")
+
+
+def _shown_key(key: object) -> str:
+    return shown_name(key) if isinstance(key, str) else f"<{type(key).__name__}>"
+
+
+def _tensor_bytes(content: object) -> int:
+    """Bytes of all storages in nested containers, each counted once."""
+    storages: dict[object, int] = {}
+    seen: set[int] = set()
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[getattr(storage, "_checkpoint_offset", id(value))] = storage.nbytes()
+        # Containers may contain themselves, or one container several times.
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            left.extend(value.values() if isinstance(value, dict) else value)
+    return sum(storages.values())

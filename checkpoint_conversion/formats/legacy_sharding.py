@@ -1,4 +1,4 @@
-"""What of a model each rank has: names and shapes of its tensors, and how they are cut."""
+"""How a model is sharded over ranks: names and shapes of each rank's tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from checkpoint_conversion.formats.legacy_names import decoder_layer, expert_number, on_the_rank
+from checkpoint_conversion.formats.legacy_names import decoder_layer, expert_number, name_on_rank
 from checkpoint_conversion.formats.legacy_ranks import Sizes
 from checkpoint_conversion.layouts import (
     KV_DOWN,
@@ -30,10 +30,10 @@ Shape = tuple[int, ...]
 
 
 class StackedRows(Rule):
-    """Rows of several weights, one above the other; every rank has a piece of each.
+    """Several weights stacked along the rows, each of them split over the TP ranks.
 
     Args:
-        rows: Of each weight.
+        rows: Number of rows of each weight.
     """
 
     def __init__(self, rows: Sequence[int]) -> None:
@@ -56,12 +56,12 @@ class StackedRows(Rule):
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor in a rank's file.
+    """What a rank's file holds of one tensor of the model.
 
     Attributes:
-        whole: Name of the model's tensor that it is a piece of.
-        shape: Its own.
-        copy: Whether another stage has the tensor, too.
+        whole: Name of the tensor in the whole model.
+        shape: Shape of the rank's share.
+        copy: Whether the first pipeline stage has the tensor, too.
     """
 
     whole: str
@@ -71,17 +71,17 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is distributed over ranks.
+    """How one model is distributed over a grid of ranks.
 
     Attributes:
-        config: The model.
-        layout: Of the tensors.
-        sizes: Of the grid of ranks.
+        config: The model's dimensions.
+        layout: Layout of the tensors (fused norms, combined projections).
+        sizes: Sizes of the grid of ranks.
         stages: The decoder layers of each pipeline stage.
-        mtp_stage: The pipeline stage that has the MTP layers, if there are any.
+        mtp_stage: The pipeline stage of the MTP layers, if there are any.
         down_projection: ``"duplicated"`` (TransformerEngine) or ``"column-parallel"`` (local
             layers).
-        vocab_rows: Of embedding and output layer, padding included.
+        vocab_rows: Rows of embedding and output layer, padding included.
     """
 
     config: ModelConfig
@@ -93,7 +93,7 @@ class Sharding:
     vocab_rows: int
 
     def rule(self, whole: str) -> Rule:
-        """How tensor-parallel ranks share a tensor of the model."""
+        """How tensor-parallel ranks split a tensor of the model."""
         if self.down_projection == "column-parallel":
             if whole.endswith((f".{Q_DOWN}", f".{KV_DOWN}")):
                 return ROWS
@@ -105,11 +105,11 @@ class Sharding:
         return rule
 
     def describe(self, experts: str, iteration: int | None) -> dict[str, object]:
-        """For people.
+        """The entries of :attr:`Checkpoint.layout`.
 
         Args:
-            experts: Whose names the routed experts have.
-            iteration: Of the checkpoint; None if it is a release.
+            experts: Which Megatron module the experts' names come from.
+            iteration: Of the checkpoint; None if it does not say.
         """
         result: dict[str, object] = self.layout.describe()
         if self.config.num_experts:
@@ -125,7 +125,7 @@ class Sharding:
         return result
 
     def indivisible(self) -> list[str]:
-        """What the tensor-parallel ranks cannot share equally."""
+        """What the tensor-parallel ranks cannot split equally; one line each."""
         size, heads = self.sizes.tensor, self.config.num_attention_heads
         problems = [f"{heads} attention heads"] if heads % size else []
         return problems + [
@@ -135,7 +135,7 @@ class Sharding:
         ]
 
     def shares(self, stage: int, expert_rank: int = 0) -> dict[str, Share]:
-        """What the ranks of a stage hold, by its name in their files."""
+        """The tensors that the files of a stage's ranks must hold, by their local names."""
         each = self.config.num_experts // self.sizes.expert
         first_layer, first_expert = self.stages[stage].start, expert_rank * each
         own_experts = range(first_expert, first_expert + each)
@@ -143,12 +143,12 @@ class Sharding:
         for whole in self._names_by_stage[stage]:
             expert = expert_number(whole)
             if expert is None or expert in own_experts:
-                name = on_the_rank(whole, first_layer, first_expert)
+                name = name_on_rank(whole, first_layer, first_expert)
                 result[name] = Share(whole, self._share_shapes[whole])
         return result | self._copies(stage)
 
     def _copies(self, stage: int) -> dict[str, Share]:
-        """What a stage repeats of the first: MTP layers embed, a tied output layer is its own."""
+        """Copies of the first stage's embedding: for MTP layers, and as a tied output layer."""
         names = []
         if self.config.mtp_layers and stage == self.mtp_stage:
             names.append(EMBEDDING)

@@ -1,8 +1,8 @@
-"""The folder around a Megatron checkpoint, whatever format its weights have.
+"""The folder of a Megatron checkpoint, in either format of its weights.
 
 DST/latest_checkpointed_iteration.txt     "release", or the number of an iteration
 DST/release/  or  DST/iter_0000100/       the weights
-DST/release/hugging_face/                 config.json, tokenizer: what Megatron does not keep
+DST/release/hugging_face/                 config.json and tokenizer, which Megatron does not store
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_CONFIG_BYTES = 16 << 20
 
 
 def inner_name(iteration: int | None) -> str:
-    """The folder of an iteration's weights, or of a release's."""
+    """Name of the weights' folder; ``iteration`` None means a release."""
     return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
@@ -36,7 +36,7 @@ def auxiliary_files(inner: Path, follow_links: bool) -> dict[str, Path]:
         follow_links: Whether links may lead out of it.
 
     Raises:
-        CheckpointError: If a link does and may not.
+        CheckpointError: If a link leads out of it and may not.
     """
     folder = inner / AUXILIARY
     return files_inside(folder, follow_links=follow_links) if folder.is_dir() else {}
@@ -45,15 +45,15 @@ def auxiliary_files(inner: Path, follow_links: bool) -> dict[str, Path]:
 def read_config(
     hf_config: Path | None, auxiliary: Mapping[str, Path], args: Mapping[str, object]
 ) -> ModelConfig:
-    """The model of a Megatron checkpoint.
+    """The model's config, from the first source that there is.
 
     Args:
-        hf_config: A config.json that comes first.
-        auxiliary: Files beside the weights; a config.json among them comes second.
-        args: Of the training, if the checkpoint has them.
+        hf_config: The config.json that the user gave.
+        auxiliary: Files beside the weights, perhaps with a config.json.
+        args: The training's arguments; empty if the checkpoint has none.
 
     Raises:
-        CheckpointError: If nothing says what the model is, or what says it cannot be converted.
+        CheckpointError: If there is no source, or it describes a model that cannot be converted.
     """
     path = hf_config or auxiliary.get(CONFIG)
     if path is not None:
@@ -69,13 +69,13 @@ def read_config(
 def write_around(
     folder: Path, iteration: int | None, config: ModelConfig, auxiliary: Mapping[str, Path]
 ) -> None:
-    """Write what surrounds the weights.
+    """Write the tracker file, config.json and the auxiliary files.
 
     Args:
-        folder: That holds the weights' folder.
-        iteration: None for a release.
-        config: What config.json shall say.
-        auxiliary: Files to copy; config.json among them is written anew.
+        folder: The checkpoint's folder, above the weights' folder.
+        iteration: Of the checkpoint; None for a release.
+        config: Content of config.json.
+        auxiliary: Files to copy beside it, by name; a config.json among them is ignored.
     """
     beside = folder / inner_name(iteration) / AUXILIARY
     beside.mkdir(parents=True, exist_ok=True)

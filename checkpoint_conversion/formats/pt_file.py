@@ -1,9 +1,9 @@
-"""Files of torch.save, opened without their values: what they hold, and where the values are.
+"""Files of ``torch.save``: their content without tensor values, and the place of each value.
 
-A file is a zip archive: one pickle, and one record of bytes per storage. The pickle is read by
-``torch.load(weights_only=True)`` onto the meta device, which leaves the bytes alone; before that,
-the archive's directory and the names in the pickle are checked. Tensors are then read one at a time
-from where their records are, so that nothing of the size of the file is ever mapped.
+A file is a zip archive of one pickle and one record of bytes per storage. The archive's directory
+and the globals of the pickle are vetted first; ``torch.load(weights_only=True)`` then unpickles it
+onto the meta device. Tensors are mapped one at a time from their records: ``torch.load(mmap=True)``
+would map the whole file writable, which the kernel refuses for a file larger than memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.file_slice import FileSlice
-from checkpoint_conversion.formats.pt_globals import check_globals
+from checkpoint_conversion.formats.pickles import check_globals
 from checkpoint_conversion.lazy_tensor import LazyTensor
 
-# Far more than the names of any model need.
+# Far more than the tensor names of any model need.
 _MOST_PICKLE_BYTES = 1 << 30
-# A mapping holds a file descriptor for as long as its tensor lives; small tensors are many.
+# Smaller tensors are copied: each mapping holds a file descriptor while its tensor lives.
 _MAPPED_FROM = 1 << 20
-# What is allowed is a setting of the process.
+# The allow-list of torch.load is global to the process.
 _ALLOWING = threading.Lock()
 _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
+    """The place of a tensor in a file.
 
     Attributes:
         path: The file.
-        offset: Of its first value, in bytes.
-        shape: Its shape.
-        strides: In values, as torch has them.
-        dtype: Its dtype.
+        offset: Offset of the first value in bytes.
+        shape: Shape of the tensor.
+        strides: Strides in values, as in torch.
+        dtype: Dtype of the tensor.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class StoredTensor:
         return StoredTensor(self.path, self.offset, shape, _contiguous_strides(shape), self.dtype)
 
     def lazy(self, name: str) -> LazyTensor:
-        """As a lazy tensor that is called ``name`` among the leaves; parts are read alone."""
+        """As a lazy tensor whose leaf is ``name``; parts of it are read without the rest."""
 
         def part(dim: int, start: int, length: int) -> LazyTensor:
             shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
@@ -87,7 +87,7 @@ class StoredTensor:
         )
 
     def load(self) -> Tensor:
-        """Its values; large ones are mapped from the file, for as long as the tensor lives."""
+        """The values; a large tensor is mapped from the file while it lives, a small one copied."""
         if not self.span:
             return torch.empty(self.shape, dtype=self.dtype)
         skipped, buffer = self._mapped() if self.span >= _MAPPED_FROM else self._copied()
@@ -98,7 +98,7 @@ class StoredTensor:
     def _mapped(self) -> tuple[int, mmap.mmap]:
         skipped = self.offset % mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
-            # A private copy, of which no page is ever written.
+            # torch wants a writable buffer; no page of this private mapping is ever written.
             buffer = mmap.mmap(
                 file.fileno(),
                 skipped + self.span,
@@ -119,14 +119,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PtFile:
-    """An open file.
+    """The content of a ``torch.save`` file.
 
     Attributes:
-        path: Where it is.
-        content: What was saved; tensors have shape and dtype but no values, and objects of
-            libraries are stand-ins.
-        records: Offset -> size, in bytes, of every record in the archive.
-        offset: Of the archive, if it is a part of the file.
+        path: The file.
+        content: The saved object; tensors are on the meta device, and objects of other libraries
+            are stand-ins.
+        records: Every record of the archive: offset -> size, in bytes.
+        offset: Offset of the archive in the file, in bytes.
     """
 
     path: Path
@@ -135,10 +135,10 @@ class PtFile:
     offset: int = 0
 
     def stored(self, tensor: Tensor) -> StoredTensor:
-        """Where the values of a tensor from the content are.
+        """The place of the values of a tensor from ``content``.
 
         Raises:
-            CheckpointError: If it is no plain tensor, or not within its record.
+            CheckpointError: If it is no plain tensor, or does not lie within its record.
         """
         if tensor.layout != torch.strided or tensor.device.type != "meta" or tensor.is_neg():
             raise CheckpointError(f"is no plain tensor ({tensor.layout}, {tensor.device})")
@@ -150,7 +150,7 @@ class PtFile:
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         offset = self.offset + (start or 0) + skipped
         result = StoredTensor(self.path, offset, shape, strides, tensor.dtype)
-        # More values than bytes: a stride of zero can pretend to any size.
+        # With a stride of 0 a tensor could claim any number of values.
         if skipped + result.span > size or tensor.numel() * tensor.dtype.itemsize > size:
             raise CheckpointError(
                 f"has shape {result.shape} and strides {result.strides} from {skipped} bytes on, "
@@ -160,14 +160,14 @@ class PtFile:
 
 
 def open_pt(place: Path | FileSlice) -> PtFile:
-    """Read what a file holds, all but the values of tensors.
+    """Read the content of a ``torch.save`` file, without the values of tensors.
 
     Args:
-        place: The file, or the part of a file that is one.
+        place: The file, or the slice of a file that holds the archive.
 
     Raises:
-        CheckpointError: If it is no file of torch.save, is damaged, or holds objects that are
-            neither tensors nor plain values.
+        CheckpointError: If it is not in the format of ``torch.save``, is damaged, or holds objects
+            that are neither tensors nor plain values.
     """
     try:
         if isinstance(place, Path):
@@ -180,7 +180,7 @@ def open_pt(place: Path | FileSlice) -> PtFile:
                 content = torch.load(file, map_location="meta", weights_only=True)
     except CheckpointError as error:
         raise CheckpointError(f"{place} {error}") from None
-    # Whatever the parsers raise for what they cannot make sense of.
+    # zipfile and torch raise all kinds of errors for damaged files.
     except Exception as error:
         raise CheckpointError(f"{place} cannot be read: {_first_line(error)}") from error
     return PtFile(place.path, content, dict(positions.values()), place.offset)
@@ -188,7 +188,7 @@ def open_pt(place: Path | FileSlice) -> PtFile:
 
 @contextlib.contextmanager
 def _only_allowing(allowed: Sequence[Callable | tuple[Callable, str]]) -> Iterator[None]:
-    """Let torch.load build these objects and none that others have allowed, as Megatron does."""
+    """Make this the whole allow-list of torch.load; Megatron, for one, adds classes to it."""
     with _ALLOWING:
         before = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
@@ -200,18 +200,8 @@ def _only_allowing(allowed: Sequence[Callable | tuple[Callable, str]]) -> Iterat
             torch.serialization.add_safe_globals(before)
 
 
-def record_positions(path: Path) -> dict[str, tuple[int, int]]:
-    """Where the records of a file are: name without the archive's own -> (offset, size).
-
-    Raises:
-        CheckpointError: If it is no file of torch.save.
-    """
-    with path.open("rb") as file:
-        return _read_archive(file)[0]
-
-
 def _read_archive(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], bytes]:
-    """The records' positions, and the pickle."""
+    """The records, name without the archive's own -> (offset, size), and the pickle."""
     if file.read(4) != b"PK\x03\x04":
         raise CheckpointError(
             "is not in torch.save's zip format (files older than torch 1.6 are not; load and "
@@ -232,7 +222,7 @@ def _read_archive(file: BinaryIO) -> tuple[dict[str, tuple[int, int]], bytes]:
     if "byteorder" in records and _read(file, *records["byteorder"]) != b"little":
         raise CheckpointError("was saved on a big-endian machine")
     pickled = _read(file, *records["data.pkl"])
-    # A checksum of zero: whoever saved it wanted none, which zipfile does not know.
+    # A checksum of zero means that it was saved without one, which zipfile does not know.
     if pickle_entry.CRC and zlib.crc32(pickled) != pickle_entry.CRC:
         raise CheckpointError("is damaged: the CRC of its pickle does not fit")
     return records, pickled
@@ -244,7 +234,7 @@ def _read(file: BinaryIO, start: int, length: int) -> bytes:
 
 
 def _check_entries(entries: list[zipfile.ZipInfo]) -> zipfile.ZipInfo:
-    """The pickle's entry, if the directory is one that torch.save writes."""
+    """Check that the directory is one that ``torch.save`` writes; return the pickle's entry."""
     names = [entry.filename for entry in entries]
     pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
     folders = {name.partition("/")[0] for name in names}
@@ -252,7 +242,7 @@ def _check_entries(entries: list[zipfile.ZipInfo]) -> zipfile.ZipInfo:
         raise CheckpointError("is a zip archive, but not one of torch.save")
     if any(name.endswith("/constants.pkl") for name in names):
         raise CheckpointError("is TorchScript, which holds code; a checkpoint holds tensors")
-    # A size that only unpacking would reveal could be any; torch.save never compresses.
+    # A compressed record could have any size; torch.save never compresses.
     if any(
         e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries
     ):

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: names and shapes from the header, values mapped when needed."""
+"""Tensors in safetensors files: shapes from the header, values memory-mapped when needed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-# Beyond it torch has no sizes; only a tensor without values can claim one.
+# The largest size in torch; only an empty tensor could have a larger one in a file.
 _LARGEST_SIZE = 2**63 - 1
-# What safetensors and torch raise for a file that is not what its header said.
+# Raised by safetensors and torch for a file that was changed after its header was read.
 _READ_ERRORS = (SafetensorError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, LazyTensor]:
     """Every tensor of a file, by name; safetensors checks that sizes and offsets fit the file.
 
     Raises:
-        CheckpointError: If it is no safetensors file, is damaged, or holds what torch has not.
+        CheckpointError: If it is no safetensors file, is damaged, or has dtypes unknown to torch.
     """
     tensors, problems = {}, []
     try:
@@ -73,15 +73,15 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> int:
 
     Args:
         tensors: Contiguous, none sharing memory with another.
-        path: Nothing is there, or a file that is replaced.
+        path: The file; an existing one is replaced.
 
     Returns:
-        The file's size.
+        The file's size in bytes.
 
     Raises:
         OSError: If the file system fails.
     """
-    # safetensors makes files that nobody but their owner may read; this has the usual mode.
+    # safetensors makes files that only their owner may read; give it the usual mode.
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -94,7 +94,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Part of a tensor in a file, or all of it."""
+    """A rectangular part of a tensor in a file."""
 
     path: Path
     name: str
@@ -113,7 +113,7 @@ class _Region:
         return _Region(self.path, self.name, self.dtype, self.whole, starts, shape).lazy()
 
     def load(self, session: ReadSession) -> Tensor:
-        """A view of the mapped file; only pages that are read become resident."""
+        """The values as a view of the mapped file; only pages that are read become resident."""
         try:
             file = session.open(self.path, lambda: safe_open(self.path, framework="pt"))
             tensor = file.get_tensor(self.name)
@@ -126,7 +126,7 @@ class _Region:
         return tensor
 
     def _span(self) -> int:
-        """Bytes from the first value to the last: in between, the kernel maps what it has."""
+        """Bytes from the first value to the last; the kernel may map all pages in between."""
         if 0 in self.shape:
             return 0
         values, stride = 1, 1
@@ -137,7 +137,7 @@ class _Region:
 
 
 def _os_error(error: SafetensorError, path: Path) -> OSError:
-    """Why a file could not be written; safetensors gives the system's reason as text only."""
+    """The system's error behind a failed write, which safetensors gives as text only."""
     found = re.search(r"\(os error ([0-9]{1,4})\)", str(error))
     if found is None:
         return OSError(f"{path} cannot be written: {error}")

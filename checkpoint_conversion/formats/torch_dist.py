@@ -1,7 +1,15 @@
-"""Reading ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist)."""
+"""Reading ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist).
+
+torch's ``FileSystemReader`` is not used: it unpickles ``.metadata`` unchecked, copies whole chunks
+into memory where a conversion needs some rows, and accepts compressed records of any size.
+
+Megatron-Core 0.19 stores the common state (arguments, iteration) as an object of the checkpoint,
+earlier releases in a file of its own, ``common.pt``. Both are read, the file first.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -9,46 +17,45 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import is_torch_dist, weights_folder
+from checkpoint_conversion.checkpoint_folder import METADATA, weights_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
+from checkpoint_conversion.formats.pt_file import open_pt
+from checkpoint_conversion.formats.torch_dist_metadata import Storage
 from checkpoint_conversion.formats.torch_dist_names import (
+    EXTRA_STATE,
     are_stacked,
     example_names,
     is_left_alone,
     mtp_layer_count,
     numbered_tensors,
 )
-from checkpoint_conversion.formats.torch_dist_state import (
-    COMMON_STATE,
-    arguments,
-    check_backend,
-    is_extra_state,
-    iteration,
-    read_common_state,
-    states_in_use,
-)
-from checkpoint_conversion.formats.torch_dist_storage import METADATA, Storage
 from checkpoint_conversion.layouts import KV_UP, MegatronLayout, canonical_tensors, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.safe_paths import file_inside
+from checkpoint_conversion.safe_paths import file_inside, read_json
+
+COMMON_STATE = "common_state/shard_0_1"
+COMMON_FILE = "common.pt"
+BACKEND_FILE = "metadata.json"
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+# A module's state without FP8 has up to 1513 bytes, nearly all of them torch.save's own.
+_EMPTY_STATE = 2048
 
 
 class TorchDistCheckpoint(Checkpoint):
     """A distributed checkpoint of a standard or an absorbed model.
 
     Args:
-        path: The folder of all iterations, or of one.
+        path: The folder of all iterations, or of one of them.
         hf_config: A config.json to use instead of what the checkpoint says of itself.
         follow_links: Whether links may lead out of the folder.
 
     Raises:
-        CheckpointError: If it cannot be read, contradicts itself, or nothing says what the model
-            is.
+        CheckpointError: If it cannot be read, contradicts itself, or nothing describes the model.
     """
 
     def __init__(
@@ -56,7 +63,7 @@ class TorchDistCheckpoint(Checkpoint):
     ) -> None:
         self.path, self.notes = path, []
         folder = weights_folder(path)
-        # The folder itself may be a link.
+        # The folder of the iteration may be a link, too.
         metadata = (folder / METADATA).relative_to(path).as_posix()
         file_inside(path, metadata, follow_links=follow_links)
         check_backend(folder, follow_links)
@@ -76,11 +83,6 @@ class TorchDistCheckpoint(Checkpoint):
         if padding:
             self.notes.append(f"{padding} rows of padding after the vocabulary are dropped")
 
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        """Whether there is such a checkpoint at ``path``."""
-        return is_torch_dist(path)
-
     def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
         """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
         numbered = numbered_tensors(self._weights, self.config)
@@ -93,7 +95,7 @@ class TorchDistCheckpoint(Checkpoint):
         try:
             return read_common_state(folder, storage, follow_links)
         except CheckpointError as error:
-            # Where the model is known without it, nothing of it is needed.
+            # It is not needed where a config.json describes the model.
             if hf_config is None and "config.json" not in self.auxiliary:
                 raise
             self.notes.append(f"the arguments of the training are not read: {error}")
@@ -118,9 +120,9 @@ class TorchDistCheckpoint(Checkpoint):
 
 
 def has_absorbed_blocks(weights: Mapping[str, ChunkedTensor], config: ModelConfig) -> bool:
-    """Whether K/V up-projections are stored in the blocks of rows that an absorbed model writes.
+    """Whether K/V up-projections are stored in blocks of rows, as an absorbed model does.
 
-    A standard model's ranks store the rows of whole heads.
+    A standard model stores the rows of whole heads.
     """
     block = block_rows(config)
     tensors = [tensor for name, tensor in weights.items() if name.endswith(KV_UP)]
@@ -131,17 +133,80 @@ def has_absorbed_blocks(weights: Mapping[str, ChunkedTensor], config: ModelConfi
 
 
 def block_rows(config: ModelConfig) -> int:
-    """Rows of the largest blocks that the K and the V rows of every head consist of."""
+    """Rows per block: the largest size that divides both the K and the V rows of a head."""
     return math.gcd(config.qk_nope_head_dim, config.v_head_dim)
 
 
 def describe(layout: MegatronLayout, stacked: bool, iteration: int | None) -> dict[str, object]:
-    """What distinguishes distributed checkpoints, for people.
+    """The entries of :attr:`Checkpoint.layout`.
 
     Args:
-        layout: Of the tensors of a layer.
-        stacked: Whether layers are.
-        iteration: None of a release.
+        layout: Layout of the tensors of a layer.
+        stacked: Whether one tensor holds all layers.
+        iteration: Of the checkpoint; None for a release.
     """
     result = layout.describe() | {"layers": "stacked" if stacked else "numbered"}
     return result if iteration is None else result | {"iteration": iteration}
+
+
+def check_backend(folder: Path, follow_links: bool) -> None:
+    """Check that ``folder`` holds a finished checkpoint that Megatron wrote in this format.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    if not (folder / BACKEND_FILE).exists():
+        raise CheckpointError(
+            f"{folder} has no {BACKEND_FILE}: it is a checkpoint of torch.distributed.checkpoint, "
+            "but not one that Megatron has finished"
+        )
+    found = read_json(file_inside(folder, BACKEND_FILE, follow_links=follow_links))
+    if any(found.get(key) != value for key, value in BACKEND.items()):
+        raise CheckpointError(
+            f"{folder / BACKEND_FILE} says {str(found)[:200]}; only "
+            f"{BACKEND['sharded_backend']} of version {BACKEND['sharded_backend_version']} is known"
+        )
+
+
+def read_common_state(
+    folder: Path, storage: Storage, follow_links: bool = False
+) -> Mapping[str, object]:
+    """The common state: ``args``, ``iteration`` and more; empty if there is none.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    if (folder / COMMON_FILE).exists():
+        content = open_pt(file_inside(folder, COMMON_FILE, follow_links=follow_links)).content
+    elif COMMON_STATE in storage.objects:
+        content = open_pt(storage.object(COMMON_STATE)).content
+        # A list with one entry per shard of the object.
+        content = content[0] if isinstance(content, list) and len(content) == 1 else None
+    else:
+        return {}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{folder}: the common state is no dict")
+    return content
+
+
+def arguments(common: Mapping[str, object]) -> Mapping[str, object]:
+    """The arguments of the training that saved a checkpoint; empty if it holds none."""
+    args = common.get("args")
+    return vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def iteration(common: Mapping[str, object]) -> int | None:
+    """The iteration of a checkpoint; None of a release."""
+    number = common.get("iteration")
+    return number if type(number) is int and number > 0 else None
+
+
+def states_in_use(storage: Storage) -> dict[str, int]:
+    """Modules' states that are not empty: name -> size in bytes."""
+    states = {name: storage.nbytes(name) for name in storage.objects if is_extra_state(name)}
+    return {name: nbytes for name, nbytes in states.items() if nbytes > _EMPTY_STATE}
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an object is the state of a module."""
+    return f"{EXTRA_STATE}/shard_" in name

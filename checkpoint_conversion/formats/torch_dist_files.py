@@ -1,6 +1,7 @@
-"""Writing a distributed checkpoint's files with torch's writer, each as if by a rank of its own.
+"""Writing the files of a distributed checkpoint with torch's ``FileSystemWriter``.
 
-The plans that ranks would agree on are made from shapes; a tensor is loaded when its turn comes.
+Each file is written as if by a rank of its own. The save plans, on which ranks would agree, are
+made from shapes alone; a tensor is loaded just before it is written.
 """
 
 from __future__ import annotations
@@ -36,23 +37,24 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoint_conversion.formats.base import Entry
+from checkpoint_conversion.formats.torch_dist import COMMON_FILE
 
-# Where in its file each item of a plan is: (offset, length) in bytes.
+# The place of each item of a plan in its file: (offset, length) in bytes.
 Written = list[tuple[int, int]]
 
 
 def file_name(rank: int) -> str:
-    """The file that a rank writes."""
+    """Name of the file that a rank writes."""
     return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
 def save_plan(rank: int, objects: Mapping[str, bytes], entries: Sequence[Entry]) -> SavePlan:
-    """What a rank writes, in this order.
+    """The save plan of a rank: its objects, then its tensors, in order.
 
     Args:
-        rank: Its number.
-        objects: What is no tensor, as it is stored.
-        entries: Tensors, or blocks of tensors.
+        rank: Number of the rank.
+        objects: Serialised objects that are no tensors, by name.
+        entries: Tensors and blocks of tensors.
     """
     items = [
         WriteItem(
@@ -81,10 +83,13 @@ def write_file(
     """Write a rank's file.
 
     Args:
-        folder: Of the checkpoint.
-        plan: From :func:`save_plan`.
-        objects: Likewise.
-        load: The values of an entry, as they are to be saved.
+        folder: The checkpoint's folder.
+        plan: The rank's :func:`save_plan`.
+        objects: The objects that it was made with.
+        load: Returns the values of an entry.
+
+    Returns:
+        The place of each item in the file, in the order of the plan.
     """
 
     def resolve(item: WriteItem) -> io.BytesIO | Tensor:
@@ -102,9 +107,9 @@ def write_metadata(folder: Path, plans: Sequence[SavePlan], written: Sequence[Wr
     """Write ``.metadata``, which makes the ranks' files a checkpoint.
 
     Args:
-        folder: Of the checkpoint.
-        plans: Of all ranks, by their numbers.
-        written: What :func:`write_file` said of each.
+        folder: The checkpoint's folder.
+        plans: The save plans of all ranks, in order.
+        written: What :func:`write_file` returned for each of them.
     """
     _, metadata = create_default_global_save_plan(list(plans), rewrite_index_hints=False)
     results = [
@@ -117,8 +122,20 @@ def write_metadata(folder: Path, plans: Sequence[SavePlan], written: Sequence[Wr
     _Writer(folder).finish(metadata, results)
 
 
+def write_common_file(folder: Path, common: Mapping[str, object]) -> None:
+    """Write the common state where Megatron-Core 0.18 and earlier look for it."""
+    torch.save(dict(common), folder / COMMON_FILE)
+
+
+def serialised(value: object) -> bytes:
+    """An object as Megatron stores it: a list with the one shard that there is."""
+    buffer = io.BytesIO()
+    torch.save([value], buffer)
+    return buffer.getvalue()
+
+
 def with_own_storage(values: Tensor) -> Tensor:
-    """The same values, in memory that holds nothing else: torch saves all that a tensor shares."""
+    """The same values in a storage of their own, because ``torch.save`` writes whole storages."""
     values = values.detach().contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
@@ -128,11 +145,11 @@ def with_own_storage(values: Tensor) -> Tensor:
 
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        # Whoever asked for the file waits for the disk, beside the writing of others.
+        # The caller syncs files to disk, in parallel with the writing of others.
         super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing about where the files were written, which is not where they stay."""
+        """Empty: files are renamed afterwards, so their path must not be recorded."""
         return StorageMeta()
 
 
@@ -146,10 +163,10 @@ class _JustInTime(DefaultSavePlanner):
 
 
 class _ChecksumSetting:
-    """torch.save's setting for CRC32, which takes a third of the time of writing.
+    """Switches off the CRC32 of ``torch.save``, which takes a third of the writing time.
 
-    Nothing that reads distributed checkpoints looks at them. The setting belongs to the process, or
-    in newer releases of torch to the thread.
+    No reader of distributed checkpoints checks it. The setting is global to the process, or in
+    newer releases of torch to the thread.
     """
 
     def __init__(self) -> None:

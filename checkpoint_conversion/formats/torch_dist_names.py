@@ -1,12 +1,12 @@
 """Names in a distributed checkpoint, where one tensor may hold all layers or all experts.
 
     decoder.layers.N.<rest>                           numbered layers, or
-    decoder.layers.<rest>                             stacked: a first dim for the layers
-    <layer>mlp.experts.experts.linear_fc1.weight      a dim for the experts, or
-    <layer>mlp.experts.experts.E.linear_fc1.weight    one tensor each
-    <name>.weight_w, <name>.weight_v                  the halves of linear_fc1
+    decoder.layers.<rest>                             stacked layers: the first dim
+    <layer>mlp.experts.experts.linear_fc1.weight      stacked experts: the next dim, or
+    <layer>mlp.experts.experts.E.linear_fc1.weight    one tensor per expert
+    <name>.weight_w, <name>.weight_v                  the two halves of linear_fc1
 
-The mapping has numbered layers, ``mlp.experts.local_experts.E.`` and whole tensors.
+The mapping to Hugging Face has numbered layers, ``mlp.experts.local_experts.E.`` and whole tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from checkpoint_conversion.lazy_tensor import LazyTensor, concat
 from checkpoint_conversion.model import ModelConfig
 
 EXTRA_STATE = "._extra_state"
-# Training state, which is nobody's weight.
+# Prefixes of training state.
 _LEFT_ALONE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 _LAYER, _EXPERT = "<layer>", "<expert>"
 _NUMBERED_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -31,7 +31,7 @@ _EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.((?:\d+\.)?)(linear_fc[12]\
 _NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _HALVES = ("_w", "_v")
-# Modules that keep a state beside their weights: linear layers; of TransformerEngine, norms too.
+# Modules that save an _extra_state: linear layers; in TransformerEngine also norms.
 _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|eh_proj)")
 _NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm)")
 
@@ -42,17 +42,17 @@ def is_left_alone(name: str) -> bool:
 
 
 def mtp_layer_count(names: Iterable[str]) -> int:
-    """Number of MTP layers that have tensors."""
+    """Number of MTP layers."""
     return len({match[1] for match in map(_MTP_LAYER.match, names) if match})
 
 
 def are_stacked(names: Iterable[str]) -> bool:
-    """Whether layers are stacked."""
+    """Whether decoder layers are stacked."""
     return any(map(_STACKED_LAYERS.fullmatch, names))
 
 
 def example_names(names: Iterable[str]) -> list[str]:
-    """The mapping's names, of the first layer and expert where a tensor holds them all."""
+    """The mapping's names; for a stacked tensor that of the first layer and expert."""
     return [_pattern(name).replace(_LAYER, "0").replace(_EXPERT, "0") for name in names]
 
 
@@ -61,15 +61,14 @@ def numbered_tensors(
 ) -> dict[str, LazyTensor]:
     """Tensors of single layers and experts, in a layout of :mod:`checkpoint_conversion.layouts`.
 
-    Names that are unknown stay what they are, for the mapping to refuse.
+    Unknown names are kept, and refused by the mapping.
 
     Args:
         stored: The tensors of a checkpoint that belong to the model.
-        config: The model.
+        config: The model's dimensions.
 
     Raises:
-        CheckpointError: Listing tensors that are for other numbers of layers or experts, or are
-            there twice.
+        CheckpointError: Listing tensors for other numbers of layers or experts, and duplicates.
     """
     counts = {_LAYER: config.num_layers, _EXPERT: config.num_experts}
     problems: list[str] = []
@@ -98,7 +97,7 @@ def numbered_tensors(
 
 
 def _pattern(stored_name: str) -> str:
-    """The mapping's name, with ``<layer>`` and ``<expert>`` for dims of the stored tensor."""
+    """The mapping's name, with ``<layer>`` and ``<expert>`` for the stacked dims."""
     name = stored_name
     stacked = _STACKED_LAYERS.fullmatch(name)
     if stacked:
@@ -125,12 +124,12 @@ def _with_joined_halves(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of one layer, or one expert, is stored.
+    """The place of one layer's or expert's tensor in a stored tensor.
 
     Attributes:
         key: Name of the stored tensor.
-        index: In its first dims.
-        counts: Sizes of these dims.
+        index: Index in the stacked dims; empty if the tensor is stored alone.
+        counts: Sizes of the stacked dims.
     """
 
     key: str
@@ -139,12 +138,12 @@ class Place:
 
 
 def place_of(name: str, stacked: bool, config: ModelConfig) -> Place:
-    """Where the mapping's tensor, or object, called ``name`` is stored.
+    """Where a tensor or object of the model is stored.
 
     Args:
         name: In a layout of :mod:`checkpoint_conversion.layouts`.
-        stacked: Whether layers are.
-        config: The model.
+        stacked: Whether layers are stacked.
+        config: The model's dimensions.
     """
     place = Place(name)
     layer = _NUMBERED_LAYER.fullmatch(name)
@@ -160,15 +159,15 @@ def place_of(name: str, stacked: bool, config: ModelConfig) -> Place:
 def extra_state_names(
     names: Iterable[str], norms: str, stacked: bool, config: ModelConfig
 ) -> list[str]:
-    """Names of the objects that Megatron's modules ask for beside their weights.
+    """Names of the ``_extra_state`` objects that Megatron's modules load beside their weights.
 
-    Loading fails if one is missing. Megatron's core attention and output layer ask for none.
+    Loading fails if one is missing. Core attention and output layer load none.
 
     Args:
-        names: Of the model's tensors, in a layout.
+        names: Names of the model's tensors, in a layout.
         norms: ``"fused"`` for TransformerEngine's modules, ``"separate"`` for local ones.
-        stacked: Whether layers are.
-        config: The model.
+        stacked: Whether layers are stacked.
+        config: The model's dimensions.
     """
     result = []
     for name in names:

@@ -21,24 +21,26 @@ from checkpoint_conversion.formats.base import (
     Progress,
     TargetOptions,
     Writer,
+    filled,
     tensor_record,
 )
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
-from checkpoint_conversion.formats.torch_dist import block_rows, describe
+from checkpoint_conversion.formats.torch_dist import (
+    BACKEND,
+    BACKEND_FILE,
+    COMMON_STATE,
+    block_rows,
+    describe,
+)
 from checkpoint_conversion.formats.torch_dist_files import (
     file_name,
     save_plan,
+    serialised,
+    write_common_file,
     write_file,
     write_metadata,
 )
 from checkpoint_conversion.formats.torch_dist_names import extra_state_names, place_of
-from checkpoint_conversion.formats.torch_dist_state import (
-    BACKEND,
-    BACKEND_FILE,
-    COMMON_STATE,
-    saved,
-    write_common_file,
-)
 from checkpoint_conversion.layouts import (
     KV_UP,
     laid_out_tensors,
@@ -57,15 +59,15 @@ _VOCAB_MULTIPLE = 128
 
 
 class TorchDistWriter(Writer):
-    """Writes a distributed checkpoint; a part is a file, as if a rank of its own had written it.
+    """Writes a distributed checkpoint; each part is a file, as if written by a rank of its own.
 
     Args:
-        config: The model.
-        options: How to write it.
+        config: The model's dimensions.
+        options: Options of the target.
         to: ``"megatron"`` or ``"absorbed"``.
 
     Raises:
-        CheckpointError: If the options ask for what the format, or the model, cannot have.
+        CheckpointError: Naming each option that the format or the model does not have.
     """
 
     def __init__(self, config: ModelConfig, options: TargetOptions, to: str = "megatron") -> None:
@@ -73,7 +75,7 @@ class TorchDistWriter(Writer):
         self._layout = target_layout(
             to, options.norms, kv_up=options.kv_up, down=options.down, **(options.layout or {})
         )
-        # As Megatron does with the arguments that are written: those of MoE models list the layers.
+        # Megatron numbers layers where moe_layer_freq is a list, as the written args of MoE models.
         self._stacked = options.layers == "stacked" or (
             options.layers is None and not any(config.moe_layers)
         )
@@ -91,7 +93,7 @@ class TorchDistWriter(Writer):
         self._objects = self._make_objects(whole)
         limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
         parts: list[Part] = []
-        for group in _filled(self._units(whole), limit):
+        for group in filled(self._units(whole), limit, _bytes_of):
             entries = tuple(entry for unit, _ in group for entry in unit)
             parts.append(Part(file_name(len(parts)), entries, sum(peak for _, peak in group)))
         _check_dtypes(parts)
@@ -140,12 +142,12 @@ class TorchDistWriter(Writer):
         write_around(folder, self.options.iteration, self.config, auxiliary)
 
     def _units(self, tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[list[Entry], int]]:
-        """Entries that are written together, each with the bytes resident meanwhile."""
+        """The blocks of each tensor, which stay in one part, with the memory that they need."""
         for name, tensor in tensors.items():
             rows = self._rows(name, tensor)
             place = place_of(name, self._stacked, self.config)
             whole, ones = (*place.counts, *tensor.shape), len(place.index)
-            # What cannot be read in parts is read once for all its blocks.
+            # A tensor that cannot be read in parts is read once for all of its blocks.
             once = len(rows) > 1 and tensor.part is None
             blocks = (_loaded_once(tensor) if once else tensor).split(rows)
             entries, row = [], 0
@@ -164,7 +166,7 @@ class TorchDistWriter(Writer):
             yield entries, tensor.peak if once else sum(block.peak for block in blocks)
 
     def _rows(self, name: str, tensor: LazyTensor) -> list[int]:
-        """Rows of the blocks that a tensor is stored in: those in which models have them."""
+        """Rows of each block of a tensor; K/V up-projections and gated rows may have several."""
         rows = tensor.shape[0]
         if self.format == "absorbed" and name.endswith(KV_UP):
             block = block_rows(self.config)
@@ -174,14 +176,14 @@ class TorchDistWriter(Writer):
         return [rows]
 
     def _common_state(self, tensors: Mapping[str, LazyTensor]) -> dict[str, object]:
-        """Arguments, iteration, and how Megatron finds the tensors."""
+        """The common state: arguments, iteration, and how Megatron names the tensors."""
         largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
         return {
             "args": self._args(largest.dtype),
             "checkpoint_version": 3.0,
             "iteration": self.options.iteration or 0,
             "num_floating_point_operations_so_far": 0,
-            # Megatron asks for tensors by these.
+            # Megatron derives the names of the tensors that it loads from these.
             "content_metadata": {
                 "singleton_local_shards": False,
                 "non_homogeneous_layers": not self._stacked,
@@ -190,9 +192,9 @@ class TorchDistWriter(Writer):
         }
 
     def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
-        """What is stored beside the tensors: modules' states, which are empty, and arguments."""
+        """Objects beside the tensors: the empty states of modules, and the common state."""
         states = extra_state_names(tensors, self._layout.norms, self._stacked, self.config)
-        return {**dict.fromkeys(states, saved(None)), COMMON_STATE: saved(self._common)}
+        return {**dict.fromkeys(states, serialised(None)), COMMON_STATE: serialised(self._common)}
 
     def _args(self, dtype: torch.dtype) -> argparse.Namespace:
         """The arguments of a training that would have saved the checkpoint."""
@@ -202,7 +204,7 @@ class TorchDistWriter(Writer):
         args.transformer_impl = "transformer_engine" if fused else "local"
         args.make_vocab_size_divisible_by = self.options.vocab_multiple or _VOCAB_MULTIPLE
         if self._stacked and any(self.config.moe_layers):
-            # With a list of layers, Megatron looks for numbered ones.
+            # With a list, Megatron would look for numbered layers.
             args.moe_layer_freq = 1
         return args
 
@@ -220,24 +222,12 @@ class TorchDistWriter(Writer):
             raise CheckpointError(f"--to {self.format} cannot do this:", problems)
 
 
-def _filled(
-    units: Iterator[tuple[list[Entry], int]], limit: int
-) -> Iterator[list[tuple[list[Entry], int]]]:
-    """Units in order, in groups of at most ``limit`` bytes, or of one."""
-    group: list[tuple[list[Entry], int]] = []
-    used = 0
-    for unit in units:
-        nbytes = sum(entry.tensor.nbytes for entry in unit[0])
-        if group and used + nbytes > limit:
-            yield group
-            group, used = [], 0
-        group.append(unit)
-        used += nbytes
-    yield group
+def _bytes_of(unit: tuple[list[Entry], int]) -> int:
+    return sum(entry.tensor.nbytes for entry in unit[0])
 
 
 def _loaded_once(tensor: LazyTensor) -> LazyTensor:
-    """The same tensor, which is loaded once in a session however often it is asked for."""
+    """The same tensor, loaded at most once per session."""
 
     def load(session: ReadSession) -> Tensor:
         return session.open(tensor, lambda: contextlib.nullcontext(tensor.load(session)))
@@ -246,7 +236,7 @@ def _loaded_once(tensor: LazyTensor) -> LazyTensor:
 
 
 def _with_ones(tensor: LazyTensor, dims: int) -> LazyTensor:
-    """The same tensor with first dims of size 1."""
+    """The same tensor with ``dims`` leading dims of size 1."""
     shape = ((1,) * dims) + tensor.shape
     return LazyTensor(
         shape,
@@ -258,7 +248,7 @@ def _with_ones(tensor: LazyTensor, dims: int) -> LazyTensor:
 
 
 def _check_dtypes(parts: Sequence[Part]) -> None:
-    """One tensor has one dtype, of whichever layers and experts it holds the weights."""
+    """Refuse layers or experts of different dtypes in one stored tensor."""
     dtypes: dict[str, set[torch.dtype]] = {}
     for part in parts:
         for entry in part.entries:

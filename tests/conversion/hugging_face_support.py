@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.formats.hugging_face_writer import HuggingFaceWriter
-from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.support import write_with
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,18 +21,12 @@ def rewritten(
     options: TargetOptions | None = None,
     part_bytes: int = 1 << 20,
 ) -> tuple[HuggingFaceWriter, list[PartResult]]:
-    """Write what a checkpoint holds to a new folder; the last part first."""
+    """Write what a checkpoint holds to a new folder."""
     options = options or TargetOptions()
     folder.mkdir()
     writer = HuggingFaceWriter(source.config, options)
-    parts = writer.plan(source.hugging_face_tensors(options.dtype), part_bytes)
-    results = {}
-    for part in reversed(parts):
-        with ReadSession() as session:
-            results[part.name] = writer.write_part(folder, part, session, lambda nbytes: None)
-    ordered = [results[part.name] for part in parts]
-    writer.finish(folder, ordered, source.auxiliary)
-    return writer, ordered
+    tensors = source.hugging_face_tensors(options.dtype)
+    return writer, write_with(writer, folder, tensors, part_bytes, source.auxiliary)
 
 
 def safetensors_bytes(header: dict | bytes, data: bytes, header_size: int | None = None) -> bytes:

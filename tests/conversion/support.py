@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_conversion.formats.base import PartResult, Writer
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
 from checkpoint_conversion.model import ModelConfig
@@ -125,6 +127,23 @@ def load_all(tensors: dict[str, LazyTensor]) -> dict[str, Tensor]:
         with ReadSession() as session:
             result[name] = tensor.load(session).clone()
     return result
+
+
+def write_with(
+    writer: Writer,
+    folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    part_bytes: int = 1 << 20,
+    auxiliary: Mapping[str, Path] | None = None,
+) -> list[PartResult]:
+    """Write a checkpoint as the conversion does, but the last part first; results in order."""
+    parts, results = writer.plan(tensors, part_bytes), {}
+    for part in reversed(parts):
+        with ReadSession() as session:
+            results[part.name] = writer.write_part(folder, part, session, lambda nbytes: None)
+    ordered = [results[part.name] for part in parts]
+    writer.finish(folder, ordered, auxiliary or {})
+    return ordered
 
 
 def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

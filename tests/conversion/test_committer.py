@@ -7,12 +7,11 @@ import threading
 
 import pytest
 
-from checkpoint_conversion.committer import Committer
 from checkpoint_conversion.convert import convert
-from checkpoint_conversion.formats import FORMATS
+from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.formats.base import Part, TargetOptions
 from checkpoint_conversion.journal import Journal
-from checkpoint_conversion.part_runner import MemoryBudget, StoppedError, run_parts
+from checkpoint_conversion.part_runner import Committer, MemoryBudget, StoppedError, run_parts
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 # Seconds after which a test that waits for another thread gives up.
@@ -31,7 +30,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", TARGETS)
 def test_the_journal_names_what_is_on_the_disk(source, tmp_path, monkeypatch, to, workers):
     """Files and the folders they are in, before the journal's line is written at all."""
     synced, named = set(), []
@@ -54,8 +53,7 @@ def test_the_journal_names_what_is_on_the_disk(source, tmp_path, monkeypatch, to
 
     monkeypatch.setattr(os, "fsync", recorded)
     monkeypatch.setattr(Journal, "_append", checked)
-    ranks = TargetOptions(tensor_parallel=2, pipeline_parallel=3)
-    options = ranks if to == "megatron-legacy" else TargetOptions(max_shard_bytes=20_000)
+    options = TargetOptions(max_shard_bytes=20_000)
     report = convert(source, tmp_path / "out", to, options, workers=workers)
     assert len(named) == len(report.plan.parts) > 3
 

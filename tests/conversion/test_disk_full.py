@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli
+from checkpoint_conversion.formats import TARGETS
 from tests.conversion.processes import run
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
-from tests.conversion.test_killed import ONE_THREAD, RANKS, contents
+from tests.conversion.test_killed import ONE_THREAD, contents
 
-# Targets of several parts, none of which fits beside the others into what there is.
-TARGETS = {
-    "hf": ("--max-shard-size", "200kB"),
-    "megatron": ("--max-shard-size", "200kB"),
-    "megatron-legacy": RANKS,
-    "absorbed": ("--max-shard-size", "200kB"),
-}
+# Several parts, which do not fit together into the free space.
+SHARDS = ("--max-shard-size", "200kB")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def hidden_usage(monkeypatch):
 
 
 def command(source: Path, target: Path, to: str) -> list[str]:
-    return ["convert", str(source), str(target), "--to", to, *TARGETS[to], *ONE_THREAD]
+    return ["convert", str(source), str(target), "--to", to, *SHARDS, *ONE_THREAD]
 
 
 @pytest.fixture(params=TARGETS)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint_conversion.convert import convert
-from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats import TARGETS, open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.manifest import find_manifest, read_manifest
+from tests.conversion.legacy_support import write_legacy
 from tests.conversion.support import (
     CONFIGS,
     assert_same_tensors,
@@ -21,8 +23,7 @@ from tests.conversion.support import (
     write_hugging_face,
 )
 
-RANKS = {"tensor_parallel": 2, "pipeline_parallel": 3}
-PLAIN = [("hf", {}), ("megatron", {}), ("megatron-legacy", RANKS), ("absorbed", {})]
+PLAIN = [("hf", {}), ("megatron", {}), ("absorbed", {})]
 LAYOUTS = [
     *(
         ("megatron", {"norms": norms, "kv_up": kv_up, "down": down})
@@ -32,11 +33,6 @@ LAYOUTS = [
     ),
     ("megatron", {"layers": "numbered"}),
     ("megatron", {"vocab_multiple": 48, "iteration": 7}),
-    ("megatron-legacy", {}),
-    ("megatron-legacy", {"tensor_parallel": 4, "norms": "separate", "kv_up": "split"}),
-    ("megatron-legacy", {"tensor_parallel": 2, "experts": "grouped", "down": "fused"}),
-    ("megatron-legacy", {**RANKS, "norms": "separate", "down_projection": "duplicated"}),
-    ("megatron-legacy", {**RANKS, "vocab_multiple": 48, "iteration": 7}),
     ("absorbed", {"norms": "fused"}),
     ("absorbed", {"layers": "numbered"}),
 ]
@@ -111,6 +107,27 @@ def test_from_each_to_each(models, tmp_path, name, first, second):
         previous = tmp_path / str(i)
     convert(previous, tmp_path / "back", "hf")
     check_same(model, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("to", TARGETS)
+def test_from_files_per_rank(models, tmp_path, name, to):
+    model = models[name]
+    checkpoint = open_checkpoint(model.path)
+    ranks = {"tensor_parallel": 2, "pipeline_parallel": 3}
+    write_legacy(tmp_path / "legacy", checkpoint.config, model.tensors, **ranks)
+    shutil.copy(model.path / "tokenizer.json", tmp_path / "legacy/release/hugging_face")
+    assert open_checkpoint(tmp_path / "legacy").format == "megatron-legacy"
+    convert(tmp_path / "legacy", tmp_path / "there", to)
+    assert open_checkpoint(tmp_path / "there").format == to
+    convert(tmp_path / "there", tmp_path / "back", "hf")
+    check_same(model, tmp_path / "back")
+
+
+def test_files_per_rank_are_not_written(models, tmp_path):
+    with pytest.raises(ValueError, match="read, not written; --to can be hf, megatron, absorbed"):
+        convert(models["v3"].path, tmp_path / "out", "megatron-legacy")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("to", "options"), PLAIN[1:], ids=name_of)

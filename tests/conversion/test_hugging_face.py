@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.fp8 import FP8, quantise, scale_shape
@@ -59,12 +60,12 @@ def test_single_file(tmp_path):
 
 def test_recognises(tmp_path):
     write_hugging_face(tmp_path / "a", tiny_config(), {"x": torch.ones(1)}, 1)
-    assert HuggingFaceCheckpoint.recognises(tmp_path / "a")
+    assert kind_of(tmp_path / "a") == "hugging_face"
     (tmp_path / "a" / INDEX).unlink()
-    assert HuggingFaceCheckpoint.recognises(tmp_path / "a")
+    assert kind_of(tmp_path / "a") == "hugging_face"
     (tmp_path / "a" / "model-00001-of-00001.safetensors").unlink()
-    assert not HuggingFaceCheckpoint.recognises(tmp_path / "a")
-    assert not HuggingFaceCheckpoint.recognises(tmp_path / "missing")
+    assert kind_of(tmp_path / "a") is None
+    assert kind_of(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("cls", ["DeepseekV2", "DeepseekV3"])

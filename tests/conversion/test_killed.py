@@ -17,17 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.manifest import NAME
 from tests.conversion.processes import Done, Process, run
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 KILLS = int(os.environ.get("KILL_COUNT", "6"))
-# Each target in several parts.
-# So that the steps come in the same order every time.
+# With one thread the steps come in the same order every time.
 ONE_THREAD = ("--workers", "1")
+# Each target in several parts.
 SHARDS = ("--max-shard-size", "20kB")
-RANKS = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "3")
-TARGETS = {"hf": SHARDS, "megatron": SHARDS, "megatron-legacy": RANKS, "absorbed": SHARDS}
 
 
 class Conversion:
@@ -113,7 +112,7 @@ def larger_source(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("to", TARGETS)
 def test_killed_at_chosen_steps(source, folder, to):
     """Spread over all steps, from the first folder that is made to the last one removed."""
-    conversion = Conversion(folder, source, to, *TARGETS[to], *ONE_THREAD)
+    conversion = Conversion(folder, source, to, *SHARDS, *ONE_THREAD)
     whole, done = conversion.direct()
     assert done.steps > 20
     states = []

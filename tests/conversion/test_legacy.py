@@ -1,4 +1,4 @@
-"""Checkpoints of one file per rank: written, read back, and refused when files do not fit."""
+"""Per-rank checkpoints are read: every model, layout and grid of ranks, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import json
 import pytest
 import torch
 
-from checkpoint_conversion.checkpoint_folder import RANK_FILE
-from checkpoint_conversion.checksums import tensor_checksum
+from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from tests.conversion.legacy_support import (
     change_rank,
     load_rank,
@@ -61,10 +58,13 @@ def tensors(config):
 def test_every_model_and_layout_comes_back(tmp_path, name, layout):
     config = tiny_config(**CONFIGS[name])
     tensors = random_tensors(config)
-    write_legacy(tmp_path, config, tensors, **LAYOUTS[layout])
+    options = LAYOUTS[layout]
+    sharding = write_legacy(tmp_path, config, tensors, **options)
     checkpoint = LegacyCheckpoint(tmp_path)
     assert_same_tensors(read_legacy(tmp_path), tensors)
-    assert checkpoint.layout == LegacyWriter(config, TargetOptions(**LAYOUTS[layout])).layout()
+    assert checkpoint.config == config
+    experts = options.get("experts", "sequential")
+    assert checkpoint.layout == sharding.describe(experts, options.get("iteration"))
     used = [tensor.leaves for tensor in checkpoint.hugging_face_tensors().values()]
     assert frozenset().union(*used) == set(checkpoint.stored)
 
@@ -74,45 +74,15 @@ def test_dtypes_are_kept(tmp_path, config, dtype):
     tensors = random_tensors(config, dtype)
     write_legacy(tmp_path, config, tensors, tensor_parallel=2)
     assert_same_tensors(read_legacy(tmp_path), tensors)
-    assert load_rank(tmp_path / "release/mp_rank_01")["args"].params_dtype == dtype
 
 
-def test_the_folder_is_megatrons(tmp_path, config, tensors):
+def test_either_folder_can_be_given(tmp_path, config, tensors):
     write_legacy(tmp_path, config, tensors, tensor_parallel=2, pipeline_parallel=3, iteration=7)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     inner = tmp_path / "iter_0000007"
-    ranks = {f"mp_rank_0{t}_00{p}" for t in range(2) for p in range(3)}
-    assert {path.name for path in inner.iterdir()} == ranks | {"hugging_face"}
-    content = load_rank(inner / "mp_rank_01_002")
-    assert content["iteration"] == 7
-    assert content["checkpoint_version"] == 3.0
-    args = content["args"]
-    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 3)
-    assert args.ckpt_format == "torch"
-    # Either folder can be given.
-    assert LegacyCheckpoint.recognises(tmp_path)
-    assert LegacyCheckpoint.recognises(inner)
-    assert_same_tensors(read_legacy(inner), tensors)
-
-
-def test_records_of_parts(tmp_path, config, tensors):
-    """Names, shapes and checksums are those of what torch loads."""
-    results = write_legacy(tmp_path, config, tensors, tensor_parallel=2)
-    assert [result.name for result in results] == ["mp_rank_00", "mp_rank_01"]
-    for result in results:
-        (name,) = result.files
-        assert name == f"release/{result.name}/{RANK_FILE}"
-        assert (tmp_path / name).stat().st_size == result.files[name]
-        model = load_rank((tmp_path / name).parent, mmap=True)["model"]
-        weights = {k: v for k, v in model.items() if not k.endswith("_extra_state")}
-        assert [record["key"] for record in result.tensors] == [
-            f"{result.name}/{key}" for key in weights
-        ]
-        for record, values in zip(result.tensors, weights.values()):
-            assert record["checksum"] == tensor_checksum(values), record["key"]
-            assert record["shape"] == list(values.shape)
-            assert f"torch.{record['dtype']}" == str(values.dtype)
-    assert json.dumps([result.tensors for result in results])
+    for folder in (tmp_path, inner):
+        assert kind_of(folder) == "legacy"
+        assert LegacyCheckpoint(folder).layout["iteration"] == 7
+        assert_same_tensors(read_legacy(folder), tensors)
 
 
 def test_the_config_is_also_in_the_args(tmp_path, config, tensors):
@@ -130,28 +100,16 @@ def test_the_config_is_also_in_the_args(tmp_path, config, tensors):
     assert LegacyCheckpoint(tmp_path, hf_config=hf_config).config == config
 
 
-def test_the_vocabulary_is_padded_with_zeros(tmp_path):
-    """Megatron refuses a table whose rows do not divide."""
+def test_padding_of_the_vocabulary_is_dropped(tmp_path):
+    """Megatron refuses a table whose rows do not divide, and pads it with zeros."""
     config = tiny_config(vocab_size=61)
     tensors = random_tensors(config)
     write_legacy(tmp_path, config, tensors, tensor_parallel=2, vocab_multiple=3)
-    models = [load_rank(tmp_path / f"release/mp_rank_0{i}")["model"] for i in range(2)]
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        table = torch.cat([model[name] for model in models])
-        assert table.shape[0] == 66
-        assert not table[61:].any()
-        assert table[:61].any(dim=1).all()
-    args = load_rank(tmp_path / "release/mp_rank_00")["args"]
-    assert (args.padded_vocab_size, args.make_vocab_size_divisible_by) == (66, 3)
+    model = load_rank(tmp_path / "release/mp_rank_01")["model"]
+    assert model["output_layer.weight"].shape[0] == 33
     checkpoint = LegacyCheckpoint(tmp_path)
     assert checkpoint.notes == ["5 rows of padding after the vocabulary are dropped"]
     assert_same_tensors(read_legacy(tmp_path), tensors)
-
-
-def test_without_options_the_vocabulary_has_megatrons_padding(tmp_path, config, tensors):
-    write_legacy(tmp_path, config, tensors, tensor_parallel=2)
-    model = load_rank(tmp_path / "release/mp_rank_00")["model"]
-    assert model["embedding.word_embeddings.weight"].shape[0] * 2 == 256
 
 
 class TestCopies:

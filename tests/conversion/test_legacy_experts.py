@@ -66,16 +66,6 @@ def split_expert_ranks(inner, ranks):
         shutil.rmtree(folder)
 
 
-def test_grouped_experts_have_transformer_engines_names(tmp_path, config, tensors):
-    write_legacy(tmp_path, config, tensors, experts="grouped")
-    model = load_rank(tmp_path / "release/mp_rank_00")["model"]
-    gate, up = (tensors[f"model.layers.1.mlp.experts.3.{n}_proj.weight"] for n in ("gate", "up"))
-    found = model["decoder.layers.1.mlp.experts.linear_fc1.weight3"]
-    assert torch.equal(found, torch.cat([gate, up]))
-    assert "decoder.layers.1.mlp.experts.linear_fc1._extra_state" in model
-    assert not any("local_experts" in name for name in model)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_former_grouped_mlp(tmp_path, config, tensors, size):
     write_legacy(tmp_path, config, tensors, tensor_parallel=size)

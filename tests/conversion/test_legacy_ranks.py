@@ -8,17 +8,13 @@ from checkpoint_conversion.checkpoint_folder import is_rank_folder
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy_names import (
     as_mapped,
-    as_stored,
-    extra_states,
-    in_the_model,
     layer_count,
     mtp_layer_count,
-    on_the_rank,
+    name_on_rank,
 )
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     Sizes,
-    even_stages,
     folder_problems,
     sizes_of,
     stages_of,
@@ -103,10 +99,7 @@ def test_without_experts_their_tensor_parallelism_does_not_matter():
 
 
 def test_layers_of_stages():
-    assert even_stages(6, 3) == [range(2), range(2, 4), range(4, 6)]
     assert stages_of([3, 0, 2]) == [range(3), range(3, 3), range(3, 5)]
-    with pytest.raises(CheckpointError, match="--pipeline-model-parallel-size 4 does not divide"):
-        even_stages(6, 4)
 
 
 @pytest.mark.parametrize(
@@ -125,41 +118,32 @@ def test_layers_of_stages():
         ("output_layer.weight", "output_layer.weight"),
     ],
 )
-def test_layers_and_experts_are_numbered_through(on_rank, in_model):
-    assert in_the_model(on_rank, 10, 20) == in_model
-    assert on_the_rank(in_model, 10, 20) == on_rank
+def test_layers_and_experts_are_numbered_from_0_on_the_rank(on_rank, in_model):
+    assert name_on_rank(in_model, 10, 20) == on_rank
 
 
 @pytest.mark.parametrize(
-    ("experts", "stored", "mapped"),
+    ("stored", "mapped"),
     [
         (
-            "grouped",
             "decoder.layers.0.mlp.experts.linear_fc1.weight12",
             "decoder.layers.0.mlp.experts.local_experts.12.linear_fc1.weight",
         ),
         (
-            "sequential",
             "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.1.linear_fc2.weight",
             "mtp.layers.0.transformer_layer.mlp.experts.local_experts.1.linear_fc2.weight",
         ),
         (
-            "grouped",
             "mtp.layers.1.mtp_model_layer.mlp.experts.linear_fc2.weight3",
             "mtp.layers.1.transformer_layer.mlp.experts.local_experts.3.linear_fc2.weight",
         ),
-        ("grouped", "mtp.layers.1.eh_proj.weight", "mtp.layers.1.eh_proj.weight"),
+        ("mtp.layers.1.eh_proj.weight", "mtp.layers.1.eh_proj.weight"),
+        # The name of older releases.
+        *[("mtp.layers.0.transformer_layer.input_layernorm.weight",) * 2],
     ],
 )
-def test_names_of_modules(experts, stored, mapped):
+def test_names_of_modules(stored, mapped):
     assert as_mapped(stored) == mapped
-    assert as_stored(mapped, experts) == stored
-
-
-def test_older_mtp_names_are_read():
-    assert as_mapped("mtp.layers.0.transformer_layer.input_layernorm.weight") == (
-        "mtp.layers.0.transformer_layer.input_layernorm.weight"
-    )
 
 
 def test_layers_are_counted():
@@ -168,30 +152,3 @@ def test_layers_are_counted():
     assert (layer_count([]), mtp_layer_count([])) == (0, 0)
     # Nobody has so many, and counting to it would take forever.
     assert layer_count(["decoder.layers.99999999999999.a"]) == 0
-
-
-def test_extra_states_of_grouped_experts_are_one_per_module():
-    names = [f"decoder.layers.0.mlp.experts.linear_fc1.weight{i}" for i in range(3)]
-    assert extra_states(names, "fused", last_stage=False) == [
-        "decoder.layers.0.mlp.experts.linear_fc1._extra_state"
-    ]
-
-
-def test_extra_states_of_transformer_engine():
-    """Its norms and its core attention are modules with a state, too."""
-    names = [
-        "decoder.layers.0.input_layernorm.weight",
-        "decoder.layers.0.self_attention.linear_proj.weight",
-        "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
-        "decoder.layers.0.self_attention.linear_q_up_proj.weight",
-        "decoder.layers.0.mlp.router.weight",
-    ]
-    states = {name.removesuffix("._extra_state") for name in extra_states(names, "fused", True)}
-    layer = "decoder.layers.0"
-    assert states == {
-        "output_layer",
-        f"{layer}.input_layernorm",
-        f"{layer}.self_attention.core_attention",
-        f"{layer}.self_attention.linear_proj",
-        f"{layer}.self_attention.linear_q_up_proj",
-    }

@@ -10,11 +10,9 @@ import torch
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_writer import LegacyWriter
 from tests.conversion.legacy_support import change_rank, save_rank, write_legacy
-from tests.conversion.support import in_memory, random_tensors, tiny_config
+from tests.conversion.support import random_tensors, tiny_config
 
 
 @pytest.fixture
@@ -138,41 +136,12 @@ def test_files_without_a_model(folder, content):
         LegacyCheckpoint(folder)
 
 
-def test_a_link_out_of_the_folder(folder, tensors, tmp_path_factory):
-    inner = folder / "release/mp_rank_00_001"
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "rank"
-    inner.rename(elsewhere)
-    inner.symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match="--follow-links"):
-        LegacyCheckpoint(folder)
-    found = LegacyCheckpoint(folder, follow_links=True)
-    assert set(found.hugging_face_tensors()) == set(tensors)
-
-
 def test_tensor_parallel_ranks_that_share_a_head(tmp_path):
-    config = tiny_config(num_attention_heads=2, num_key_value_heads=2)
-    with pytest.raises(CheckpointError, match="4 ranks cannot share equally") as error:
-        LegacyWriter(config, TargetOptions(tensor_parallel=4))
+    config = tiny_config()
+    write_legacy(tmp_path, config, random_tensors(config), tensor_parallel=4)
+    two_heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({**config.hugging_face, **two_heads}))
+    with pytest.raises(CheckpointError, match="4 tensor-parallel ranks cannot share") as error:
+        LegacyCheckpoint(tmp_path, hf_config=path)
     assert error.value.problems == ("2 attention heads",)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fp8": "float"}, "--fp8 float"),
-        ({"layers": "stacked"}, "--layers stacked"),
-        ({"max_shard_bytes": 5}, "--max-shard-size"),
-        ({"pipeline_parallel": 2}, "--pipeline-model-parallel-size 2 does not divide"),
-        ({"tensor_parallel": 3}, "--tensor-model-parallel-size 3 ranks cannot share"),
-    ],
-)
-def test_options_that_are_refused(config, options, message):
-    with pytest.raises(CheckpointError, match=message):
-        LegacyWriter(config, TargetOptions(**options))
-
-
-def test_tensors_that_do_not_fit_are_refused_before_writing(config, tensors):
-    writer = LegacyWriter(config, TargetOptions())
-    del tensors["model.norm.weight"]
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
-        writer.plan(in_memory(tensors), 1 << 20)

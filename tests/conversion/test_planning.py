@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from checkpoint_conversion import convert, planning, process_memory
+from checkpoint_conversion import convert, part_runner, planning
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.planning import plan_conversion
@@ -192,4 +192,4 @@ def large_tensor(name: str):
 
 
 def test_resident_memory_is_known():
-    assert 50 * 10**6 < process_memory.resident() <= process_memory.peak_resident()
+    assert 50 * 10**6 < part_runner.resident() <= part_runner.peak_resident()

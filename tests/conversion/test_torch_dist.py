@@ -11,6 +11,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed import checkpoint as dcp
 
+from checkpoint_conversion.checkpoint_folder import kind_of
 from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
@@ -26,6 +27,7 @@ from tests.conversion.support import (
     load_all,
     random_tensors,
     tiny_config,
+    write_with,
 )
 from tests.conversion.torch_dist_support import (
     read_torch_dist,
@@ -120,7 +122,7 @@ def test_the_folder_is_megatrons(tmp_path, config, tensors):
     assert common["args"].transformer_impl == "local"
     assert dist_checkpointing.load_content_metadata(inner)["non_homogeneous_layers"] is True
     for folder in (tmp_path, inner):
-        assert TorchDistCheckpoint.recognises(folder)
+        assert kind_of(folder) == "torch_dist"
         assert_same_tensors(read_torch_dist(folder), tensors)
 
 
@@ -248,8 +250,6 @@ def test_padding_is_dropped_and_said(tmp_path, config, tensors):
     ("to", "options", "words"),
     [
         ("megatron", {"fp8": "float"}, ["--fp8 float"]),
-        ("megatron", {"tensor_parallel": 2}, ["--tensor-model-parallel-size"]),
-        ("megatron", {"down_projection": "duplicated"}, ["--down-projection duplicated"]),
         ("megatron", {"layers": "stacked"}, ["--layers stacked"]),
         ("absorbed", {"kv_up": "split", "down": "fused"}, ["--kv-up split", "--down fused"]),
     ],
@@ -287,11 +287,8 @@ def test_auxiliary_files_travel(tmp_path, config, tensors):
     source = tmp_path / "tokenizer.json"
     source.write_text("{}")
     writer = TorchDistWriter(config, TargetOptions())
-    results = []
-    for part in writer.plan(in_memory(tensors), 1 << 20):
-        with ReadSession() as session:
-            results.append(writer.write_part(tmp_path / "out", part, session, lambda nbytes: None))
-    writer.finish(tmp_path / "out", results, {"tokenizer.json": source})
+    auxiliary = {"tokenizer.json": source}
+    write_with(writer, tmp_path / "out", in_memory(tensors), auxiliary=auxiliary)
     checkpoint = TorchDistCheckpoint(tmp_path / "out")
     assert checkpoint.auxiliary["tokenizer.json"].read_text() == "{}"
     assert json.loads(checkpoint.auxiliary["config.json"].read_text()) == config.hugging_face

@@ -9,9 +9,9 @@ from torch import Tensor
 from checkpoint_conversion.formats.base import PartResult, TargetOptions
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter
-from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.model import ModelConfig
-from tests.conversion.support import in_memory, load_all
+from tests.conversion.support import in_memory, load_all, write_with
 
 # Small enough that a tiny model has many files.
 PART_BYTES = 1 << 14
@@ -34,14 +34,7 @@ def write_lazy(
 ) -> list[PartResult]:
     """Write a checkpoint of tensors that need not be in memory."""
     writer = TorchDistWriter(config, TargetOptions(**options), to)
-    results = {}
-    parts = writer.plan(tensors, part_bytes)
-    # In any order.
-    for part in reversed(parts):
-        with ReadSession() as session:
-            results[part.name] = writer.write_part(folder, part, session, lambda nbytes: None)
-    writer.finish(folder, [results[part.name] for part in parts], {})
-    return [results[part.name] for part in parts]
+    return write_with(writer, folder, tensors, part_bytes)
 
 
 def read_torch_dist(folder: Path) -> dict[str, Tensor]:

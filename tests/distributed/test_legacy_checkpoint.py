@@ -1,4 +1,4 @@
-"""Per-rank files, written from one rank's file, load strictly into the ranks of a real model."""
+"""Per-rank files that the tensor-parallel ranks of a real model save are read as one model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint_conversion.formats.legacy_names import as_mapped
+from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
-from tests.conversion.legacy_support import load_rank, read_legacy, save_rank, write_legacy
-from tests.conversion.support import assert_same_tensors, tiny_config
+from tests.conversion.legacy_support import read_legacy, save_rank
+from tests.conversion.support import assert_same_tensors, in_memory, load_all, tiny_config
 from tests.distributed.test_distributed_checkpoint import (
     gathered,
     model,
     shared_folder,
 )
 from tests.support import world
-from tests.support.models import MIXED, VOCAB, call, token_batch
-from tests.support.numerics import relative_error
+from tests.support.models import MIXED
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 LAYERS = {
@@ -40,37 +41,18 @@ def whole_weights(made):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_ranks_of_a_real_model_load_their_files(name):
-    """Parameters are those of the model without parallelism, and so is the loss."""
+def test_files_of_a_real_models_ranks_are_read(name):
+    """The ranks' files, merged, are the parameters that Megatron's own partition dims gather."""
     layers, fields = LAYERS[name]
     config = tiny_config(intermediate_size=64, **fields)
-    size, tensors = world.size(), {}
+    made = model("standard", layers, seed=1)
+    args = to_megatron_args(config, dtype=torch.float32, tensor_parallel=world.size())
+    state = {k: v if v is None else v.cpu() for k, v in made.state_dict().items()}
+    biases = {k: v for k, v in state.items() if k.endswith("expert_bias")}
+    expected = {as_mapped(k): v for k, v in (whole_weights(made) | biases).items()}
     with shared_folder() as folder:
-        with world.parallel(tp=1):
-            single = model("standard", layers)
-            expected = {n: p.detach().cpu() for n, p in single.named_parameters()}
-            loss = call(single, labels=token_batch(seed=7)).detach().cpu()
-            if world.rank() == 0:
-                args = to_megatron_args(config, dtype=torch.float32)
-                content = {"args": args, "model": single.state_dict()}
-                save_rank(folder / "one/mp_rank_00", content)
-                tensors = read_legacy(folder / "one")
-                options = {"tensor_parallel": size, "vocab_multiple": VOCAB // size}
-                write_legacy(folder / "many", config, tensors, norms="separate", **options)
-        dist.barrier()
-        ranks = model("standard", layers, seed=1)
-        path = folder / f"many/release/mp_rank_{world.rank():02d}"
-        ranks.load_state_dict(load_rank(path, map_location="cpu")["model"], strict=True)
-        # And back, from what the ranks themselves would save.
-        args = to_megatron_args(config, dtype=torch.float32, tensor_parallel=size)
-        state = {k: v if v is None else v.cpu() for k, v in ranks.state_dict().items()}
-        save_rank(folder / f"saved/mp_rank_{world.rank():02d}", {"args": args, "model": state})
+        save_rank(folder / f"mp_rank_{world.rank():02d}", {"args": args, "model": state})
         dist.barrier()
         if world.rank() == 0:
-            assert_same_tensors(read_legacy(folder / "saved"), tensors)
-    found = whole_weights(ranks)
-    assert set(found) == set(expected)
-    for key, weight in expected.items():
-        assert torch.equal(found[key], weight), key
-    actual = call(ranks, labels=token_batch(seed=7)).detach().cpu()
-    assert relative_error(actual, loss) < 1e-5
+            found = in_memory(read_legacy(folder))
+            assert_same_tensors(load_all(to_megatron(found, config)), expected)

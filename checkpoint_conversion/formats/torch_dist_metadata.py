@@ -1,4 +1,4 @@
-"""What a distributed checkpoint stores, and where; everything its ``.metadata`` says is checked."""
+"""What a distributed checkpoint stores and where, with every claim of its ``.metadata`` checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from checkpoint_conversion.checkpoint_folder import METADATA
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.chunked_tensor import ChunkedTensor, Shape
 from checkpoint_conversion.formats.file_slice import FileSlice
-from checkpoint_conversion.formats.safe_pickle import load_metadata
+from checkpoint_conversion.formats.pickles import load_metadata
 from checkpoint_conversion.safe_paths import file_inside, name_problem, shown_name
 
-METADATA = ".metadata"
 _MOST_DIMS = 8
 
 
@@ -31,12 +31,12 @@ class Storage:
     """The tensors and objects of a distributed checkpoint.
 
     Args:
-        folder: That holds ``.metadata``.
+        folder: The folder of ``.metadata``.
         follow_links: Whether links may lead out of the folder.
 
     Attributes:
         tensors: Names of the tensors.
-        objects: Names of what is stored beside them, as bytes of torch.save.
+        objects: Names of everything else; each is stored as the bytes of ``torch.save``.
 
     Raises:
         CheckpointError: If the metadata cannot be read.
@@ -50,7 +50,7 @@ class Storage:
         if type(entries) is not dict or type(places) is not dict:
             raise CheckpointError(f"{path} does not say where tensors are stored")
         self._entries: dict[str, Any] = entries
-        # By name and, for chunks, offset.
+        # Name -> offset of the chunk, None for an object -> storage info.
         self._places: dict[str, dict[Shape | None, Any]] = defaultdict(dict)
         self._files: dict[str, tuple[Path, int]] = {}
         self._used: dict[Path, list[tuple[int, int, str]]] = defaultdict(list)
@@ -59,15 +59,15 @@ class Storage:
         self.objects = self._of_type(BytesStorageMetadata)
 
     def nbytes(self, name: str) -> int:
-        """Bytes that a tensor or object takes in the files, as the metadata says."""
+        """Size of a tensor or object in the files, as the metadata claims."""
         lengths = (_field(info, "length") for info in self._places[name].values())
         return sum(length for length in lengths if type(length) is int and length > 0)
 
     def object(self, name: str) -> FileSlice:
-        """Where an object is.
+        """The place of an object.
 
         Raises:
-            CheckpointError: If it is not where the metadata says.
+            CheckpointError: If there is no such place in the files.
         """
         problems: list[str] = []
         place = self._place(name, None, 1, problems)
@@ -76,12 +76,11 @@ class Storage:
         return place
 
     def read(self, names: Collection[str]) -> dict[str, ChunkedTensor]:
-        """Where tensors are.
+        """The tensors with the places of their chunks.
 
         Raises:
-            CheckpointError: Listing the files that are missing; or everything that contradicts
-                itself or the files: chunks that do not tile their tensor, places that are not in a
-                file, or shared.
+            CheckpointError: Listing the missing files; or else every contradiction: chunks that do
+                not tile their tensor, places outside a file, places that overlap.
         """
         self._refuse_missing_files(names)
         problems: list[str] = []
@@ -92,12 +91,12 @@ class Storage:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _refuse_missing_files(self, names: Collection[str]) -> None:
-        """One line for a file, however many tensors are in it."""
+        """Report each missing file in one line, however many tensors it held."""
         tensors: dict[str, set[str]] = defaultdict(set)
         for name in names:
             for info in self._places[name].values():
                 file = _field(info, "relative_path")
-                # What is no name inside the folder is refused with the tensor that has it.
+                # Names that lead out of the folder are refused later, with their tensor.
                 if type(file) is str and name_problem(file) is None:
                     tensors[file].add(name)
         missing = [file for file in sorted(tensors) if not os.path.lexists(self._folder / file)]
@@ -154,7 +153,7 @@ class Storage:
     def _place(
         self, name: str, offset: Shape | None, least: int, problems: list[str]
     ) -> FileSlice | None:
-        """Where a chunk or object of at least ``least`` bytes is."""
+        """The place of a chunk or object, which must have at least ``least`` bytes."""
         what = name if offset is None else f"{name} at {offset}"
         info = self._places[name].get(offset)
         file, start, length = (_field(info, f) for f in ("relative_path", "offset", "length"))
@@ -193,7 +192,7 @@ class Storage:
 
 
 def _field(record: object, name: str) -> Any:
-    """A field that may not be there, of an object that may be any."""
+    """A field of an object of unknown type; None if it has no such field."""
     return getattr(record, name, None)
 
 
@@ -202,14 +201,14 @@ def _shown(name: object) -> str:
 
 
 def _sizes(value: object) -> Shape | None:
-    """The sizes or offsets that a file gives, if they can be any."""
+    """Sizes or offsets from a file as integers; None if no tensor can have them."""
     if type(value) is not torch.Size or len(value) > _MOST_DIMS:
         return None
     return tuple(value) if all(0 <= size < 1 << 40 for size in value) else None
 
 
 def _box(chunk: object) -> tuple[Shape, Shape] | None:
-    """A chunk's offsets and sizes."""
+    """A chunk's offsets and sizes; None if it has none."""
     if type(chunk) is not ChunkStorageMetadata:
         return None
     offsets, sizes = _sizes(_field(chunk, "offsets")), _sizes(_field(chunk, "sizes"))
@@ -217,7 +216,7 @@ def _box(chunk: object) -> tuple[Shape, Shape] | None:
 
 
 def _grid(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> tuple[Shape, ...] | None:
-    """Where chunks start along each dim, if they are a grid that covers the tensor exactly once."""
+    """Where chunks start along each dim; None unless they tile the tensor exactly once."""
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         return None
     grid = []

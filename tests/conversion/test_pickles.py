@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.safe_pickle import load_metadata
+from checkpoint_conversion.formats.pickles import load_metadata
+from tests.conversion.pt_support import Calls
 
 
 @pytest.fixture
@@ -104,23 +105,13 @@ def test_classes_that_megatron_had(path):
     assert load_metadata(path).state_dict_metadata == example().state_dict_metadata
 
 
-class Call:
-    """Pickled as a call."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
 REFUSED = {
-    "os.system": (Call(os.system, "touch owned"), "system, which is refused"),
-    "eval": (Call(eval, "1"), "builtins.eval, which is refused"),
-    "getattr": (Call(getattr, "x", "join"), "builtins.getattr, which is refused"),
-    "torch.load": (Call(torch.load, "x"), "torch.serialization.load, which is refused"),
-    "reconstructor": (Call(copyreg._reconstructor, Metadata, object, None), "copyreg"),
-    "a submodule": (Call(torch.nn.Linear, 1, 1), "torch.nn"),
+    "os.system": (Calls(os.system, "touch owned"), "system, which is refused"),
+    "eval": (Calls(eval, "1"), "builtins.eval, which is refused"),
+    "getattr": (Calls(getattr, "x", "join"), "builtins.getattr, which is refused"),
+    "torch.load": (Calls(torch.load, "x"), "torch.serialization.load, which is refused"),
+    "reconstructor": (Calls(copyreg._reconstructor, Metadata, object, None), "copyreg"),
+    "a submodule": (Calls(torch.nn.Linear, 1, 1), "torch.nn"),
     "a set": ({1, 2}, "damaged"),
     "bytes": (b"1234", "damaged"),
 }
