@@ -14,7 +14,7 @@ import torch
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.testing.request import Request
+from engine_benchmark.workload import Request
 
 # Of log-probabilities between tokens of which either may be chosen.
 TIES = {torch.float32: 1e-3, torch.bfloat16: 0.1}

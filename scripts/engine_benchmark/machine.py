@@ -12,7 +12,7 @@ import time
 import torch
 
 import provenance
-from absorbed_mla.testing.cpu_inference import enable_cpu_inference
+from absorbed_mla.generation.cpu import enable_cpu_inference
 from context_parallel_benchmark.arguments import dims_of
 from context_parallel_benchmark.processes import Processes
 

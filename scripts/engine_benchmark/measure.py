@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.testing.engine import dynamic_engine, generate, require_no_leak
-from absorbed_mla.testing.request import Request, Run
+from absorbed_mla.generation.blocks import BLOCK_SIZE
+from absorbed_mla.generation.cuda_graphs import deleting_graphs
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import Result, Statistics
+from absorbed_mla.generation.sampling import SamplingParams
 from engine_benchmark.arguments import Case
 from engine_benchmark.comparison import TIES, compare
 from engine_benchmark.machine import Machine
 from engine_benchmark.models import build
 from engine_benchmark.row import Row
-from engine_benchmark.workload import longest, scarce_blocks
-from generation.cuda_graphs import forgetting_graphs
+from engine_benchmark.workload import Request, longest, scarce_blocks
 
 # Requests that run first, so that kernels are compiled when the clock starts.
 _WARM_UP = 8
@@ -47,7 +50,7 @@ class Bench:
         try:
             if self.machine.elapsed > self.args.time_limit:
                 raise TimeoutError(f"{self.args.time_limit:g} s are over (--time-limit)")
-            with forgetting_graphs(case.graphs and self.machine.on_gpu), self._mode(case):
+            with deleting_graphs(case.graphs and self.machine.on_gpu), self._mode(case):
                 self._measure(row)
         except Exception as error:
             row.error = f"{type(error).__name__}: {error}"
@@ -61,28 +64,27 @@ class Bench:
         model = build(case, args, machine)
         alone = self._each_alone(model) if case.implementation == "ours" else None
         start = machine.clock()
-        with dynamic_engine(
-            model,
-            blocks=self.blocks,
-            paused_blocks=self.blocks // 10,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
+        options = EngineOptions(
+            cache_tokens=self.blocks * BLOCK_SIZE,
+            paused_cache_tokens=self.blocks // 10 * BLOCK_SIZE,
             num_cuda_graphs=args.num_cuda_graphs if case.graphs else None,
             **self._sizes(),
-        ) as engine:
+        )
+        with Engine(model, options) as engine:
             row.capture_seconds = machine.clock() - start
             generate(engine, self.requests[:_WARM_UP])
             start = machine.clock()
-            run = generate(engine, self.requests)
+            results = generate(engine, self.requests)
             row.seconds = machine.clock() - start
-            require_no_leak(engine)
+            engine.require_no_leak()
         row.peak_bytes = machine.peak_bytes()
-        row.generated = sum(map(len, run.tokens))
-        row.engine = counters(run)
-        row.missing = missing(run, case)
-        row.error = errors(run)
+        tokens = [result.tokens for result in results]
+        row.generated = sum(map(len, tokens))
+        row.engine = dataclasses.asdict(engine.statistics)
+        row.missing = missing(engine.statistics, case)
+        row.error = errors(results)
         if alone is not None:
-            row.comparison = compare(model, self.requests, run.tokens, alone, self.tie)
+            row.comparison = compare(model, self.requests, tokens, alone, self.tie)
 
     @property
     def tie(self) -> float:
@@ -104,32 +106,34 @@ class Bench:
         """Tokens of every request in an engine without anything else, eager."""
         if self._alone is None:
             sizes = self._sizes()
-            sizes["max_tokens"] = max(sizes["max_tokens"], sizes["max_sequence_length"])
-            tokens: list[list[int]] = []
-            with dynamic_engine(model, blocks=self.blocks, **sizes) as engine:
-                for request in self.requests:
-                    tokens += generate(engine, [request]).tokens
-            self._alone = tokens
+            sizes["step_tokens"] = max(sizes["step_tokens"], sizes["max_sequence_length"])
+            options = EngineOptions(
+                cache_tokens=self.blocks * BLOCK_SIZE,
+                chunked_prefill=False,
+                prefix_caching=False,
+                **sizes,
+            )
+            with Engine(model, options) as engine:
+                self._alone = [generate(engine, [request])[0].tokens for request in self.requests]
         return self._alone
 
     def _sizes(self) -> dict[str, int]:
         return {
             "max_sequence_length": _rounded(longest(self.requests)),
             "max_requests": self.args.max_requests,
-            "max_tokens": self.args.max_tokens,
+            "step_tokens": self.args.max_tokens,
         }
 
 
-def counters(run: Run) -> dict[str, int]:
-    """What the engine did, without the results."""
-    return {
-        field.name: int(getattr(run, field.name))
-        for field in dataclasses.fields(run)
-        if field.name != "results"
-    }
+def generate(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+    """Run greedy requests together."""
+    return engine.generate(
+        [request.prompt for request in requests],
+        [SamplingParams(num_tokens=request.num_tokens, top_k=1) for request in requests],
+    )
 
 
-def missing(run: Run, case: Case) -> tuple[str, ...]:
+def missing(run: Statistics, case: Case) -> tuple[str, ...]:
     """What should have happened, and did not."""
     wanted = {
         "chunked prefill": run.chunks,
@@ -141,11 +145,11 @@ def missing(run: Run, case: Case) -> tuple[str, ...]:
     return tuple(name for name, happened in wanted.items() if not happened)
 
 
-def errors(run: Run) -> str:
-    """Of the requests without an end of their own, the first; ``""`` if there is none."""
-    for number, result in enumerate(run.results):
-        if result is None or result.error:
-            return f"request {number}: {result.error if result else 'it has no end'}"
+def errors(results: Sequence[Result]) -> str:
+    """Of the first request that could not run; ``""`` if there is none."""
+    for number, result in enumerate(results):
+        if result.error:
+            return f"request {number}: {result.error}"
     return ""
 
 

@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.generation.cuda_graphs import graph_fields, seed_generators
 from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
 from engine_benchmark.arguments import Case
 from engine_benchmark.machine import Machine
-from generation.cuda_graphs import graph_fields, seed_generators
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
 

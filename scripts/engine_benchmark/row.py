@@ -18,7 +18,7 @@ class Row:
         error: What it raised, or what was wrong with what it did; ``""`` if all is well.
         seconds: From the first request to the end of the last.
         generated: Tokens.
-        engine: What the engine did: ``Run`` without its results.
+        engine: Counters of the engine's steps.
         missing: Of what the workload should make the engine do, what did not happen.
         capture_seconds: To make the engine, CUDA graphs included.
         peak_bytes: Of device memory, or None.

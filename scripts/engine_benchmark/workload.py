@@ -6,12 +6,25 @@ import argparse
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from absorbed_mla.testing.engine import BLOCK_SIZE
-from absorbed_mla.testing.request import Request
+from absorbed_mla.generation.blocks import BLOCK_SIZE
 
 # Different beginnings that prompts share: like the instructions of several applications.
 _PREFIXES = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """A greedy request.
+
+    Attributes:
+        prompt: Token ids.
+        num_tokens: To generate.
+    """
+
+    prompt: Sequence[int]
+    num_tokens: int
 
 
 def workload(args: argparse.Namespace) -> list[Request]:

@@ -16,12 +16,12 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 
 import bench_engine
-from absorbed_mla.testing.request import Request, Result, Run
+from absorbed_mla.generation.requests import Result, Statistics
 from engine_benchmark.arguments import Case, cases, parse_arguments
 from engine_benchmark.comparison import Comparison, compare
-from engine_benchmark.measure import Bench, counters, errors, missing
+from engine_benchmark.measure import Bench, errors, missing
 from engine_benchmark.row import Row
-from engine_benchmark.workload import longest, scarce_blocks, workload
+from engine_benchmark.workload import Request, longest, scarce_blocks, workload
 from tests.support.engine import by_whole_forwards, generating_model, prompt
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,7 +117,7 @@ def test_what_is_a_tie(flags, dtype, tie):
 
 class TestRow:
     CASE = Case("ours", graphs=True)
-    RUN = Run([Result([1], [])], steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
+    RUN = Statistics(steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
 
     @pytest.mark.parametrize(
         ("changes", "ok"),
@@ -137,20 +137,15 @@ class TestRow:
 
     def test_missing(self):
         assert missing(self.RUN, self.CASE) == ("preemption",)
-        idle = Run()
+        idle = Statistics()
         assert len(missing(idle, self.CASE)) == 5
         assert "graph steps" not in missing(idle, Case("ours", graphs=False))
 
-    def test_counters(self):
-        assert "results" not in counters(self.RUN)
-        assert counters(self.RUN)["graph_steps"] == 3
-
     def test_errors(self):
-        assert errors(self.RUN) == ""
+        assert errors([Result([1])]) == ""
         assert (
-            errors(Run([Result([], [], "BlockOverflowError")])) == "request 0: BlockOverflowError"
+            errors([Result(error="BlockOverflowError")]) == "request 0: BlockOverflowError"
         )
-        assert errors(Run([Result([], []), None])) == "request 1: it has no end"
 
 
 class TestWorkload:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from console.script import Failure
@@ -25,15 +25,14 @@ from rollout.entry import main
 from rollout.gap import measure, runs
 from rollout.gap_entry import CASES, require_parity
 from rollout.loop import RolloutTrainer
-from rollout.model import build_policy_model
-from rollout.policy import token_log_probs
+from rollout.policy import build_policy_model, token_log_probs
 from rollout.rewards import REWARDS, group_advantages
 from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from training import distributed
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "rollout_train.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
 SMALL = (
     "--num-experts 0 --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 "
     "--num-tokens-to-generate 12 --num-prompts 8 --group-size 6 --micro-batch-size 24 --lr 6e-3"
