@@ -106,7 +106,9 @@ def steps():
 @pytest.fixture
 def from_the_host(monkeypatch):
     """``--cuda-graphs``, for which everything is done but the capture."""
-    return lambda: monkeypatch.setattr("absorbed_mla.generation.cuda_graphs.graph_fields", lambda scope: {})
+    return lambda: monkeypatch.setattr(
+        "absorbed_mla.generation.cuda_graphs.graph_fields", lambda scope: {}
+    )
 
 
 @needs.no_gpu

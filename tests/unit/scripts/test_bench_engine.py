@@ -143,9 +143,7 @@ class TestRow:
 
     def test_errors(self):
         assert errors([Result([1])]) == ""
-        assert (
-            errors([Result(error="BlockOverflowError")]) == "request 0: BlockOverflowError"
-        )
+        assert errors([Result(error="BlockOverflowError")]) == "request 0: BlockOverflowError"
 
 
 class TestWorkload:

@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
@@ -30,6 +29,7 @@ from rollout.rewards import REWARDS, group_advantages
 from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
+from tests.support.balancing import forget_balancing_losses
 from training import distributed
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
@@ -43,8 +43,7 @@ def trainer_of(options: str) -> RolloutTrainer:
     """A run in this process."""
     args = parse_arguments(options.split(), 1)
     distributed.seed(args.seed)
-    # Megatron's record of balancing losses keeps the layers of the first model of the process.
-    destroy_moe_metrics_tracker()
+    forget_balancing_losses()
     return build_trainer(args, world.device())
 
 
