@@ -1,8 +1,8 @@
-"""Run Megatron-Core on a machine without a GPU, for tests, CI and the quickstart.
+"""Run Megatron-Core on a machine without a GPU.
 
-Megatron-Core asks ``torch.cuda`` for its device, its random-number state and its streams in many
-places that have nothing to do with a kernel. :func:`enable_cpu_host` answers those questions with
-the CPU's. It does nothing where CUDA is available, so one script serves both kinds of machine.
+Megatron-Core asks ``torch.cuda`` for the device, the random-number state and streams in many places
+that have nothing to do with a kernel. :func:`enable_cpu_host` replaces those functions by ones for
+the CPU. It does nothing where CUDA is available, so one program serves both kinds of machine.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import functools
 import torch
 
 _ENABLED = False
-# Of tensors, where Megatron asks for pinned memory or for device="cuda".
+# Tensor factories that Megatron calls with pin_memory=True or device="cuda".
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "empty_like")
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event: every wait is already over."""
+    """Replaces a CUDA stream or event: every wait is over already."""
 
     device_index = 0
     device_type = 1
@@ -33,12 +33,12 @@ class _NoStream:
         return lambda *args, **kwargs: None
 
     def elapsed_time(self, other: object) -> float:
-        """Milliseconds; nobody measured."""
+        """0 ms, because nothing is measured."""
         return 0.0
 
 
 def enable_cpu_host() -> bool:
-    """Substitute the ``torch.cuda`` calls that Megatron-Core makes on its way, once per process.
+    """Replace the ``torch.cuda`` functions that Megatron-Core calls, once per process.
 
     Returns:
         True if the process now runs on the CPU, False if a GPU is there and nothing was changed.
@@ -47,14 +47,14 @@ def enable_cpu_host() -> bool:
     if torch.cuda.is_available():
         return False
     if not _ENABLED:
-        _replace_cuda_questions()
+        _replace_cuda_functions()
         _replace_rng_state()
         _replace_compiled_parts()
         _ENABLED = True
     return True
 
 
-def _replace_cuda_questions() -> None:
+def _replace_cuda_functions() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
     torch.cuda.set_device = lambda device: None
@@ -71,7 +71,7 @@ def _replace_cuda_questions() -> None:
     torch.cuda.nvtx._nvtx = _NoStream()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
-    # "with torch.device(...)" knows the factories by identity, from its first use on.
+    # "with torch.device(...)" looks the factories up at its first use, so that must come before.
     with torch.device("cpu"):
         torch.empty(0)
     for name in _FACTORIES:
@@ -79,7 +79,7 @@ def _replace_cuda_questions() -> None:
 
 
 def _on_cpu(function):
-    """A tensor factory without the GPU's: memory pinned for copies, and ``device="cuda"``."""
+    """A tensor factory that ignores ``pin_memory`` and takes ``device="cuda"`` for the CPU."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -99,16 +99,16 @@ def _replace_rng_state() -> None:
 
 
 def _replace_compiled_parts() -> None:
-    """Run without a C++ compiler, which Megatron calls at run time for two things."""
+    """Avoid the C++ compiler, which Megatron calls at run time for two things."""
     from megatron.core.tensor_parallel import random as host_random
 
-    # torch.compile of small functions; it also fails in folders with a space in their name.
+    # torch.compile of small functions, which also fails in folders with a space in their name.
     torch.compiler.set_stance("force_eager")
     host_random._get_share_storage = lambda: _copy_storage
 
 
 def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Give ``dst``'s storage ``src``'s bytes below autograd; Megatron's extension shares them."""
+    """Copy ``src``'s bytes to ``dst``'s storage, unseen by autograd; Megatron shares them instead."""
     target, source = dst.untyped_storage(), src.untyped_storage()
     target.resize_(source.nbytes())
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes())

@@ -135,7 +135,10 @@ class Engine:
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(each)} samplings")
-        with contextlib.nullcontext() if self._active else self:
+        started: contextlib.AbstractContextManager = (
+            contextlib.nullcontext() if self._active else self
+        )
+        with started:
             if self.is_busy():
                 raise RuntimeError("generate needs an engine without requests")
             self._forget_requests()
@@ -185,7 +188,8 @@ class Engine:
         """
         self._abort()
         if self._unreported:
-            reported, self._unreported = self._unreported, []
+            reported = list(self._unreported)
+            self._unreported.clear()
             return reported
         step, context = self.host.step_modern(), self.host.context
         ended = step["finished_request_records"]
@@ -228,8 +232,8 @@ class Engine:
         self._num_tokens: dict[int, int] = {}
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
-        self._evicted_before = self.host.evicted_request_count
-        self._prefix_blocks_before = self._prefix_blocks()
+        self._evicted_before: int = self.host.evicted_request_count
+        self._prefix_blocks_before: int = self._prefix_blocks()
 
     def _prefix_blocks(self) -> int:
         return self.host._prefix_cache_blocks_matched
