@@ -108,7 +108,7 @@ def _replace_compiled_parts() -> None:
 
 
 def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy ``src``'s bytes to ``dst``'s storage, unseen by autograd; Megatron shares them instead."""
+    """Copy ``src``'s bytes to ``dst``'s storage below autograd; Megatron would share them."""
     target, source = dst.untyped_storage(), src.untyped_storage()
     target.resize_(source.nbytes())
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes())
