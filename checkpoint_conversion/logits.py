@@ -178,7 +178,7 @@ def megatron_logits(model: Any, tokens: Tensor) -> Tensor:
 @contextmanager
 def one_process() -> Iterator[None]:
     """Set up Megatron's process groups for one process on the CPU, unless they exist already."""
-    from absorbed_mla.testing.cpu_host import enable_cpu_host
+    from absorbed_mla.cpu_host import enable_cpu_host
 
     enable_cpu_host()
     from megatron.core import parallel_state, tensor_parallel

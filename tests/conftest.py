@@ -13,7 +13,7 @@ import torch
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host  # noqa: E402
+from absorbed_mla.cpu_host import enable_cpu_host  # noqa: E402
 
 enable_cpu_host()
 # Deterministic mode asks for it where there is a GPU.

@@ -1,1 +1,1 @@
-"""Helpers shared by tests/ and scripts/: running Megatron without a GPU, comparing numbers."""
+"""What tests and measurements need of Megatron: standard MLA on any machine, counts of traffic."""

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from absorbed_mla.testing.request import Request, Run
+    from absorbed_mla.generation.engine import Engine
+    from absorbed_mla.generation.requests import Result, Statistics
     from benchmarks.kit.processes import Processes
 
 IMPLEMENTATIONS = ("ours", "standard")
@@ -100,6 +101,19 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return arguments.chosen(found, args.only)
 
 
+@dataclass(frozen=True)
+class Request:
+    """A greedy request.
+
+    Attributes:
+        prompt: Token ids.
+        num_tokens: To generate.
+    """
+
+    prompt: Sequence[int]
+    num_tokens: int
+
+
 def workload(args: argparse.Namespace) -> list[Request]:
     """Requests of mixed lengths, the same for every case.
 
@@ -107,8 +121,6 @@ def workload(args: argparse.Namespace) -> list[Request]:
     prompt begins with one of four prefixes. As many tokens as asked for are generated: there is no
     stop token.
     """
-    from absorbed_mla.testing.request import Request
-
     rng = random.Random(args.seed)
 
     def tokens(number: int) -> list[int]:
@@ -140,7 +152,7 @@ def scarce_blocks(requests: Sequence[Request], max_requests: int) -> int:
 
 
 def _blocks(tokens: int) -> int:
-    from absorbed_mla.testing.engine import BLOCK_SIZE
+    from absorbed_mla.generation.blocks import BLOCK_SIZE
 
     return -(-tokens // BLOCK_SIZE)
 
@@ -247,7 +259,7 @@ def measure_all(args: argparse.Namespace) -> int:
 
     warnings.filterwarnings("ignore")
     arguments.require_device(args.device, torch.cuda.is_available())
-    from absorbed_mla.testing.cpu_inference import enable_cpu_inference
+    from absorbed_mla.generation.cpu import enable_cpu_inference
     from benchmarks.kit.processes import Processes
 
     enable_cpu_inference()
@@ -295,7 +307,7 @@ def build(
     import torch
     from megatron.core.models.gpt import GPTModel
 
-    from generation.cuda_graphs import seed_generators
+    from absorbed_mla.generation.cuda_graphs import seed_generators
 
     config = model_config(case, args, processes, dtype)
     seed_generators(args.seed, graphs=case.graphs)
@@ -334,7 +346,7 @@ def model_config(
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from generation.cuda_graphs import graph_fields
+    from absorbed_mla.generation.cuda_graphs import graph_fields
 
     graphs = case.graphs and processes.on_gpu
     return MLATransformerConfig(
@@ -545,13 +557,13 @@ class Bench:
 
     def measure(self, case: Case) -> Row:
         """Measure one case; what it raises is in its row."""
-        from generation.cuda_graphs import forgetting_graphs
+        from absorbed_mla.generation.cuda_graphs import deleting_graphs
 
         row = Row(case)
         try:
             if self.elapsed > self.args.time_limit:
                 raise TimeoutError(f"{self.args.time_limit:g} s are over (--time-limit)")
-            with forgetting_graphs(case.graphs and self.processes.on_gpu), self._mode(case):
+            with deleting_graphs(case.graphs and self.processes.on_gpu), self._mode(case):
                 self._measure(row)
         except Exception as error:
             row.error = f"{type(error).__name__}: {error}"
@@ -562,35 +574,36 @@ class Bench:
     def _measure(self, row: Row) -> None:
         import torch
 
-        from absorbed_mla.testing.engine import dynamic_engine, generate, require_no_leak
+        from absorbed_mla.generation.blocks import BLOCK_SIZE
+        from absorbed_mla.generation.engine import Engine
+        from absorbed_mla.generation.options import EngineOptions
 
         case, args = row.case, self.args
         self._free_memory()
         model = build(case, args, self.processes, self.dtype)
         alone = self._each_alone(model) if case.implementation == "ours" else None
         start = self._clock()
-        with dynamic_engine(
-            model,
-            blocks=self.blocks,
-            paused_blocks=self.blocks // 10,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
+        options = EngineOptions(
+            cache_tokens=self.blocks * BLOCK_SIZE,
+            paused_cache_tokens=self.blocks // 10 * BLOCK_SIZE,
             num_cuda_graphs=args.num_cuda_graphs if case.graphs else None,
             **self._sizes(),
-        ) as engine:
+        )
+        with Engine(model, options) as engine:
             row.capture_seconds = self._clock() - start
             generate(engine, self.requests[:WARM_UP])
             start = self._clock()
-            run = generate(engine, self.requests)
+            results = generate(engine, self.requests)
             row.seconds = self._clock() - start
-            require_no_leak(engine)
+            engine.require_no_leak()
         row.peak_bytes = torch.cuda.max_memory_allocated() if self.processes.on_gpu else None
-        row.generated = sum(map(len, run.tokens))
-        row.engine = counters(run)
-        row.missing = missing(run, case)
-        row.error = errors(run)
+        tokens = [result.tokens for result in results]
+        row.generated = sum(map(len, tokens))
+        row.engine = dataclasses.asdict(engine.statistics)
+        row.missing = missing(engine.statistics, case)
+        row.error = errors(results)
         if alone is not None:
-            row.comparison = compare(model, self.requests, run.tokens, alone, self.tie)
+            row.comparison = compare(model, self.requests, tokens, alone, self.tie)
 
     def _mode(self, case: Case) -> contextlib.AbstractContextManager[None]:
         from absorbed_mla.batch_invariant import batch_invariant_mode
@@ -601,16 +614,21 @@ class Bench:
 
     def _each_alone(self, model: GPTModel) -> list[list[int]]:
         """Tokens of every request in an engine without anything else, eager."""
-        from absorbed_mla.testing.engine import dynamic_engine, generate
+        from absorbed_mla.generation.blocks import BLOCK_SIZE
+        from absorbed_mla.generation.engine import Engine
+        from absorbed_mla.generation.options import EngineOptions
 
         if self._alone is None:
             sizes = self._sizes()
-            sizes["max_tokens"] = max(sizes["max_tokens"], sizes["max_sequence_length"])
-            tokens: list[list[int]] = []
-            with dynamic_engine(model, blocks=self.blocks, **sizes) as engine:
-                for request in self.requests:
-                    tokens += generate(engine, [request]).tokens
-            self._alone = tokens
+            sizes["step_tokens"] = max(sizes["step_tokens"], sizes["max_sequence_length"])
+            options = EngineOptions(
+                cache_tokens=self.blocks * BLOCK_SIZE,
+                chunked_prefill=False,
+                prefix_caching=False,
+                **sizes,
+            )
+            with Engine(model, options) as engine:
+                self._alone = [generate(engine, [request])[0].tokens for request in self.requests]
         return self._alone
 
     def _sizes(self) -> dict[str, int]:
@@ -618,7 +636,7 @@ class Bench:
             # Megatron pads to multiples of 64.
             "max_sequence_length": -(-longest(self.requests) // 64) * 64,
             "max_requests": self.args.max_requests,
-            "max_tokens": self.args.max_tokens,
+            "step_tokens": self.args.max_tokens,
         }
 
     def _clock(self) -> float:
@@ -636,16 +654,17 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
 
-def counters(run: Run) -> dict[str, int]:
-    """What the engine did, without the results."""
-    return {
-        field.name: int(getattr(run, field.name))
-        for field in dataclasses.fields(run)
-        if field.name != "results"
-    }
+def generate(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+    """Run greedy requests together."""
+    from absorbed_mla.generation.sampling import SamplingParams
+
+    return engine.generate(
+        [request.prompt for request in requests],
+        [SamplingParams(num_tokens=request.num_tokens, top_k=1) for request in requests],
+    )
 
 
-def missing(run: Run, case: Case) -> tuple[str, ...]:
+def missing(run: Statistics, case: Case) -> tuple[str, ...]:
     """What should have happened, and did not."""
     wanted = {
         "chunked prefill": run.chunks,
@@ -657,11 +676,11 @@ def missing(run: Run, case: Case) -> tuple[str, ...]:
     return tuple(name for name, happened in wanted.items() if not happened)
 
 
-def errors(run: Run) -> str:
-    """Of the requests without an end of their own, the first; ``""`` if there is none."""
-    for number, result in enumerate(run.results):
-        if result is None or result.error:
-            return f"request {number}: {result.error if result else 'it has no end'}"
+def errors(results: Sequence[Result]) -> str:
+    """Error of the first request that could not run; ``""`` if there is none."""
+    for number, result in enumerate(results):
+        if result.error:
+            return f"request {number}: {result.error}"
     return ""
 
 

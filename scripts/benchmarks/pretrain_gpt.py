@@ -31,7 +31,7 @@ if not hasattr(typing, "override"):
 import torch
 from torch import Tensor
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 
 ON_CPU = enable_cpu_host()
 

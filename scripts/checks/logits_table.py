@@ -49,7 +49,7 @@ def _measure_all() -> None:
     require_writable(folders={"folder": arguments.folder})
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
     # Only here: the imports take seconds, and mistakes are reported before.
-    from absorbed_mla.testing.cpu_host import enable_cpu_host
+    from absorbed_mla.cpu_host import enable_cpu_host
 
     enable_cpu_host()
     from tests.conversion.models import ARCHITECTURES

@@ -72,7 +72,7 @@ def _verify(argv: Sequence[str] | None) -> None:
 def _report(args: argparse.Namespace) -> dict:
     import torch
 
-    from absorbed_mla.testing.cpu_host import enable_cpu_host
+    from absorbed_mla.cpu_host import enable_cpu_host
     from tests.support import world
 
     enable_cpu_host()

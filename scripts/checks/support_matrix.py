@@ -32,4 +32,3 @@ def support_table(name: str) -> str:
         lines.append([f"`{entry.name}`", *forms, entry.summary])
     head = [kind, *(["form"] if with_forms else []), "what it is"]
     return markdown_table(head, lines, head)
-

@@ -1,1 +1,1 @@
-"""Text from a live model, by Megatron's own inference engine."""
+"""The parts of ``scripts/generate.py``; ``entry.py`` puts them together."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.options import (
     CORE_ATTENTION_BACKENDS,
     DOWN_PROJECTIONS,
@@ -16,13 +17,12 @@ from absorbed_mla.options import (
     AbsorbedMLAOptions,
 )
 from console.parser import Parser
-from generation.sampling import Sampling
 from training import arguments as trainer
 from training.options_named import given_options
 from training.presets import ModelPreset
 
 _DEFAULTS = AbsorbedMLAOptions()
-# Of train.py: they describe the model of a checkpoint that does not do so itself.
+# Options of train.py that describe the model of a checkpoint that does not describe itself.
 _MODEL_FLAGS = {
     "--" + name.replace("_", "-")
     for name in (
@@ -56,8 +56,8 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
         world_size: Number of processes.
 
     Returns:
-        All options of generate.py and of train.py, the latter's defaults for what the former does
-        not have; ``sampling`` without its stop token, and ``options`` of the attention.
+        All options of generate.py, and the defaults of train.py's others; ``sampling`` as
+        ``SamplingParams`` without a stop token, and ``options`` as ``AbsorbedMLAOptions``.
 
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
@@ -268,14 +268,14 @@ def _attention(args: argparse.Namespace) -> AbsorbedMLAOptions:
 
 
 def _with_flags(text: str, names: Iterable[str]) -> str:
-    """``text`` with options in place of the fields that they set."""
+    """``text`` with option names in place of the field names that they set."""
     for name in names:
         text = re.sub(rf"\b{name}\b", "--" + name.replace("_", "-"), text)
     return text
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
-    """The options under the names they have on the command line."""
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    """Sampling parameters; errors name the options of the command line."""
     given = args.temperature != 1.0 or args.top_k or args.top_p
     if args.greedy and given:
         raise ValueError("--greedy excludes --temperature, --top-k and --top-p")
@@ -284,7 +284,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
             f"--num-tokens-to-generate must be at least 1, got {args.num_tokens_to_generate}"
         )
     try:
-        return Sampling(
+        return SamplingParams(
             num_tokens=args.num_tokens_to_generate,
             temperature=args.temperature,
             top_k=1 if args.greedy else args.top_k,

@@ -13,11 +13,8 @@ from training.checkpoint_folder import find_checkpoint
 
 
 def main(argv: list[str]) -> int:
-    """Run the script; returns the exit code.
-
-    As ``run_script`` has it: 1 if a prompt could not be continued, too.
-    """
-    # Whatever the locale, and whatever the model writes.
+    """Run the script; returns ``run_script``'s exit code, and 1 if a prompt failed."""
+    # Models write characters that the locale may not have.
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     return run_script("generate.py", lambda: _generate(argv))
 
@@ -27,7 +24,7 @@ def _generate(argv: list[str]) -> int:
     find_checkpoint(args.load)
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Only here: the imports take seconds, and mistakes are told before.
+    # Imported late, because it takes seconds: a wrong command line is reported at once.
     from generation.run import generate
     from training import distributed
 

@@ -1,4 +1,4 @@
-"""What the user sees: text while it grows, or JSON lines."""
+"""Output of generate.py: text while it is generated, or JSON lines."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from generation.engine import Generation
-from generation.text import TextStream
+from absorbed_mla.generation.requests import Progress, Result
+from absorbed_mla.generation.text import TextStream
 
 _TITLE_WIDTH = 60
 
 
 @dataclass(frozen=True)
 class Totals:
-    """About all prompts.
+    """Totals over all prompts.
 
     Attributes:
-        prompts: How many.
-        failed: Of these, those that could not be continued.
-        prompt_tokens: Of those that could.
-        generated_tokens: Of all.
-        seconds: From the first forward to the last, prefill included.
+        prompts: Number of prompts.
+        failed: Number of prompts that could not be continued.
+        prompt_tokens: Tokens of the other prompts.
+        generated_tokens: Over all prompts.
+        seconds: Time of all forward passes, prefill included.
     """
 
     prompts: int
@@ -33,16 +33,16 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated, over all prompts."""
+        """Generated tokens per second, over all prompts."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class TextOutput:
-    """Shows the first text that has not ended while it grows; others follow in their order.
+    """Shows the first text that is incomplete while it is generated, and the others in order.
 
     Args:
-        titles: The prompts.
-        streams: Their texts.
+        titles: The prompts, for headings.
+        streams: Of each prompt, what turns tokens into text.
         out: Where texts go.
         err: Where errors and the totals go.
     """
@@ -57,23 +57,24 @@ class TextOutput:
         self._titles, self._streams = titles, streams
         self._out, self._err = out, err
         self._held = [""] * len(streams)
-        self._ends: list[Generation | None] = [None] * len(streams)
+        self._results: list[Result | None] = [None] * len(streams)
         self._current = -1
         self._next()
 
-    def __call__(self, number: int, tokens: list[int], end: Generation | None) -> None:
-        """See ``engine.Progress``."""
+    def __call__(self, progress: Progress) -> None:
+        """Show the progress of one prompt, or hold it until the texts before are complete."""
+        number, result = progress.number, progress.result
         stream = self._streams[number]
-        self._held[number] += stream.push(tokens)
-        if end is not None:
-            self._ends[number] = end
+        self._held[number] += stream.push(progress.tokens)
+        if result is not None:
+            self._results[number] = result
             self._held[number] += stream.finish()
-            if end.error:
-                print(f"prompt {number + 1}: error: {end.error}", file=self._err, flush=True)
+            if result.error:
+                print(f"prompt {number + 1}: error: {result.error}", file=self._err, flush=True)
         self._show()
 
     def finish(self, totals: Totals) -> None:
-        """Say how fast it was."""
+        """Print the totals."""
         failed = f" ({totals.failed} failed)" if totals.failed else ""
         noun = "prompt" if totals.prompts == 1 else "prompts"
         print(
@@ -87,10 +88,10 @@ class TextOutput:
         while self._current < len(self._streams):
             self._out.write(self._held[self._current])
             self._held[self._current] = ""
-            end = self._ends[self._current]
-            if end is None:
+            result = self._results[self._current]
+            if result is None:
                 break
-            self._out.write("" if end.error else "\n")
+            self._out.write("" if result.error else "\n")
             self._next()
         self._out.flush()
 
@@ -103,33 +104,34 @@ class TextOutput:
 
 
 class JsonOutput:
-    """A JSON object per line: one for each prompt as it ends, the last about all.
+    """Prints a JSON line for each prompt when it ends, and one with the totals at the end.
 
     Args:
         titles: The prompts.
-        streams: Their texts.
-        out: Where they go.
+        streams: Of each prompt, what turns tokens into text.
+        out: Where the lines go.
     """
 
     def __init__(self, titles: Sequence[str], streams: Sequence[TextStream], out: TextIO) -> None:
         self._titles, self._streams, self._out = titles, streams, out
 
-    def __call__(self, number: int, tokens: list[int], end: Generation | None) -> None:
-        """See ``engine.Progress``."""
-        if end is None:
+    def __call__(self, progress: Progress) -> None:
+        """Print the line of a prompt that has ended."""
+        number, result = progress.number, progress.result
+        if result is None:
             return
         stream = self._streams[number]
         row = {"index": number, "prompt": self._titles[number]}
-        if end.error:
-            row["error"] = end.error
+        if result.error:
+            row["error"] = result.error
         else:
-            row["text"] = stream.push(end.tokens) + stream.finish()
-            row["tokens"], row["finish_reason"] = end.tokens, end.finish
-            if end.log_probs:
-                row["log_probs"] = end.log_probs
+            row["text"] = stream.push(result.tokens) + stream.finish()
+            row["tokens"], row["finish_reason"] = result.tokens, result.finish
+            if result.log_probs:
+                row["log_probs"] = result.log_probs
         print(json.dumps(row), file=self._out, flush=True)
 
     def finish(self, totals: Totals) -> None:
-        """The last line."""
+        """Print the line with the totals."""
         row = {**vars(totals), "tokens_per_second": totals.tokens_per_second}
         print(json.dumps(row), file=self._out, flush=True)

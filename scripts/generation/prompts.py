@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_prompts(args: argparse.Namespace) -> list[bytes]:
-    """What to continue, as the user wrote it; a blank line is an empty prompt.
+    """The prompts as bytes; a blank line is an empty prompt.
 
     Raises:
         ValueError: If there is none.

@@ -1,4 +1,4 @@
-"""A run of generate.py, after its command line."""
+"""generate.py after its command line: load, generate, print."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.testing.engine import BLOCK_SIZE
+from absorbed_mla.generation.blocks import BLOCK_SIZE
+from absorbed_mla.generation.cuda_graphs import NUM_CUDA_GRAPHS, deleting_graphs
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import Result
 from console.script import FAILED
-from generation.cuda_graphs import engine_fields, forgetting_graphs
-from generation.engine import Generation, GenerationEngine
 from generation.model import check_model, load_model
 from generation.output import JsonOutput, TextOutput, Totals
 from generation.prompts import read_prompts
-from generation.text import ByteText, HuggingFaceText, build_text
+from generation.tokenizers import ByteText, HuggingFaceText, build_text
 from training import distributed
 from training.checkpoint_model import require_same_model
 from training.model_options import padded_vocab_size, resolve_model
 from training.presets import ModelPreset
 from training.start import read_start
 
-# Rows of an embedding that no token has: Megatron's padding, and models' own reserve.
+# Usual number of rows of an embedding without a token: padding, and rows that models reserve.
 _USUAL_PADDING = 1024
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Everything after the command line is known to be right; returns the exit code."""
+    """Generate for a checked command line; returns the exit code.
+
+    Raises:
+        ValueError: If model, tokenizer, prompts and options do not fit each other.
+    """
     start = read_start(args.load, finetune=True)
     model = resolve_model(args)
     tokenizer = build_text(args.tokenizer)
@@ -43,7 +49,7 @@ def generate(args: argparse.Namespace) -> int:
     require_same_model(args, start, model, "generate.py")
     _mention_tokenizer(args, model, tokenizer)
     limit = _max_sequence_length(args, model)
-    # Another rank would take some of stdin's.
+    # Only one process may read stdin.
     given = read_prompts(args) if distributed.rank() == 0 else []
 
     device = distributed.initialize(args)
@@ -51,7 +57,7 @@ def generate(args: argparse.Namespace) -> int:
     dist.broadcast_object_list(box, src=0)
     [prompts] = box
     parity = batch_invariant_mode() if args.batch_invariant else contextlib.nullcontext()
-    with parity, forgetting_graphs(args.cuda_graphs):
+    with parity, deleting_graphs(args.cuda_graphs):
         gpt = load_model(args, model, device)
         engine = _engine(args, gpt, prompts, limit, tokenizer.vocab_size)
         output = _output(args, tokenizer, given, prompts) if distributed.rank() == 0 else None
@@ -81,7 +87,7 @@ def _output(
 def _vocab_size(
     args: argparse.Namespace, model: ModelPreset, tokenizer: ByteText | HuggingFaceText
 ) -> int:
-    """Rows of the embedding.
+    """Number of rows of the embedding.
 
     Raises:
         ValueError: If the tokenizer has more tokens.
@@ -99,7 +105,7 @@ def _vocab_size(
 def _mention_tokenizer(
     args: argparse.Namespace, model: ModelPreset, tokenizer: ByteText | HuggingFaceText
 ) -> None:
-    """Warn of one that seems to be another model's."""
+    """Warn if the tokenizer seems to belong to another model."""
     if model.vocab_size > 2 * tokenizer.vocab_size + _USUAL_PADDING and not distributed.rank():
         print(
             f"generate.py: warning: {_name_of_tokenizer(args)} has {tokenizer.vocab_size} tokens, "
@@ -114,7 +120,7 @@ def _name_of_tokenizer(args: argparse.Namespace) -> str:
 
 
 def _max_sequence_length(args: argparse.Namespace, model: ModelPreset) -> int:
-    """The most tokens of a prompt and its continuation."""
+    """Maximum number of tokens of a prompt and its continuation."""
     longest = model.max_position_embeddings
     if args.max_sequence_length is None:
         return longest
@@ -135,31 +141,31 @@ def _encode(
 
 def _engine(
     args: argparse.Namespace, gpt: GPTModel, prompts: list[list[int]], limit: int, vocab_size: int
-) -> GenerationEngine:
-    """An engine with room for these prompts.
+) -> Engine:
+    """An engine with a cache for these prompts.
 
     Raises:
-        ValueError: If there is not that much memory.
+        ValueError: If the GPU has not enough memory.
     """
     needed = [min(len(prompt) + args.sampling.num_tokens, limit) for prompt in prompts]
-    # A prompt that is too long gets none of the cache.
+    # A prompt that is too long is refused, and takes no room in the cache.
     running = [n for n, prompt in zip(needed, prompts) if len(prompt) < limit]
     at_a_time = min(args.max_requests, len(prompts))
     blocks = sum(-(-n // BLOCK_SIZE) for n in sorted(running)[-at_a_time:])
     cache_tokens = args.cache_tokens or max(1, blocks) * BLOCK_SIZE
+    options = EngineOptions(
+        max_sequence_length=max(2, *needed),
+        max_requests=at_a_time,
+        cache_tokens=cache_tokens,
+        step_tokens=args.step_tokens,
+        vocab_size=vocab_size,
+        seed=args.seed,
+        chunked_prefill=not args.no_chunked_prefill,
+        prefix_caching=not args.no_prefix_caching,
+        num_cuda_graphs=NUM_CUDA_GRAPHS if args.cuda_graphs else None,
+    )
     try:
-        return GenerationEngine(
-            gpt,
-            max_sequence_length=max(2, *needed),
-            max_requests=at_a_time,
-            cache_tokens=cache_tokens,
-            step_tokens=args.step_tokens,
-            vocab_size=vocab_size,
-            seed=args.seed,
-            chunked_prefill=not args.no_chunked_prefill,
-            prefix_caching=not args.no_prefix_caching,
-            **engine_fields(args, gpt.config),
-        )
+        return Engine(gpt, options)
     except torch.OutOfMemoryError as error:
         graphs = " with --cuda-graphs" if args.cuda_graphs else ""
         raise ValueError(
@@ -168,7 +174,7 @@ def _engine(
         ) from error
 
 
-def _totals(prompts: list[list[int]], results: list[Generation], seconds: float) -> Totals:
+def _totals(prompts: list[list[int]], results: list[Result], seconds: float) -> Totals:
     failed = [bool(result.error) for result in results]
     return Totals(
         prompts=len(prompts),

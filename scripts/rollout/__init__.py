@@ -1,1 +1,1 @@
-"""What ``scripts/rollout_train.py`` is made of; ``entry.py`` puts it together."""
+"""The parts of ``rollout_train.py`` (``entry.py``) and ``rollout_gap.py`` (``gap_entry.py``)."""

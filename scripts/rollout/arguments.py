@@ -32,7 +32,7 @@ Options of the model, parallelism and optimizer are train.py's and mean what the
 prompts. A token is a byte. The exit code is 1 if --batch-invariant is given and a log-probability
 differs between rollout and training."""
 _AT_LEAST_ONE = ("num_prompts", "num_tokens_to_generate", "micro_batch_size", "max_requests")
-# Of train.py, what a rollout has no use for.
+# Options of train.py that a rollout does not take, and why.
 _REFUSED = {
     "--attention": "the standard attention does not generate",
     "--pipeline-model-parallel-size": "every rank has all layers",
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str], world_size: int) -> argparse.Namespace:
     _check(args)
     args.prompts = _prompts(args.prompts)
     longest = max(map(len, args.prompts)) + args.num_tokens_to_generate
-    # The last token is sampled, not read; sequence parallelism cuts the others evenly.
+    # The last token is sampled, not read; sequence parallelism divides the others evenly.
     args.seq_length = longest + (-longest) % max(1, args.tensor_model_parallel_size)
     args.global_batch_size = args.num_prompts * args.group_size
     args.model = resolve_model(args)
@@ -169,7 +169,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_sizes(args: argparse.Namespace, dp: int) -> None:
-    """What train.py would say about options that a rollout does not have."""
+    """Checks that train.py makes for options that a rollout does not have."""
     if args.num_prompts % dp:
         raise ValueError(
             f"{value_of(args, '--num-prompts')} must be divisible by the {dp} ranks that sample "
@@ -190,7 +190,7 @@ def _check_sizes(args: argparse.Namespace, dp: int) -> None:
 
 
 def _prompts(path: str | None) -> list[list[int]]:
-    """Token ids of the prompts; every text begins with the token that ends the one before."""
+    """Token ids of the prompts; each begins with the token that ends a text."""
     end = 256
     lines = [p.encode() for p in _PROMPTS] if path is None else Path(path).read_bytes().splitlines()
     if not lines:

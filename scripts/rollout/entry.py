@@ -11,10 +11,7 @@ from rollout.arguments import parse_arguments
 
 
 def main(argv: list[str]) -> int:
-    """Run the script; returns the exit code.
-
-    As ``run_script`` has it: 1 if parity mode was asked for and there is a gap, too.
-    """
+    """Run the script; returns ``run_script``'s exit code, and 1 for a gap in parity mode."""
     return run_script("rollout_train.py", lambda: _rollout_train(argv))
 
 
@@ -23,7 +20,7 @@ def _rollout_train(argv: list[str]) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     for name in ("megatron", "DynamicInferenceEngine"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Only here: the imports take seconds, and mistakes are told before.
+    # Imported late, because it takes seconds: a wrong command line is reported at once.
     from rollout.run import rollout_train
     from training import distributed
 

@@ -1,4 +1,4 @@
-"""By how much the log-probabilities of rollout and trainer differ, case by case."""
+"""Measures the gap between log-probabilities of the rollout and of the training forward."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from generation.engine import GenerationEngine
-from generation.sampling import Sampling
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.sampling import SamplingParams
 from rollout.arguments import parse_arguments
 from rollout.gap_entry import CASES
-from rollout.model import build_policy_model
-from rollout.policy import token_log_probs
-from rollout.samples import Sample, SampleBatch
+from rollout.policy import build_policy_model, token_log_probs
+from rollout.samples import Sample, SampleBatch, generate
 from training import distributed
 from training.checkpoint_model import require_same_model
 from training.data import read_corpus
@@ -27,18 +27,18 @@ from training.tokenizers import ByteTokenizer
 
 @dataclass(frozen=True)
 class Gap:
-    """Of one run.
+    """Gap of one case.
 
     Attributes:
-        options: Of the run.
+        options: Command-line options of the case.
         prompt_length: Tokens of each prompt.
-        tokens: Sampled.
-        entropy: Mean of -log-probability in the trainer, nats.
-        largest: Greatest absolute difference of a token's log-probabilities.
-        mean: Of the absolute differences.
-        equal: Share of the tokens whose log-probabilities are equal to the bit.
-        divergence: Mean of rollout minus trainer: an estimate of their divergence
-            KL(rollout || trainer) in nats per token.
+        tokens: Number of sampled tokens.
+        entropy: Mean of -log-probability in the training forward, nats.
+        largest: Maximum absolute difference of a token's two log-probabilities.
+        mean: Mean of the absolute differences.
+        equal: Share of the tokens whose log-probabilities are bitwise equal.
+        divergence: Mean of rollout minus training: an estimate of KL(rollout || training) in nats
+            per token.
     """
 
     options: str
@@ -52,7 +52,7 @@ class Gap:
 
 
 def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterator[Gap]:
-    """Every case, for every length of the prompts; collective.
+    """Measure every case with every prompt length; collective.
 
     Raises:
         ValueError: If options do not fit each other.
@@ -84,7 +84,7 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
 
 
 def runs(args: argparse.Namespace, device: torch.device) -> bool:
-    """Whether a case can run: the kernels of parity mode on a GPU compute in bf16."""
+    """Whether a case can run: on a GPU, the kernels of parity mode compute in bf16 only."""
     return not args.batch_invariant or args.bf16 or device.type == "cpu"
 
 
@@ -92,32 +92,27 @@ def measure(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
     args: argparse.Namespace,
-    options: str,
+    case: str,
     device: torch.device,
 ) -> Gap:
-    """Sample after prompts of one length, and compute the same tokens as training does."""
+    """Sample after prompts of one length, and compute the samples in the training forward."""
     length = len(prompts[0]) + args.num_tokens_to_generate
     length += -length % args.tensor_model_parallel_size
-    engine = GenerationEngine(
-        unwrap(model), max_sequence_length=length, max_requests=len(prompts), seed=args.seed
-    )
-    sampling = Sampling(num_tokens=args.num_tokens_to_generate, log_probs=True)
-    texts = engine.generate(prompts, sampling)
-    failed = [text.error for text in texts if text.error]
-    if failed:
-        raise ValueError(f"a prompt cannot be continued: {failed[0]}")
-    samples = [Sample(p, t.tokens, t.log_probs, 0.0, 0.0) for p, t in zip(prompts, texts)]
+    options = EngineOptions(max_sequence_length=length, max_requests=len(prompts), seed=args.seed)
+    sampling = SamplingParams(num_tokens=args.num_tokens_to_generate, log_probs=True)
+    results = generate(Engine(unwrap(model), options), prompts, sampling)
+    samples = [Sample(p, r.tokens, r.log_probs, 0.0, 0.0) for p, r in zip(prompts, results)]
     batch = SampleBatch.of(samples, length, device)
     model.train()
     logits = model(batch.tokens, batch.positions, None)
     log_probs = token_log_probs(logits, batch.targets)
-    # On the host: operators of parity mode on a GPU do not know fp64.
+    # On the CPU, because the operators of parity mode on a GPU do not support fp64.
     trained, sampled = (
         x[batch.sampled].detach().cpu().double() for x in (log_probs, batch.log_probs)
     )
     difference = sampled - trained
     return Gap(
-        options=options,
+        options=case,
         prompt_length=len(prompts[0]),
         tokens=len(difference),
         entropy=-trained.mean().item(),

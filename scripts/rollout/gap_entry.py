@@ -1,4 +1,4 @@
-"""From the command line of rollout_gap.py to its exit code."""
+"""Command line of rollout_gap.py, its table and its exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.arguments import parse_arguments
 if TYPE_CHECKING:
     from rollout.gap import Gap
 
-# Options of a run; parity mode, which stays with the process, comes last.
+# Options of each run; parity mode comes last, because it stays on in the process.
 CASES = tuple(
     f"{precision} {how}".strip()
     for how in ("--form absorbed", "--form expanded", "--form auto", "--batch-invariant")
@@ -30,7 +30,7 @@ a log-probability differs in parity mode."""
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; returns the exit code, as ``run_script`` has it."""
+    """Run the script; returns ``run_script``'s exit code, and 1 for a gap in parity mode."""
     return run_script("rollout_gap.py", lambda: _measure(argv))
 
 
@@ -39,7 +39,7 @@ def _measure(argv: list[str]) -> None:
     _check(own, model_options)
     for name in ("megatron", "DynamicInferenceEngine"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Only here: the imports take seconds, and mistakes are told before.
+    # Imported late, because it takes seconds: a wrong command line is reported at once.
     from rollout.gap import measure_all
     from training import distributed
 
@@ -57,13 +57,13 @@ def _measure(argv: list[str]) -> None:
 
 
 def require_parity(rows: list[dict]) -> None:
-    """Refuse a gap in parity mode.
+    """Check that log-probabilities are equal in parity mode.
 
     Args:
         rows: Of the table.
 
     Raises:
-        Failure: If there is one; NaN is a difference.
+        Failure: If a row of parity mode has a difference; NaN is one.
     """
     for row in rows:
         if "--batch-invariant" in row["options"] and row["largest"] != 0:
@@ -82,7 +82,7 @@ def _check(own: argparse.Namespace, model_options: list[str]) -> None:
     for option, least in sizes.items():
         if least < 1:
             raise ValueError(f"{option} must be at least 1, got {least}")
-    # Every case has these.
+    # Options that all cases share.
     parse_arguments([*model_options, *CASES[0].split()], world_size())
     require_writable(files={"--json": own.json})
 

@@ -1,4 +1,4 @@
-"""Sample, score, update, repeat."""
+"""The rollout loop: sample, score, update, repeat."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import nn
 
-from generation.engine import GenerationEngine
-from generation.sampling import Sampling
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.sampling import SamplingParams
 from rollout.policy import Policy, Update
 from rollout.rewards import REWARDS, group_advantages
-from rollout.samples import Sample, SampleBatch
+from rollout.samples import Sample, SampleBatch, generate
 from training import distributed
 from training.metrics import MetricsFile
 from training.model import unwrap
 from training.optimizer import Optimizer, learning_rate
 
-# Of a text: no sampled one goes on after it.
+# The token that ends a text.
 _END = 256
 
 
 class RolloutTrainer:
-    """Improves a model by what it samples, ``args.train_iters`` times.
+    """Trains a model on its own samples, for ``args.train_iters`` steps.
 
     Args:
         args: The command line.
         model: Wrapped by Megatron's DDP.
-        optimizer: Its optimizer.
-        device: Where the model is.
+        optimizer: Of the model.
+        device: Of the model.
     """
 
     def __init__(
@@ -49,25 +50,44 @@ class RolloutTrainer:
         self._ranks = parallel_state.get_data_parallel_world_size()
         self._rank = parallel_state.get_data_parallel_rank()
         samples = args.num_prompts * args.group_size // self._ranks
-        # Around the very module that is trained.
-        self._engine = GenerationEngine(
-            unwrap(model),
+        options = EngineOptions(
             max_sequence_length=args.seq_length,
             max_requests=min(args.max_requests, samples),
             seed=args.seed,
         )
-        self._sampling = Sampling(
+        # Around the very module that is trained.
+        self._engine = Engine(unwrap(model), options)
+        self._sampling = SamplingParams(
             num_tokens=args.num_tokens_to_generate, stop_token=_END, log_probs=True
         )
         self.metrics = MetricsFile(args.metrics if distributed.rank() == 0 else None, 0)
 
     def run(self) -> None:
-        """All steps, each printed by rank 0."""
+        """Run all steps; rank 0 prints each."""
         try:
             for step in range(self._args.train_iters):
                 self._step(step)
         finally:
             self.metrics.close()
+
+    def rollout(self, step: int) -> list[Sample]:
+        """Sample on this rank; the samples of a prompt follow each other."""
+        args, size = self._args, self._args.group_size
+        first = step * args.num_prompts + self._rank * args.num_prompts // self._ranks
+        prompts = [
+            args.prompts[(first + number) % len(args.prompts)]
+            for number in range(args.num_prompts // self._ranks)
+        ]
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        results = generate(self._engine, repeated, self._sampling)
+        score = REWARDS[args.reward]
+        rewards = [score(result.tokens, args.num_tokens_to_generate) for result in results]
+        groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+        advantages = [value for group in groups for value in group_advantages(group)]
+        return [
+            Sample(prompt, result.tokens, result.log_probs, reward, advantage)
+            for prompt, result, reward, advantage in zip(repeated, results, rewards, advantages)
+        ]
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()
@@ -80,33 +100,10 @@ class RolloutTrainer:
         ]
         lr = self._learning_rate(step)
         update = self._policy.update(batches, lr)
-        # Megatron collects the balancing losses until they are reported.
+        # Megatron accumulates the balancing losses until they are reported, and here they are not.
         get_moe_metrics_tracker().clear()
         seconds = sampled - started, time.perf_counter() - sampled
         self._report(step + 1, self._rewards(samples), update, lr, seconds)
-
-    def rollout(self, step: int) -> list[Sample]:
-        """This rank's samples, all of a prompt one after the other."""
-        args = self._args
-        first = step * args.num_prompts + self._rank * args.num_prompts // self._ranks
-        prompts = [
-            args.prompts[(first + number) % len(args.prompts)]
-            for number in range(args.num_prompts // self._ranks)
-        ]
-        repeated = [prompt for prompt in prompts for _ in range(args.group_size)]
-        texts = self._engine.generate(repeated, self._sampling)
-        failed = [text.error for text in texts if text.error]
-        if failed:
-            raise ValueError(f"a prompt cannot be continued: {failed[0]}")
-        score = REWARDS[args.reward]
-        rewards = [score(text.tokens, args.num_tokens_to_generate) for text in texts]
-        size = args.group_size
-        groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
-        advantages = [value for group in groups for value in group_advantages(group)]
-        return [
-            Sample(prompt, text.tokens, text.log_probs, reward, advantage)
-            for prompt, text, reward, advantage in zip(repeated, texts, rewards, advantages)
-        ]
 
     def _learning_rate(self, step: int) -> float:
         args = self._args
@@ -120,7 +117,7 @@ class RolloutTrainer:
         )
 
     def _rewards(self, samples: list[Sample]) -> tuple[float, float]:
-        """Mean and standard deviation over all ranks."""
+        """Mean and standard deviation of the rewards over all ranks."""
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
         sums = torch.stack([rewards.sum(), rewards.square().sum()]).to(self._device)
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
@@ -135,6 +132,7 @@ class RolloutTrainer:
         lr: float,
         seconds: tuple[float, float],
     ) -> None:
+        """Write the metrics of a step; ``seconds`` are those of rollout and update."""
         rollout, training = (round(update.tokens / part, 1) for part in seconds)
         memory = round(peak_memory(self._device))
         self.metrics.write(
@@ -164,7 +162,7 @@ class RolloutTrainer:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most MiB so far: allocated on this GPU, or resident in this process."""
+    """Peak memory in MiB: allocated on this GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -1,4 +1,4 @@
-"""Rewards and log-prob gaps as a PNG."""
+"""Plot of rewards and log-probability gaps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from training.metrics import series
 
 
 def plot_rollouts(records: list[dict], path: str | Path, reward: str) -> None:
-    """Draw the reward of every step, and by how much rollout and trainer differ.
+    """Draw reward and log-probability gap of every step.
 
     Args:
         records: Of the metrics file.
         path: PNG to write.
-        reward: Its name.
+        reward: Name of the reward.
     """
     import matplotlib
 
@@ -36,7 +36,7 @@ def plot_rollouts(records: list[dict], path: str | Path, reward: str) -> None:
     for name in ("max", "mean"):
         gaps = series(records, f"log_prob_gap_{name}")
         below.plot(list(gaps), list(gaps.values()), label=name)
-    # Parity mode has nothing to show on a logarithmic scale.
+    # In parity mode all gaps are 0, which a logarithmic scale cannot show.
     if any(record["log_prob_gap_max"] for record in records):
         below.set_yscale("log")
     below.set_ylabel("log-prob gap, rollout to trainer")

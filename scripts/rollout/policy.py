@@ -1,7 +1,8 @@
-"""The model as a policy: log-probabilities of sampled tokens, and the step that improves it."""
+"""The policy: the model, log-probabilities of its samples, and the REINFORCE update."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,27 +10,64 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from rollout.samples import SampleBatch
+from training.absorbed_model import absorbed_gpt, load_weights
+from training.model import build_config
 from training.optimizer import Optimizer
+
+
+def build_policy_model(args: argparse.Namespace, device: torch.device) -> DistributedDataParallel:
+    """Build this rank's part of the model, with random weights or those of ``--load``; collective.
+
+    ``--batch-invariant`` switches parity mode on for the process.
+
+    Raises:
+        ValueError: If Megatron refuses the options, or the checkpoint does not hold this model.
+    """
+    preset = args.model
+    if args.batch_invariant:
+        enable_batch_invariant_mode(device.type)
+    config = build_config(args, preset, device)
+    options = AbsorbedMLAOptions(
+        form=args.form,
+        down_projection=args.down_projection,
+        batch_invariant=args.batch_invariant,
+    )
+    gpt = absorbed_gpt(config, preset, options, device)
+    if args.load:
+        load_weights(gpt, args.load)
+    module = Float16Module(config, gpt) if args.bf16 else gpt
+    model = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+    )
+    config.no_sync_func = model.no_sync
+    return model
 
 
 @dataclass(frozen=True)
 class Update:
-    """What came of one update, over all data-parallel ranks.
+    """Metrics of one update, over all data-parallel ranks.
 
     Attributes:
         loss: Mean of -advantage * log-probability over the sampled tokens.
         grad_norm: Euclidean norm of the gradient.
-        gap_max: Greatest difference between the log-probability of a sampled token in the rollout
-            and in this forward.
+        gap_max: Maximum absolute difference between the log-probability of a sampled token in the
+            rollout and in the training forward.
         gap_mean: Mean of these differences.
-        entropy: Mean of -log-probability over the sampled tokens.
-        tokens: Sampled.
+        entropy: Mean of -log-probability over the sampled tokens, in nats.
+        tokens: Number of sampled tokens.
     """
 
     loss: float
@@ -41,22 +79,26 @@ class Update:
 
 
 def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities fp32 [b, s] of ``targets`` from this rank's logits [b, s, vocabulary / tp].
+    """Log-probabilities of ``targets``, fp32 [b, s], differentiable.
 
-    As Megatron's engine computes them, over the whole vocabulary, so that equal logits give equal
-    bits. Differentiable.
+    Computed over the gathered vocabulary, as Megatron's engine does, so that equal logits give
+    bitwise equal results.
+
+    Args:
+        logits: Of this rank, [b, s, vocabulary / tp].
+        targets: int64 [b, s].
     """
     whole = gather_from_tensor_model_parallel_region(logits).float()
     return whole.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 class Policy:
-    """Updates a model by the advantages of what it sampled.
+    """Updates a model from the advantages of its samples.
 
     Args:
         model: Wrapped by Megatron's DDP.
-        optimizer: Its optimizer.
-        device: Where the model is.
+        optimizer: Of the model.
+        device: Of the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -65,7 +107,7 @@ class Policy:
         model.config.grad_scale_func = optimizer.scale_loss
 
     def update(self, batches: Sequence[SampleBatch], lr: float) -> Update:
-        """One step of REINFORCE over all microbatches, of equal shapes."""
+        """Take one REINFORCE step over all microbatches, which have equal shapes."""
         self._model.train()
         self._model.zero_grad_buffer()
         rows, length = batches[0].tokens.shape
@@ -79,10 +121,10 @@ class Policy:
             forward_only=False,
         )
         norm = self._optimizer.step(lr)
-        return self._summed(torch.stack(reported), 0.0 if norm is None else norm)
+        return self._reduce(torch.stack(reported), 0.0 if norm is None else norm)
 
-    def _summed(self, reported: Tensor, norm: float) -> Update:
-        """Of every microbatch (sums of loss, gap, -log-probability; tokens; greatest gap)."""
+    def _reduce(self, reported: Tensor, norm: float) -> Update:
+        """Reduce what ``_reinforce`` reported, [microbatches, 5], over microbatches and ranks."""
         sums, largest = reported[:, :4].sum(0), reported[:, 4].max()
         group = parallel_state.get_data_parallel_group()
         dist.all_reduce(sums, group=group)
@@ -100,15 +142,17 @@ class Policy:
 
 def _forward_step(batches: Iterator[SampleBatch], model: nn.Module):
     batch = next(batches)
-    # The attention's mask type says causal; padding comes after what is looked at.
+    # No mask: the attention is causal, and padding comes after every sampled token.
     logits = model(batch.tokens, batch.positions, None)
     return logits, functools.partial(_reinforce, batch)
 
 
 def _reinforce(batch: SampleBatch, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of losses, tokens, what is reported); Megatron divides by all ranks' tokens.
+    """Sum of losses, number of sampled tokens, and what is reported of a microbatch.
 
-    One update per rollout: the policy is the one that sampled, and its ratio to itself is 1.
+    Megatron divides the gradient by the tokens of all ranks. With one update per rollout the
+    policy is the one that sampled, so the ratio of GRPO's objective is 1. Reported are the sums of
+    loss, gap and -log-probability, the number of tokens, and the maximum gap.
     """
     log_probs = token_log_probs(logits, batch.targets)
     log_probs = log_probs.masked_fill(~batch.sampled, 0.0)

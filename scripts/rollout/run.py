@@ -1,4 +1,4 @@
-"""A run of rollout_train.py, after its command line."""
+"""rollout_train.py after its command line: build, train, save, plot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from console.script import Failure
 from rollout.loop import RolloutTrainer
-from rollout.model import build_policy_model
 from rollout.plot import plot_rollouts
+from rollout.policy import build_policy_model
 from training import distributed
 from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
@@ -21,10 +21,11 @@ from training.tokenizers import ByteTokenizer
 
 
 def rollout_train(args: argparse.Namespace) -> None:
-    """Everything after the command line is known to be right.
+    """Train as a checked command line says.
 
     Raises:
-        Failure: If parity mode was asked for and any log-probability differs.
+        ValueError: If the checkpoint, or Megatron, does not accept the options.
+        Failure: If any log-probability differs in parity mode.
     """
     set_vocabulary(args)
     if args.load:
@@ -47,13 +48,13 @@ def rollout_train(args: argparse.Namespace) -> None:
 
 
 def require_no_gap(records: list[dict]) -> None:
-    """Of parity mode.
+    """Check that rollout and training agree in every step of parity mode.
 
     Args:
         records: Of the metrics file; every rank has them.
 
     Raises:
-        Failure: If rollout and trainer differ in any step; NaN is a difference.
+        Failure: If the log-probabilities differ in any step; NaN is a difference.
     """
     different = [record for record in records if record["log_prob_gap_max"] != 0]
     if different:
@@ -66,7 +67,7 @@ def require_no_gap(records: list[dict]) -> None:
 
 
 def set_vocabulary(args: argparse.Namespace) -> None:
-    """Give the model an embedding with a row for every byte.
+    """Set the size of the model's vocabulary: a row for every byte, and padding.
 
     Raises:
         ValueError: If ``--vocab-size``, or the checkpoint's, is too small.
@@ -76,7 +77,7 @@ def set_vocabulary(args: argparse.Namespace) -> None:
 
 
 def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrainer:
-    """Model, optimizer and engine; collective.
+    """Build model, optimizer and engine; collective.
 
     Raises:
         ValueError: If Megatron refuses the options, or ``--load`` does not fit them.

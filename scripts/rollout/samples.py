@@ -1,4 +1,4 @@
-"""Sampled texts, and as tensors what the update needs of them."""
+"""Sampled continuations, and batches of them as tensors for the update."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.requests import Result
+from absorbed_mla.generation.sampling import SamplingParams
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -15,10 +19,10 @@ class Sample:
 
     Attributes:
         prompt: Token ids.
-        tokens: Sampled, at least one.
-        log_probs: Of these, as the rollout had them.
-        reward: Of the text.
-        advantage: Of the text over others of the same prompt.
+        tokens: Sampled token ids, at least one.
+        log_probs: Of ``tokens``, from the rollout.
+        reward: Of the whole sample.
+        advantage: Reward relative to the other samples of the same prompt.
     """
 
     prompt: Sequence[int]
@@ -30,14 +34,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Samples side by side, padded at their ends.
+    """A batch of samples, padded at the right.
 
     Attributes:
         tokens: Input of the model, int64 [b, s].
         positions: int64 [b, s].
         targets: The token after each, int64 [b, s].
-        sampled: Whether the target was sampled (not the prompt's, not padding), bool [b, s].
-        advantages: Of the target's sample, fp32 [b, s].
+        sampled: True where the target was sampled, not in the prompt or padding; bool [b, s].
+        advantages: Of the sample, fp32 [b, s]; 0 where the target was not sampled.
         log_probs: Of the target in the rollout, fp32 [b, s]; 0 where it was not sampled.
     """
 
@@ -50,7 +54,7 @@ class SampleBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], length: int, device: torch.device) -> SampleBatch:
-        """Samples, of which none has more than ``length`` + 1 tokens with its prompt."""
+        """Batch samples of at most ``length`` + 1 tokens, prompt included."""
         shape = len(samples), length
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         sampled = torch.zeros(shape, dtype=torch.bool)
@@ -58,10 +62,25 @@ class SampleBatch:
         for row, sample in enumerate(samples):
             text = torch.tensor([*sample.prompt, *sample.tokens])
             tokens[row, : len(text) - 1], targets[row, : len(text) - 1] = text[:-1], text[1:]
-            mine = slice(len(sample.prompt) - 1, len(text) - 1)
-            sampled[row, mine] = True
-            advantages[row, mine] = sample.advantage
-            log_probs[row, mine] = torch.tensor(sample.log_probs)
+            continuation = slice(len(sample.prompt) - 1, len(text) - 1)
+            sampled[row, continuation] = True
+            advantages[row, continuation] = sample.advantage
+            log_probs[row, continuation] = torch.tensor(sample.log_probs)
         positions = torch.arange(length).expand(shape)
         fields = (tokens, positions, targets, sampled, advantages, log_probs)
         return cls(*(field.to(device) for field in fields))
+
+
+def generate(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> list[Result]:
+    """Continue the prompts.
+
+    Raises:
+        ValueError: If a prompt cannot be continued.
+    """
+    results = engine.generate(prompts, sampling)
+    for result in results:
+        if result.error:
+            raise ValueError(f"a prompt cannot be continued: {result.error}")
+    return results

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 from console.ranks import rank as rank
 from console.ranks import world_size as world_size
 

@@ -14,7 +14,7 @@ import typing
 if not hasattr(typing, "override"):
     typing.override = lambda function: function  # type: ignore[attr-defined]
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 
 enable_cpu_host()
 

@@ -15,7 +15,7 @@ from megatron.core.inference import utils as host_utils
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
-from absorbed_mla.testing import cpu_host
+from absorbed_mla import cpu_host
 from tests.support import needs, world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
@@ -106,7 +106,9 @@ def steps():
 @pytest.fixture
 def from_the_host(monkeypatch):
     """``--cuda-graphs``, for which everything is done but the capture."""
-    return lambda: monkeypatch.setattr("generation.cuda_graphs.graph_fields", lambda scope: {})
+    return lambda: monkeypatch.setattr(
+        "absorbed_mla.generation.cuda_graphs.graph_fields", lambda scope: {}
+    )
 
 
 @needs.no_gpu

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -16,6 +15,7 @@ from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
 from rollout.run import build_trainer
 from tests.support import world
+from tests.support.balancing import forget_balancing_losses
 from tests.support.combinations import few_ranks
 from training import distributed
 
@@ -32,8 +32,7 @@ def records(options: str) -> list[list[float]]:
     """What was measured in every step; the same on every rank."""
     args = parse_arguments(f"{SMALL} {options}".split(), world.size())
     distributed.seed(args.seed)
-    # Megatron's record of balancing losses keeps the layers of the first model of the process.
-    destroy_moe_metrics_tracker()
+    forget_balancing_losses()
     trainer = build_trainer(args, world.device())
     trainer.run()
     rows = [[row[name] for name in MEASURED] for row in trainer.metrics.records]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 
 enable_cpu_host()
 

@@ -1,8 +1,9 @@
-"""What Megatron's engine must generate: the tokens of whole forwards, one after the other."""
+"""Greedy requests of an engine, and what it must generate: the tokens of whole forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import tensor_parallel
@@ -11,9 +12,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
 
+from absorbed_mla.generation.blocks import BLOCK_SIZE
+from absorbed_mla.generation.cpu import enable_cpu_inference
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import Result, Statistics
+from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.testing.cpu_inference import enable_cpu_inference
-from absorbed_mla.testing.engine import Request, Result, Run
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
@@ -25,8 +30,64 @@ enable_cpu_inference()
 # A token of a prompt of 130 moves the log-probabilities after it by 0.3 (with Megatron's 0.02, by
 # 1e-3, and the tokens generated are a function of the last one).
 _INIT_STD = 0.2
-# fp32: the engine's were off by 2e-6 where this was written.
+# In fp32; measured errors were up to 2e-6.
 _LOG_PROB_TOLERANCE = 5e-5
+# Of the engines under test, unless a test changes them.
+_SIZES = {
+    "max_sequence_length": 256,
+    "max_requests": 8,
+    "step_tokens": 192,
+    "chunked_prefill": False,
+    "prefix_caching": False,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A greedy request."""
+
+    prompt: Sequence[int]
+    num_tokens: int
+    stop_token: int | None = None
+
+    def sampling(self, *, log_probs: bool = False) -> SamplingParams:
+        return SamplingParams(
+            num_tokens=self.num_tokens,
+            top_k=1,
+            stop_token=self.stop_token,
+            log_probs=log_probs,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine did with requests."""
+
+    results: list[Result]
+    statistics: Statistics
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [result.tokens for result in self.results]
+
+
+def engine_of(model: GPTModel, *, blocks: int = 30, paused_blocks: int = 0, **options) -> Engine:
+    """An engine with a cache of ``blocks`` blocks; ``options`` are fields of ``EngineOptions``."""
+    cache = {
+        "cache_tokens": blocks * BLOCK_SIZE,
+        "paused_cache_tokens": paused_blocks * BLOCK_SIZE,
+    }
+    return Engine(model, EngineOptions(**{**_SIZES, **cache, **options}))
+
+
+def generate(engine: Engine, requests: Sequence[Request], *, log_probs: bool = False) -> Run:
+    """Run requests together; every block of the cache must be free afterwards."""
+    results = engine.generate(
+        [request.prompt for request in requests],
+        [request.sampling(log_probs=log_probs) for request in requests],
+    )
+    engine.require_no_leak()
+    return Run(results, engine.statistics)
 
 
 def generating_model(
@@ -119,7 +180,7 @@ def assert_generates(run: Run, expected: list[Result]) -> None:
     """Every request has its tokens, and their log-probabilities if they were recorded."""
     assert len(run.results) == len(expected)
     for number, (got, want) in enumerate(zip(run.results, expected)):
-        assert got is not None and not got.error, f"request {number}: {got}"
+        assert not got.error, f"request {number}: {got}"
         assert got.tokens == want.tokens, f"request {number}: {got.tokens}, not {want.tokens}"
         if got.log_probs:
             worst = max(abs(a - b) for a, b in zip(got.log_probs, want.log_probs, strict=True))

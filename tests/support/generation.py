@@ -10,10 +10,10 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.generation.requests import Result
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
-from absorbed_mla.testing.engine import Request, Result, dynamic_engine, generate
 from tests.support import world
-from tests.support.engine import by_whole_forwards, prompt
+from tests.support.engine import Request, by_whole_forwards, engine_of, generate, prompt
 
 # Every text fits.
 _MAX_LENGTH = 256
@@ -64,19 +64,10 @@ def by_static_context(
 
 def by_dynamic_context(
     model: GPTModel, prompts: Sequence[Sequence[int]], num_tokens: int, **options
-) -> list[Result | None]:
-    """Requests of Megatron's ``DynamicInferenceEngine``."""
-    options = {
-        "blocks": 24,
-        "max_sequence_length": _MAX_LENGTH,
-        "max_requests": 8,
-        "max_tokens": 128,
-        "enable_chunked_prefill": True,
-        **options,
-    }
-    with dynamic_engine(model, **options) as engine:
-        run = generate(engine, _requests(prompts, num_tokens), log_probs=True)
-    return run.results
+) -> list[Result]:
+    """Requests of an engine; ``options`` as ``engine_of`` takes them."""
+    engine = engine_of(model, **{"step_tokens": 128, "chunked_prefill": True, **options})
+    return generate(engine, _requests(prompts, num_tokens), log_probs=True).results
 
 
 @contextlib.contextmanager

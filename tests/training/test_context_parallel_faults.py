@@ -18,7 +18,7 @@ TIMEOUT, MARGIN = 8, 30
 RANK = """
 import os, signal, sys
 from datetime import timedelta
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 enable_cpu_host()
 import torch, torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel

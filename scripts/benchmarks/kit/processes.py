@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 from benchmarks.kit.report import reason
 
 _Result = TypeVar("_Result")

@@ -19,11 +19,10 @@ from absorbed_mla.batch_invariant import (
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.selection import choose_batch_invariant
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.testing.engine import dynamic_engine, generate
-from absorbed_mla.testing.request import Request
 from tests.support import needs, world
 from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
 from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
 from tests.support.models import token_batch
 from tests.support.parity import (
@@ -41,7 +40,7 @@ with triton_interpreter():
     import absorbed_mla.kernels.paged.forward
     import absorbed_mla.kernels.triton.forward  # noqa: F401
 
-ENGINE = {"blocks": 24, "max_sequence_length": 256, "max_requests": 8, "max_tokens": 64}
+ENGINE = {"step_tokens": 64, "chunked_prefill": True}
 layers = pytest.mark.parametrize("layers", LAYERS.values(), ids=list(LAYERS))
 # On a GPU the kernels compute in bf16 and fp16.
 fp32 = needs.no_gpu
@@ -105,9 +104,8 @@ class TestBits:
         """Megatron's dynamic engine: requests of mixed lengths together, chunked prefill."""
         model = parity_model(dtype, cache_mla_latents=True, **LAYERS["mixed"])
         requests = [Request(prompt, 6) for prompt in prompts_of((5, 70, 1, 33))]
-        with dynamic_engine(model, enable_chunked_prefill=True, **ENGINE) as engine:
-            run = generate(engine, requests, log_probs=True)
-        assert run.chunks and run.mixed_steps
+        run = generate(engine_of(model, **ENGINE), requests, log_probs=True)
+        assert run.statistics.chunks and run.statistics.mixed_steps
         expected = self.log_probs(model, requests, run)
         assert [result.log_probs for result in run.results] == expected
 
@@ -115,11 +113,10 @@ class TestBits:
         model = parity_model(torch.bfloat16, cache_mla_latents=True, **LAYERS["mixed"])
         [long] = prompts_of((150,))
         requests = [Request(prompt, 3) for prompt in (long, long[:130], [*long[:70], 1, 2, 3])]
-        options = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
-        with dynamic_engine(model, **options, **ENGINE) as engine:
+        with engine_of(model, prefix_caching=True, **ENGINE) as engine:
             first = generate(engine, requests[:1], log_probs=True)
             run = generate(engine, requests, log_probs=True)
-        assert run.prefix_blocks and run.results[0] == first.results[0]
+        assert run.statistics.prefix_blocks and run.results[0] == first.results[0]
         expected = self.log_probs(model, requests, run)
         assert [result.log_probs for result in run.results] == expected
 

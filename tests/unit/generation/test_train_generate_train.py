@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core.inference.utils import InferenceMode
 from torch import nn
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.testing.engine import Request, dynamic_engine, generate
-from tests.support.engine import generating_model
+from tests.support.engine import Request, engine_of, generate, generating_model
 from tests.support.generation import (
     by_dynamic_context,
     by_static_context,
@@ -179,20 +177,16 @@ class TestWeights:
 
     @pytest.mark.parametrize("prefix_caching", [False, True])
     def test_in_an_engine_that_is_kept(self, prefix_caching):
-        """Reset, as latents of the old weights are of no use; but the engine stays."""
+        """Latents of the old weights are forgotten; the engine stays."""
         training = Training(generating_model())
         requests = [Request(prompt, 8) for prompt in PROMPTS]
-        options = {"max_sequence_length": 256, "max_requests": 8, "max_tokens": 128}
-        if prefix_caching:
-            options |= {"enable_prefix_caching": True, "prefix_caching_eviction_policy": "lru"}
-        with dynamic_engine(training.model, blocks=24, **options) as engine:
-            old = generate(engine, requests, log_probs=True)
-            InferenceMode.unset_active()
-            training.steps(1)
-            training.model.eval()
-            InferenceMode.set_active()
-            engine.context.reset()
-            kept = generate(engine, requests, log_probs=True)
-        with dynamic_engine(training.model, blocks=24, **options) as engine:
-            fresh = generate(engine, requests, log_probs=True)
+        options = {
+            "prefix_caching": prefix_caching,
+            "inference_config": {"prefix_caching_eviction_policy": "lru"},
+        }
+        engine = engine_of(training.model, **options)
+        old = generate(engine, requests, log_probs=True)
+        training.steps(1)
+        kept = generate(engine, requests, log_probs=True)
+        fresh = generate(engine_of(training.model, **options), requests, log_probs=True)
         assert kept.results == fresh.results != old.results

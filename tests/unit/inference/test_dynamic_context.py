@@ -15,10 +15,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from absorbed_mla.generation.blocks import BLOCK_SIZE
+from absorbed_mla.generation.cpu import enable_cpu_inference
 from absorbed_mla.inference.caches.dynamic import DynamicStep
 from absorbed_mla.registry import PAGED_BACKENDS
-from absorbed_mla.testing.cpu_inference import enable_cpu_inference
-from absorbed_mla.testing.engine import BLOCK_SIZE
 from tests.support import world
 from tests.support.cases import TINY
 from tests.support.harness import Setup, build_attention

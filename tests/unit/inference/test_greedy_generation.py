@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from absorbed_mla import AbsorbedMLAOptions
-from absorbed_mla.testing.engine import Result
+from absorbed_mla.generation.requests import Result
 from tests.support.cases import TINY
 from tests.support.engine import generating_model
 from tests.support.generation import (
@@ -62,7 +62,7 @@ class TestForms:
         """At most 64 tokens in a step: long prompts in chunks, with others' decode beside them."""
         options = AbsorbedMLAOptions(form=form, context_chunk_size=context_chunk_size)
         model = wide_model(options)
-        assert_same(by_dynamic_context(model, PROMPTS, NUM_TOKENS, max_tokens=64), expected)
+        assert_same(by_dynamic_context(model, PROMPTS, NUM_TOKENS, step_tokens=64), expected)
 
 
 @pytest.mark.parametrize("prefill_size", [1, 256])
@@ -75,7 +75,7 @@ def test_static_batch_of_uneven_prompts(prefill_size, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {"enable_prefix_caching": True},
+        {"prefix_caching": True},
         {"blocks": 6},
         {"num_cuda_graphs": 4},
     ],

@@ -12,17 +12,17 @@ import types
 import pytest
 import torch
 
-from absorbed_mla.testing.request import Request, Result, Run
+from absorbed_mla.generation.requests import Result, Statistics
 from benchmarks import engine
 from benchmarks.engine import (
     Bench,
     Case,
     Comparison,
     EngineReport,
+    Request,
     Row,
     cases,
     compare,
-    counters,
     errors,
     longest,
     missing,
@@ -124,7 +124,7 @@ def test_what_is_a_tie(flags, dtype, tie):
 
 class TestRow:
     CASE = Case("ours", graphs=True)
-    RUN = Run([Result([1], [])], steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
+    RUN = Statistics(steps=9, graph_steps=3, mixed_steps=2, chunks=1, prefix_blocks=1)
 
     @pytest.mark.parametrize(
         ("changes", "ok"),
@@ -145,20 +145,13 @@ class TestRow:
 
     def test_missing(self):
         assert missing(self.RUN, self.CASE) == ("preemption",)
-        idle = Run()
+        idle = Statistics()
         assert len(missing(idle, self.CASE)) == 5
         assert "graph steps" not in missing(idle, Case("ours", graphs=False))
 
-    def test_counters(self):
-        assert "results" not in counters(self.RUN)
-        assert counters(self.RUN)["graph_steps"] == 3
-
     def test_errors(self):
-        assert errors(self.RUN) == ""
-        assert (
-            errors(Run([Result([], [], "BlockOverflowError")])) == "request 0: BlockOverflowError"
-        )
-        assert errors(Run([Result([], []), None])) == "request 1: it has no end"
+        assert errors([Result([1])]) == ""
+        assert errors([Result(error="BlockOverflowError")]) == "request 0: BlockOverflowError"
 
 
 class TestWorkload:

@@ -16,7 +16,7 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 
 from tests.support import needs
 from tests.support.generate import generate, train
-from tests.unit.generation.test_generation_text import byte_level
+from tests.support.tokenizers import byte_level
 
 pytestmark = needs.no_gpu
 
@@ -145,7 +145,7 @@ def test_options_reach_megatron(run):
 
 def test_options_reach_the_attention(run):
     words = "--form expanded --context-chunk-size 17 --paged-attention-backend reference"
-    with mock.patch("generation.run.GenerationEngine", side_effect=InterruptedError) as engine:
+    with mock.patch("generation.run.Engine", side_effect=InterruptedError) as engine:
         run("--prompt", "a", *words.split(), "--bf16")
         run("--prompt", "a", "--batch-invariant")
     attention, invariant = (
@@ -200,10 +200,10 @@ class TestFaults:
 
     def test_too_long_prompts_take_no_room(self, run):
         for prompts, tokens in ((("--prompt", "a"), 64), ((), 64)):
-            with mock.patch("generation.run.GenerationEngine", side_effect=InterruptedError) as e:
+            with mock.patch("generation.run.Engine", side_effect=InterruptedError) as e:
                 run(*prompts, "--prompt", "x" * 512, *FEW)
-            assert e.call_args.kwargs["cache_tokens"] == tokens
-            assert e.call_args.kwargs["max_sequence_length"] == 512
+            assert e.call_args.args[1].cache_tokens == tokens
+            assert e.call_args.args[1].max_sequence_length == 512
 
     def test_a_cache_that_is_too_small(self, run):
         done = run("--prompt", "x" * 100, "--prompt", "a", *GREEDY, "--cache-tokens", 64)
@@ -288,7 +288,7 @@ class TestFaults:
 
 def test_in_a_process_of_its_own(checkpoint, run):
     """With a locale that knows no such characters."""
-    script = Path(__file__).resolve().parents[3] / "scripts" / "generate.py"
+    script = Path(__file__).resolve().parents[4] / "scripts" / "generate.py"
     command = [sys.executable, script, "--load", checkpoint, *GREEDY[:-1]]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
@@ -311,7 +311,7 @@ def test_in_a_process_of_its_own(checkpoint, run):
 
 def test_ctrl_c_in_a_process_of_its_own(checkpoint):
     """Megatron's engine would print the stacks of all threads."""
-    script = Path(__file__).resolve().parents[3] / "scripts" / "generate.py"
+    script = Path(__file__).resolve().parents[4] / "scripts" / "generate.py"
     words = ("--prompt", "a", "--num-tokens-to-generate", "500", "--ignore-eos", "--seed", "3")
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = subprocess.Popen(

@@ -6,26 +6,22 @@ import contextlib
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.cuda_graphs import deleting_graphs, graph_fields, seed_generators
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.testing.engine import Request, dynamic_engine, generate, require_no_leak
 from tests.support import needs
 from tests.support.cases import WIDE
-from tests.support.engine import generating_model, prompt
+from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 
 pytestmark = needs.gpu
 
 SIZES = {
     "blocks": 13,
     "paused_blocks": 2,
-    "max_sequence_length": 256,
-    "max_requests": 8,
-    "max_tokens": 64,
-    "enable_chunked_prefill": True,
-    "enable_prefix_caching": True,
+    "step_tokens": 64,
+    "chunked_prefill": True,
+    "prefix_caching": True,
     "num_cuda_graphs": 4,
 }
 REQUESTS = [Request(prompt(100 + seed, seed, shared=70), 30) for seed in range(8)]
@@ -34,10 +30,9 @@ REQUESTS = [Request(prompt(100 + seed, seed, shared=70), 30) for seed in range(8
 @pytest.fixture
 def graphs():
     """The random-number tracker that graphs need, and the usual one afterwards."""
-    seed = tensor_parallel.model_parallel_cuda_manual_seed
-    yield lambda: seed(0, inference_rng_tracker=True, force_reset_rng=True)
-    delete_cuda_graphs()
-    seed(1234, force_reset_rng=True)
+    with deleting_graphs(True):
+        yield lambda: seed_generators(0, graphs=True)
+    seed_generators(1234, graphs=False)
 
 
 @pytest.mark.parametrize("scope", ["layer", "block"])
@@ -50,20 +45,17 @@ def test_captured(graphs, scope, batch_invariant):
 
 def _check_captured(graphs, scope, options):
     eager = generating_model(options, mla=WIDE, dtype=torch.bfloat16)
-    with dynamic_engine(eager, **SIZES) as engine:
-        expected = generate(engine, REQUESTS, log_probs=True)
+    expected = generate(engine_of(eager, **SIZES), REQUESTS, log_probs=True)
     graphs()
     captured = generating_model(
         options,
         mla=WIDE,
         dtype=torch.bfloat16,
-        cuda_graph_impl="local",
-        inference_cuda_graph_scope=scope,
+        **graph_fields(scope),
         inference_rng_tracker=True,
     )
     captured.load_state_dict(eager.state_dict())
-    with dynamic_engine(captured, **SIZES) as engine:
-        run = generate(engine, REQUESTS, log_probs=True)
-        require_no_leak(engine)
-    assert run.graph_steps == run.steps and run.chunks and run.prefix_blocks
+    run = generate(engine_of(captured, **SIZES), REQUESTS, log_probs=True)
+    done = run.statistics
+    assert done.graph_steps == done.steps and done.chunks and done.prefix_blocks
     assert run.results == expected.results

@@ -1,28 +1,29 @@
-"""How the next token is chosen, and when a request ends."""
+"""Sampling parameters of a request: how the next token is chosen, and when the request ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+# Command lines show these parameters before anything that takes seconds to import.
 if TYPE_CHECKING:
-    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.core.inference.sampling_params import SamplingParams as HostSamplingParams
 
-# Megatron's -1: no token ends the request.
-_NO_STOP = -1
+# Megatron's termination_id for a request that no token ends.
+_NO_STOP_TOKEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Of one request.
+class SamplingParams:
+    """Sampling parameters of one request.
 
     Attributes:
-        num_tokens: To generate, unless ``stop_token`` or the end of the context comes before.
+        num_tokens: Maximum number of tokens to generate.
         temperature: Divides the logits.
-        top_k: Only so many of the likeliest tokens; 1 is greedy, 0 leaves all.
-        top_p: Only the likeliest tokens that make up this much probability; 0 leaves all.
-        stop_token: Ends the request and is its last token; None: no token does.
-        log_probs: Whether to record the log-probabilities of the generated tokens, before
+        top_k: Sample from the k most likely tokens only; 1 is greedy, 0 means all tokens.
+        top_p: Sample from the most likely tokens that together have this probability; 0 means all.
+        stop_token: Ends the request and is its last token; None if no token does.
+        log_probs: Whether to return the log-probability of every generated token, before
             temperature, ``top_k`` and ``top_p``.
 
     Raises:
@@ -52,16 +53,16 @@ class Sampling:
                 f"top_k and top_p exclude each other, got {self.top_k} and {self.top_p}"
             )
 
-    def to_host(self, num_tokens: int) -> SamplingParams:
-        """Megatron's parameters of a request that has room for ``num_tokens`` new tokens."""
-        from megatron.core.inference.sampling_params import SamplingParams
+    def to_host(self, max_new_tokens: int) -> HostSamplingParams:
+        """Megatron's parameters, for a request with room for ``max_new_tokens`` more tokens."""
+        from megatron.core.inference.sampling_params import SamplingParams as HostSamplingParams
 
-        return SamplingParams(
-            num_tokens_to_generate=num_tokens,
+        return HostSamplingParams(
+            num_tokens_to_generate=min(self.num_tokens, max_new_tokens),
             temperature=float(self.temperature),
             top_k=self.top_k,
             top_p=float(self.top_p),
-            termination_id=_NO_STOP if self.stop_token is None else self.stop_token,
+            termination_id=_NO_STOP_TOKEN if self.stop_token is None else self.stop_token,
             return_log_probs=self.log_probs,
             skip_prompt_log_probs=True,
         )

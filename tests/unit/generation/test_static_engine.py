@@ -14,8 +14,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 
-from absorbed_mla.testing.engine import IntegerTokenizer, Request
-from tests.support.engine import by_whole_forwards, generating_model, prompt
+from absorbed_mla.generation.tokenizer import IntegerTokenizer
+from tests.support.engine import Request, by_whole_forwards, generating_model, prompt
 from tests.support.models import VOCAB
 
 NUM_TOKENS = 8

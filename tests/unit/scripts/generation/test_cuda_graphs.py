@@ -1,4 +1,4 @@
-"""generate.py --cuda-graphs: what it refuses, and what it asks Megatron for."""
+"""generate.py --cuda-graphs: the options that it refuses."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from megatron.core.transformer.enums import InferenceCudaGraphScope
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from generation.arguments import parse_arguments
-from generation.cuda_graphs import check_graphs, engine_fields, model_fields
-from training.model import build_config
+from generation.model import check_graphs
 from training.model_options import resolve_model
 
 DENSE = ("--num-experts", "0")
-SCOPES = InferenceCudaGraphScope
 
 
 def parsed(*words: str, processes: int = 1):
@@ -63,24 +59,3 @@ def test_refused(gpu, words, error):
 )
 def test_accepted(gpu, words, processes):
     check_graphs(*parsed("--cuda-graphs", *words, processes=processes))
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ((), ("none", SCOPES.none, False)),
-        (("--cuda-graphs",), ("local", SCOPES.layer, True)),
-        (("--cuda-graphs", *DENSE), ("local", SCOPES.layer, False)),
-    ],
-)
-def test_config(words, expected):
-    args, model = parsed(*words)
-    config = build_config(args, model, torch.device("cpu"), **model_fields(args, model))
-    padded = config.moe_pad_experts_for_cuda_graph_inference
-    assert (config.cuda_graph_impl, config.inference_cuda_graph_scope, padded) == expected
-    engine = engine_fields(args, config)
-    if args.cuda_graphs:
-        assert engine["num_cuda_graphs"] == 16
-        assert engine["use_cuda_graphs_for_non_decode_steps"] is not padded
-    else:
-        assert not engine

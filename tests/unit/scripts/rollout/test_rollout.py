@@ -14,9 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from console.script import Failure
@@ -25,15 +24,15 @@ from rollout.entry import main
 from rollout.gap import measure, runs
 from rollout.gap_entry import CASES, require_parity
 from rollout.loop import RolloutTrainer
-from rollout.model import build_policy_model
-from rollout.policy import token_log_probs
+from rollout.policy import build_policy_model, token_log_probs
 from rollout.rewards import REWARDS, group_advantages
 from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
+from tests.support.balancing import forget_balancing_losses
 from training import distributed
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "rollout_train.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
 SMALL = (
     "--num-experts 0 --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 "
     "--num-tokens-to-generate 12 --num-prompts 8 --group-size 6 --micro-batch-size 24 --lr 6e-3"
@@ -44,8 +43,7 @@ def trainer_of(options: str) -> RolloutTrainer:
     """A run in this process."""
     args = parse_arguments(options.split(), 1)
     distributed.seed(args.seed)
-    # Megatron's record of balancing losses keeps the layers of the first model of the process.
-    destroy_moe_metrics_tracker()
+    forget_balancing_losses()
     return build_trainer(args, world.device())
 
 

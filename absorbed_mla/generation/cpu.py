@@ -1,14 +1,16 @@
-"""Run Megatron-Core's inference engines on a machine without a GPU."""
+"""Megatron-Core's inference engines on a machine without a GPU."""
 
 from __future__ import annotations
 
 import torch
 
-from absorbed_mla.testing.cpu_host import enable_cpu_host
+from absorbed_mla.cpu_host import enable_cpu_host
 
 
 def enable_cpu_inference() -> bool:
-    """:func:`enable_cpu_host`, and Megatron's own PyTorch in place of its Triton for inference.
+    """Call :func:`enable_cpu_host` and replace Triton kernels of Megatron's inference engines.
+
+    Speculative decoding needs them; everything else runs after ``enable_cpu_host`` alone.
 
     Returns:
         True if the process now runs on the CPU, False if a GPU is there and nothing was changed.
@@ -21,7 +23,7 @@ def enable_cpu_inference() -> bool:
         text_generation_controller,
     )
 
-    # Of speculative decoding; the other two are not imported, or for Mamba.
+    # Megatron has these two in PyTorch as well.
     for name in ("verify_speculative_tokens", "prepare_next_forward_pass"):
         setattr(text_generation_controller, name, getattr(mtp_utils_pytorch, name))
     return True

@@ -5,19 +5,15 @@ If these fail, users see broken characters, or a script dies of a model's bytes.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+from absorbed_mla.generation.text import ByteStream, HuggingFaceStream
+from tests.support.tokenizers import byte_level, with_word_marks
 
-from generation.text import ByteStream, ByteText, HuggingFaceStream, build_text
-
+# The token that ends a document of bytes.
+EOD = 256
 # One to four bytes each.
 TEXT = "aé€😀 ü z"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -28,26 +24,6 @@ def pieces(stream, tokens) -> list[str]:
     return [*(stream.push([token]) for token in tokens), stream.finish()]
 
 
-def byte_level() -> PreTrainedTokenizerFast:
-    """Every byte a token, as those of GPT-2 and DeepSeek-V3 are without merges; one ends texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate([*alphabet, "<eos>"])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-def with_word_marks() -> PreTrainedTokenizerFast:
-    """Words begin with a mark, which decodes to a space but at the beginning of a text."""
-    words = ["<eos>", "▁", "▁on", "ce", "▁upon", "<0xE2>", "<0x82>", "<0xAC>"]
-    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    # Llama's.
-    mark, space = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
-    tokenizer.decoder = decoders.Sequence([mark, decoders.ByteFallback(), decoders.Fuse(), space])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
 BYTE_LEVEL = byte_level()
 
 
@@ -55,7 +31,7 @@ BYTE_LEVEL = byte_level()
 def stream_and_tokens(request):
     """A stream for tokens that are bytes, and the tokens of bytes."""
     if request.param == "bytes":
-        return ByteStream(), list
+        return ByteStream(EOD), list
     # Its tokens are the bytes in another order.
     order = {BYTE_LEVEL.convert_ids_to_tokens(i): i for i in range(256)}
     names = _names_of_bytes()
@@ -97,7 +73,7 @@ def test_garbage_is_shown_soon(stream_and_tokens):
 
 @given(st.binary(max_size=40))
 def test_any_bytes(data):
-    assert "".join(pieces(ByteStream(), data)) == data.decode("utf-8", errors="replace")
+    assert "".join(pieces(ByteStream(EOD), data)) == data.decode("utf-8", errors="replace")
 
 
 @given(st.lists(st.integers(0, 255), max_size=30))
@@ -107,10 +83,10 @@ def test_any_tokens_of_a_byte_level_tokenizer(tokens):
 
 
 def test_tokens_that_are_no_bytes():
-    stream = ByteStream()
+    stream = ByteStream(EOD)
     euro = list("€".encode())
     # A half character that the end of the document interrupts; a row of padding.
-    assert pieces(stream, [97, *euro[:2], ByteText.eod, 98, 300]) == [
+    assert pieces(stream, [97, *euro[:2], EOD, 98, 300]) == [
         *("a", "", "", REPLACEMENT, "b", REPLACEMENT, "")
     ]
 
@@ -127,12 +103,3 @@ def test_bytes_for_what_has_no_token():
     tokenizer = with_word_marks()
     on, *euro = (tokenizer.convert_tokens_to_ids(w) for w in ("▁on", "<0xE2>", "<0x82>", "<0xAC>"))
     assert pieces(HuggingFaceStream(tokenizer, [on]), [*euro, on]) == ["", "", "€", " on", ""]
-
-
-def test_a_folder_of_hugging_face(tmp_path):
-    BYTE_LEVEL.save_pretrained(tmp_path)
-    text = build_text(str(tmp_path))
-    tokens = text.encode(TEXT.encode()).tolist()
-    assert text.eod == 256
-    assert text.bos is None
-    assert "".join(pieces(text.stream(tokens), tokens)) == TEXT

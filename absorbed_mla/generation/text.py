@@ -1,4 +1,4 @@
-"""Tokenizers that also give text back, token by token."""
+"""Text of generated tokens, piece by piece while they come."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from training.tokenizers import ByteTokenizer, HuggingFaceTokenizer
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# UTF-8 has no longer character, so no earlier token can begin one that is still to be completed.
+# Bytes, and so tokens, of the longest UTF-8 character: an older token cannot be part of one that
+# is still incomplete.
 _LONGEST_CHARACTER = 4
-# Tokens of the prompt that the first new ones are decoded behind: some tokenizers drop a space at
-# the beginning of a text.
-_BEHIND = 8
+# Tokens that new ones are decoded after: some tokenizers drop a space at the beginning of a text.
+_CONTEXT = 8
 
 
 class TextStream(Protocol):
-    """The text of one request."""
+    """Turns the tokens of one request into text."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Text that these tokens complete; half a character waits for its other half."""
+        """The text that these tokens complete; an incomplete character is held back."""
         ...
 
     def finish(self) -> str:
-        """What is left: a replacement character for each half that waits in vain."""
+        """The rest of the text, with a replacement character for each incomplete one."""
         ...
 
 
 class ByteStream:
-    """Text of :class:`ByteTokenizer`'s tokens; those that are no bytes have none."""
+    """Text of tokens below 256, which are bytes.
 
-    def __init__(self) -> None:
+    Args:
+        eod: The token that ends a document, which has no text. Other tokens above 255 become a
+            replacement character.
+    """
+
+    def __init__(self, eod: int) -> None:
+        self._eod = eod
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -45,23 +49,23 @@ class ByteStream:
     def _text(self, token: int) -> str:
         if token < 256:
             return self._decoder.decode(bytes([token]))
-        return self.finish() + ("" if token == ByteTokenizer.eod else _REPLACEMENT)
+        return self.finish() + ("" if token == self._eod else _REPLACEMENT)
 
 
 class HuggingFaceStream:
-    """Text of a Hugging Face tokenizer's tokens.
+    """Text of the tokens of a Hugging Face tokenizer.
 
-    Such tokenizers decode whole texts: a token alone may be half a character or lose its space. So
-    new tokens are decoded behind the last ones, until what they add is complete.
+    A token alone may be half a character, or lose its leading space. So new tokens are decoded
+    together with some before them, and held back until the text that they add is complete.
 
     Args:
         tokenizer: Of ``transformers``.
-        prompt: Tokens before the first one.
+        prompt: Token ids before the first one.
     """
 
     def __init__(self, tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._shown = list(prompt[-_BEHIND:])
+        self._shown = list(prompt[-_CONTEXT:])
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -76,7 +80,7 @@ class HuggingFaceStream:
         self._waiting.append(token)
         if not self._added(self._waiting).endswith(_REPLACEMENT):
             return self.finish()
-        # Any token has at least a byte.
+        # Every token is at least one byte.
         return self._show(max(0, len(self._waiting) - (_LONGEST_CHARACTER - 1)))
 
     def _show(self, count: int) -> str:
@@ -84,7 +88,7 @@ class HuggingFaceStream:
             return ""
         shown, self._waiting = self._waiting[:count], self._waiting[count:]
         text = self._added(shown)
-        self._shown = (self._shown + shown)[-_BEHIND:]
+        self._shown = (self._shown + shown)[-_CONTEXT:]
         return text
 
     def _added(self, tokens: Sequence[int]) -> str:
@@ -95,34 +99,3 @@ class HuggingFaceStream:
         return self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-
-class ByteText(ByteTokenizer):
-    """Bytes, and back."""
-
-    bos: int | None = None
-
-    def stream(self, prompt: Sequence[int]) -> TextStream:
-        """The text of what follows ``prompt``."""
-        return ByteStream()
-
-
-class HuggingFaceText(HuggingFaceTokenizer):
-    """A Hugging Face tokenizer, and back."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.bos: int | None = self._tokenizer.bos_token_id
-
-    def stream(self, prompt: Sequence[int]) -> TextStream:
-        """The text of what follows ``prompt``."""
-        return HuggingFaceStream(self._tokenizer, prompt)
-
-
-def build_text(path: str | None) -> ByteText | HuggingFaceText:
-    """Bytes, or the Hugging Face tokenizer in folder ``path``.
-
-    Raises:
-        ValueError: If there is no usable tokenizer.
-    """
-    return ByteText() if path is None else HuggingFaceText(path)

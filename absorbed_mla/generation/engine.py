@@ -1,0 +1,283 @@
+"""Megatron's ``DynamicInferenceEngine`` around a live model that is trained before and after.
+
+    engine = Engine(model, EngineOptions(max_sequence_length=4096, max_requests=16))
+    results = engine.generate(prompts, SamplingParams(num_tokens=128))
+
+    with engine:  # step by step
+        number = engine.add_request(prompt, SamplingParams(num_tokens=128))
+        while engine.is_busy():
+            for progress in engine.step():
+                print(progress.number, progress.tokens)
+        engine.results[number]
+
+Scheduler, block allocator, prefix cache and sampling are Megatron's. The weights are the model's,
+read where they are. On a machine without a GPU, :func:`absorbed_mla.cpu_host.enable_cpu_host` comes
+before the model is built; ``num_cuda_graphs`` then pads steps as for graphs, but captures none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.generation.blocks import require_no_leak
+from absorbed_mla.generation.host import host_engine, inference_mode
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import (
+    Progress,
+    Result,
+    Statistics,
+    count_tokens,
+    last_tokens,
+    result_of,
+)
+from absorbed_mla.generation.sampling import SamplingParams
+
+# Steps in a row without a forward pass after which Megatron's scheduler will never run one.
+_MAX_IDLE_STEPS = 3
+
+
+class Engine:
+    """Generates with the weights that a model has, and leaves the model ready to be trained.
+
+    Collective over the tensor-parallel ranks: every rank makes the same calls with the same
+    arguments. Between :meth:`start` and :meth:`stop`, which ``with`` calls, the model is in
+    evaluation mode and must not be trained; :meth:`generate` calls both where needed.
+
+    Args:
+        model: With ``cache_mla_latents`` in its config, not wrapped by DDP or ``Float16Module``.
+        options: Sizes of the cache and of steps.
+
+    Attributes:
+        results: By number, the results of the requests that have ended.
+        statistics: Counters of the steps. Like ``results``, they begin anew with :meth:`start` and
+            with every :meth:`generate`.
+        host: Megatron's engine.
+
+    Raises:
+        ValueError: If the model does not cache latents.
+    """
+
+    def __init__(self, model: GPTModel, options: EngineOptions) -> None:
+        if not getattr(model.config, "cache_mla_latents", False):
+            raise ValueError("the model's config must have cache_mla_latents=True to generate")
+        self.model, self.options = model, options
+        self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
+        self._active: contextlib.ExitStack | None = None
+        with inference_mode(model):
+            self.host = host_engine(model, options)
+        self._forget_requests()
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Put the model into evaluation mode, and forget all requests and cached latents.
+
+        The weights may have changed since the last :meth:`stop`.
+
+        Raises:
+            RuntimeError: If the engine has been started or closed.
+        """
+        if self._active is not None or self.host is None:
+            raise RuntimeError("the engine has been started or closed already")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inference_mode(self.model))
+            if self.vocab_size < self.model.vocab_size:
+                stack.enter_context(self.model.register_forward_hook(self._exclude_padding))
+            self.host.reset()
+            self._active = stack.pop_all()
+        self._forget_requests()
+
+    def stop(self) -> None:
+        """Put the model back into its former mode, ready to be trained; may be called twice."""
+        if self._active is not None:
+            self._active.close()
+            self._active = None
+
+    def close(self) -> None:
+        """Stop, and free the cache; the engine cannot be started again."""
+        self.stop()
+        self.host = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Result]:
+        """Run requests together, to their ends.
+
+        A request that cannot run ends with an error; the others are not affected. An engine that
+        was not started begins with an empty prefix cache, and is stopped at the end.
+
+        Args:
+            prompts: Token ids.
+            sampling: For all prompts, or one for each.
+            on_progress: Called after every step for each request with new tokens or an end.
+
+        Returns:
+            Results in the order of the prompts.
+
+        Raises:
+            ValueError: If the numbers of prompts and sampling parameters differ.
+            RuntimeError: If there are requests already.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts and {len(each)} samplings")
+        started: contextlib.AbstractContextManager = (
+            contextlib.nullcontext() if self._active else self
+        )
+        with started:
+            if self.is_busy():
+                raise RuntimeError("generate needs an engine without requests")
+            self._forget_requests()
+            for prompt, params in zip(prompts, each):
+                self.add_request(prompt, params)
+            while self.is_busy():
+                for progress in self.step():
+                    if on_progress is not None:
+                        on_progress(progress)
+        return [self.results[number] for number in range(len(prompts))]
+
+    def add_request(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
+        """Queue a request of a started engine; returns its number, counted from 0.
+
+        A request that cannot run gets a result with an error, which the next step reports.
+        """
+        number = self._num_requests
+        self._num_requests += 1
+        max_tokens = self.host.context.max_tokens
+        error = self.options.why_not(prompt, sampling, self.model.vocab_size, max_tokens)
+        if error:
+            self._end(number, Result(error=error))
+        else:
+            self._sampling[number] = sampling
+            room = self.options.max_sequence_length - len(prompt)
+            self.host.add_request(number, list(prompt), sampling.to_host(room))
+        return number
+
+    def abort(self, number: int) -> None:
+        """End a request as soon as possible; it keeps its tokens."""
+        if number not in self.results:
+            self._to_abort.add(number)
+
+    def is_busy(self) -> bool:
+        """Whether :meth:`step` has something to do or to report."""
+        ended = self._unreported or self.host.failed_request_ids
+        return bool(ended) or self.host.has_unfinished_requests()
+
+    def step(self) -> list[Progress]:
+        """Run one forward pass, or report requests that ended without one.
+
+        Returns:
+            Of every request with new tokens or an end.
+
+        Raises:
+            RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
+        """
+        self._abort()
+        if self._unreported:
+            reported = list(self._unreported)
+            self._unreported.clear()
+            return reported
+        step, context = self.host.step_modern(), self.host.context
+        ended = step["finished_request_records"]
+        # A request whose prompt is being read in chunks is not among the unfinished ones.
+        reading = context.chunked_prefill_request_id >= 0
+        if ended or reading or context.has_unfinished_requests():
+            self._idle_steps = 0
+            self.statistics.count_step(context)
+            self.statistics.evicted = self.host.evicted_request_count - self._evicted_before
+            self.statistics.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
+        else:
+            self._idle_steps += 1
+        if self.is_busy() and self._idle_steps >= _MAX_IDLE_STEPS:
+            raise RuntimeError(
+                f"the engine schedules none of {len(self.host.waiting_request_ids)} waiting "
+                f"requests; blocks: {context.kv_block_allocator}"
+            )
+        running = [n for n in step["active_request_ids"] if n in self.host.requests]
+        records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
+        records |= {record.request_id: (record, True) for record in ended}
+        return list(self._progress(records))
+
+    def reseed(self, seed: int) -> None:
+        """Restart the sampling's random numbers on this rank."""
+        self.host.controller.sampling_rng.manual_seed(seed)
+
+    def require_no_leak(self) -> None:
+        """Check that an engine without requests has all of its blocks.
+
+        Raises:
+            RuntimeError: Naming the blocks that are neither free nor in the prefix cache.
+        """
+        require_no_leak(self.host.context)
+
+    def _forget_requests(self) -> None:
+        self.results: dict[int, Result] = {}
+        self.statistics = Statistics()
+        self._num_requests = self._idle_steps = 0
+        self._sampling: dict[int, SamplingParams] = {}
+        self._num_tokens: dict[int, int] = {}
+        self._unreported: list[Progress] = []
+        self._to_abort: set[int] = set()
+        self._evicted_before: int = self.host.evicted_request_count
+        self._prefix_blocks_before: int = self._prefix_blocks()
+
+    def _prefix_blocks(self) -> int:
+        return self.host._prefix_cache_blocks_matched
+
+    def _abort(self) -> None:
+        """Take waiting requests out of the queue, and end running ones as at a stop word.
+
+        Megatron has no way to abort a request; its step raises if the request's future is
+        cancelled. One whose prompt is being read in chunks is aborted after that.
+        """
+        host = self.host
+        self._to_abort -= self.results.keys()
+        for number in self._to_abort - {host.context.chunked_prefill_request_id}:
+            if number not in host.waiting_request_ids:
+                host.stop_word_finished_request_ids.add(number)
+                continue
+            host.waiting_request_ids.remove(number)
+            # It was evicted after it was told to stop.
+            host.stop_word_finished_request_ids.discard(number)
+            record = host.requests.pop(number).record
+            self._end(number, result_of(record, self._sampling[number], aborted=True))
+
+    def _end(self, number: int, result: Result) -> None:
+        """Keep the result of a request that ends without a forward pass, for the next report."""
+        self.results[number] = result
+        self._unreported.append(Progress(number, [], result))
+
+    def _progress(
+        self, records: Mapping[int, tuple[DynamicInferenceRequestRecord, bool]]
+    ) -> Iterator[Progress]:
+        """Progress by Megatron's record of every request, and whether the request has ended."""
+        for number, (record, ended) in records.items():
+            count = count_tokens(record)
+            new = last_tokens(record, count - self._num_tokens.get(number, 0))
+            self._num_tokens[number] = count
+            if ended:
+                aborted = number in self._to_abort
+                # The next request with this number is another one.
+                self.host.stop_word_finished_request_ids.discard(number)
+                self.results[number] = result_of(record, self._sampling[number], aborted=aborted)
+            if new or ended:
+                yield Progress(number, new, self.results.get(number))
+
+    def _exclude_padding(self, model: GPTModel, inputs: tuple, logits: Tensor) -> Tensor:
+        """Give rows of the embedding that are no tokens the probability 0."""
+        logits[..., self.vocab_size :] = -torch.inf
+        return logits

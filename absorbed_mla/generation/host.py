@@ -1,0 +1,51 @@
+"""Megatron's dynamic inference engine around a model, and inference mode of model and process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megatron.core import parallel_state
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt import GPTModel
+
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.tokenizer import IntegerTokenizer
+from absorbed_mla.inference.host_buffers import drop_inference_buffers
+
+
+def host_engine(model: GPTModel, options: EngineOptions) -> DynamicInferenceEngine:
+    """Build Megatron's engine with its cache, and capture CUDA graphs if options ask for them."""
+    model.config.inference_sampling_seed = options.seed
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    config = options.to_host(model.config, len(model.decoder.layers), tp)
+    context = DynamicInferenceContext(model.config, config)
+    wrapper = GPTInferenceWrapper(model, context)
+    controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
+    return DynamicInferenceEngine(controller, context)
+
+
+@contextlib.contextmanager
+def inference_mode(model: GPTModel) -> Iterator[None]:
+    """Put the model into evaluation mode and Megatron into inference mode; both return at the end.
+
+    At the end the buffers are dropped that inference leaves unusable for training.
+    """
+    was_training, was_active = model.training, InferenceMode.is_active()
+    model.eval()
+    InferenceMode.set_active()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if not was_active:
+            InferenceMode.unset_active()
+        drop_inference_buffers()

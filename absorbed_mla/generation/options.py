@@ -1,0 +1,133 @@
+"""Options of a generation engine: sizes, scheduling, seed and CUDA graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
+from absorbed_mla.generation.cuda_graphs import engine_fields
+from absorbed_mla.generation.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of :class:`absorbed_mla.generation.engine.Engine`.
+
+    Attributes:
+        max_sequence_length: Maximum number of tokens of a prompt and what is generated after it.
+        max_requests: Maximum number of requests that run together; further ones wait. Rounded up
+            to a multiple of the tensor-parallel size.
+        cache_tokens: Tokens of all requests that the latent cache holds, rounded down to blocks of
+            64. A request that does not fit waits, and is prefilled again if it lost its blocks.
+            None: enough for ``max_requests`` requests of ``max_sequence_length`` tokens.
+        paused_cache_tokens: The part of ``cache_tokens`` that only waiting requests use.
+        step_tokens: Maximum number of tokens of a forward pass. Rounded up to at least
+            ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
+        vocab_size: Number of token ids that may be generated, where the embedding has more rows;
+            None: as many as the embedding has.
+        seed: Of the sampling; data-parallel ranks draw different numbers.
+        chunked_prefill: Whether a prompt may be cut over several forward passes.
+        prefix_caching: Whether requests share the blocks of equal beginnings.
+        num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
+            engine is built; None for no graphs. See ``cuda_graphs.py``.
+        inference_config: Further fields of Megatron's ``InferenceConfig``.
+
+    Raises:
+        ValueError: On construction, naming the field, what it got and what it accepts.
+    """
+
+    max_sequence_length: int
+    max_requests: int
+    cache_tokens: int | None = None
+    paused_cache_tokens: int = 0
+    step_tokens: int = 2048
+    vocab_size: int | None = None
+    seed: int = 0
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    num_cuda_graphs: int | None = None
+    inference_config: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_sequence_length < 2 or self.max_requests < 1:
+            raise ValueError(
+                "max_sequence_length must be at least 2 and max_requests at least 1, got "
+                f"{self.max_sequence_length} and {self.max_requests}"
+            )
+        if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
+            raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
+
+    @property
+    def cache_blocks(self) -> int:
+        """Number of blocks of the latent cache."""
+        if self.cache_tokens is None:
+            return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
+        return self.cache_tokens // BLOCK_SIZE
+
+    def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
+        """Megatron's ``InferenceConfig``.
+
+        Args:
+            config: Of the model.
+            num_layers: Layers of this rank.
+            tp: Tensor-parallel size.
+        """
+        max_requests = _round_up(self.max_requests, tp)
+        paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
+        block = block_bytes(config, num_layers)
+        fields: dict[str, object] = {
+            "block_size_tokens": BLOCK_SIZE,
+            # Megatron keeps one block of its own, for padding.
+            "buffer_size_gb": (self.cache_blocks + 1) * block / 2**30,
+            "paused_buffer_size_gb": paused_blocks * block / 2**30,
+            "max_sequence_length": self.max_sequence_length,
+            "max_requests": max_requests,
+            "max_tokens": _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp)),
+            "enable_chunked_prefill": self.chunked_prefill,
+            "enable_prefix_caching": self.prefix_caching,
+            **engine_fields(self.num_cuda_graphs, config.num_moe_experts),
+        }
+        return InferenceConfig(**{**fields, **self.inference_config})
+
+    def why_not(
+        self, prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, max_tokens: int
+    ) -> str:
+        """Why an engine with these options cannot run a request, or ``""``.
+
+        Megatron's own step raises after some of these mistakes, and takes no further one.
+
+        Args:
+            prompt: Token ids.
+            sampling: Of the request.
+            vocab_size: Rows of the model's embedding.
+            max_tokens: Of a forward pass: ``step_tokens``, rounded up.
+        """
+        length, longest = len(prompt), self.max_sequence_length
+        new_tokens = min(sampling.num_tokens, longest - length)
+        cache = self.cache_blocks * BLOCK_SIZE
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if not length:
+            return "the prompt is empty"
+        if outside:
+            return f"token {outside[0]} is not in the vocabulary of {vocab_size}"
+        if length >= longest:
+            return f"the prompt has {length} tokens and must be shorter than {longest}"
+        if not self.chunked_prefill and length > max_tokens:
+            return f"the prompt has {length} tokens, a step without chunks {max_tokens}"
+        if length + new_tokens > cache:
+            return (
+                f"the prompt's {length} tokens and {new_tokens} new ones do not fit into a "
+                f"cache of {cache}"
+            )
+        if sampling.top_k >= vocab_size:
+            return f"top_k must be below the vocabulary's {vocab_size}"
+        return ""
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,16 @@
+"""Megatron's process-wide state of the balancing losses of experts."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+
+def forget_balancing_losses() -> None:
+    """Reset it, as in a new process.
+
+    The metrics hold the layers of the first model of the process. The loss scale has the shape that
+    its first use gave it: of one element in Megatron's schedules, of none in a plain backward.
+    """
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None

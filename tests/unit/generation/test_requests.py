@@ -1,0 +1,153 @@
+"""Requests that cannot run, end early or are aborted: each has a clear end, the others no harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.sampling import SamplingParams
+from tests.support.engine import (
+    Request,
+    assert_generates,
+    by_whole_forwards,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
+from tests.support.models import VOCAB
+
+GOOD = [Request(prompt(length, seed), 8) for seed, length in enumerate((3, 70, 60))]
+CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return generating_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return by_whole_forwards(model, GOOD)
+
+
+@pytest.mark.parametrize(
+    ("refused", "options", "error"),
+    [
+        (Request([], 5), {}, "the prompt is empty"),
+        (Request([3, VOCAB], 5), {}, f"token {VOCAB} is not in the vocabulary of {VOCAB}"),
+        (Request([-1], 5), {}, "token -1 is not in the vocabulary"),
+        (Request(prompt(256), 5), CHUNKED, "256 tokens and must be shorter than 256"),
+        (Request(prompt(200), 5), {}, "the prompt has 200 tokens, a step without chunks 192"),
+        (
+            Request(prompt(190), 50),
+            {**CHUNKED, "blocks": 3},
+            "190 tokens and 50 new ones do not fit into a cache of 192",
+        ),
+    ],
+    ids=["empty", "unknown-token", "negative-token", "too-long", "step", "cache"],
+)
+@pytest.mark.parametrize("place", [0, 3], ids=["first", "last"])
+def test_refused(model, expected, refused, options, error, place):
+    requests = list(GOOD)
+    requests.insert(place, refused)
+    run = generate(engine_of(model, **options), requests)
+    result = run.results.pop(place)
+    assert error in result.error and not result.tokens
+    assert_generates(run, expected)
+
+
+def test_top_k_of_the_whole_vocabulary(model):
+    params = SamplingParams(num_tokens=1, top_k=VOCAB)
+    [result] = engine_of(model).generate([[1]], params)
+    assert result.error == f"top_k must be below the vocabulary's {VOCAB}"
+
+
+def test_refused_by_megatron(model, expected, monkeypatch):
+    """What only the host refuses has an end as well; its number can be used again."""
+    monkeypatch.setattr(EngineOptions, "why_not", lambda *args: "")
+    with engine_of(model) as engine:
+        [alone] = generate(engine, [Request(prompt(300), 5)]).results
+        assert not engine.host.requests
+        run = generate(engine, [*GOOD, Request(prompt(200), 5)])
+    assert alone.error == "MaxSequenceLengthOverflowError, TokenOverflowError"
+    assert run.results.pop().error == "TokenOverflowError"
+    assert_generates(run, expected)
+
+
+def test_stop_token(model, expected):
+    stop = expected[1].tokens[4]
+    assert stop not in expected[1].tokens[:4]
+    run = generate(engine_of(model), [GOOD[0], Request(GOOD[1].prompt, 8, stop), GOOD[2]])
+    assert run.tokens == [expected[0].tokens, expected[1].tokens[:5], expected[2].tokens]
+    assert [result.finish for result in run.results] == ["length", "stop", "length"]
+
+
+def test_the_end_of_the_sequence(model):
+    """More tokens than the engine's maximum are cut, not refused."""
+    request = Request(prompt(250), 50)
+    run = generate(engine_of(model, **CHUNKED), [request])
+    assert_generates(run, by_whole_forwards(model, [Request(request.prompt, 6)]))
+    assert run.results[0].finish == "context"
+
+
+def test_full_cache(model):
+    """Requests wait for blocks; with two blocks each, four of them are never there together."""
+    requests = [Request(prompt(60, seed), 10) for seed in range(6)]
+    run = generate(engine_of(model, blocks=4), requests)
+    assert run.statistics.most_rows <= 4 and run.statistics.evicted
+    assert_generates(run, by_whole_forwards(model, requests))
+
+
+class TestAbort:
+    """Megatron has no such call: what runs ends as at a stop word, what waits leaves the queue."""
+
+    @pytest.mark.parametrize(
+        ("number", "after_steps", "num_tokens", "options"),
+        [
+            pytest.param(0, 3, 3, {}, id="first-running"),
+            pytest.param(1, 3, 3, {}, id="second-running"),
+            pytest.param(2, 3, 3, {}, id="third-running"),
+            pytest.param(2, 1, 0, {"max_requests": 2}, id="waiting"),
+            # As soon as the prompt is in the cache; the host expects the rest of it.
+            pytest.param(1, 1, 1, CHUNKED, id="prompt-being-read"),
+            pytest.param(0, 0, 0, {}, id="before-it-begins"),
+        ],
+    )
+    def test_one_of_several(self, model, expected, number, after_steps, num_tokens, options):
+        results = self.run(model, expected, number, after_steps, **options)
+        aborted = results.pop(number)
+        assert (aborted.finish, aborted.error) == ("abort", "")
+        assert aborted.tokens == expected[number].tokens[:num_tokens]
+        rest = [result.tokens for other, result in enumerate(expected) if other != number]
+        assert [result.tokens for result in results] == rest
+
+    def test_after_its_end(self, model, expected):
+        results = self.run(model, expected, 0, 8)
+        assert [result.tokens for result in results] == [result.tokens for result in expected]
+        assert results[0].finish == "length"
+
+    def run(self, model, expected, number, after_steps, **options):
+        """Results of GOOD while request ``number`` is aborted after some steps."""
+        with engine_of(model, **options) as engine:
+            for request in GOOD:
+                engine.add_request(request.prompt, request.sampling())
+            for _ in range(after_steps):
+                engine.step()
+            engine.abort(number)
+            while engine.is_busy():
+                engine.step()
+            engine.require_no_leak()
+            assert not engine.host.requests
+            results = [engine.results[number] for number in range(len(GOOD))]
+            # A later request with its number is another one.
+            assert_generates(generate(engine, GOOD), expected)
+        return results
+
+
+def test_scheduler_that_waits_for_ever(model):
+    """Says so, where a loop over the host's steps would not end."""
+    engine = engine_of(model)
+    engine.host.schedule_waiting_requests = lambda: None
+    with pytest.raises(RuntimeError, match="schedules none of 3 waiting requests"):
+        generate(engine, GOOD)
