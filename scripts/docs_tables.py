@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the tables of measurements in docs/*.md from the files that the benchmarks left.
 
-    $ python scripts/docs_tables.py            # after new JSON or JSON-lines files under docs/
+    $ python scripts/docs_tables.py            # after new JSON files under docs/
     $ python scripts/docs_tables.py --check    # exit code 1 if a table is not what its data says
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. A
@@ -11,7 +11,6 @@ not, here as in the benchmarks' own reports.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import warnings
@@ -31,7 +30,7 @@ from console.script import run_script  # noqa: E402
 from context_parallel_benchmark.report import Report as RingReport  # noqa: E402
 from context_parallel_benchmark.report import tokens_text  # noqa: E402
 from context_parallel_benchmark.row import Row as RingRow  # noqa: E402
-from oracle_report import share_of_bound  # noqa: E402
+from oracle_report import read_summary  # noqa: E402
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _BLOCK = re.compile(r"(<!-- table: ([a-z ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -195,8 +194,7 @@ def accuracy_table(docs: Path) -> str:
     """The worst error of each precision, and how near any came to its own bound."""
     groups: dict[tuple, list[dict]] = {}
     for machine in ("cpu", "h200"):
-        for line in (docs / "accuracy" / machine / "errors.jsonl").read_text().splitlines():
-            row = json.loads(line)
+        for row in read_summary(docs / "accuracy" / machine / "summary.json"):
             interpreted = machine == "cpu" and row["core_attention_backend"] == "triton"
             layers = row["backend"] + (", `triton` interpreted" if interpreted else "")
             key = (MACHINES[machine], row["dtype"], row["rotary_table"], layers)
@@ -207,11 +205,12 @@ def accuracy_table(docs: Path) -> str:
         whole = [row for row in rows if not row["layout"].startswith("cached")]
         kinds = [[r for r in whole if (r["context_parallel"] > 1) is cp] for cp in (False, True)]
         worst = [_worst(kind) for kind in (*kinds, cached)]
-        nearest = max(map(share_of_bound, rows))
+        nearest = max(row["worst_error_over_bound"] for row in rows)
         shown = f"{dtype}, {table.split()[0]} table" if dtype == "float64" else dtype
-        bounds = sorted({row["bound"] for row in rows})
-        lines.append([machine, layers, shown, str(len(rows)), *worst,
-                      " to ".join(dict.fromkeys(f"{b:.1e}" for b in (bounds[0], bounds[-1]))),
+        bounds = (min(r["least_bound"] for r in rows), max(r["greatest_bound"] for r in rows))
+        count = sum(row["combinations"] for row in rows)
+        lines.append([machine, layers, shown, str(count), *worst,
+                      " to ".join(dict.fromkeys(f"{bound:.1e}" for bound in bounds)),
                       f"{nearest:.2g}"])  # fmt: skip
     head = ["machine", "layers", "precision", "combinations", "worst, TP 1, 2, 4", "worst, CP"]
     head += ["worst, from a cache", "bounds", "worst error / bound"]

@@ -4,7 +4,9 @@
     $ ABSORBED_MLA_ERROR_TABLE=errors.jsonl torchrun --nproc-per-node 2 -m pytest tests/distributed
     $ python scripts/oracle_report.py docs/accuracy errors.jsonl
 
-The tests append one JSON object per combination; see tests/support/error_table.py.
+The tests append one JSON object per combination; see tests/support/error_table.py. `summary.json`
+keeps the worst of each case: the combinations that differ only in shape, recomputation, sequence
+parallelism and down-projections.
 """
 
 from __future__ import annotations
@@ -33,10 +35,28 @@ COLUMNS = (
 # Of tables that were written before there was context parallelism, or more than one backend.
 DEFAULTS = {"context_parallel": 1, "cp_comm_type": None, "core_attention_backend": "auto"}
 PRECISION = ("device", "backend", "dtype", "rotary_table")
+# What makes a case of summary.json, and what it says about its combinations.
+CASE = (
+    *PRECISION,
+    "core_attention_backend",
+    "layout",
+    "tensor_parallel",
+    "context_parallel",
+    "cp_comm_type",
+    "form",
+)
+FIGURES = (
+    "combinations",
+    "worst_relative_error",
+    "least_bound",
+    "greatest_bound",
+    "worst_error_over_bound",
+    "tensor",
+)
 
 
 def main() -> int:
-    """Write errors.md, errors.jsonl and errors.png into a folder; returns the exit code."""
+    """Write summary.json, errors.md and errors.png into a folder; returns the exit code."""
     return run_script("oracle_report.py", _report)
 
 
@@ -54,11 +74,33 @@ def _report() -> None:
     require_writable(folders={"folder": arguments.folder})
     arguments.folder.mkdir(parents=True, exist_ok=True)
     rows.sort(key=lambda row: [str(row.get(c)) for c in (*PRECISION, *COLUMNS, "shape")])
-    with (arguments.folder / "errors.jsonl").open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    write_summary(rows, arguments.folder / "summary.json")
     (arguments.folder / "errors.md").write_text(markdown(rows))
     plot(rows, arguments.folder / "errors.png")
     print(summary_table(rows))
+
+
+def write_summary(rows: list[dict], path: Path) -> None:
+    """Write every case with its worst error, its bounds and the tensor nearest to its bound."""
+    cases = defaultdict(list)
+    for row in rows:
+        cases[tuple(row[c] for c in CASE)].append(row)
+    lines = []
+    for case, group in cases.items():
+        nearest = max(group, key=share_of_bound)
+        bounds = [row["bound"] for row in group]
+        worst = max(row["worst_relative_error"] for row in group)
+        figures = [worst, min(bounds), max(bounds), share_of_bound(nearest)]
+        figures = [float(f"{figure:.6g}") for figure in figures]
+        lines.append(json.dumps([*case, len(group), *figures, nearest["tensor"]]))
+    head = json.dumps([*CASE, *FIGURES])
+    path.write_text(f'{{"columns": {head},\n"cases": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def read_summary(path: Path) -> list[dict]:
+    """The cases that :func:`write_summary` wrote, by the names of ``CASE`` and ``FIGURES``."""
+    content = json.loads(path.read_text())
+    return [dict(zip(content["columns"], case)) for case in content["cases"]]
 
 
 def markdown(rows: list[dict]) -> str:
@@ -66,8 +108,8 @@ def markdown(rows: list[dict]) -> str:
     exact = [r for r in rows if r["dtype"] == "float64" and r["rotary_table"].startswith("module")]
     parts = [
         "# Errors against the float64 oracle",
-        "Written by `scripts/oracle_report.py` from what the tests recorded (`errors.jsonl`). An "
-        "error is the relative Frobenius norm of the worst tensor among output, input gradient and "
+        "Written by `scripts/oracle_report.py` from what the tests recorded. An error is "
+        " the relative Frobenius norm of the worst tensor among output, input gradient and "
         "the gradient of every parameter.",
         "## Worst of all combinations, by precision",
         summary_table(rows),

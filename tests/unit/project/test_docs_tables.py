@@ -93,7 +93,7 @@ def test_only_like_is_compared_with_like(copied, recompute):
 
 def worst(machine: str, *, cp: bool) -> float:
     """In float64 with the same rotary table."""
-    rows = map(json.loads, (DOCS / "accuracy" / machine / "errors.jsonl").open())
+    rows = oracle_report.read_summary(DOCS / "accuracy" / machine / "summary.json")
     return max(
         row["worst_relative_error"]
         for row in rows
