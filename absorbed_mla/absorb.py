@@ -1,7 +1,8 @@
-"""Moving the K and V up-projections across the attention: the two algebraic steps of absorption.
+"""The two products of the absorbed form: W_UK with the query, W_UV with the attention's output.
 
-``W_UK`` and ``W_UV`` are per-head views of the live parameters, so both steps train them.
-Reference: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
+(q W_UK) . c = q . (W_UK c): multiplying the query instead of the latent c leaves the scores as they
+are. ``W_UK`` and ``W_UV`` are views of the parameters, so both products train them. Source:
+DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from absorbed_mla.first_order import first_order_only
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
-    """Carry the query into the latent space: ``q_nope . W_UK``, so keys need no expansion.
+    """Absorbed query ``q_nope . W_UK``, whose scores with the latent are those with the keys.
 
     Args:
         q_nope: [S, B, N, nope].
@@ -29,7 +30,7 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
 
 
 def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
-    """Carry the attended latent to value space: ``o_latent . W_UV^T``, once per query.
+    """Values of the attended latent, ``o_latent . W_UV^T``: one product per query, not per key.
 
     Args:
         o_latent: [S, B, N, C].
@@ -44,12 +45,12 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
 
 
 def _needs_own_product(x: Tensor) -> bool:
-    """On a GPU, batch-invariant mode leaves batches of products (``aten::bmm``) as they are."""
+    """Whether parity mode is on, on a GPU: its operators there do not cover ``aten::bmm``."""
     return x.is_cuda and is_enabled(x.device)
 
 
 class _HeadProduct(torch.autograd.Function):
-    """``x`` [S, B, N, K] times ``weight`` [N, K, C], batch-invariant forward."""
+    """``x`` [S, B, N, K] times ``weight`` [N, K, C]; the forward is batch-invariant."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Backward passes that cannot be differentiated again, and say so instead of giving wrong values.
+"""Second derivatives raise an error instead of being wrong.
 
-``torch.autograd.function.once_differentiable`` hangs its error on copies that are detached from the
-inputs: ``torch.autograd.grad(gradient, x)`` prunes them as no way to ``x``, and a gradient whose
-incoming gradient is constant carries no error at all. Here the error hangs on the real tensors.
+The backward passes of this package are not differentiable themselves.
+``torch.autograd.function.once_differentiable`` does not make that an error in every case: it
+attaches the error to copies that are detached from the inputs, so ``torch.autograd.grad(gradient,
+x)`` finds no path to ``x`` and skips it, and a gradient whose incoming gradient is constant has no
+error attached at all. Here the error is attached to the inputs themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ _MESSAGE = (
 
 
 def first_order_only(backward: Callable) -> Callable:
-    """Decorate the ``backward`` of an autograd function.
+    """Decorator for the ``backward`` of an autograd function that has no second derivative.
 
-    It runs without autograd. Under ``create_graph=True`` its results depend on the incoming
-    gradients and on the saved tensors, and whoever differentiates them gets a RuntimeError.
+    ``backward`` runs without autograd. Under ``create_graph=True`` its results are connected to the
+    incoming gradients and the saved tensors, and differentiating them raises a RuntimeError.
     """
 
     @functools.wraps(backward)
@@ -40,10 +42,10 @@ def first_order_only(backward: Callable) -> Callable:
 
 
 def refuse_graph_of_gradients(checkpointed: Tensor) -> None:
-    """Have ``backward(create_graph=True)`` raise at the output of a recomputed region.
+    """Make ``backward(create_graph=True)`` raise at the output of a recomputed region.
 
-    Megatron's checkpoints return gradients that depend on nothing, so that derivatives of those
-    would leave terms out.
+    Gradients from Megatron's activation checkpoints have no graph, so second derivatives through
+    them would lack terms.
     """
     if checkpointed.requires_grad:
         checkpointed.register_hook(_refuse_graph)
@@ -58,7 +60,7 @@ def _refuse_graph(_: Tensor) -> None:
 
 
 def _refuse_derivatives(gradients, depend_on):
-    """The gradients, whose derivatives towards the tensors they depend on raise."""
+    """The gradients, connected to the tensors they depend on by a function that raises."""
     gradients = gradients if isinstance(gradients, tuple) else (gradients,)
     places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
     tensors = [x for x in depend_on if isinstance(x, Tensor) and x.requires_grad]
@@ -72,7 +74,7 @@ def _refuse_derivatives(gradients, depend_on):
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity of its first tensors; a function of the others whose derivative raises."""
+    """Returns its first ``count`` tensors unchanged; its backward raises."""
 
     @staticmethod
     def forward(ctx, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The linear layers that Megatron's local backend lacks or that MLA uses in its own way."""
+"""Linear layers: one that is whole on every rank, one that returns its weight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from absorbed_mla.norm import mark_parameter
 
 
 class DuplicatedLinear(nn.Module):
-    """A linear layer held whole by every tensor-parallel rank, without bias.
+    """Linear layer without bias whose whole weight is on every tensor-parallel rank.
 
-    Under sequence parallelism a rank sees its own tokens only, so the weight's gradient is partial
-    and marked for Megatron's sum over the tensor-parallel group, as TransformerEngine's layers do.
+    Under sequence parallelism a rank sees its own tokens only, so its gradient of the weight is
+    partial. The weight is marked for Megatron to sum that over the tensor-parallel group, as
+    TransformerEngine's duplicated layers are.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class DuplicatedLinear(nn.Module):
             torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         )
         if config.perform_initialization:
-            # The default generator is in step on all tensor-parallel ranks, so they agree.
+            # PyTorch's default generator has the same state on all tensor-parallel ranks.
             init_method(self.weight)
         mark_parameter(
             self.weight,
@@ -52,11 +53,11 @@ class DuplicatedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Map ``x`` [..., input_size] to [..., output_size]; the second value is no bias."""
+        """Map ``x`` [..., input_size] to [..., output_size]; None stands for the bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """One tensor, replicated over tensor- and data-parallel ranks."""
+        """Checkpoint entry of the weight, replicated over tensor- and data-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -67,24 +68,24 @@ class DuplicatedLinear(nn.Module):
         )
 
     def get_extra_state(self) -> None:
-        """Empty, as in Megatron's own linear layers: standard MLA asks checkpoints for one."""
+        """None, as in Megatron's own linear layers: its checkpoints have an entry for it."""
 
     def set_extra_state(self, state: object) -> None:
         """Nothing to restore."""
 
     def backward_dw(self) -> None:
-        """Nothing is delayed: autograd computes the weight's gradient."""
+        """Do nothing: the weight's gradient is never delayed, autograd computes it."""
 
 
 class HeadwiseUpProjection(nn.Module):
-    """W_UK or W_UV, sharded by heads, handed out as a weight instead of being applied.
+    """The up-projection W_UK or W_UV, sharded by heads; calling it returns the weight itself.
 
-    Where it multiplies depends on the form: the query (absorbed), the latent (expanded), or the
-    output. It is still called like a module, because Megatron's overlapped parameter gather waits
-    in the forward hooks of the module that owns the parameter.
+    What the weight is multiplied with depends on the form: the query (absorbed), the latent
+    (expanded), or the output. It is a module that is called, because Megatron's overlapped
+    parameter gather waits in the forward hooks of the module that owns a parameter.
 
-    Megatron's ColumnParallelLinear makes the parameter, but is not a base class: wrappers that look
-    for that class (FSDP) free its weight after the call, while the view handed out is still in use.
+    Megatron's ColumnParallelLinear creates the parameter, but is not a base class: FSDP wrappers
+    that look for that class free its weight after the call, when the view is still in use.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class HeadwiseUpProjection(nn.Module):
         **host_kwargs,
     ) -> None:
         super().__init__()
-        # Autograd accumulates this weight's gradient, so the fused accumulation of the host's GEMMs
-        # must not be demanded; it may be on for the other layers.
+        # Autograd accumulates this weight's gradient, so the constructor must not demand the fused
+        # accumulation of Megatron's GEMMs, which may be on for the other layers.
         maker_config = copy.copy(config)
         maker_config.gradient_accumulation_fusion = False
         maker = ColumnParallelLinear(
@@ -110,11 +111,11 @@ class HeadwiseUpProjection(nn.Module):
         self.head_dim = head_dim
 
     def forward(self) -> Tensor:
-        """The live weight as [N, head_dim, C], a view of the parameter."""
+        """The weight as [N, head_dim, C], a view of the parameter."""
         return self.weight.unflatten(0, (-1, self.head_dim))
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """One tensor, its rows sharded over the tensor-parallel ranks."""
+        """Checkpoint entry of the weight, its rows sharded over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -126,7 +127,7 @@ class HeadwiseUpProjection(nn.Module):
 
 
 def refuse_sharded_alone(*layers: nn.Module) -> None:
-    """Refuse ``fully_shard`` of layers whose weight is used after their call, when it is freed.
+    """Refuse layers wrapped by ``fully_shard``: it frees their weight while it is still in use.
 
     Raises:
         ValueError: Naming the layers and what to shard instead.
@@ -140,16 +141,17 @@ def refuse_sharded_alone(*layers: nn.Module) -> None:
 
 
 def own_output(layer: nn.Module, x: Tensor) -> Tensor:
-    """The output of a linear layer as a tensor that nobody else holds, so that it can be reused.
+    """Output of a linear layer as a tensor that the caller may overwrite.
 
-    A copy is made where somebody might: a forward hook may keep what it is shown, or return what it
-    kept (activation patching), and so may a layer of a class that is not Megatron's.
+    It is copied if something else may hold it: a forward hook can store the output or replace it by
+    a stored one (activation patching), and so can a layer that is not of a known package.
     """
     output, _ = layer(x)
     return output if _makes_its_output(layer) else output.clone()
 
 
 def _makes_its_output(layer: nn.Module) -> bool:
+    """Whether every call of the layer returns a new tensor that nothing else holds."""
     package = type(layer).__module__.partition(".")[0]
     return (
         package in ("absorbed_mla", "megatron", "transformer_engine")

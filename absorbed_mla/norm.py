@@ -11,11 +11,13 @@ from absorbed_mla.batch_invariant import is_enabled
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim (arXiv:1910.07467), with the host's constructor.
+    """Root-mean-square norm over the last dim (arXiv:1910.07467).
 
-    Under sequence parallelism every rank normalises its own tokens, so the weight's gradient is
-    partial. ``weight.sequence_parallel`` tells Megatron's ``finalize_model_grads`` to sum it over
-    the tensor-parallel group; Megatron's own local norm lacks the mark and refuses that mode.
+    It has the constructor of Megatron's norms. Under sequence parallelism a rank normalises its
+    own tokens only, so its gradient of the weight is partial: the weight's attribute
+    ``sequence_parallel`` tells Megatron's ``finalize_model_grads`` to sum it over the
+    tensor-parallel group. Megatron's own local norm does not set the attribute and refuses
+    sequence parallelism.
 
     Args:
         config: Read for ``normalization``, ``params_dtype``, ``sequence_parallel`` and
@@ -24,7 +26,7 @@ class RMSNorm(nn.Module):
         eps: Added to the mean square.
 
     Raises:
-        ValueError: If ``config.normalization`` asks for another norm.
+        ValueError: If ``config.normalization`` is not ``"RMSNorm"``.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RMSNorm(nn.Module):
         """
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
         if plain and x.is_cuda and not is_enabled(x.device):
-            # One kernel, which computes in fp32 as well.
+            # PyTorch's fused kernel, which computes in fp32 too.
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         compute = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(compute)
@@ -66,6 +68,6 @@ class RMSNorm(nn.Module):
 
 
 def mark_parameter(parameter: nn.Parameter, **marks: bool) -> None:
-    """Set the attributes by which Megatron decides how a parameter's gradient is reduced."""
+    """Set attributes of a parameter that tell Megatron how to reduce its gradient over ranks."""
     for name, value in marks.items():
         setattr(parameter, name, value)

@@ -1,7 +1,8 @@
 """Rotary position embedding of the rope parts of query and key: RoPE and YaRN.
 
-DeepSeek's weights hold rotary channels as interleaved pairs (0,1),(2,3),... Like Megatron, the
-rotation reads pairs and writes halves; query and key agree, so scores are those of the paper.
+DeepSeek's weights order the rotary channels as interleaved pairs (0,1), (2,3), ... As in Megatron,
+the rotation reads such pairs and writes all even channels before all odd ones. Query and key are
+reordered alike, so their products, the scores, are those of the paper.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ ROPE_TYPES = ("rope", "yarn")
 
 
 class RotaryTable:
-    """Cosines and sines for positions 0, 1, ..., made once for all layers of a model.
+    """Table of the cosines and sines of RoPE's angles for positions 0, 1, ...
 
-    Angles are computed in fp64 and rounded once, to fp32, so that far positions are as exact as
-    near ones (a product of position and frequency in fp32 is off by 0.004 rad at 100k tokens).
+    Layers with the same parameters share one table. Angles are computed in fp64 and cosine and sine
+    are rounded once, to fp32: an angle computed in fp32 is off by 0.004 rad at position 100k.
 
     Args:
         config: Read for ``rope_type``, ``rotary_base``, the YaRN fields and the rotary width.
@@ -58,9 +59,9 @@ class RotaryTable:
         """Cosines and sines of positions below ``num_positions``.
 
         Returns:
-            Two fp32 tensors [num_positions, R / 2], YaRN's concentration factor multiplied in.
+            Two fp32 tensors [num_positions, R / 2], multiplied by YaRN's attention factor.
         """
-        # Powers of two keep the number of different tables small.
+        # Rounded up to a power of two, so that few tables are made for many sequence lengths.
         size = 1 << max(num_positions - 1, 0).bit_length()
         cos, sin = self._tables.get(
             (size, device), lambda: _build_table(self.parameters, size, device)
@@ -112,7 +113,7 @@ def _build_table(
         factor = parameters.rotary_scaling_factor
         concentration = yarn_mscale(factor, parameters.mscale)
         concentration /= yarn_mscale(factor, parameters.mscale_all_dim)
-    # A table made while evaluating must serve training as well.
+    # Not an inference tensor: a table made during generation is used in training as well.
     with torch.inference_mode(False):
         angles = torch.outer(torch.arange(size, dtype=torch.float64), frequencies.clone())
         cos, sin = angles.cos() * concentration, angles.sin() * concentration
@@ -128,8 +129,9 @@ def inverse_frequencies(rope_dim: int, base: float) -> Tensor:
 def yarn_frequencies(parameters: RotaryParameters, frequencies: Tensor) -> Tensor:
     """YaRN's blend of interpolated and original frequencies (arXiv:2309.00071, section 3.2).
 
-    Channels that turn fewer than ``beta_slow`` times within the original context are interpolated
-    by ``rotary_scaling_factor``, those that turn more than ``beta_fast`` times are kept.
+    A channel pair with fewer than ``beta_slow`` rotations within the original context has its
+    frequency divided by ``rotary_scaling_factor``, one with more than ``beta_fast`` keeps it; in
+    between, the two are mixed linearly.
     """
 
     def channel_of(turns: float) -> float:
@@ -154,7 +156,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: Likewise.
 
     Returns:
-        [S, B, N, rope] in the dtype of ``x``, first the even then the odd channels of the pairs.
+        [S, B, N, rope] in the dtype of ``x``: the even channels of all pairs, then the odd ones.
         Computed in fp32 (fp64 for fp64).
     """
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -163,23 +165,23 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
 
 
-# Compilers are kept out: they would have to follow a write into memory that autograd is told of.
+# torch.compile cannot trace an in-place write that autograd learns of by ctx.mark_dirty.
 @torch.compiler.disable
 def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
-    """Rotate the last channels of every head in place, as :func:`apply_rope` does.
+    """Apply RoPE to the last ``rope`` channels of every head, in place.
 
-    A query keeps its layout, and no copy of it is made, in forward or backward.
+    :func:`apply_rope` in place: neither forward nor backward copies the query.
 
     Args:
-        x: [S, B, num_heads * width], used up: neither it nor the gradient of what is returned may
-            be needed by anybody else (see ``linear.own_output``).
+        x: [S, B, num_heads * width]. It is overwritten, and backward overwrites the gradient of the
+            result, so nothing else may use either (see ``linear.own_output``).
         cos: fp32 [S, rope / 2], row i for the position of token i; rope <= width.
         sin: Likewise.
-        num_heads: Heads that lie one after the other in the last dim.
+        num_heads: Number of heads in the last dim.
 
     Returns:
-        ``x``. With gradients on, a rotated copy of it where it is a view, of which autograd allows
-        no other.
+        ``x``; with gradients on, a rotated copy if ``x`` is a view, which autograd does not let an
+        autograd function modify.
     """
     if not torch.is_grad_enabled():
         _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
@@ -199,7 +201,7 @@ class _RotateTail(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, grad: Tensor):
-        # A gradient with a graph (create_graph=True) is still needed as it is.
+        # With create_graph=True the incoming gradient is part of a graph and must not change.
         grad = grad.clone() if grad.requires_grad else grad.contiguous()
         cos, sin = ctx.saved_tensors
         _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), cos, sin, back=True)
@@ -207,11 +209,11 @@ class _RotateTail(torch.autograd.Function):
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    """Rotate, or rotate back, the last channels of ``x`` [S, B, N, width] in place."""
+    """Rotate the last channels of ``x`` [S, B, N, width] in place, or undo that (``back``)."""
     rope = 2 * cos.shape[-1]
     # The kernel computes in fp32, for widths that are a power of two.
     if x.is_cuda and x.dtype != torch.float64 and rope and not rope & (rope - 1):
-        # Loaded where it runs: elsewhere the package does without Triton.
+        # Imported here, because the package works without Triton on machines without a GPU.
         from absorbed_mla.kernels.rotation import rotate
 
         rotate(x, cos, sin, back)
@@ -221,7 +223,7 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 
 
 def _unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of :func:`apply_rope`, but for YaRN's factor; its gradient."""
+    """The transpose of :func:`apply_rope`, which is its gradient; its inverse without YaRN."""
     compute = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos[:, None, None].to(compute), sin[:, None, None].to(compute)
     even, odd = x.to(compute).chunk(2, dim=-1)

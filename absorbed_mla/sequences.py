@@ -1,4 +1,4 @@
-"""Where sequences lie along the token axis, and which position each token has."""
+"""Boundaries of the sequences along the token axis, and the position of each token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from absorbed_mla.caching import DerivedTables
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Sequences along the token axis of ``sbhd`` and ``thd`` tensors, in plain integers.
+    """Boundaries of sequences along the token axis of ``sbhd`` and ``thd`` tensors, as integers.
 
     Attributes:
         num_tokens: Length S of the token axis, over all tensor-parallel ranks.
         starts: First token of each sequence.
-        lengths: Tokens of each sequence, padding after it not counted.
-        slots: Tokens from each sequence's start to the next one's, padding counted.
+        lengths: Tokens of each sequence, without the padding after it.
+        slots: Tokens of each sequence with the padding after it.
         packed: Whether the token axis holds several sequences (``thd``).
         tables: What the attention derives from this layout. All layers of a model get the same
             object for equal sequences, so each table is made once.
@@ -78,7 +78,7 @@ class SequenceLayout:
             padded = _boundaries("cu_seqlens_q_padded", params.cu_seqlens_q_padded)
         for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
             other = name.replace("_q", "_kv")
-            # Usually the same tensor; reading it again would wait for the GPU again.
+            # Usually the same tensor. Comparing values would wait for the GPU once more.
             if getattr(params, other) is not getattr(params, name):
                 expected = bounds if name == "cu_seqlens_q" else padded
                 _require_same(other, getattr(params, other), name, expected)
@@ -105,15 +105,15 @@ class SequenceLayout:
 
     @property
     def max_position(self) -> int:
-        """One more than the largest position of any token."""
+        """Upper bound of all positions: a table of this many rows has each of them."""
         return max(self.slots, default=0)
 
     def segments(self) -> list[tuple[int, int]]:
-        """(start, end) of every sequence that has tokens; padding lies outside of all of them."""
+        """(start, end) of every sequence that is not empty, without its padding."""
         return [(s, s + n) for s, n in zip(self.starts, self.lengths) if n]
 
     def positions(self, device: torch.device) -> Tensor:
-        """Position of each token within its own sequence, int64 [S]. Padding counts on."""
+        """Position of each token in its sequence, int64 [S]; padding continues the count."""
         tokens = torch.arange(self.num_tokens, device=device)
         if not self.packed:
             return tokens
@@ -148,12 +148,13 @@ _entries: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _read(cu_seqlens: Tensor) -> list[int]:
-    """The entries; on a GPU read once for all layers, because reading waits for all queued work.
+    """Entries of ``cu_seqlens``; those on a GPU are copied once for all layers.
 
-    A write through ``.data``, or by a kernel that PyTorch does not know of, does not change the
-    tensor's version and is not seen: make a new tensor of such boundaries (``clone``).
+    Copying waits for all queued work of the GPU. Changes are noticed by the tensor's version, which
+    a write through ``.data`` or by a kernel unknown to PyTorch does not raise: after such a write,
+    pass a new tensor (``clone``).
     """
-    # In host memory, which numpy may share, reading is cheap; an inference tensor has no version.
+    # Reading CPU memory is cheap, and numpy may share it; inference tensors have no version.
     if not cu_seqlens.is_cuda or cu_seqlens.is_inference():
         return cu_seqlens.tolist()
     version, entries = _entries.get(cu_seqlens, (None, None))

@@ -1,9 +1,9 @@
-"""The two borders of an MLA layer at which tensor-parallel ranks exchange tokens and gradients.
+"""The two places in an MLA layer where tensor-parallel ranks exchange tokens and gradients.
 
-Between the down-projections and the first border a tensor holds this rank's tokens (all of them
-without sequence parallelism) and every feature; its gradient is complete. Behind the second border
-it holds every token, and each rank adds the gradient of its own heads only, so backward must sum
-over ranks. Getting either wrong leaves the outputs right and the gradients wrong.
+After :func:`leave_column_parallel` a tensor has every feature of this rank's tokens (of all tokens
+without sequence parallelism), and its gradient is complete. After :func:`enter_head_parallel` it
+has every token, and a rank computes the gradient of its own heads only, so backward must sum over
+ranks. A mistake in either leaves the outputs right and makes gradients wrong.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 def leave_column_parallel(
     x: Tensor, width: int, tp_group: torch.distributed.ProcessGroup, sequence_parallel: bool
 ) -> Tensor:
-    """Undo the sharding of a down-projection's output over its features.
+    """Give every rank all features of a down-projection's output.
 
     Args:
         x: [S, B, width / tp] from a column-parallel layer, or already [S or S/tp, B, width].
         width: Number of features of the whole projection.
         tp_group: Tensor-parallel group.
-        sequence_parallel: Whether to return this rank's tokens only.
+        sequence_parallel: Whether a rank gets its own tokens only.
 
     Returns:
         [S/tp, B, width] under sequence parallelism, else [S, B, width].
@@ -36,7 +36,7 @@ def leave_column_parallel(
         return x
     if not sequence_parallel:
         return gather_from_tensor_model_parallel_region(x, group=tp_group)
-    # One exchange instead of gathering the features and throwing most tokens away.
+    # One all-to-all, instead of gathering all features of all tokens and dropping most tokens.
     local = all_to_all_hp2sp(x.contiguous(), group=tp_group)
     return local.view(-1, x.shape[1], width)
 
@@ -44,10 +44,15 @@ def leave_column_parallel(
 def enter_head_parallel(
     x: Tensor, tp_group: torch.distributed.ProcessGroup, sequence_parallel: bool
 ) -> Tensor:
-    """Give every rank all tokens of ``x`` [S or S/tp, B, D]; backward sums over the ranks' heads.
+    """Give every rank all tokens; backward sums the gradients of all ranks' heads.
+
+    Args:
+        x: [S/tp, B, width] under sequence parallelism, else [S, B, width].
+        tp_group: Tensor-parallel group.
+        sequence_parallel: Whether ``x`` has this rank's tokens only.
 
     Returns:
-        [S, B, D].
+        [S, B, width].
     """
     if tp_group.size() == 1:
         return x

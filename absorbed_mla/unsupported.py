@@ -1,4 +1,4 @@
-"""What the host may ask for and this attention refuses, each with one clear error."""
+"""Refusals: what Megatron can request and this attention does not support, each a ValueError."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from absorbed_mla.dims import MLADims
 
-# Config field -> (values that are fine, what to do instead).
+# Config field -> (supported values, what holds or what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "multi_latent_attention": ((True,), "AbsorbedMLASelfAttention is an MLA layer"),
     "fp8": ((None, False), "train in fp32, fp16 or bf16"),
@@ -54,7 +54,7 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
     for name, (accepted, advice) in _CONFIG_FIELDS.items():
         value = getattr(config, name, accepted[0])
         if name == "attention_backend" and getattr(config, "batch_invariant_mode", False):
-            continue  # which the host wants to be flash then
+            continue  # Megatron demands attention_backend=flash in that mode
         if value not in accepted:
             raise ValueError(
                 f"AbsorbedMLASelfAttention does not support {name}={value!r}: {advice}; "
@@ -77,7 +77,7 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
 def refuse_unsupported_input(
     hidden_states: Tensor, dims: MLADims, parameter_dtype: torch.dtype
 ) -> None:
-    """Refuse hidden states that the layer was not built for.
+    """Refuse hidden states of a shape or dtype that the layer was not built for.
 
     Raises:
         ValueError: Naming what was given and what is expected.
@@ -100,7 +100,7 @@ def refuse_unsupported_input(
 
 
 def refuse_unsupported_arguments(**arguments: object) -> None:
-    """Refuse arguments of the host's ``forward`` that have no meaning for this attention.
+    """Refuse arguments of Megatron's ``forward`` that have no meaning for this attention.
 
     Raises:
         ValueError: Naming the argument and what is supported.
@@ -126,7 +126,7 @@ _REASONS = {
 
 
 def refuse_graphs_in_training(config: MLATransformerConfig) -> None:
-    """Refuse that Megatron captures training steps, which was never tried; inference is captured.
+    """Refuse training steps captured in Megatron's CUDA graphs; only inference may be captured.
 
     Raises:
         ValueError: Naming the field and how to switch it for training.
@@ -148,17 +148,17 @@ def refuse_unsupported_inference(
     causal: bool,
     cp_size: int,
 ) -> None:
-    """Refuse what a forward with an inference context cannot be given.
+    """Refuse arguments that do not go with an inference context.
 
     Args:
         config: Of the layer.
         context: The inference context.
-        attention_mask: Of the forward. One that hides later tokens, and nothing else, is welcome.
+        attention_mask: Of the forward; None or the causal mask.
         packed_seq_params: Of the forward.
-        tokens_and_batch: New tokens of each request, and requests side by side (in a dynamic
-            context, all tokens and 1).
+        tokens_and_batch: New tokens per request, and number of requests; in a dynamic context all
+            new tokens, and 1.
         causal: Whether a token sees only itself and earlier tokens.
-        cp_size: Ranks that sequences are cut over.
+        cp_size: Number of context-parallel ranks.
 
     Raises:
         ValueError: Naming what was given and what is supported.
@@ -185,7 +185,7 @@ def refuse_unsupported_inference(
         )
     static = getattr(context, "is_static_batching", lambda: False)()
     if static and config.cuda_graph_impl != "none":
-        # A replay would write every token to the place of the captured one.
+        # A replayed graph would write every token to the cache position of the captured one.
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} cannot capture steps of a "
             "StaticInferenceContext, whose lengths are the host's; use a DynamicInferenceContext, "
@@ -197,7 +197,7 @@ def refuse_unsupported_inference(
 
 
 def _refuse_other_masks(mask: Tensor, tokens: int, batch: int, cached: int) -> None:
-    """Refuse any mask but the one that hides later tokens and nothing else."""
+    """Refuse any mask but the causal one."""
     keys = cached + tokens
     if tuple(mask.shape) not in ((1, 1, tokens, keys), (batch, 1, tokens, keys)):
         raise ValueError(

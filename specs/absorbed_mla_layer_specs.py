@@ -1,4 +1,4 @@
-"""Layer and block specs with absorbed MLA, in the form of Megatron's own ``gpt_layer_specs``."""
+"""Megatron layer specs and decoder-block specs with absorbed MLA, like its ``gpt_layer_specs``."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def get_absorbed_mla_layer_spec(
 ) -> ModuleSpec:
     """Spec of a TransformerLayer with absorbed MLA; MoE if the config has experts, else dense.
 
-    Given to a block or model as it is, Megatron uses the layer for every depth and adds its own
-    final norm, which without TransformerEngine refuses sequence parallelism:
-    :func:`get_absorbed_mla_decoder_block_spec` covers that, and mixed dense and MoE layers.
+    A block or model that gets this spec uses the same layer at every depth, and Megatron's own
+    final norm, which without TransformerEngine refuses sequence parallelism. For that case, and for
+    dense and MoE layers in one model, use :func:`get_absorbed_mla_decoder_block_spec`.
 
     Args:
         config: Megatron's MLA config (or the model config that ``--spec`` passes).
@@ -49,7 +49,7 @@ def get_absorbed_mla_layer_spec(
         options: Execution options of the attention.
 
     Raises:
-        ValueError: If the backend is unknown or not installed, or the options are.
+        ValueError: If the backend is unknown or not installed, or the options are invalid.
     """
     return _layer_spec(config, _provider(backend), options, moe=bool(config.num_moe_experts))
 
@@ -61,7 +61,7 @@ def get_absorbed_mla_decoder_block_spec(
     options: AbsorbedMLAOptions | None = None,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Submodules of a decoder block: the layers of this pipeline stage and the final norm.
+    """Spec of a decoder block: the layers of this pipeline stage and the final norm.
 
     Args:
         config: Read for ``num_layers``, ``moe_layer_freq`` and the pipeline layout.
@@ -134,8 +134,8 @@ def _attention_spec(
     options = AbsorbedMLAOptions.coerce(options)
     column = provider.column_parallel_linear()
     down = column if options.down_projection == "column_parallel" else _duplicated_linear(provider)
-    # Ours is one operator of PyTorch, which costs the host less than TransformerEngine's module;
-    # where there is no such operator, theirs is the fused one.
+    # Our norm is one PyTorch operator, which takes less CPU time than TransformerEngine's module.
+    # PyTorch has none for zero-centered gammas, where TransformerEngine's is the fused one.
     rms_norm = _norm(provider) if config.layernorm_zero_centered_gamma else RMSNorm
     latent_norm = rms_norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
@@ -165,7 +165,7 @@ def _duplicated_linear(provider: BackendSpecProvider) -> type:
 
 
 def _moe_layers(config: MLATransformerConfig) -> list[bool]:
-    """For every layer of the model whether it is a mixture of experts, from ``moe_layer_freq``."""
+    """Whether each layer of the model is a mixture of experts, by ``moe_layer_freq``."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     freq = config.moe_layer_freq

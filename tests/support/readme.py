@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ("bash", "python")
 # Need a GPU, a download or much time.
 SHOWN = ("console",)
+# Text, such as a tree of files.
+DRAWN = ("text",)
 # What a user's shell does not have, but that of a test run may.
 _OF_A_TEST_RUN = re.compile(
     r"ABSORBED_MLA_\w+|PYTHON\w+|COV\w+|PYTEST\w+|TORCH\w+|OMP_NUM_THREADS|VIRTUAL_ENV"

@@ -49,7 +49,7 @@ def test_length():
 
 def test_kinds_of_blocks():
     """Whether a block is run is seen from its kind alone."""
-    assert {block.kind for block in BLOCKS} == {*readme.EXECUTED, *readme.SHOWN}
+    assert {block.kind for block in BLOCKS} == {*readme.EXECUTED, *readme.SHOWN, *readme.DRAWN}
     assert PAGE.count("```") == 2 * len(BLOCKS)
 
 
