@@ -17,7 +17,7 @@ from benchmarks.kit.plot import Panel, collected, draw
 from benchmarks.kit.processes import CaseError, Processes
 from benchmarks.kit.report import Page, Refused, Report, Times, not_measured, reason
 from benchmarks.kit.tables import Table, shortened, tokens_text
-from tests.support import fake_transformer_engine
+from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 ENVIRONMENT = {
     "date": "2026-01-01",
