@@ -271,8 +271,6 @@ class Engine:
             self._num_tokens[number] = count
             if ended:
                 aborted = number in self._to_abort
-                # The next request with this number is another one.
-                self.host.stop_word_finished_request_ids.discard(number)
                 self.results[number] = result_of(record, self._sampling[number], aborted=aborted)
             if new or ended:
                 yield Progress(number, new, self.results.get(number))

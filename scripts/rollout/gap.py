@@ -14,13 +14,12 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.sampling import SamplingParams
 from rollout.arguments import parse_arguments
 from rollout.gap_entry import CASES
-from rollout.policy import build_policy_model, token_log_probs
+from rollout.policy import build_policy_model, set_vocabulary, token_log_probs
 from rollout.samples import Sample, SampleBatch, generate
 from training import distributed
 from training.checkpoint_model import require_same_model
 from training.data import read_corpus
 from training.model import unwrap
-from training.model_options import padded_vocab_size
 from training.start import read_start
 from training.tokenizers import ByteTokenizer
 
@@ -63,8 +62,7 @@ def measure_all(own: argparse.Namespace, model_options: Sequence[str]) -> Iterat
         size = f"--num-tokens-to-generate {own.num_tokens_to_generate}"
         argv = [*model_options, *options.split(), *size.split()]
         args = parse_arguments(argv, distributed.world_size())
-        vocab_size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
-        args.model = args.model.replace(vocab_size=vocab_size)
+        set_vocabulary(args)
         if device is None:
             if args.load:
                 start = read_start(args.load, finetune=True)

@@ -25,7 +25,19 @@ from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from rollout.samples import SampleBatch
 from training.absorbed_model import absorbed_gpt, load_weights
 from training.model import build_config
+from training.model_options import padded_vocab_size
 from training.optimizer import Optimizer
+from training.tokenizers import ByteTokenizer
+
+
+def set_vocabulary(args: argparse.Namespace) -> None:
+    """Set the size of the model's vocabulary: a row for every byte, and padding.
+
+    Raises:
+        ValueError: If ``--vocab-size``, or the checkpoint's, is too small.
+    """
+    size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
+    args.model = args.model.replace(vocab_size=size)
 
 
 def build_policy_model(args: argparse.Namespace, device: torch.device) -> DistributedDataParallel:

@@ -9,15 +9,13 @@ import torch
 from console.script import Failure
 from rollout.loop import RolloutTrainer
 from rollout.plot import plot_rollouts
-from rollout.policy import build_policy_model
+from rollout.policy import build_policy_model, set_vocabulary
 from training import distributed
 from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
 from training.model import count_parameters
-from training.model_options import padded_vocab_size
 from training.optimizer import Optimizer
 from training.start import read_start
-from training.tokenizers import ByteTokenizer
 
 
 def rollout_train(args: argparse.Namespace) -> None:
@@ -64,16 +62,6 @@ def require_no_gap(records: list[dict]) -> None:
             f"{len(different)} of {len(records)} steps, first in step {first['iteration']}, by "
             f"{first['log_prob_gap_max']:.1e}"
         )
-
-
-def set_vocabulary(args: argparse.Namespace) -> None:
-    """Set the size of the model's vocabulary: a row for every byte, and padding.
-
-    Raises:
-        ValueError: If ``--vocab-size``, or the checkpoint's, is too small.
-    """
-    size = padded_vocab_size(args, args.model, ByteTokenizer.vocab_size)
-    args.model = args.model.replace(vocab_size=size)
 
 
 def build_trainer(args: argparse.Namespace, device: torch.device) -> RolloutTrainer:

@@ -326,12 +326,6 @@ def test_ctrl_c_in_a_process_of_its_own(checkpoint):
     assert (process.returncode, error) == (130, b"generate.py: interrupted\n")
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as end:
-        generate("--help")
-    assert not end.value.code
-
-
 def test_rows_are_json(run):
     """Whatever the model writes."""
     done = run("--prompt", "\udcff\u2028", *FEW, "--json", "--temperature", 5)
