@@ -1,1 +1,0 @@
-"""The parts of scripts/check_cudnn_packed_gradients.py."""
