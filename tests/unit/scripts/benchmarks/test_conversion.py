@@ -214,3 +214,13 @@ def test_a_tool_that_fails(tmp_path, monkeypatch, capfd):
     assert conversion.main([str(tmp_path / "out"), *options]) == 1
     assert "the reason" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missed_bound_is_the_exit_code(tmp_path, monkeypatch, capsys):
+    slow = dataclasses.replace(ROW, tool_seconds=(20.0, 21.0))
+    found = ConversionReport(describe(tmp_path), [ROW, slow])
+    monkeypatch.setattr(conversion, "measure_all", lambda args: found)
+    assert conversion.main([str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("missed: hf → megatron at 5.00 GB: 0.59 of cp's")
+    del found.rows[1]
+    assert conversion.main([str(tmp_path / "out")]) == 0

@@ -120,10 +120,8 @@ def test_log():
     assert [one.iteration for one in found] == [1, 2, 3]
     assert found[1] == Iteration(2, 9.0, 0.5, 321.5, 1.045)
     assert pretraining.parameters(LOG) == 99 and pretraining.peak_bytes(LOG) == 2**31
-    assert (
-        pretraining.chosen_backends(CHOSEN) == "expanded, cudnn"
-        and pretraining.chosen_backends(LOG) == ""
-    )
+    assert pretraining.chosen_backends(CHOSEN) == "expanded, cudnn"
+    assert pretraining.chosen_backends(LOG) == ""
     assert pretraining.parameters("") is None and pretraining.peak_bytes("") is None
     assert not list(pretraining.iterations(" iteration        1/       4 | no figures"))
 
