@@ -40,34 +40,14 @@ class FusedAttention(ModuleType):
         for name in _NAMES:
             setattr(self, name, _Names(name))
 
-    def fused_attn_fwd(
-        self,
-        is_training,
-        max_seqlen_q,
-        max_seqlen_kv,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        q,
-        k,
-        v,
-        fake_dtype,
-        fused_attention_backend,
-        *,
-        attn_scale,
-        qkv_layout,
-        attn_mask_type,
-        window_size,
-        cuda_graph,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-    ):
+    # "lengths" are max_seqlen_q, max_seqlen_kv, cu_seqlens_q and cu_seqlens_kv, by position.
+    def fused_attn_fwd(self, is_training, *positional, attn_scale, **layout):
         """Output, and [LSE, state of the generator]; what it does not write of the LSE is NaN."""
-        assert is_training and fake_dtype == q.dtype and cuda_graph is False
-        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        longest = (max_seqlen_q, max_seqlen_kv)
-        call = _Layout(qkv_layout, attn_mask_type, window_size, lengths, longest, (q, k, v))
-        assert fused_attention_backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
-        self.calls.append(Call("forward", qkv_layout, attn_mask_type))
+        *lengths, q, k, v, fake_dtype, backend = positional
+        assert is_training and fake_dtype == q.dtype
+        assert backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
+        call = _Layout(*lengths, (q, k, v), **layout)
+        self.calls.append(Call("forward", call.layout, call.mask))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         stats = torch.full(call.stats_shape, torch.nan, device=q.device)
         for queries, keys in call.sequences:
@@ -77,43 +57,17 @@ class FusedAttention(ModuleType):
             call.stats_of(stats, queries).copy_(lse)
         return out, [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
 
-    def fused_attn_bwd(
-        self,
-        max_seqlen_q,
-        max_seqlen_kv,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        q,
-        k,
-        v,
-        o,
-        d_o,
-        fake_dtype,
-        dqkv_dtype,
-        aux_ctx_tensors,
-        fused_attention_backend,
-        *,
-        attn_scale,
-        qkv_layout,
-        attn_mask_type,
-        window_size,
-        deterministic,
-        cuda_graph,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-    ):
+    def fused_attn_bwd(self, *positional, attn_scale, deterministic, **layout):
         """Gradients of q, k and v, zero between sequences, and two that nobody asked for."""
-        assert fake_dtype == q.dtype == d_o.dtype == o.dtype and cuda_graph is False
-        assert fused_attention_backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
-        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        longest = (max_seqlen_q, max_seqlen_kv)
-        call = _Layout(qkv_layout, attn_mask_type, window_size, lengths, longest, (q, k, v))
-        stats, state = aux_ctx_tensors
+        *lengths, q, k, v, o, d_o, fake_dtype, dqkv_dtype, (stats, state), backend = positional
+        assert fake_dtype == q.dtype == d_o.dtype == o.dtype
+        assert backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
+        call = _Layout(*lengths, (q, k, v), **layout)
         assert stats.shape == call.stats_shape and stats.dtype == torch.float32
         assert stats.is_contiguous() and o.is_contiguous() and d_o.is_contiguous()
         assert bool(torch.isfinite(stats).all()), "exp(-inf - -inf) is not a number"
         assert state.shape == (2,) and state.dtype == torch.int64
-        self.calls.append(Call("backward", qkv_layout, attn_mask_type, deterministic, dqkv_dtype))
+        self.calls.append(Call("backward", call.layout, call.mask, deterministic, dqkv_dtype))
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         for queries, keys in call.sequences:
             lse, offset = call.stats_of(stats, queries), call.offset(q[queries], k[keys])
@@ -127,15 +81,33 @@ class FusedAttention(ModuleType):
 class _Layout:
     """Layout and mask of a call, checked as TransformerEngine and cuDNN check them."""
 
-    def __init__(self, layout, mask, window, lengths, longest, tensors) -> None:
+    def __init__(
+        self,
+        max_seqlen_q,
+        max_seqlen_kv,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        tensors,
+        *,
+        qkv_layout,
+        attn_mask_type,
+        window_size,
+        cuda_graph,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+    ) -> None:
         q, k, v = tensors
+        layout, mask = self.layout, self.mask = qkv_layout, attn_mask_type
+        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        longest = (max_seqlen_q, max_seqlen_kv)
+        assert cuda_graph is False
         assert all(x.is_contiguous() for x in tensors)
         assert all(x is None or x.dtype == torch.int32 for x in lengths)
         self.packed = _WITH_PADDING[layout]
         kind = mask.removeprefix("padding").removeprefix("_") or "no_mask"
         assert kind in ("no_mask", "causal", "causal_bottom_right")
         assert mask.startswith("padding") == self.packed
-        assert window == ((-1, -1) if kind == "no_mask" else (-1, 0))
+        assert window_size == ((-1, -1) if kind == "no_mask" else (-1, 0))
         self.kind = kind
         used = [x.diff() for x in lengths[:2]]
         assert longest == tuple(int(x.max()) for x in used)
