@@ -19,12 +19,29 @@ from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 class Sizes(Protocol):
     """Dimensions of an attention, of ``MLADims`` or of a converter's model."""
 
-    hidden_size: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+
+    @property
+    def q_lora_rank(self) -> int | None:
+        """Width of the compressed query; None if the query is projected directly."""
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Width of the latent."""
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """Per-head width of query and key without position."""
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Width of the rotary part."""
+
+    @property
+    def v_head_dim(self) -> int:
+        """Per-head width of the value."""
 
 
 @dataclass(frozen=True)

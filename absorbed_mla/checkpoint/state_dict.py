@@ -124,7 +124,12 @@ def _change_layout(state: dict, dims: MLADims, prefix: str, layout: MegatronLayo
     recognised = recognise_layout(names)
     weights = {ATTENTION + name: state[prefix + name] for name in names}
     change: LayoutChange = LayoutChange(
-        layout, dims, dims.num_heads_per_rank, torch.cat, torch.reshape, sharded=True
+        layout,
+        dims,
+        dims.num_heads_per_rank,
+        lambda tensors, dim: torch.cat(list(tensors), dim),
+        torch.reshape,
+        sharded=True,
     )
     changed = change.apply(weights, lambda name: _key(name, prefix))
     if change.problems:
