@@ -1,8 +1,8 @@
 """The MoE router for packed sequences with padding, cut over context-parallel ranks.
 
 Balancing must not depend on how much padding a rank has, nor on how many ranks there are: the
-expectation is Megatron's own router, given the real tokens of all ranks in one process. Megatron's
-router fails each of these tests with padding on two ranks.
+expectation is Megatron's own router, given the real tokens of all ranks in one process. With
+padding on two ranks, Megatron's router weights the balancing loss wrongly and cannot count tokens.
 """
 
 from __future__ import annotations
