@@ -19,13 +19,13 @@ def main(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]) -> None:
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     args = parse_arguments(argv)
     if args.load:
         find_checkpoint(args.load)
     args.model = resolve_model(args)
     validate_arguments(args, world_size())
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     # Imported late: Megatron takes seconds, and mistakes in the options are reported before.
     from training import distributed
     from training.run import train

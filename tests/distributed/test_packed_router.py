@@ -1,0 +1,98 @@
+"""The MoE router for packed sequences with padding, cut over context-parallel ranks.
+
+Balancing must not depend on how much padding a rank has, nor on how many ranks there are: the
+expectation is Megatron's own router, given the real tokens of all ranks in one process. With
+padding on two ranks, Megatron's router weights the balancing loss wrongly and cannot count tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from absorbed_mla.packed_router import PackedRouter, use_packed_router
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.models import MIXED
+
+EXPERTS, TOKENS = 4, 24
+
+
+def config() -> MLATransformerConfig:
+    """With a balancing loss, and the bias that DeepSeek-V3 balances by."""
+    return config_for(
+        TINY,
+        torch.float32,
+        **MIXED,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=1.0,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        calculate_per_token_loss=True,
+    )
+
+
+def balancing(kind: type[TopKRouter], x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Run a router on x [tokens, 1, hidden].
+
+    Returns:
+        The gradient of the balancing loss by the router's weight, and the tokens of each expert.
+    """
+    destroy_moe_metrics_tracker()
+    torch.manual_seed(1)
+    router = kind(config(), get_default_pg_collection()).to(world.device())
+    router.set_layer_number(1)
+    probabilities, _ = router(x, padding)
+    (0 * probabilities.sum()).backward()
+    return router.weight.grad, router.local_tokens_per_expert
+
+
+def hidden_states(rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's tokens [TOKENS, 1, hidden], and its padding [TOKENS, 1], more on later ranks."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, 1, TINY.hidden, generator=generator)
+    padding = torch.arange(TOKENS)[:, None] >= TOKENS - 2 - 5 * rank
+    return x.to(world.device()), padding.to(world.device())
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Tensor, Tensor]:
+    """From the real tokens of all ranks in one process."""
+    parts = [hidden_states(rank) for rank in range(world.size())]
+    real = torch.cat([x[~padding][:, None] for x, padding in parts])
+    with world.parallel():
+        gradient, counts = balancing(TopKRouter, real, None)
+    return gradient / len(real), counts
+
+
+def test_balancing_is_that_of_the_real_tokens(expected):
+    x, padding = hidden_states(world.rank())
+    with world.parallel(cp=world.size()):
+        gradient, counts = balancing(PackedRouter, x, padding)
+    # As Megatron finalizes gradients: summed over ranks, divided by all of their real tokens.
+    tokens = world.all_reduce((~padding).sum())
+    torch.testing.assert_close(world.all_reduce(gradient) / tokens, expected[0])
+    torch.testing.assert_close(world.all_reduce(counts), expected[1])
+
+
+def test_without_padding_it_is_megatrons():
+    x, _ = hidden_states(world.rank())
+    with world.parallel(cp=world.size()):
+        ours, theirs = (balancing(kind, x, None) for kind in (PackedRouter, TopKRouter))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_moe_layers_of_a_block_get_it():
+    block = get_absorbed_mla_decoder_block_spec(config(), backend="local")
+    use_packed_router(block)
+    routers = [
+        getattr(layer.submodules.mlp, "keywords", {}).get("submodules")
+        for layer in block.layer_specs
+    ]
+    assert [getattr(r, "router", None) for r in routers] == [None, PackedRouter, PackedRouter]
