@@ -218,7 +218,7 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
 
 def _block_spec(megatron_config: Any, attention: str, latent_norm_eps: float) -> Any:
     if attention == "standard":
-        from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+        from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 
         return get_standard_mla_decoder_block_spec(megatron_config, backend="local")
     from absorbed_mla import AbsorbedMLAOptions

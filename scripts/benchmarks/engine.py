@@ -386,7 +386,7 @@ def model_config(
 
 def _spec(case: Case, config: MLATransformerConfig, args: argparse.Namespace):
     from absorbed_mla import AbsorbedMLAOptions
-    from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+    from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
     if case.implementation == "standard":

@@ -53,7 +53,7 @@ ENTRY = Path(__file__).with_name("pretrain_gpt.py")
 _SPECS = {
     "absorbed": ("specs.absorbed_mla_layer_specs", "get_absorbed_mla_layer_spec"),
     # Only where there is no TransformerEngine, whose layers Megatron builds without a spec.
-    "standard": ("absorbed_mla.testing.standard_mla", "get_standard_mla_layer_spec"),
+    "standard": ("absorbed_mla.standard_mla", "get_standard_mla_layer_spec"),
 }
 # A world of one process, where nobody listens; torchrun replaces it.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.packed_router import use_packed_router
-from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset

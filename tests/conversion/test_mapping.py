@@ -126,7 +126,7 @@ class TestAgainstMegatron:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-        from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+        from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
         from tests.support.cases import TINY, config_for
 
         changes = {

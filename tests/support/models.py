@@ -7,7 +7,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from absorbed_mla.testing.standard_mla import get_standard_mla_decoder_block_spec
+from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world

@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from absorbed_mla.testing.standard_mla import get_standard_mla_layer_spec
+from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult
 from tests.support import world
 from tests.support.cases import config_for

@@ -210,7 +210,7 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference"},
     {"attention"},
-    {"cpu_host", "generation", "packed_router"},
+    {"cpu_host", "generation", "packed_router", "standard_mla"},
     {"testing"},
 ]
 GRAPH = import_graph(ROOT)

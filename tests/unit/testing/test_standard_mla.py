@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 
 from absorbed_mla.norm import RMSNorm
-from absorbed_mla.testing.standard_mla import (
+from absorbed_mla.standard_mla import (
     PlainCoreAttention,
     get_standard_mla_decoder_block_spec,
     get_standard_mla_layer_spec,
@@ -219,7 +219,7 @@ class TestSpecs:
         ids=["local norm without q_lora", "unknown", "missing", "against the config"],
     )
     def test_refused(self, changes, backend, message, monkeypatch):
-        monkeypatch.setattr("absorbed_mla.testing.standard_mla.HAVE_TE", False)
+        monkeypatch.setattr("absorbed_mla.standard_mla.HAVE_TE", False)
         with refusal(message):
             get_standard_mla_layer_spec(make_config(**changes), backend=backend)
 
@@ -231,7 +231,7 @@ class TestSpecs:
 
     def test_transformer_engine_specs_are_megatrons(self, monkeypatch):
         """Megatron's own specs, with the options that depend on the config."""
-        module = "absorbed_mla.testing.standard_mla."
+        module = "absorbed_mla.standard_mla."
         monkeypatch.setattr(module + "HAVE_TE", True)
         for name in ("layer_with_transformer_engine", "decoder_block"):
             monkeypatch.setattr(f"{module}get_gpt_{name}_spec", lambda *args, **options: options)

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from absorbed_mla.testing import standard_mla
+from absorbed_mla import standard_mla
 from benchmarks.kit import provenance
 from checks import check_cudnn_packed_gradients as check
 from checks.check_cudnn_packed_gradients import Findings, LayerRow
