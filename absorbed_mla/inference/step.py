@@ -172,6 +172,6 @@ def choose_cache(context: Any) -> LatentCache:
     if not accepting:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ValueError(
-            f"inference_context cannot keep latents, got a {type(context).__name__} ({reasons})"
+            f"inference_context must be able to keep latents, got {type(context).__name__}: {reasons}"
         )
     return accepting[0]
