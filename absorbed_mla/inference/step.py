@@ -171,7 +171,6 @@ def choose_cache(context: Any) -> LatentCache:
     accepting, refused = LATENT_CACHES.examine("auto", context)
     if not accepting:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ValueError(
-            f"inference_context cannot keep latents, got a {type(context).__name__} ({reasons})"
-        )
+        kind = type(context).__name__
+        raise ValueError(f"inference_context must be able to keep latents, got {kind}: {reasons}")
     return accepting[0]

@@ -45,7 +45,7 @@ class PagedStep:
         lengths: Of the rows.
         cached: [latent | k_rope] of each row's keys that are there already.
         block_size: Tokens in a block.
-        part_size: Keys of a part; None: there is one part.
+        part_keys: Keys of a part; None: there is one part.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class PagedStep:
         lengths: RowLengths,
         cached: Sequence[Tensor],
         block_size: int = 4,
-        part_size: int | None = None,
+        part_keys: int | None = None,
     ) -> None:
-        self.lengths, self.block_size, self.part_size = lengths, block_size, part_size
+        self.lengths, self.block_size, self.part_keys = lengths, block_size, part_keys
         self.max_position = max(lengths.keys)
-        self.windowed = part_size is not None
+        self.windowed = part_keys is not None
         blocks = [-(-keys // block_size) for keys in lengths.keys]
         order = torch.randperm(sum(blocks) + 3, generator=torch.Generator().manual_seed(4)).int()
         table = torch.full((len(blocks), max(blocks)), -1, dtype=torch.int32)
@@ -80,12 +80,12 @@ class PagedStep:
             self._put(row, self.lengths.keys[row] - len(part), part)
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
-        """The cache, or its keys ``part_size`` positions at a time."""
-        if self.part_size is None:
+        """The cache, or its keys ``part_keys`` positions at a time."""
+        if self.part_keys is None:
             yield CachePart(self.cache, self.rows)
             return
-        assert self.part_size % self.block_size == 0
-        for start in range(0, end or self.max_position, self.part_size):
+        assert self.part_keys % self.block_size == 0
+        for start in range(0, end or self.max_position, self.part_keys):
             skipped = self.rows.block_table[:, start // self.block_size :]
             rows = Rows(
                 self.rows.query_starts,
@@ -95,4 +95,4 @@ class PagedStep:
                 self.rows.max_query_length,
                 self.rows.max_kv_length,
             )
-            yield CachePart(self.cache, rows, start, start + self.part_size)
+            yield CachePart(self.cache, rows, start, start + self.part_keys)

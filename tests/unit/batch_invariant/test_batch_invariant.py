@@ -250,7 +250,7 @@ class TestRefused:
 def test_the_hosts_switch_implies_it(_on, monkeypatch):
     """Megatron wants FlashAttention named, which this attention does not use."""
     for name in ("FLASH", "FUSED", "UNFUSED"):
-        # By which Megatron keeps in mind what the first model asked for.
+        # Megatron stores the first model's choice in these variables.
         monkeypatch.setenv(f"NVTE_{name}_ATTN", "")
         monkeypatch.delenv(f"NVTE_{name}_ATTN")
     model = parity_model(

@@ -1,4 +1,4 @@
-"""The operators of parity mode: rows do not know of each other, and values stay what they were."""
+"""The operators of parity mode: rows are independent of each other, values are those of PyTorch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def changed(function, x: Tensor) -> list[tuple[int, int]]:
 
 @dtypes
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_rows_do_not_know_of_each_other(name, dtype):
+def test_rows_are_independent(name, dtype):
     x, function = random(ROWS, WIDTH, dtype=dtype), FUNCTIONS[name]
     expected = function(x.double()).to(dtype)
     with batch_invariant_mode("cpu"):
@@ -81,7 +81,7 @@ def test_rows_do_not_know_of_each_other(name, dtype):
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this is about MKL's products")
 @pytest.mark.parametrize("name", ["linear", "by head", "silu", "sigmoid", "gelu of tanh"])
-def test_they_do_otherwise(name):
+def test_rows_depend_on_each_other_without_the_mode(name):
     """The comparison can fail: one row of fp32 is computed otherwise than many."""
     assert changed(FUNCTIONS[name], random(ROWS, WIDTH))
 
@@ -227,7 +227,7 @@ class TestHeadProduct:
         if tokens:
             assert relative_error(found.double(), expected) < BOUNDS[dtype]
 
-    def test_tokens_do_not_know_of_each_other(self, monkeypatch):
+    def test_tokens_are_independent(self, monkeypatch):
         multiply_in_one_order(monkeypatch)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         x, w = random(70, 1, WIDTH).to(device), random(1, WIDTH, OUTPUTS, seed=1).to(device)

@@ -48,7 +48,7 @@ MIXED = RowLengths((1, 3, 0, 6, 5, 1), (9, 7, 4, 17, 5, 1))
 
 
 def tensors(lengths: RowLengths, padding: int = 0, seed: int = 0) -> dict:
-    """Random operands of a step; tokens that are nobody's hold NaN."""
+    """Random operands of a step; tokens in no row hold NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -101,7 +101,7 @@ def naive(lengths: RowLengths, made: dict) -> torch.Tensor:
 class TestValues:
     @pytest.mark.parametrize("form", ["absorbed", "expanded", "auto"])
     @pytest.mark.parametrize("context_chunk_size", [1, 5, 1000])
-    @pytest.mark.parametrize("step", [{}, {"block_size": 1}, {"block_size": 3, "part_size": 6}])
+    @pytest.mark.parametrize("step", [{}, {"block_size": 1}, {"block_size": 3, "part_keys": 6}])
     def test_mixed_rows(self, form, context_chunk_size, step):
         """Rows of every kind in one step; the host's padding holds NaN and comes out zero."""
         options = AbsorbedMLAOptions(form=form, context_chunk_size=context_chunk_size)

@@ -100,7 +100,7 @@ def test_no_context():
     layer = build_attention(TINY, Setup()).eval()
     hidden = torch.zeros(1, 1, TINY.hidden, dtype=torch.float64, device=world.device())
     with refusal(
-        "inference_context cannot keep latents, got a ToyContext",
+        "inference_context must be able to keep latents, got ToyContext",
         "dynamic: it needs a DynamicInferenceContext; static: it needs a StaticInferenceContext",
     ):
         layer(hidden, None, inference_context=ToyContext())
