@@ -109,6 +109,7 @@ class Registry(Generic[Entry]):
         Raises:
             ValueError: If there is no entry of that name.
         """
+        self.require(name, "auto")
         runnable: list[Entry] = []
         refused: dict[str, str] = {}
         for entry in self if name == "auto" else (self[name],):

@@ -1,15 +1,19 @@
-"""Over which ranks the sequences of a call are distributed, and how these exchange latents."""
+"""Over which ranks the sequences of a call are distributed, and where their keys come from."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from absorbed_mla.context_parallel.consistency import require_equal_shapes
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
-from absorbed_mla.core_attention.key_source import LocalKeys, TrainableKeySource
+from absorbed_mla.core_attention.key_source import KeyBlock, TrainableKeySource
+from absorbed_mla.core_attention.masks.spans import self_attention_spans
 from absorbed_mla.registry import CP_STRATEGIES
 from absorbed_mla.sequences import SequenceLayout
 
@@ -84,6 +88,48 @@ class ContextParallel:
         require_equal_shapes(group, layout, batch, dtype)
         part = ContextParallelLayout.of(layout, group.size(), group.rank())
         return CP_STRATEGIES[self.cp_comm_type](part, causal, group, recomputed)
+
+
+class LocalKeys:
+    """The keys of this rank, which holds whole sequences. A ``TrainableKeySource``.
+
+    Args:
+        layout: Its sequences.
+        causal: Whether a token sees only itself and earlier tokens of its sequence.
+    """
+
+    num_blocks = 1
+
+    def __init__(self, layout: SequenceLayout, causal: bool) -> None:
+        self.layout = layout
+        self.causal = causal
+
+    @property
+    def max_position(self) -> int:
+        """See ``TrainableKeySource``."""
+        return self.layout.max_position
+
+    def positions(self, device: torch.device) -> Tensor | None:
+        """See ``TrainableKeySource``."""
+        return self.layout.positions(device) if self.layout.packed else None
+
+    def query_tokens(self, device: torch.device) -> Tensor:
+        """See ``TrainableKeySource``."""
+        return torch.arange(self.layout.num_tokens, device=device)
+
+    def start(self, kv: Tensor) -> Tensor:
+        """See ``TrainableKeySource``."""
+        return kv
+
+    def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
+        """See ``KeySource``."""
+        spans = self_attention_spans(self.layout, self.causal)
+        yield KeyBlock(kv, spans, lambda: self.query_tokens(kv.device))
+
+    def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
+        """See ``TrainableKeySource``."""
+        [block] = self.blocks(kv, keep=False)
+        return block_gradient(block).to(kv.dtype)
 
 
 def _require_supported(cp_comm_type: str | None) -> str:

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
-from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.core_attention.masks.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -86,45 +85,3 @@ class TrainableKeySource(KeySource, Protocol):
                 dtype in which ranks sum it.
         """
         ...
-
-
-class LocalKeys:
-    """The keys of this rank, which holds whole sequences. A ``TrainableKeySource``.
-
-    Args:
-        layout: Its sequences.
-        causal: Whether a token sees only itself and earlier tokens of its sequence.
-    """
-
-    num_blocks = 1
-
-    def __init__(self, layout: SequenceLayout, causal: bool) -> None:
-        self.layout = layout
-        self.causal = causal
-
-    @property
-    def max_position(self) -> int:
-        """See ``TrainableKeySource``."""
-        return self.layout.max_position
-
-    def positions(self, device: torch.device) -> Tensor | None:
-        """See ``TrainableKeySource``."""
-        return self.layout.positions(device) if self.layout.packed else None
-
-    def query_tokens(self, device: torch.device) -> Tensor:
-        """See ``TrainableKeySource``."""
-        return torch.arange(self.layout.num_tokens, device=device)
-
-    def start(self, kv: Tensor) -> Tensor:
-        """See ``TrainableKeySource``."""
-        return kv
-
-    def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
-        """See ``KeySource``."""
-        spans = self_attention_spans(self.layout, self.causal)
-        yield KeyBlock(kv, spans, lambda: self.query_tokens(kv.device))
-
-    def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
-        """See ``TrainableKeySource``."""
-        [block] = self.blocks(kv, keep=False)
-        return block_gradient(block).to(kv.dtype)

@@ -50,11 +50,11 @@ def choose(
 
     form, chosen = min(candidates, key=estimate)
     if len(requests) > 1 or backend == "auto":
+        able = ", ".join(f"{name} {entry.name}" for name, entry in candidates)
         log_once(
             logger,
-            f"'auto' runs form={form} with core_attention_backend={chosen.name}: the least "
-            f"estimated time of {', '.join(f'{name} {entry.name}' for name, entry in candidates)}; "
-            f"refused: {'; '.join(refused) or 'none'}",
+            f"'auto' runs form={form} with core_attention_backend={chosen.name}",
+            f"the least estimated time of {able}; refused: {'; '.join(refused) or 'none'}",
         )
     return form, chosen
 

@@ -132,53 +132,53 @@ MUTATIONS = {
         "x",
     ),
     "k_rope_gradient_of_one_head": Mutation(
-        "absorbed_mla/core_attention/forms/expansion.py",
+        "absorbed_mla/core_attention/forms/expanded.py",
         "extended[:, nope:, c:].diagonal",
         "extended[:1, nope:, c:].diagonal",
     ),
     "weight_gradient_slice": Mutation(
-        "absorbed_mla/core_attention/forms/expansion.py",
+        "absorbed_mla/core_attention/forms/expanded.py",
         "dw_k[:, :nope, :c]",
         "dw_k[:, rope:, :c]",
     ),
     "k_rope_of_another_token": Mutation(
-        "absorbed_mla/core_attention/forms/expansion.py",
+        "absorbed_mla/core_attention/forms/expanded.py",
         "= k_rope[:, None]",
         "= k_rope.roll(1, 0)[:, None]",
     ),
     "head_chunks_not_summed": Mutation(
-        "absorbed_mla/core_attention/forms/forms.py",
+        "absorbed_mla/core_attention/forms/expanded.py",
         "dkv = part if dkv is None else dkv.add_(part)",
         "dkv = part",
     ),
     "slowest_form": Mutation(
         "absorbed_mla/core_attention/selection.py",
-        "form, found = min(candidates, ",
-        "form, found = max(candidates, ",
+        "form, chosen = min(candidates, ",
+        "form, chosen = max(candidates, ",
     ),
     "form_without_backward": Mutation(
         "absorbed_mla/core_attention/cost.py",
         "(3 * key + 2 * value) if work.training else 0",
         "0",
     ),
-    "wave_alignment": Mutation(
+    "varlen_alignment": Mutation(
         "absorbed_mla/core_attention/masks/varlen.py",
         "key_end=span.key_start + queries + offset)",
         "key_end=span.key_start + queries + offset + 1)",
     ),
     "uncovered_keys": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",
-        "torch.empty_like if wave.num_keys == len(k) else torch.zeros_like",
+        "torch.empty_like if call.num_keys == len(k) else torch.zeros_like",
         "torch.empty_like",
     ),
     "uncovered_queries": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",
-        "make = torch.empty if covers(rules.spans, tokens) else torch.zeros\n",
+        "make = torch.empty if rules.spans.cover(tokens) else torch.zeros\n",
         "make = torch.empty\n",
     ),
     "atomics_where_forbidden": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",
-        "deterministic=is_demanded()",
+        "deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED",
         "deterministic=False",
     ),
     "tile_offset": Mutation(
@@ -187,9 +187,9 @@ MUTATIONS = {
         "offset = offset + part * (tokens - 1)",
     ),
     "tiles_of_another_layout": Mutation(
-        "absorbed_mla/core_attention/by_identity.py",
-        "key = (id(subject), *others)",
-        "key = (*others,)",
+        "absorbed_mla/core_attention/masks/spans.py",
+        "made.tables = DerivedTables()",
+        "made.tables = vars(cls).setdefault('shared', DerivedTables())",
     ),
     "cache_written_one_late": Mutation(
         "absorbed_mla/inference/caches/static.py",
@@ -258,7 +258,7 @@ MUTATIONS = {
     ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
-        "cp_size=cp_size",
+        "cp_size=self.context_parallel.size",
         "cp_size=1",
     ),
     "angles_in_fp32": Mutation(
@@ -292,7 +292,7 @@ MUTATIONS = {
         "(rank + by) % size",
     ),
     "output_projection_initialised_too_wide": Mutation(
-        "absorbed_mla/projections.py",
+        "absorbed_mla/attention.py",
         "init_method=config.output_layer_init_method",
         "init_method=config.init_method",
     ),
@@ -331,10 +331,15 @@ MUTATIONS = {
         "if begun and last is not None and last() is not owner:",
         "if begun and last is None and last is not owner:",
     ),
+    "choice_of_another_layout": Mutation(
+        "absorbed_mla/core_attention/module.py",
+        "(layout, batch, cp_size, self.training",
+        "(batch, cp_size, self.training",
+    ),
     "packs_with_an_old_cudnn": Mutation(
         "absorbed_mla/core_attention/module.py",
-        "packed=packed,",
-        "packed=False,",
+        '"packed": layout.packed or (cp_size > 1 and batch == 1),',
+        '"packed": False,',
     ),
 }
 

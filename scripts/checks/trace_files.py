@@ -26,6 +26,7 @@ sys.path.append(str(ROOT / "scripts"))
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
 
+from absorbed_mla.options import FORMS  # noqa: E402
 from console.parser import Parser  # noqa: E402
 from console.script import FAILED, leave, run_script  # noqa: E402
 
@@ -58,9 +59,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    Parser("trace_files.py", __doc__).parse_args(argv)
+    parser = Parser("trace_files.py", __doc__)
+    parser.add_argument(
+        "--form", choices=FORMS[1:], default="expanded", help="of the training forward"
+    )
     counts = {}
-    for name, entered in traces().items():
+    for name, entered in traces(parser.parse_args(argv).form).items():
         files = list(dict.fromkeys(entered))
         counts[name] = len(files)
         print(f"{name:18} {len(files)} files, {len(entered) - 1} changes of file")
@@ -68,11 +72,11 @@ def _run(argv: list[str] | None) -> int:
     return FAILED if any(counts[name] > bound for name, bound in BOUNDS.items()) else 0
 
 
-def traces() -> dict[str, list[str]]:
+def traces(form: str = "expanded") -> dict[str, list[str]]:
     """The files that each forward is in, one after the other."""
     _start_megatron()
     return {
-        "training forward": entered_files(_training_forward()),
+        "training forward": entered_files(_training_forward(form)),
         "decode": entered_files(_decode()),
     }
 
@@ -132,10 +136,10 @@ def _layer(form: str):
     return build_module(spec.submodules.self_attention, config=config, layer_number=1)
 
 
-def _training_forward() -> Callable[[], object]:
+def _training_forward(form: str) -> Callable[[], object]:
     import torch
 
-    layer, hidden_states = _layer("expanded"), torch.randn(5, 1, 32)
+    layer, hidden_states = _layer(form), torch.randn(5, 1, 32)
     return lambda: layer(hidden_states, None)
 
 

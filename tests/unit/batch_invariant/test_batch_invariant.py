@@ -219,7 +219,7 @@ class TestRefused:
             dtype=torch.bfloat16,
             key_width=48,
             value_width=32,
-            latent=True,
+            form="absorbed",
             masked=False,
             dropout=False,
         )

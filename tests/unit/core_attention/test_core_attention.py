@@ -12,15 +12,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch.utils.flop_counter import FlopCounterMode
 
 from absorbed_mla import AbsorbedMLAOptions, MLADims
+from absorbed_mla.context_parallel.strategy import LocalKeys
+from absorbed_mla.core_attention import module
 from absorbed_mla.core_attention import selection as choice
 from absorbed_mla.core_attention.backends import triton
 from absorbed_mla.core_attention.cost import Work, operations, seconds
 from absorbed_mla.core_attention.forms import absorbed, expanded
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
-from absorbed_mla.core_attention.key_source import LocalKeys
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.core_attention.selection import choose
-from absorbed_mla.log_once import log_once
+from absorbed_mla.log_once import times_logged
 from absorbed_mla.options import FORMS
 from absorbed_mla.registry import ATTENTION_BACKENDS, PAGED_BACKENDS
 from absorbed_mla.rope import RotaryTable
@@ -98,7 +99,7 @@ V3 = replace(V3, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 class TestAuto:
     def test_is_logged_once(self, caplog, monkeypatch):
         """And taken: the bits are those of the form that it names."""
-        log_once.cache_clear()
+        times_logged.cache_clear()
         x = torch.randn(90, 2, TINY.hidden, dtype=torch.float64, device=world.device())
         outputs = []
         with caplog.at_level(logging.INFO, logger=choice.logger.name):
@@ -110,6 +111,29 @@ class TestAuto:
         said = record.getMessage()
         assert said.startswith("'auto' runs form=expanded with core_attention_backend=reference:")
         assert "cudnn (expanded): it" in said
+
+    def test_is_made_once_for_each_layout(self, monkeypatch):
+        """On CPUs too: it asks every backend, which a layer must not do in every step."""
+        calls = []
+
+        def counted(requests, *rest):
+            calls.append(rest)
+            return choose(requests, *rest)
+
+        monkeypatch.setattr(module, "choose", counted)
+        layer = core("auto")
+
+        def form_of(tokens: int) -> str:
+            layout = SequenceLayout.dense(tokens)
+            keys = LocalKeys(layout, causal=True)
+            plan = layer.plan(keys, layout, 1, torch.empty(tokens, 1, 8), None)
+            return type(plan.form).__name__
+
+        assert [form_of(n) for n in (2, 90, 2, 90)] == ["AbsorbedForm", "ExpandedForm"] * 2
+        assert len(calls) == 2
+        with determinism(demanded=True):
+            form_of(2)
+        assert len(calls) == 3, "what may run depends on it"
 
     @pytest.mark.parametrize(
         ("heads", "tokens", "size", "sizes"),

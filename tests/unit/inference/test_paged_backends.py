@@ -12,7 +12,7 @@ import torch
 from absorbed_mla.inference import backend as paged_backends
 from absorbed_mla.inference.backend import PagedRequest, choose
 from absorbed_mla.inference.backends.reference import paged_reference
-from absorbed_mla.log_once import log_once
+from absorbed_mla.log_once import times_logged
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support.paged import PagedCase
 
@@ -35,7 +35,7 @@ class TestChoice:
 
     def test_auto_says_once_what_it_took(self, caplog, monkeypatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        log_once.cache_clear()
+        times_logged.cache_clear()
         with caplog.at_level("INFO"):
             assert {choose("auto", ON_CPU).name for _ in range(3)} == {"reference"}
         assert len(caplog.records) == 1

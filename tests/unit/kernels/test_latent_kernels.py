@@ -20,7 +20,7 @@ from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.log_once import log_once
+from absorbed_mla.log_once import times_logged
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import needs
 from tests.support.hostile import Case, evaluate, named, poisoned_memory
@@ -252,7 +252,7 @@ def test_deterministic_backward_of_hopper(caplog):
     operands, grad = case.operands(DEVICE), case.gradient(DEVICE)
     torch.use_deterministic_algorithms(True)
     attended = TRITON.forward(operands, case.rules)
-    log_once.cache_clear()
+    times_logged.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
             grads = HOPPER.backward(grad, attended, operands, case.rules)

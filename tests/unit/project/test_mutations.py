@@ -4,7 +4,7 @@ Here nothing is broken. The check itself takes minutes for each mutation, all te
 and of two until the first fails, on copies of the checkout::
 
     python scripts/checks/mutation_check.py                            # every mutation
-    python scripts/checks/mutation_check.py tile_offset wave_alignment # these
+    python scripts/checks/mutation_check.py tile_offset varlen_alignment # these
     python scripts/checks/mutation_check.py tile_offset \\
         --tests tests/unit/core_attention/masks/test_tiles.py
     python scripts/checks/mutation_check.py k_rope_reduction_sp k_rope_reduction_no_sp \\

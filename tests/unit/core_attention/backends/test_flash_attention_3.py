@@ -96,7 +96,7 @@ def test_gradients(name, monkeypatch):
 def _why_not_on_this_machine() -> str | None:
     if not needs.HAS_GPU:
         return needs.NEEDS_GPU
-    return backend.flash_attention_3_refuses(attention_request("absorbed"))
+    return backend.ENTRY.why_not(attention_request("absorbed"))
 
 
 @needs.gpu_with("FlashAttention-3", _why_not_on_this_machine())

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from absorbed_mla.context_parallel import strategy
+from absorbed_mla.context_parallel.strategy import LocalKeys
 from absorbed_mla.core_attention.backends import flash_attention_3
 from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
-from absorbed_mla.core_attention.key_source import KeyBlock, LocalKeys
+from absorbed_mla.core_attention.key_source import KeyBlock
 from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import fake_packages, needs

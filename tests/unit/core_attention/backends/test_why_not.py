@@ -12,12 +12,12 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from absorbed_mla import AbsorbedMLAOptions, MLADims
+from absorbed_mla.context_parallel.strategy import LocalKeys
 from absorbed_mla.core_attention import module as latent_attention
 from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4, triton
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.cost import Work
-from absorbed_mla.core_attention.key_source import LocalKeys
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.core_attention.selection import choose
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
@@ -64,7 +64,7 @@ def _hopper(monkeypatch):
     monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
     fake = fake_packages.flash_attention_3
     monkeypatch.setattr(flash_attention_3, "_NAMESPACES", (fake.NAMESPACE,))
-    monkeypatch.setattr(flash_attention_4, "refusal", lambda *widths: None)
+    monkeypatch.setattr(flash_attention_4, "why_not_installed", lambda *widths: None)
     te.why_not_installed.cache_clear()
     fake_packages.transformer_engine.install(monkeypatch)
     with fake.registered(), determinism(demanded=False):
@@ -93,12 +93,13 @@ def test_what_can_run():
 @pytest.mark.parametrize(("name", "changes", "reason"), REFUSED, ids=str)
 def test_refused(name, changes, reason):
     """An explicit choice raises; "auto" falls back."""
-    request = attention_request(FORM[name], **changes)
+    request = attention_request(**{"form": FORM[name], **changes})
     assert reason in why_not(name, request)
     with refusal(f"core_attention_backend={name!r}", "cannot run here", reason):
         choose({FORM[name]: request}, name, DIMS, Work(1, 1, 1, training=True))
     runnable, _ = ATTENTION_BACKENDS.examine("auto", request)
-    assert runnable[-1].name == "reference" and name not in [x.name for x in runnable]
+    names = [entry.name for entry in runnable]
+    assert "reference" in names and name not in names
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
@@ -123,7 +124,8 @@ def test_another_gpu(name, capability, monkeypatch):
 
 def test_deterministic_algorithms():
     with determinism(demanded=True):
-        assert "not deterministic" in why_not("cudnn", attention_request("expanded"))
+        request = attention_request("expanded", deterministic=True)
+        assert "not deterministic" in why_not("cudnn", request)
         assert why_not("transformer_engine", attention_request("expanded")) is None
 
 

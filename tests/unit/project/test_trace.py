@@ -1,0 +1,27 @@
+"""How many files of the package a reader has to open to follow a forward."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_the_way_is_short(form):
+    """At most 16 files for a training forward and 14 for a decode; the script's own bounds."""
+    command = [sys.executable, str(ROOT / "scripts" / "checks" / "trace_files.py"), "--form", form]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = dict(re.findall(r"^(training forward|decode) +(\d+) files", done.stdout, re.MULTILINE))
+    readme = (ROOT / "README.md").read_text()
+    if form == "expanded":
+        assert f"A training forward enters {found['training forward']}\nfiles" in readme
+        assert f"a decode step {found['decode']}, counted" in readme
+    else:
+        assert f"(absorbed form: {found['training forward']})" in readme
