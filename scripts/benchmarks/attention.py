@@ -54,7 +54,7 @@ from absorbed_mla.options import FORMS as FORM_OPTIONS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Refused, Report, Times, reason
+from benchmarks.kit.report import Refused, Report, Results, Times, reason
 from benchmarks.kit.tables import Table, gibibytes, milliseconds, number, tokens_text
 from console.parser import Parser
 from console.script import leave, run_script
@@ -197,7 +197,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("attention.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "attention.json, .md and .png")
+    arguments.add_folder(parser, "attention.json and .png")
     add("--suite", choices=("layer", "core", "all"), default="all", help="what is measured")
     arguments.add_only(parser)
     arguments.add_device(parser)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        page([AttentionReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results([AttentionReport.read(file) for file in args.render]).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -290,7 +290,7 @@ def measure_all(args: argparse.Namespace) -> None:
         report.rows.append(bench.measure(case))
         report.write(args.folder / f"{NAME}.json")
         print(f"{bench.elapsed:5.1f} s  {report.line(report.rows[-1])}", flush=True)
-    page([report]).publish(args.folder, NAME)
+    results([report]).publish(args.folder, NAME)
     # Last: a device that a kernel's fault took away may not answer.
     processes.leave()
 
@@ -787,12 +787,10 @@ class AttentionReport(Report):
         return times | {f"{name} of megatron's": value for name, value in ratios}
 
 
-def page(reports: Sequence[AttentionReport]) -> Page:
+def results(reports: Sequence[AttentionReport]) -> Results:
     """Everything that is shown."""
     tables = [layer_table(reports), core_table(reports)]
-    notes = [targets(reports)]
-    title = "Attention on one GPU"
-    return Page(title, reports, tables, panels(reports), notes, EXPLANATION)
+    return Results(reports, tables, panels(reports), [targets(reports)])
 
 
 def layer_table(reports: Sequence[AttentionReport]) -> Table:
@@ -818,7 +816,7 @@ def layer_table(reports: Sequence[AttentionReport]) -> Table:
                     *(number(ratios.get(name), ".3f") for name in ("forward", "step", "kept")),
                 ]
             )
-    return Table("Layer", head, lines, ("layout", "layer", "recompute", "ran"))
+    return Table("Layer", head, lines)
 
 
 def _place(row: Row) -> tuple:
@@ -846,7 +844,7 @@ def core_table(reports: Sequence[AttentionReport]) -> Table:
                     *(number(rates.get(name), ".0f") for name in ("forward", "backward", "step")),
                 ]
             )
-    return Table("Attention alone", head, lines, ("form", "implementation"))
+    return Table("Attention alone", head, lines)
 
 
 def targets(reports: Sequence[AttentionReport]) -> str:
@@ -887,23 +885,6 @@ def panels(reports: Sequence[AttentionReport]) -> list[Panel]:
         if what != "step"
     )
     return found + collected(rates, "tokens")
-
-
-EXPLANATION = """\
-- **Layer**: one attention layer with its projections, batch 1, one GPU; **ours** is
-  `AbsorbedMLASelfAttention`, **megatron** Megatron-Core's `MLASelfAttention` of TransformerEngine's
-  layers. A thd pack holds documents of mixed lengths, the same for both.
-- Times are medians of event-timed repetitions, which are queued without waiting between them.
-- **kept**: allocated by forward and not freed before backward. **peak**: the most allocated during
-  a step. Both beyond the weights, the input and the output gradient.
-- **of megatron's**: divided by those of Megatron's layer with the same recomputation, on the same
-  input in the same run.
-- **Attention alone**: causal, one sequence, expanded (keys and values of every head) or absorbed
-  (one latent for all). TFLOP/s count half of S^2 pairs; a pair counts 2 (key + value) operations
-  in forward and 2 (3 key + 2 value) in backward, whatever a kernel computes again. Inputs and
-  gradients are those of the interface: absorbed, ours takes content and rope apart as its layer
-  has them, and gives gradients in the precision that it sums them in.
-- GiB is 2^30 bytes, k in numbers of tokens 1024."""
 
 
 if __name__ == "__main__":

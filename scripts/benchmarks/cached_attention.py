@@ -45,7 +45,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Report, Times, reason
+from benchmarks.kit.report import Report, Results, Times, reason
 from benchmarks.kit.tables import Table
 from console.parser import Parser
 from console.script import leave, run_script
@@ -146,7 +146,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("cached_attention.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "cached.json, .md and .png")
+    arguments.add_folder(parser, "cached.json and .png")
     add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what is measured")
     arguments.add_only(parser)
     arguments.add_device(parser)
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        page([CachedReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results([CachedReport.read(file) for file in args.render]).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -206,7 +206,7 @@ def measure_all(args: argparse.Namespace) -> None:
         report.rows.append(bench.measure(case))
         report.write(args.folder / f"{NAME}.json")
         print(report.line(report.rows[-1]), flush=True)
-    page([report]).publish(args.folder, NAME)
+    results([report]).publish(args.folder, NAME)
 
 
 # ---- measuring
@@ -406,11 +406,10 @@ class CachedReport(Report):
         return {"more_ms": 1e3 * more, "link_ms": 1e3 * moved / self.environment["link"]}
 
 
-def page(reports: Sequence[CachedReport]) -> Page:
+def results(reports: Sequence[CachedReport]) -> Results:
     """Everything that is shown."""
     tables = [prefill_table(reports), offload_table(reports)]
-    title = "Attention over cached latents"
-    return Page(title, reports, tables, panels(reports), explanation=EXPLANATION)
+    return Results(reports, tables, panels(reports))
 
 
 def prefill_table(reports: Sequence[CachedReport]) -> Table:
@@ -473,13 +472,6 @@ def panels(reports: Sequence[CachedReport]) -> list[Panel]:
         *collected(prefill, "context", levels={"target": PREFILL_TARGET}),
         *collected(offload, "context", levels={"the link's": 1.0}),
     ]
-
-
-EXPLANATION = f"""\
-- **prefill**: many new tokens over a cached context, beside attention alone over expanded keys and
-  values. **ratio**: of the rates, expansion counted as work; the target is {PREFILL_TARGET}.
-- **offload**: one decoded token of each request with part of the context in host memory, beside all
-  of it on the device (**more**: the difference), and what the link needs for the bytes."""
 
 
 if __name__ == "__main__":

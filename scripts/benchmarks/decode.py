@@ -52,7 +52,7 @@ from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Refused, Report, Times, reason
+from benchmarks.kit.report import Refused, Report, Results, Times, reason
 from benchmarks.kit.tables import Table
 from console.outputs import require_writable
 from console.parser import Parser
@@ -364,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     report = DecodeReport.read(args.render[0]) if args.render else measure_all(args)
-    shown = page(report)
+    shown = results(report)
     if args.plot:
         shown.draw(args.plot, sys.stderr)
     shown.print(sys.stderr)
@@ -572,12 +572,12 @@ class DecodeReport(Report):
         }
 
 
-def page(report: DecodeReport) -> Page:
+def results(report: DecodeReport) -> Results:
     """Everything that is shown."""
     reached = report.environment["ceilings"]
     rates = f"product {reached['matmul_tflops']:.3g} TFLOP/s, copy {reached['copy_tbps']:.3g} TB/s"
     notes = [f"{report.environment['device']}: {rates}"]
-    return Page("Decode", [report], [table(report)], panels(report), notes)
+    return Results([report], [table(report)], panels(report), notes)
 
 
 def table(report: DecodeReport) -> Table:
@@ -590,7 +590,7 @@ def table(report: DecodeReport) -> Table:
         rates = [f"{found['us']:.1f}", f"{found['tflops']:.3g}", f"{found['tbps']:.3g}"]
         more = [f"{row.difference:.1e}", "graph" if row.graph else ""]
         lines.append([*sizes, row.case.implementation, *rates, *more])
-    return Table("Decode", [*head, ""], lines, ("implementation",))
+    return Table("Decode", [*head, ""], lines)
 
 
 def panels(report: DecodeReport) -> list[Panel]:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count, dims_of, list_of, one_of, seconds
 from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Page, Report
+from benchmarks.kit.report import Report, Results
 from benchmarks.kit.tables import Table, gibibytes
 from console.parent import ends_with_this_process
 from console.parser import Parser
@@ -70,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("pretraining.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "pretraining.json, .md, .png and the logs", several=False)
+    arguments.add_folder(parser, "pretraining.json, .png and the logs", several=False)
     both = ",".join(ATTENTIONS)
     add("--attentions", type=list_of(one_of(ATTENTIONS)), default=both, help="whose, in turn")
     add("--noise", action="store_true", help="train the first attention twice: how far it repeats")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.render:
-        page(PretrainingReport.read(args.render[0])).publish(args.folder, NAME)
+        results(PretrainingReport.read(args.render[0])).publish(args.folder, NAME)
         return 0
     return compare(args)
 
@@ -145,7 +145,7 @@ def compare(args: argparse.Namespace) -> int:
             report.rows.append(run)
             report.write(args.folder / f"{NAME}.json")
             print(report.line(run), flush=True)
-    page(report).publish(args.folder, NAME)
+    results(report).publish(args.folder, NAME)
     return 1 if any(run.error for run in report.rows) else 0
 
 
@@ -465,16 +465,14 @@ class PretrainingReport(Report):
         return {**super().summary(), "differences": self.differences()}
 
 
-def page(report: PretrainingReport) -> Page:
+def results(report: PretrainingReport) -> Results:
     """Everything that is shown."""
     differences = "\n".join(
         f"- {' and '.join(one['runs'])}: largest difference of the loss {one['largest']:.1e}, in "
         f"iteration {one['largest_at']}; of the mean of the last ten {one['last']:+.1e}"
         for one in report.differences()
     )
-    title = "Pretraining through Megatron's own loop"
-    notes = [differences]
-    return Page(title, [report], [table(report)], panels(report), notes, EXPLANATION)
+    return Results([report], [table(report)], panels(report), [differences])
 
 
 def table(report: PretrainingReport) -> Table:
@@ -499,7 +497,7 @@ def table(report: PretrainingReport) -> Table:
                 f"{found['last_loss']:.4f}",
             ]
         )
-    return Table("Runs", head, lines, ("attention", "ran"))
+    return Table("Runs", head, lines)
 
 
 def panels(report: PretrainingReport) -> list[Panel]:
@@ -516,20 +514,6 @@ def panels(report: PretrainingReport) -> list[Panel]:
         Panel("loss per token (nats)", "iteration", curves, **plain),
         Panel("difference of the losses", "iteration", gaps, **plain),
     ]
-
-
-EXPLANATION = """\
-- Both models go through `megatron.training.pretrain` with the same arguments, first weights and
-  mock data; **standard** is Megatron-Core's `MLASelfAttention`, **absorbed** is
-  `AbsorbedMLASelfAttention` through `--spec`.
-- **ran**: the form and the backend that computed the attention of our layers.
-- **iteration**: median of Megatron's own times after the first ones, in brackets the shortest and
-  longest. **TFLOP/s** of one GPU by Megatron's count, in which backward is twice forward and causal
-  attention half; **MFU** is their part of the peak.
-- **peak**: the most memory allocated on a GPU when Megatron last reported it, in its second
-  iteration.
-- **difference**: of the losses of one iteration, the largest; "last" is the mean of the last ten
-  iterations."""
 
 
 if __name__ == "__main__":

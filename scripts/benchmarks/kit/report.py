@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows, the JSON file that keeps them, and the page that shows them."""
+"""Results of a benchmark: rows, the JSON file that keeps them, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -181,47 +181,34 @@ def not_measured(reports: Iterable[Report], most: int = 4) -> str:
 
 
 @dataclass(frozen=True)
-class Page:
+class Results:
     """Everything that is shown of reports.
 
     Attributes:
-        title: Of the page.
         reports: What was measured.
         tables: Of all reports.
         panels: Of the plot.
-        notes: Paragraphs after the tables; empty ones are left out.
-        explanation: What the columns mean.
+        notes: Printed after the tables; empty ones are left out.
     """
 
-    title: str
     reports: Sequence[Report]
     tables: Sequence[Table]
     panels: Sequence[plot.Panel] = ()
     notes: Sequence[str] = ()
-    explanation: str = ""
-
-    def markdown(self, image: str) -> str:
-        """For a file beside the plot ``image``."""
-        parts = [f"# {self.title}"]
-        parts += [provenance.sentence(report.environment) for report in self.reports]
-        for table in self._filled():
-            parts += [f"## {table.title}", table.markdown()]
-        parts += [*self.notes, not_measured(self.reports), f"![{self.title}]({image})"]
-        return "\n\n".join(filter(None, [*parts, self.explanation])) + "\n"
 
     def print(self, stream: TextIO | None = None) -> None:
-        """Tables and notes to ``stream``, and a last line of JSON to stdout."""
+        """Conditions, tables and notes to ``stream``, and a last line of JSON to stdout."""
         stream = stream or sys.stdout
-        tables = [table.text() for table in self._filled()]
-        for part in filter(None, [*tables, *self.notes, not_measured(self.reports)]):
+        conditions = [provenance.sentence(report.environment) for report in self.reports]
+        tables = [table.text() for table in self.tables if table.lines]
+        parts = [*conditions, *tables, *self.notes, not_measured(self.reports)]
+        for part in filter(None, parts):
             print(f"\n{part}", file=stream)
         stream.flush()
         print(json.dumps([report.summary() for report in self.reports]), flush=True)
 
     def publish(self, folder: Path, name: str) -> None:
-        """Write NAME.md and NAME.png, and print."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(self.markdown(f"{name}.png"))
+        """Draw NAME.png, and print."""
         self.draw(folder / f"{name}.png")
         print(f"Written to {folder}")
         self.print()
@@ -232,6 +219,3 @@ class Page:
         if not plot.draw(self.panels, path):
             message = "No plot: matplotlib is missing, or nothing was measured."
             print(message, file=stream or sys.stdout)
-
-    def _filled(self) -> list[Table]:
-        return [table for table in self.tables if table.lines]

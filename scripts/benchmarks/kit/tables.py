@@ -8,26 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table.
+    """A titled table for a terminal.
 
     Attributes:
         title: Above it.
         head: Names of the columns.
         lines: Cells.
-        words: Columns that hold words; the others hold numbers, which are set flush right.
     """
 
     title: str
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
-    words: Sequence[str] = ()
-
-    def markdown(self) -> str:
-        """For a file."""
-        return markdown_table(self.head, self.lines, self.words)
 
     def text(self) -> str:
-        """For a terminal, in columns."""
+        """In columns, flush right."""
         widths = [max(map(len, column)) for column in zip(self.head, *self.lines)]
         lines = (
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip()
@@ -39,7 +33,13 @@ class Table:
 def markdown_table(
     head: Sequence[str], lines: Iterable[Sequence[str]], words: Iterable[str] = ()
 ) -> str:
-    """A table in Markdown; see :class:`Table`."""
+    """A table in Markdown.
+
+    Args:
+        head: Names of the columns.
+        lines: Cells.
+        words: Columns that hold words; the others hold numbers, which are set flush right.
+    """
     left = set(words)
     align = ["---" if name in left else "---:" for name in head]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, align, *lines])

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-
 from console.script import Failure, run_script
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
