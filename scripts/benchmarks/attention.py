@@ -55,7 +55,7 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Refused, Report, Results, Times, reason
-from benchmarks.kit.tables import Table, gibibytes, milliseconds, number, tokens_text
+from benchmarks.kit.tables import gibibytes
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        results([AttentionReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(AttentionReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -784,67 +784,13 @@ class AttentionReport(Report):
             return {f"{name} TFLOP/s": value for name, value in self.tflops(row).items()}
         times = {f"{name}_ms": 1e3 * getattr(row, name).median for name in ("forward", "step")}
         ratios = self.ratios(row).items()
-        return times | {f"{name} of megatron's": value for name, value in ratios}
+        ratios_named = {f"{name} of megatron's": value for name, value in ratios}
+        return times | gibibytes(row) | ratios_named
 
 
 def results(reports: Sequence[AttentionReport]) -> Results:
     """Everything that is shown."""
-    tables = [layer_table(reports), core_table(reports)]
-    return Results(reports, tables, panels(reports), [targets(reports)])
-
-
-def layer_table(reports: Sequence[AttentionReport]) -> Table:
-    """Layers that are compared follow each other."""
-    head = ["layout", "S", "heads", "layer", "recompute", "ran", "forward", "step", "kept", "peak"]
-    head += ["of megatron's: forward", "step", "kept"]
-    lines = []
-    for report in reports:
-        for row in sorted(report.of("layer"), key=_place):
-            case, ratios = row.case, report.ratios(row)
-            lines.append(
-                [
-                    case.layout,
-                    tokens_text(case.tokens),
-                    str(case.heads),
-                    case.implementation,
-                    "mla_up_proj" if case.recompute else "-",
-                    row.ran or "-",
-                    milliseconds(row.forward.median),
-                    milliseconds(row.step.median),
-                    gibibytes(row.kept_bytes),
-                    gibibytes(row.peak_bytes),
-                    *(number(ratios.get(name), ".3f") for name in ("forward", "step", "kept")),
-                ]
-            )
-    return Table("Layer", head, lines)
-
-
-def _place(row: Row) -> tuple:
-    case = row.case
-    assert isinstance(case, LayerCase)
-    return case.tokens, case.heads, case.layout, case.recompute, case.implementation
-
-
-def core_table(reports: Sequence[AttentionReport]) -> Table:
-    """Attention without projections."""
-    head = ["form", "S", "heads", "implementation", "forward", "backward"]
-    head += ["forward TFLOP/s", "backward TFLOP/s", "both"]
-    lines = []
-    for report in reports:
-        for row in report.of("core"):
-            case, rates = row.case, report.tflops(row)
-            lines.append(
-                [
-                    case.form,
-                    tokens_text(case.tokens),
-                    str(case.heads),
-                    case.implementation,
-                    milliseconds(row.forward.median),
-                    milliseconds(row.backward.median if row.backward else None),
-                    *(number(rates.get(name), ".0f") for name in ("forward", "backward", "step")),
-                ]
-            )
-    return Table("Attention alone", head, lines)
+    return Results(reports, panels(reports), [targets(reports)])
 
 
 def targets(reports: Sequence[AttentionReport]) -> str:
@@ -855,7 +801,7 @@ def targets(reports: Sequence[AttentionReport]) -> str:
             ratios = {name: x for name, x in report.ratios(row).items() if name in TARGETS}
             if "step" in ratios:
                 met = all(x <= TARGETS[name] for name, x in ratios.items())
-                shown = ", ".join(f"{name} {number(ratios.get(name), '.3f')}" for name in TARGETS)
+                shown = ", ".join(f"{name} {x:.3f}" for name, x in ratios.items())
                 lines.append(f"- {'met' if met else 'missed'}: {row.case}: {shown}")
     bounds = ", ".join(f"{name} at most {value:g}" for name, value in TARGETS.items())
     return "\n".join([f"Targets ({bounds} of megatron's):", "", *lines]) if lines else ""

@@ -46,7 +46,6 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report, Results, Times, reason
-from benchmarks.kit.tables import Table
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        results([CachedReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(CachedReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -400,39 +399,25 @@ class CachedReport(Report):
             bare = count["attention"] / row.beside.median / 1e12
             whole = sum(count.values()) / duration / 1e12
             rate = count["attention"] / duration / 1e12
-            return {"attention": rate, "whole": whole, "bare": bare, "ratio": whole / bare}
+            return {
+                "ms": 1e3 * duration,
+                "attention": rate,
+                "whole": whole,
+                "bare": bare,
+                "ratio": whole / bare,
+            }
         moved = offloaded_bytes(row.case, dims, self.environment["itemsize"])
         more = duration - row.beside.median
-        return {"more_ms": 1e3 * more, "link_ms": 1e3 * moved / self.environment["link"]}
+        return {
+            "ms": 1e3 * duration,
+            "more_ms": 1e3 * more,
+            "link_ms": 1e3 * moved / self.environment["link"],
+        }
 
 
 def results(reports: Sequence[CachedReport]) -> Results:
     """Everything that is shown."""
-    tables = [prefill_table(reports), offload_table(reports)]
-    return Results(reports, tables, panels(reports))
-
-
-def prefill_table(reports: Sequence[CachedReport]) -> Table:
-    """Rates beside attention alone."""
-    head = ["heads", "new tokens", "context", "ms", "attention TFLOP/s", "with expansion"]
-    head += ["bare attention TFLOP/s", "ratio", "peak MiB"]
-    lines = []
-    for row, figures in _measured(reports, "prefill"):
-        sizes = (row.case.heads, row.case.queries, row.case.context)
-        lines.append([*map(str, sizes), _ms(row.ours), *_short(figures), _peak(row)])
-    return Table("prefill", head, lines)
-
-
-def offload_table(reports: Sequence[CachedReport]) -> Table:
-    """Times beside those with all latents on the device."""
-    head = ["heads", "batch", "context", "resident", "ms", "all resident ms", "more ms"]
-    head += ["bytes / link ms", "peak MiB"]
-    lines = []
-    for row, figures in _measured(reports, "offload"):
-        case = row.case
-        sizes = map(str, (case.heads, case.batch, case.context, case.resident))
-        lines.append([*sizes, _ms(row.ours), _ms(row.beside), *_short(figures), _peak(row)])
-    return Table("offload", head, lines)
+    return Results(reports, panels(reports))
 
 
 def _measured(
@@ -442,18 +427,6 @@ def _measured(
         for row in report.measured:
             if row.case.suite == suite:
                 yield row, report.figures(row)
-
-
-def _short(figures: dict[str, float]) -> list[str]:
-    return [f"{value:.3g}" for value in figures.values()]
-
-
-def _ms(times: Times) -> str:
-    return f"{1e3 * times.median:.3g}"
-
-
-def _peak(row: Row) -> str:
-    return "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
 
 
 def panels(reports: Sequence[CachedReport]) -> list[Panel]:

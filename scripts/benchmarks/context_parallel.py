@@ -44,7 +44,7 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report, Results
-from benchmarks.kit.tables import Table, gibibytes, number, tokens_text
+from benchmarks.kit.tables import gibibytes
 from console.parser import Parser
 from console.ranks import world_size
 from console.script import leave, run_script
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        results([CPReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(CPReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -453,64 +453,22 @@ class CPReport(Report):
         return content
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Medians, bytes per token, and ratios to Megatron's."""
+        """Medians, memory, bytes per token, overlaps, and ratios to Megatron's."""
         found = {
             "cp_size": row.cp_size,
             "forward_ms": 1e3 * median(row.forward_seconds),
             "step_ms": 1e3 * median(row.step_seconds),
         }
+        found |= gibibytes(row)
         found |= {f"{name}_bytes_per_token": x for name, x in row.bytes_per_token.items()}
+        overlaps = {"forward": row.forward_overlap, "backward": row.backward_overlap}
+        found |= {f"{name}_overlap": x for name, x in overlaps.items() if x is not None}
         return found | {f"{name} of megatron's": x for name, x in self.ratios(row).items()}
 
 
 def results(reports: Sequence[CPReport]) -> Results:
     """Everything that is shown."""
-    return Results(reports, [table(reports)], panels(reports))
-
-
-def table(reports: Sequence[CPReport]) -> Table:
-    """One line for each case that was measured."""
-    head = ["ranks", "layout", "S", "heads", "layer", "recompute", "exchange", "form", "ran"]
-    head += ["forward", "step", "kept", "peak", "bytes per token"]
-    head += ["of megatron's: bytes", "time", "kept", "overlap"]
-    lines = [_line(row, report.ratios(row)) for report in reports for row in report.measured]
-    return Table("Layer", head, lines)
-
-
-def _line(row: Row, ratios: dict[str, float]) -> list[str]:
-    case = row.case
-    return [
-        str(row.cp_size),
-        f"thd, {case.documents} documents" if case.layout == "thd" else case.layout,
-        tokens_text(case.tokens),
-        str(case.heads),
-        case.implementation,
-        "-" if case.recompute == "none" else case.recompute,
-        case.cp_comm_type,
-        case.form,
-        row.ran or "-",
-        _range(row.forward_seconds),
-        _range(row.step_seconds),
-        gibibytes(row.kept_bytes),
-        gibibytes(row.peak_bytes),
-        " + ".join(f"{value:,.0f}" for value in row.bytes_per_token.values()),
-        number(ratios.get("bytes"), ".3f"),
-        number(ratios.get("time"), ".2f"),
-        number(ratios.get("kept"), ".2f"),
-        _overlap(row),
-    ]
-
-
-def _range(times: Sequence[float]) -> str:
-    middle, least, most = (1e3 * f(times) for f in (median, min, max))
-    return f"{middle:.1f} ({least:.1f} - {most:.1f}) ms"
-
-
-def _overlap(row: Row) -> str:
-    both = (row.forward_overlap, row.backward_overlap)
-    if both == (None, None):
-        return "-"
-    return ", ".join("-" if one is None else f"{100 * one:.0f} %" for one in both)
+    return Results(reports, panels(reports))
 
 
 def panels(reports: Sequence[CPReport]) -> list[Panel]:

@@ -40,7 +40,6 @@ from benchmarks.kit.arguments import count
 from benchmarks.kit.command import CommandError, Run, folder_bytes, measure, sync
 from benchmarks.kit.plot import Panel
 from benchmarks.kit.report import Report, Results
-from benchmarks.kit.tables import Table
 from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
 from console.outputs import require_writable
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.render:
         require_writable(folders={"folder": args.folder})
-        results([ConversionReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(ConversionReport.show_again(args.render)).publish(args.folder, NAME)
         return 0
     report = measure_all(args)
     results([report]).publish(args.folder, NAME)
@@ -364,8 +363,10 @@ class ConversionReport(Report):
         return asdict(row) | derived
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Throughput relative to cp, and memory in MB."""
+        """Seconds, throughput relative to cp, and memory in MB."""
         return {
+            "cp_s": mean(row.cp_seconds),
+            "tool_s": mean(row.tool_seconds),
             "ratio": row.ratio,
             "peak_mb": row.peak_bytes / 1e6,
             "own_mb": row.anonymous_bytes / 1e6,
@@ -379,31 +380,7 @@ def results(reports: Sequence[ConversionReport]) -> Results:
     models = "\n".join(f"- {model}" for model in dict.fromkeys(row.model for row in rows))
     problems = [problem for row in rows for problem in row.missed()]
     verdict = "\n".join(f"- missed: {p}" for p in problems) or "Every bound that applies holds."
-    return Results(reports, [table(rows)], panels(rows), [models, verdict, growth(rows)])
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """One line per conversion."""
-    head = ["conversion", "source", "target", "cp", "tool", "tool's rate", "of cp"]
-    head += ["peak memory", "own", "bound"]
-    lines = []
-    for row in rows:
-        duration = mean(row.tool_seconds)
-        lines.append(
-            [
-                row.path,
-                f"{row.source_bytes / 1e9:.2f} GB",
-                f"{row.target_bytes / 1e9:.2f} GB",
-                f"{mean(row.cp_seconds):.1f} s",
-                f"{duration:.1f} s",
-                f"{row.source_bytes / duration / 1e6:.0f} MB/s",
-                f"{row.ratio:.2f}" + ("" if row.judged_by_throughput else " (no bound)"),
-                f"{row.peak_bytes / 1e6:.0f} MB",
-                f"{row.anonymous_bytes / 1e6:.0f} MB",
-                f"{row.memory_bound / 1e6:.0f} MB",
-            ]
-        )
-    return Table("Conversions", head, lines)
+    return Results(reports, panels(rows), [models, verdict, growth(rows)])
 
 
 def growth(rows: Sequence[Row]) -> str:

@@ -53,7 +53,6 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Refused, Report, Results, Times, reason
-from benchmarks.kit.tables import Table
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -363,7 +362,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    report = DecodeReport.read(args.render[0]) if args.render else measure_all(args)
+    if args.render:
+        [report] = DecodeReport.show_again(args.render, sys.stderr)
+    else:
+        report = measure_all(args)
     shown = results(report)
     if args.plot:
         shown.draw(args.plot, sys.stderr)
@@ -577,20 +579,7 @@ def results(report: DecodeReport) -> Results:
     reached = report.environment["ceilings"]
     rates = f"product {reached['matmul_tflops']:.3g} TFLOP/s, copy {reached['copy_tbps']:.3g} TB/s"
     notes = [f"{report.environment['device']}: {rates}"]
-    return Results([report], [table(report)], panels(report), notes)
-
-
-def table(report: DecodeReport) -> Table:
-    """What was measured."""
-    head = ["n", "batch", "kv", "s_q", "block", "implementation", "us", "TFLOP/s", "TB/s", "diff"]
-    lines = []
-    for row in report.measured:
-        found = report.figures(row)
-        sizes = map(str, row.case.input)
-        rates = [f"{found['us']:.1f}", f"{found['tflops']:.3g}", f"{found['tbps']:.3g}"]
-        more = [f"{row.difference:.1e}", "graph" if row.graph else ""]
-        lines.append([*sizes, row.case.implementation, *rates, *more])
-    return Table("Decode", [*head, ""], lines)
+    return Results([report], panels(report), notes)
 
 
 def panels(report: DecodeReport) -> list[Panel]:

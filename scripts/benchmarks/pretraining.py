@@ -39,7 +39,7 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count, dims_of, list_of, one_of, seconds
 from benchmarks.kit.plot import Panel
 from benchmarks.kit.report import Report, Results
-from benchmarks.kit.tables import Table, gibibytes
+from benchmarks.kit.tables import gibibytes
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
@@ -115,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.render:
-        results(PretrainingReport.read(args.render[0])).publish(args.folder, NAME)
+        [report] = PretrainingReport.show_again(args.render)
+        results(report).publish(args.folder, NAME)
         return 0
     return compare(args)
 
@@ -440,6 +441,7 @@ class PretrainingReport(Report):
             "tokens_per_second": self.environment["tokens_per_iteration"] / run.seconds,
             "tflops": run.tflops,
             **({"mfu": run.tflops / peak} if peak else {}),
+            **gibibytes(run),
             "first_loss": run.iterations[0].loss,
             "last_loss": run.iterations[-1].loss,
         }
@@ -472,32 +474,7 @@ def results(report: PretrainingReport) -> Results:
         f"iteration {one['largest_at']}; of the mean of the last ten {one['last']:+.1e}"
         for one in report.differences()
     )
-    return Results([report], [table(report)], panels(report), [differences])
-
-
-def table(report: PretrainingReport) -> Table:
-    """One line for each run that ended well."""
-    head = ["attention", "ran", "parameters", "iteration", "tokens/s", "TFLOP/s", "MFU", "peak"]
-    head += ["first loss", "last loss"]
-    lines = []
-    for run in report.measured:
-        found = report.figures(run)
-        least, most = (1e3 * f(one.seconds for one in run.timed) for f in (min, max))
-        lines.append(
-            [
-                run.name,
-                run.ran or "-",
-                f"{(run.parameters or 0) / 1e6:,.0f} M",
-                f"{found['iteration_ms']:.1f} ({least:.1f} - {most:.1f}) ms",
-                f"{found['tokens_per_second']:,.0f}",
-                f"{run.tflops:.1f}",
-                f"{100 * found['mfu']:.1f} %" if "mfu" in found else "-",
-                gibibytes(run.peak_bytes),
-                f"{found['first_loss']:.4f}",
-                f"{found['last_loss']:.4f}",
-            ]
-        )
-    return Table("Runs", head, lines)
+    return Results([report], panels(report), [differences])
 
 
 def panels(report: PretrainingReport) -> list[Panel]:

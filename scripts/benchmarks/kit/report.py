@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_type_hints
 
 from benchmarks.kit import plot, provenance
-from benchmarks.kit.tables import Table, shortened
+from benchmarks.kit.tables import shortened
 
 _Built = TypeVar("_Built")
 
@@ -99,8 +99,22 @@ class Report:
 
         return read_json(path, build)
 
+    @classmethod
+    def show_again(cls, files: Iterable[Path], stream: TextIO | None = None) -> list[Self]:
+        """Former results of ``--render``; prints their conditions and rows.
+
+        Raises:
+            ValueError: If a file is not one of this script's.
+        """
+        reports = [cls.read(file) for file in files]
+        for report in reports:
+            lines = (report.line(row) for row in report.measured)
+            about = provenance.sentence(report.environment)
+            print("", about, *lines, sep="\n", file=stream or sys.stdout)
+        return reports
+
     def line(self, row: Any) -> str:
-        """A row in one line, to be printed while others are measured."""
+        """A row in one line."""
         if row.error:
             return f"{row.case}: {shortened(row.error, 150)}"
         ran = f" ({row.ran})" if getattr(row, "ran", "") else ""
@@ -182,27 +196,22 @@ def not_measured(reports: Iterable[Report], most: int = 4) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that is shown of reports.
+    """What is shown of reports besides their rows.
 
     Attributes:
         reports: What was measured.
-        tables: Of all reports.
         panels: Of the plot.
-        notes: Printed after the tables; empty ones are left out.
+        notes: Printed; empty ones are left out.
     """
 
     reports: Sequence[Report]
-    tables: Sequence[Table]
     panels: Sequence[plot.Panel] = ()
     notes: Sequence[str] = ()
 
     def print(self, stream: TextIO | None = None) -> None:
-        """Conditions, tables and notes to ``stream``, and a last line of JSON to stdout."""
+        """Notes to ``stream``, and a last line of JSON to stdout."""
         stream = stream or sys.stdout
-        conditions = [provenance.sentence(report.environment) for report in self.reports]
-        tables = [table.text() for table in self.tables if table.lines]
-        parts = [*conditions, *tables, *self.notes, not_measured(self.reports)]
-        for part in filter(None, parts):
+        for part in filter(None, [*self.notes, not_measured(self.reports)]):
             print(f"\n{part}", file=stream)
         stream.flush()
         print(json.dumps([report.summary() for report in self.reports]), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,10 @@ def tokens_text(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
-def milliseconds(seconds: float | None, digits: int = 2) -> str:
-    """``"1.23 ms"``; ``"-"`` for None."""
-    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f} ms"
-
-
-def gibibytes(num_bytes: int | None) -> str:
-    """``"1.23 GiB"``; ``"-"`` for None."""
-    return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
-
-
-def number(value: float | None, form: str) -> str:
-    """``value`` in a format as ``".3f"``; ``"-"`` for None."""
-    return "-" if value is None else f"{value:{form}}"
+def gibibytes(row: Any) -> dict[str, float]:
+    """The memory of a row in GiB: of ``kept_bytes`` and ``peak_bytes``, where they are known."""
+    sizes = {name: getattr(row, f"{name}_bytes", None) for name in ("kept", "peak")}
+    return {f"{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
 
 
 def shortened(text: str, most: int = 300) -> str:

@@ -16,7 +16,7 @@ from benchmarks.kit.overlap import covered_fraction, kernels, merged
 from benchmarks.kit.plot import Panel, collected, draw
 from benchmarks.kit.processes import CaseError, Processes
 from benchmarks.kit.report import Refused, Report, Results, Times, not_measured, reason
-from benchmarks.kit.tables import Table, shortened, tokens_text
+from benchmarks.kit.tables import shortened, tokens_text
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 ENVIRONMENT = {
@@ -94,21 +94,25 @@ class TestReport:
         if not plotted:
             monkeypatch.setitem(sys.modules, "matplotlib", None)
         reports = [SomeReport(ENVIRONMENT, [GOOD, BAD[0]])]
-        table = Table("Rows", ["name", "ms"], [["good", "12.35"]])
         panels = collected([("a", "good", 1024, 3), ("b", "good", 2048, 4)], "tokens")
         panels.append(Panel("c", "iteration", {"x": [(1, 2), (2, 1)]}, sizes=False, marker=""))
-        tables = [table, Table("Empty", ["x"], [])]
-        Results(reports, tables, panels, ["a note"]).publish(tmp_path / "new", "it")
+        Results(reports, panels, ["a note"]).publish(tmp_path / "new", "it")
         output = capsys.readouterr().out
-        assert "\nMeasured on 2026-01-01 by `python it.py` at abc: " in output
-        assert "a device, bfloat16; kv-lora-rank 512; link 5.55e+10; torch 2." in output
-        assert "Rows\nname     ms\ngood  12.35" in output
-        assert "a note" in output and "Not measured:" in output and "Empty" not in output
+        assert "a note" in output and "Not measured:" in output
         assert (tmp_path / "new" / "it.png").exists() == plotted
         assert ("No plot: matplotlib is missing" in output) != plotted
         [last] = json.loads(output.splitlines()[-1])
         assert last["rows"][0] == {"name": "good", "ms": pytest.approx(12.3456)}
         assert last["rows"][1]["error"].startswith("too wide")
+
+    def test_former_results(self, tmp_path, capsys):
+        SomeReport(ENVIRONMENT, [GOOD, BAD[0]]).write(tmp_path / "a.json")
+        [found] = SomeReport.show_again([tmp_path / "a.json"])
+        assert found.rows == [GOOD, BAD[0]]
+        about, row = capsys.readouterr().out.splitlines()[1:]
+        assert about.startswith("Measured on 2026-01-01 by `python it.py` at abc: a device, bf")
+        assert about.endswith("; kv-lora-rank 512; link 5.55e+10; torch 2.")
+        assert row == f"{GOOD.case} (expanded, cudnn): ms 12.35"
 
     def test_nothing_to_draw(self, tmp_path):
         assert not draw([], tmp_path / "a.png")

@@ -163,6 +163,7 @@ def test_report():
             "tokens_per_second": 16384 / 0.3,
             "tflops": 321.5,
             "mfu": 0.3215,
+            "peak_gib": 2,
             "first_loss": 10,
             "last_loss": 8.5,
         }
