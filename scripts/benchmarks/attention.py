@@ -263,13 +263,7 @@ def measure_all(args: argparse.Namespace) -> None:
         ValueError: If the device is not there.
     """
     begin = time.monotonic()
-    if args.device == "cpu":
-        # Before torch looks: Megatron asks it for the device in many places.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Only here, so that --help and --render need neither torch nor a machine to measure on.
-    import torch
-
-    arguments.require_device(args.device, torch.cuda.is_available())
+    arguments.use_device(args.device)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from benchmarks.kit.processes import Processes
     from benchmarks.kit.timing import ceilings

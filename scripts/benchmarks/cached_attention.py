@@ -189,7 +189,7 @@ def measure_all(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from absorbed_mla import AbsorbedMLAOptions
 
-    device = torch.device(arguments.require_device(args.device, torch.cuda.is_available()))
+    device = torch.device(arguments.use_device(args.device))
     torch.manual_seed(args.seed)
     options = AbsorbedMLAOptions(context_chunk_size=args.context_chunk_size)
     bench = Bench(dims_of(args), device, args.seconds_per_row, options)

@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import random
 import sys
 import time
@@ -379,16 +378,10 @@ def measure_all(args: argparse.Namespace) -> DecodeReport:
         ValueError: If the device is not there.
     """
     begin = time.monotonic()
-    if args.device == "cpu":
-        # Before torch looks: Megatron asks it for the device in many places.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Only here, so that --help needs no torch.
-    import torch
-
+    device = arguments.use_device(args.device)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from benchmarks.kit.timing import ceilings
 
-    device = arguments.require_device(args.device, torch.cuda.is_available())
     bench = Bench(args, device, begin)
     environment = provenance.describe(
         bench.on_gpu,

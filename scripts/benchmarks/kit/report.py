@@ -224,7 +224,6 @@ class Results:
 
     def draw(self, path: Path, stream: TextIO | None = None) -> None:
         """Write the plot, or say why there is none."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not plot.draw(self.panels, path):
             message = "No plot: matplotlib is missing, or nothing was measured."
             print(message, file=stream or sys.stdout)

@@ -29,7 +29,8 @@ def test_counts():
     assert offloaded_bytes(case, DIMS, 2) == 3 * 75 * 576 * 2
 
 
-def test_a_run_on_a_cpu(tmp_path, capsys):
+def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cached_attention.main([str(tmp_path), *TINY]) == 0
     rows = json.loads((tmp_path / "cached.json").read_text())["rows"]
     assert [row["case"]["suite"] for row in rows] == ["prefill", "offload"]

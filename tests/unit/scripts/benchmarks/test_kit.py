@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.kit import provenance, timing
-from benchmarks.kit.arguments import parse_sizes, require_device
+from benchmarks.kit.arguments import parse_sizes, use_device
 from benchmarks.kit.overlap import covered_fraction, kernels, merged
 from benchmarks.kit.plot import Panel, collected, draw
 from benchmarks.kit.processes import CaseError, Processes
@@ -124,10 +126,14 @@ def test_numbers_as_people_read_and_write_them():
     assert shortened("a\n b " + "c" * 9, 9) == "a b cc..."
 
 
-def test_device():
-    assert require_device(None, True) == "cuda" and require_device(None, False) == "cpu"
+def test_device(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for available, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", mock.Mock(return_value=available))
+        assert use_device(None) == expected and os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     with pytest.raises(ValueError, match="--device cuda needs a GPU, and there is none"):
-        require_device("cuda", False)
+        use_device("cuda")
+    assert use_device("cpu") == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 class TestTiming:
