@@ -6,7 +6,6 @@ If these fail, the example of reinforcement learning does not learn, or not from
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from tests.support.balancing import forget_balancing_losses
+from tests.support.environment import without_launcher
 from training import distributed
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
@@ -280,10 +280,9 @@ class TestCommandLine:
 
 
 def _script(options: str) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options.split()],
-        env=env,
+        env=without_launcher(),
         capture_output=True,
         text=True,
     )
