@@ -54,8 +54,8 @@ from absorbed_mla.options import FORMS as FORM_OPTIONS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Refused, Report, Times, reason
-from benchmarks.kit.tables import Table, gibibytes, milliseconds, number, tokens_text
+from benchmarks.kit.report import Refused, Report, Results, Times, reason
+from benchmarks.kit.tables import gibibytes
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -197,7 +197,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("attention.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "attention.json, .md and .png")
+    arguments.add_folder(parser, "attention.json and .png")
     add("--suite", choices=("layer", "core", "all"), default="all", help="what is measured")
     arguments.add_only(parser)
     arguments.add_device(parser)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        page([AttentionReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(AttentionReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -263,13 +263,7 @@ def measure_all(args: argparse.Namespace) -> None:
         ValueError: If the device is not there.
     """
     begin = time.monotonic()
-    if args.device == "cpu":
-        # Before torch looks: Megatron asks it for the device in many places.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Only here, so that --help and --render need neither torch nor a machine to measure on.
-    import torch
-
-    arguments.require_device(args.device, torch.cuda.is_available())
+    arguments.use_device(args.device)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from benchmarks.kit.processes import Processes
     from benchmarks.kit.timing import ceilings
@@ -290,7 +284,7 @@ def measure_all(args: argparse.Namespace) -> None:
         report.rows.append(bench.measure(case))
         report.write(args.folder / f"{NAME}.json")
         print(f"{bench.elapsed:5.1f} s  {report.line(report.rows[-1])}", flush=True)
-    page([report]).publish(args.folder, NAME)
+    results([report]).publish(args.folder, NAME)
     # Last: a device that a kernel's fault took away may not answer.
     processes.leave()
 
@@ -784,69 +778,13 @@ class AttentionReport(Report):
             return {f"{name} TFLOP/s": value for name, value in self.tflops(row).items()}
         times = {f"{name}_ms": 1e3 * getattr(row, name).median for name in ("forward", "step")}
         ratios = self.ratios(row).items()
-        return times | {f"{name} of megatron's": value for name, value in ratios}
+        ratios_named = {f"{name} of megatron's": value for name, value in ratios}
+        return times | gibibytes(row) | ratios_named
 
 
-def page(reports: Sequence[AttentionReport]) -> Page:
+def results(reports: Sequence[AttentionReport]) -> Results:
     """Everything that is shown."""
-    tables = [layer_table(reports), core_table(reports)]
-    notes = [targets(reports)]
-    title = "Attention on one GPU"
-    return Page(title, reports, tables, panels(reports), notes, EXPLANATION)
-
-
-def layer_table(reports: Sequence[AttentionReport]) -> Table:
-    """Layers that are compared follow each other."""
-    head = ["layout", "S", "heads", "layer", "recompute", "ran", "forward", "step", "kept", "peak"]
-    head += ["of megatron's: forward", "step", "kept"]
-    lines = []
-    for report in reports:
-        for row in sorted(report.of("layer"), key=_place):
-            case, ratios = row.case, report.ratios(row)
-            lines.append(
-                [
-                    case.layout,
-                    tokens_text(case.tokens),
-                    str(case.heads),
-                    case.implementation,
-                    "mla_up_proj" if case.recompute else "-",
-                    row.ran or "-",
-                    milliseconds(row.forward.median),
-                    milliseconds(row.step.median),
-                    gibibytes(row.kept_bytes),
-                    gibibytes(row.peak_bytes),
-                    *(number(ratios.get(name), ".3f") for name in ("forward", "step", "kept")),
-                ]
-            )
-    return Table("Layer", head, lines, ("layout", "layer", "recompute", "ran"))
-
-
-def _place(row: Row) -> tuple:
-    case = row.case
-    assert isinstance(case, LayerCase)
-    return case.tokens, case.heads, case.layout, case.recompute, case.implementation
-
-
-def core_table(reports: Sequence[AttentionReport]) -> Table:
-    """Attention without projections."""
-    head = ["form", "S", "heads", "implementation", "forward", "backward"]
-    head += ["forward TFLOP/s", "backward TFLOP/s", "both"]
-    lines = []
-    for report in reports:
-        for row in report.of("core"):
-            case, rates = row.case, report.tflops(row)
-            lines.append(
-                [
-                    case.form,
-                    tokens_text(case.tokens),
-                    str(case.heads),
-                    case.implementation,
-                    milliseconds(row.forward.median),
-                    milliseconds(row.backward.median if row.backward else None),
-                    *(number(rates.get(name), ".0f") for name in ("forward", "backward", "step")),
-                ]
-            )
-    return Table("Attention alone", head, lines, ("form", "implementation"))
+    return Results(reports, panels(reports), [targets(reports)])
 
 
 def targets(reports: Sequence[AttentionReport]) -> str:
@@ -857,7 +795,7 @@ def targets(reports: Sequence[AttentionReport]) -> str:
             ratios = {name: x for name, x in report.ratios(row).items() if name in TARGETS}
             if "step" in ratios:
                 met = all(x <= TARGETS[name] for name, x in ratios.items())
-                shown = ", ".join(f"{name} {number(ratios.get(name), '.3f')}" for name in TARGETS)
+                shown = ", ".join(f"{name} {x:.3f}" for name, x in ratios.items())
                 lines.append(f"- {'met' if met else 'missed'}: {row.case}: {shown}")
     bounds = ", ".join(f"{name} at most {value:g}" for name, value in TARGETS.items())
     return "\n".join([f"Targets ({bounds} of megatron's):", "", *lines]) if lines else ""
@@ -887,23 +825,6 @@ def panels(reports: Sequence[AttentionReport]) -> list[Panel]:
         if what != "step"
     )
     return found + collected(rates, "tokens")
-
-
-EXPLANATION = """\
-- **Layer**: one attention layer with its projections, batch 1, one GPU; **ours** is
-  `AbsorbedMLASelfAttention`, **megatron** Megatron-Core's `MLASelfAttention` of TransformerEngine's
-  layers. A thd pack holds documents of mixed lengths, the same for both.
-- Times are medians of event-timed repetitions, which are queued without waiting between them.
-- **kept**: allocated by forward and not freed before backward. **peak**: the most allocated during
-  a step. Both beyond the weights, the input and the output gradient.
-- **of megatron's**: divided by those of Megatron's layer with the same recomputation, on the same
-  input in the same run.
-- **Attention alone**: causal, one sequence, expanded (keys and values of every head) or absorbed
-  (one latent for all). TFLOP/s count half of S^2 pairs; a pair counts 2 (key + value) operations
-  in forward and 2 (3 key + 2 value) in backward, whatever a kernel computes again. Inputs and
-  gradients are those of the interface: absorbed, ours takes content and rope apart as its layer
-  has them, and gives gradients in the precision that it sums them in.
-- GiB is 2^30 bytes, k in numbers of tokens 1024."""
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Report, Times, reason
-from benchmarks.kit.tables import Table
+from benchmarks.kit.report import Report, Results, Times, reason
 from console.parser import Parser
 from console.script import leave, run_script
 
@@ -146,7 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("cached_attention.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "cached.json, .md and .png")
+    arguments.add_folder(parser, "cached.json and .png")
     add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what is measured")
     arguments.add_only(parser)
     arguments.add_device(parser)
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        page([CachedReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(CachedReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -190,7 +189,7 @@ def measure_all(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from absorbed_mla import AbsorbedMLAOptions
 
-    device = torch.device(arguments.require_device(args.device, torch.cuda.is_available()))
+    device = torch.device(arguments.use_device(args.device))
     torch.manual_seed(args.seed)
     options = AbsorbedMLAOptions(context_chunk_size=args.context_chunk_size)
     bench = Bench(dims_of(args), device, args.seconds_per_row, options)
@@ -206,7 +205,7 @@ def measure_all(args: argparse.Namespace) -> None:
         report.rows.append(bench.measure(case))
         report.write(args.folder / f"{NAME}.json")
         print(report.line(report.rows[-1]), flush=True)
-    page([report]).publish(args.folder, NAME)
+    results([report]).publish(args.folder, NAME)
 
 
 # ---- measuring
@@ -400,40 +399,25 @@ class CachedReport(Report):
             bare = count["attention"] / row.beside.median / 1e12
             whole = sum(count.values()) / duration / 1e12
             rate = count["attention"] / duration / 1e12
-            return {"attention": rate, "whole": whole, "bare": bare, "ratio": whole / bare}
+            return {
+                "ms": 1e3 * duration,
+                "attention": rate,
+                "whole": whole,
+                "bare": bare,
+                "ratio": whole / bare,
+            }
         moved = offloaded_bytes(row.case, dims, self.environment["itemsize"])
         more = duration - row.beside.median
-        return {"more_ms": 1e3 * more, "link_ms": 1e3 * moved / self.environment["link"]}
+        return {
+            "ms": 1e3 * duration,
+            "more_ms": 1e3 * more,
+            "link_ms": 1e3 * moved / self.environment["link"],
+        }
 
 
-def page(reports: Sequence[CachedReport]) -> Page:
+def results(reports: Sequence[CachedReport]) -> Results:
     """Everything that is shown."""
-    tables = [prefill_table(reports), offload_table(reports)]
-    title = "Attention over cached latents"
-    return Page(title, reports, tables, panels(reports), explanation=EXPLANATION)
-
-
-def prefill_table(reports: Sequence[CachedReport]) -> Table:
-    """Rates beside attention alone."""
-    head = ["heads", "new tokens", "context", "ms", "attention TFLOP/s", "with expansion"]
-    head += ["bare attention TFLOP/s", "ratio", "peak MiB"]
-    lines = []
-    for row, figures in _measured(reports, "prefill"):
-        sizes = (row.case.heads, row.case.queries, row.case.context)
-        lines.append([*map(str, sizes), _ms(row.ours), *_short(figures), _peak(row)])
-    return Table("prefill", head, lines)
-
-
-def offload_table(reports: Sequence[CachedReport]) -> Table:
-    """Times beside those with all latents on the device."""
-    head = ["heads", "batch", "context", "resident", "ms", "all resident ms", "more ms"]
-    head += ["bytes / link ms", "peak MiB"]
-    lines = []
-    for row, figures in _measured(reports, "offload"):
-        case = row.case
-        sizes = map(str, (case.heads, case.batch, case.context, case.resident))
-        lines.append([*sizes, _ms(row.ours), _ms(row.beside), *_short(figures), _peak(row)])
-    return Table("offload", head, lines)
+    return Results(reports, panels(reports))
 
 
 def _measured(
@@ -443,18 +427,6 @@ def _measured(
         for row in report.measured:
             if row.case.suite == suite:
                 yield row, report.figures(row)
-
-
-def _short(figures: dict[str, float]) -> list[str]:
-    return [f"{value:.3g}" for value in figures.values()]
-
-
-def _ms(times: Times) -> str:
-    return f"{1e3 * times.median:.3g}"
-
-
-def _peak(row: Row) -> str:
-    return "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}"
 
 
 def panels(reports: Sequence[CachedReport]) -> list[Panel]:
@@ -473,13 +445,6 @@ def panels(reports: Sequence[CachedReport]) -> list[Panel]:
         *collected(prefill, "context", levels={"target": PREFILL_TARGET}),
         *collected(offload, "context", levels={"the link's": 1.0}),
     ]
-
-
-EXPLANATION = f"""\
-- **prefill**: many new tokens over a cached context, beside attention alone over expanded keys and
-  values. **ratio**: of the rates, expansion counted as work; the target is {PREFILL_TARGET}.
-- **offload**: one decoded token of each request with part of the context in host memory, beside all
-  of it on the device (**more**: the difference), and what the link needs for the bytes."""
 
 
 if __name__ == "__main__":

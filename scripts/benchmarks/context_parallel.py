@@ -43,8 +43,8 @@ from absorbed_mla.options import CP_COMM_TYPES, FORMS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Report
-from benchmarks.kit.tables import Table, gibibytes, number, tokens_text
+from benchmarks.kit.report import Report, Results
+from benchmarks.kit.tables import gibibytes
 from console.parser import Parser
 from console.ranks import world_size
 from console.script import leave, run_script
@@ -145,7 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("context_parallel.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "context_parallel.json, .md and .png")
+    arguments.add_folder(parser, "context_parallel.json and .png")
     arguments.add_only(parser)
     add(
         "--sizes", type=parse_sizes, default="16k,32k,64k,128k", help="tokens of a sequence or pack"
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.render:
-        page([CPReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(CPReport.show_again(args.render)).publish(args.folder, NAME)
     else:
         measure_all(args)
 
@@ -230,7 +230,7 @@ def measure_all(args: argparse.Namespace) -> None:
             report.write(args.folder / f"{NAME}.json")
             print(report.line(report.rows[-1]), flush=True)
     if first:
-        page([report]).publish(args.folder, NAME)
+        results([report]).publish(args.folder, NAME)
     processes.leave()
 
 
@@ -257,11 +257,12 @@ class Row:
         kept_bytes: Allocated by forward until backward; None without a GPU.
         peak_bytes: The most allocated during a step beyond weights, input and output gradient;
             None without a GPU.
-        forward_sent_bytes: By a rank.
-        backward_sent_bytes: By a rank.
+        forward_sent_bytes: By a rank. Of collectives as in a ring of n ranks: an all-gather of x
+            sends (n - 1) x, a reduce-scatter of n x as much, an all-reduce of x 2 (n - 1) / n x.
+        backward_sent_bytes: By a rank, counted likewise.
         traffic: Of "forward" and "backward", rank 0's calls by operation, group size and dtype.
-        forward_overlap: Least fraction of a rank's communication kernels' time in forward that
-            other kernels cover; None if not measured.
+        forward_overlap: Least fraction of the time of a rank's NCCL kernels in forward, waiting
+            included, that other kernels run in; None if not measured.
         backward_overlap: The same of backward.
         ran: Form and backend that a layer of ours took; empty if that was not recorded.
         error: Empty, or why the figures are missing.
@@ -452,67 +453,22 @@ class CPReport(Report):
         return content
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Medians, bytes per token, and ratios to Megatron's."""
+        """Medians, memory, bytes per token, overlaps, and ratios to Megatron's."""
         found = {
             "cp_size": row.cp_size,
             "forward_ms": 1e3 * median(row.forward_seconds),
             "step_ms": 1e3 * median(row.step_seconds),
         }
+        found |= gibibytes(row)
         found |= {f"{name}_bytes_per_token": x for name, x in row.bytes_per_token.items()}
+        overlaps = {"forward": row.forward_overlap, "backward": row.backward_overlap}
+        found |= {f"{name}_overlap": x for name, x in overlaps.items() if x is not None}
         return found | {f"{name} of megatron's": x for name, x in self.ratios(row).items()}
 
 
-def page(reports: Sequence[CPReport]) -> Page:
+def results(reports: Sequence[CPReport]) -> Results:
     """Everything that is shown."""
-    return Page(
-        "Context parallelism", reports, [table(reports)], panels(reports), explanation=EXPLANATION
-    )
-
-
-def table(reports: Sequence[CPReport]) -> Table:
-    """One line for each case that was measured."""
-    head = ["ranks", "layout", "S", "heads", "layer", "recompute", "exchange", "form", "ran"]
-    head += ["forward", "step", "kept", "peak", "bytes per token"]
-    head += ["of megatron's: bytes", "time", "kept", "overlap"]
-    words = ("layout", "layer", "recompute", "exchange", "form", "ran")
-    lines = [_line(row, report.ratios(row)) for report in reports for row in report.measured]
-    return Table("Layer", head, lines, words)
-
-
-def _line(row: Row, ratios: dict[str, float]) -> list[str]:
-    case = row.case
-    return [
-        str(row.cp_size),
-        f"thd, {case.documents} documents" if case.layout == "thd" else case.layout,
-        tokens_text(case.tokens),
-        str(case.heads),
-        case.implementation,
-        "-" if case.recompute == "none" else case.recompute,
-        case.cp_comm_type,
-        case.form,
-        row.ran or "-",
-        _range(row.forward_seconds),
-        _range(row.step_seconds),
-        gibibytes(row.kept_bytes),
-        gibibytes(row.peak_bytes),
-        " + ".join(f"{value:,.0f}" for value in row.bytes_per_token.values()),
-        number(ratios.get("bytes"), ".3f"),
-        number(ratios.get("time"), ".2f"),
-        number(ratios.get("kept"), ".2f"),
-        _overlap(row),
-    ]
-
-
-def _range(times: Sequence[float]) -> str:
-    middle, least, most = (1e3 * f(times) for f in (median, min, max))
-    return f"{middle:.1f} ({least:.1f} - {most:.1f}) ms"
-
-
-def _overlap(row: Row) -> str:
-    both = (row.forward_overlap, row.backward_overlap)
-    if both == (None, None):
-        return "-"
-    return ", ".join("-" if one is None else f"{100 * one:.0f} %" for one in both)
+    return Results(reports, panels(reports))
 
 
 def panels(reports: Sequence[CPReport]) -> list[Panel]:
@@ -531,26 +487,6 @@ def _points(reports: Sequence[CPReport]) -> Iterator[tuple[str, str, float, floa
             for way, value in row.bytes_per_token.items():
                 if value:
                     yield f"{title}: bytes per token, {way}", name, case.tokens, value
-
-
-EXPLANATION = """\
-- One attention layer with its projections, batch 1, tensor-parallel size 1; **ours** is
-  `AbsorbedMLASelfAttention`, **megatron** Megatron-Core's `MLASelfAttention`. Input and output
-  gradient are random normal values.
-- **ran**: the form and the backend that computed the attention of our layer.
-- **forward**, **step** (forward and backward): median of the repetitions, in brackets the shortest
-  and longest; of each repetition the slowest rank's time, from when all ranks begin.
-- **kept**: allocated by forward and not freed before backward. **peak**: the most allocated during
-  a step. Both beyond the weights, the input and the output gradient, of the rank with most.
-- **bytes per token**: what a rank sends, for each of its own tokens and each other rank, in forward
-  and in backward. A point-to-point message counts its bytes; collectives count as in a ring: an
-  all-gather of x over n ranks (n - 1) x, a reduce-scatter of n x (n - 1) x, an all-reduce of x
-  2 (n - 1) / n x.
-- **of megatron's**: bytes and time of a step and kept memory, divided by those of Megatron's layer
-  on the same input with the same recomputation.
-- **overlap**: fraction of the time of NCCL's kernels, waiting included, that other kernels run in,
-  in forward and in backward; the lowest rank's.
-- GiB is 2^30 bytes, k in numbers of tokens 1024."""
 
 
 if __name__ == "__main__":

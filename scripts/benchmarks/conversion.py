@@ -39,8 +39,7 @@ from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count
 from benchmarks.kit.command import CommandError, Run, folder_bytes, measure, sync
 from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Page, Report
-from benchmarks.kit.tables import Table
+from benchmarks.kit.report import Report, Results
 from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
 from console.outputs import require_writable
@@ -71,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("conversion.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "benchmark.json, .md and .png")
+    arguments.add_folder(parser, "benchmark.json and .png")
     add(
         "--sizes",
         type=_sizes,
@@ -107,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.render:
         require_writable(folders={"folder": args.folder})
-        page([ConversionReport.read(file) for file in args.render]).publish(args.folder, NAME)
+        results(ConversionReport.show_again(args.render)).publish(args.folder, NAME)
         return 0
     report = measure_all(args)
-    page([report]).publish(args.folder, NAME)
+    results([report]).publish(args.folder, NAME)
     problems = [problem for row in report.rows for problem in row.missed()]
     for problem in problems:
         print(f"missed: {problem}", file=sys.stderr)
@@ -364,8 +363,10 @@ class ConversionReport(Report):
         return asdict(row) | derived
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Throughput relative to cp, and memory in MB."""
+        """Seconds, throughput relative to cp, and memory in MB."""
         return {
+            "cp_s": mean(row.cp_seconds),
+            "tool_s": mean(row.tool_seconds),
             "ratio": row.ratio,
             "peak_mb": row.peak_bytes / 1e6,
             "own_mb": row.anonymous_bytes / 1e6,
@@ -373,39 +374,13 @@ class ConversionReport(Report):
         }
 
 
-def page(reports: Sequence[ConversionReport]) -> Page:
+def results(reports: Sequence[ConversionReport]) -> Results:
     """Everything that is shown."""
     rows = [row for report in reports for row in report.rows]
     models = "\n".join(f"- {model}" for model in dict.fromkeys(row.model for row in rows))
     problems = [problem for row in rows for problem in row.missed()]
     verdict = "\n".join(f"- missed: {p}" for p in problems) or "Every bound that applies holds."
-    notes = [models, verdict, growth(rows)]
-    title = "Memory and throughput of conversions"
-    return Page(title, reports, [table(rows)], panels(rows), notes, EXPLANATION)
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """One line per conversion."""
-    head = ["conversion", "source", "target", "cp", "tool", "tool's rate", "of cp"]
-    head += ["peak memory", "own", "bound"]
-    lines = []
-    for row in rows:
-        duration = mean(row.tool_seconds)
-        lines.append(
-            [
-                row.path,
-                f"{row.source_bytes / 1e9:.2f} GB",
-                f"{row.target_bytes / 1e9:.2f} GB",
-                f"{mean(row.cp_seconds):.1f} s",
-                f"{duration:.1f} s",
-                f"{row.source_bytes / duration / 1e6:.0f} MB/s",
-                f"{row.ratio:.2f}" + ("" if row.judged_by_throughput else " (no bound)"),
-                f"{row.peak_bytes / 1e6:.0f} MB",
-                f"{row.anonymous_bytes / 1e6:.0f} MB",
-                f"{row.memory_bound / 1e6:.0f} MB",
-            ]
-        )
-    return Table("Conversions", head, lines, ("conversion",))
+    return Results(reports, panels(rows), [models, verdict, growth(rows)])
 
 
 def growth(rows: Sequence[Row]) -> str:
@@ -442,19 +417,6 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
         Panel("peak resident memory [GB]", "source [GB]", memory, sizes=False),
         Panel("throughput relative to cp -r", "source [GB]", rates, levels, sizes=False),
     ]
-
-
-EXPLANATION = f"""\
-- **time**: from the start of the process until the file system has written everything
-  (`sync -f`), for `cp -r` and for the tool alike. Both begin with nothing of the source in the page
-  cache; they run in turn, on the same disk.
-- **of cp**: mean time of `cp -r` of the source's folder, divided by the tool's mean time; at least
-  {THROUGHPUT} where dtypes are kept, from {THROUGHPUT_FROM // 10**9} GB on (below, the start
-  of Python counts for too much). FP8 has no bound: its target has nearly twice the source's bytes.
-- **peak memory**: resident, of all processes of the tool, mapped pages of files included; at most
-  {MEMORY_FACTOR} x the largest tensor of the Hugging Face checkpoint (dequantised) +
-  {MEMORY_BASE // 10**6} MB. **own**: without the mapped pages, which the kernel can take back.
-- GB and MB are decimal."""
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import random
 import sys
 import time
@@ -52,8 +51,7 @@ from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes, seconds
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Page, Refused, Report, Times, reason
-from benchmarks.kit.tables import Table
+from benchmarks.kit.report import Refused, Report, Results, Times, reason
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -363,8 +361,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    report = DecodeReport.read(args.render[0]) if args.render else measure_all(args)
-    shown = page(report)
+    if args.render:
+        [report] = DecodeReport.show_again(args.render, sys.stderr)
+    else:
+        report = measure_all(args)
+    shown = results(report)
     if args.plot:
         shown.draw(args.plot, sys.stderr)
     shown.print(sys.stderr)
@@ -377,16 +378,10 @@ def measure_all(args: argparse.Namespace) -> DecodeReport:
         ValueError: If the device is not there.
     """
     begin = time.monotonic()
-    if args.device == "cpu":
-        # Before torch looks: Megatron asks it for the device in many places.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Only here, so that --help needs no torch.
-    import torch
-
+    device = arguments.use_device(args.device)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     from benchmarks.kit.timing import ceilings
 
-    device = arguments.require_device(args.device, torch.cuda.is_available())
     bench = Bench(args, device, begin)
     environment = provenance.describe(
         bench.on_gpu,
@@ -572,25 +567,12 @@ class DecodeReport(Report):
         }
 
 
-def page(report: DecodeReport) -> Page:
+def results(report: DecodeReport) -> Results:
     """Everything that is shown."""
     reached = report.environment["ceilings"]
     rates = f"product {reached['matmul_tflops']:.3g} TFLOP/s, copy {reached['copy_tbps']:.3g} TB/s"
     notes = [f"{report.environment['device']}: {rates}"]
-    return Page("Decode", [report], [table(report)], panels(report), notes)
-
-
-def table(report: DecodeReport) -> Table:
-    """What was measured."""
-    head = ["n", "batch", "kv", "s_q", "block", "implementation", "us", "TFLOP/s", "TB/s", "diff"]
-    lines = []
-    for row in report.measured:
-        found = report.figures(row)
-        sizes = map(str, row.case.input)
-        rates = [f"{found['us']:.1f}", f"{found['tflops']:.3g}", f"{found['tbps']:.3g}"]
-        more = [f"{row.difference:.1e}", "graph" if row.graph else ""]
-        lines.append([*sizes, row.case.implementation, *rates, *more])
-    return Table("Decode", [*head, ""], lines, ("implementation",))
+    return Results([report], panels(report), notes)
 
 
 def panels(report: DecodeReport) -> list[Panel]:

@@ -34,7 +34,6 @@ import dataclasses
 import gc
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -251,14 +250,8 @@ def measure_all(args: argparse.Namespace) -> int:
         ValueError: If the device is not there.
     """
     begin = time.monotonic()
-    if args.device == "cpu":
-        # Before torch looks: Megatron asks it for the device in many places.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Only here, so that --help needs no torch.
-    import torch
-
+    arguments.use_device(args.device)
     warnings.filterwarnings("ignore")
-    arguments.require_device(args.device, torch.cuda.is_available())
     from absorbed_mla.generation.cpu import enable_cpu_inference
     from benchmarks.kit.processes import Processes
 

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count, dims_of, list_of, one_of, seconds
 from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Page, Report
-from benchmarks.kit.tables import Table, gibibytes
+from benchmarks.kit.report import Report, Results
+from benchmarks.kit.tables import gibibytes
 from console.parent import ends_with_this_process
 from console.parser import Parser
 from console.script import leave, run_script
@@ -70,7 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = Parser("pretraining.py", __doc__)
     add = parser.add_argument
-    arguments.add_folder(parser, "pretraining.json, .md, .png and the logs", several=False)
+    arguments.add_folder(parser, "pretraining.json, .png and the logs", several=False)
     both = ",".join(ATTENTIONS)
     add("--attentions", type=list_of(one_of(ATTENTIONS)), default=both, help="whose, in turn")
     add("--noise", action="store_true", help="train the first attention twice: how far it repeats")
@@ -115,7 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.render:
-        page(PretrainingReport.read(args.render[0])).publish(args.folder, NAME)
+        [report] = PretrainingReport.show_again(args.render)
+        results(report).publish(args.folder, NAME)
         return 0
     return compare(args)
 
@@ -145,7 +146,7 @@ def compare(args: argparse.Namespace) -> int:
             report.rows.append(run)
             report.write(args.folder / f"{NAME}.json")
             print(report.line(run), flush=True)
-    page(report).publish(args.folder, NAME)
+    results(report).publish(args.folder, NAME)
     return 1 if any(run.error for run in report.rows) else 0
 
 
@@ -440,6 +441,7 @@ class PretrainingReport(Report):
             "tokens_per_second": self.environment["tokens_per_iteration"] / run.seconds,
             "tflops": run.tflops,
             **({"mfu": run.tflops / peak} if peak else {}),
+            **gibibytes(run),
             "first_loss": run.iterations[0].loss,
             "last_loss": run.iterations[-1].loss,
         }
@@ -465,41 +467,14 @@ class PretrainingReport(Report):
         return {**super().summary(), "differences": self.differences()}
 
 
-def page(report: PretrainingReport) -> Page:
+def results(report: PretrainingReport) -> Results:
     """Everything that is shown."""
     differences = "\n".join(
         f"- {' and '.join(one['runs'])}: largest difference of the loss {one['largest']:.1e}, in "
         f"iteration {one['largest_at']}; of the mean of the last ten {one['last']:+.1e}"
         for one in report.differences()
     )
-    title = "Pretraining through Megatron's own loop"
-    notes = [differences]
-    return Page(title, [report], [table(report)], panels(report), notes, EXPLANATION)
-
-
-def table(report: PretrainingReport) -> Table:
-    """One line for each run that ended well."""
-    head = ["attention", "ran", "parameters", "iteration", "tokens/s", "TFLOP/s", "MFU", "peak"]
-    head += ["first loss", "last loss"]
-    lines = []
-    for run in report.measured:
-        found = report.figures(run)
-        least, most = (1e3 * f(one.seconds for one in run.timed) for f in (min, max))
-        lines.append(
-            [
-                run.name,
-                run.ran or "-",
-                f"{(run.parameters or 0) / 1e6:,.0f} M",
-                f"{found['iteration_ms']:.1f} ({least:.1f} - {most:.1f}) ms",
-                f"{found['tokens_per_second']:,.0f}",
-                f"{run.tflops:.1f}",
-                f"{100 * found['mfu']:.1f} %" if "mfu" in found else "-",
-                gibibytes(run.peak_bytes),
-                f"{found['first_loss']:.4f}",
-                f"{found['last_loss']:.4f}",
-            ]
-        )
-    return Table("Runs", head, lines, ("attention", "ran"))
+    return Results([report], panels(report), [differences])
 
 
 def panels(report: PretrainingReport) -> list[Panel]:
@@ -516,20 +491,6 @@ def panels(report: PretrainingReport) -> list[Panel]:
         Panel("loss per token (nats)", "iteration", curves, **plain),
         Panel("difference of the losses", "iteration", gaps, **plain),
     ]
-
-
-EXPLANATION = """\
-- Both models go through `megatron.training.pretrain` with the same arguments, first weights and
-  mock data; **standard** is Megatron-Core's `MLASelfAttention`, **absorbed** is
-  `AbsorbedMLASelfAttention` through `--spec`.
-- **ran**: the form and the backend that computed the attention of our layers.
-- **iteration**: median of Megatron's own times after the first ones, in brackets the shortest and
-  longest. **TFLOP/s** of one GPU by Megatron's count, in which backward is twice forward and causal
-  attention half; **MFU** is their part of the peak.
-- **peak**: the most memory allocated on a GPU when Megatron last reported it, in its second
-  iteration.
-- **difference**: of the losses of one iteration, the largest; "last" is the mean of the last ten
-  iterations."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Find out whether the cuDNN that TransformerEngine loads gives right gradients for packs.
 
     $ python scripts/checks/check_cudnn_packed_gradients.py docs/megatron
-    $ python scripts/checks/check_cudnn_packed_gradients.py /tmp/both --render one.json two.json
+    $ python scripts/checks/check_cudnn_packed_gradients.py docs/megatron --render one.json two.json
 
 Megatron's standard MLA pads its values from 128 to 192 numbers in packs, and cuDNN 9.14 computes
 wrong gradients for values that wide. This builds Megatron's MLASelfAttention of TransformerEngine's
@@ -67,7 +67,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ValueError: After wrong input.
     """
     parser = Parser("check_cudnn_packed_gradients.py", __doc__)
-    arguments.add_folder(parser, f"{NAME}-cudnn-VERSION.json and .md")
+    arguments.add_folder(parser, f"{NAME}-cudnn-VERSION.json")
     parser.add_argument("--tokens", type=count, default=2048, help="of a sequence or pack")
     parser.add_argument("--heads", type=count, default=16, help="of the layers")
     arguments.add_dims(parser, DIMS)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.render:
-        publish(args.folder, [read(file) for file in args.render])
+        show([read(file) for file in args.render])
         return 0
     return measure(args)
 
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> int:
     for width in measure_widths(args.heads, args.tokens, world.device(), torch.bfloat16):
         found.widths.append(width)
     write(found, args.folder)
-    publish(args.folder, [found])
+    show([found])
     world.stop()
     return int(ours_is_off(found))
 
@@ -437,31 +437,17 @@ def _outcome(
 # ---- report
 
 
-def publish(folder: Path, runs: Sequence[Findings]) -> None:
-    """Write the Markdown, and print tables and verdicts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.md").write_text(markdown(runs))
+def show(runs: Sequence[Findings]) -> None:
+    """Print the tables, what failed and the verdict of each run."""
     for run in runs:
-        print("", layer_table(run).text(), width_table(run).text(), *verdict(run), sep="\n")
-
-
-def markdown(runs: Sequence[Findings]) -> str:
-    """The whole report, a section for each cuDNN."""
-    parts = ["# Gradients of packs, by cuDNN", EXPLANATION]
-    for run in runs:
-        parts += [
-            f"## cuDNN {run.cudnn}",
-            provenance.sentence(run.environment),
-            "### Layers",
-            layer_table(run).markdown(),
-        ]
-        parts += ["### The attention alone", width_table(run).markdown()] if run.widths else []
-        parts += [_failures(run)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        tables = [layer_table(run), width_table(run)]
+        texts = [table.text() for table in tables if table.lines]
+        parts = [provenance.sentence(run.environment), *texts, *_failures(run), *verdict(run)]
+        print("", *parts, sep="\n")
 
 
 def layer_table(run: Findings) -> Table:
-    """A line for each layer on each layout, a column for each tensor."""
+    """A line for each layer on each layout, a column for each tensor; "!" is out of bounds."""
     good = [row for row in run.layers if not row.error]
     tensors = list(dict.fromkeys(name for row in good for name in row.errors))
     words = ["layer", "layout", "ran"]
@@ -470,7 +456,7 @@ def layer_table(run: Findings) -> Table:
         [row.implementation, row.layout, row.ran or "-", *(_cell(row, n) for n in tensors)]
         for row in good
     ]
-    return Table("Layers", head, lines, words)
+    return Table("Layers", head, lines)
 
 
 def width_table(run: Findings) -> Table:
@@ -481,7 +467,7 @@ def width_table(run: Findings) -> Table:
         found = [f"{row.errors[n]:.1e}" if n in row.errors else "-" for n in names]
         lines.append([str(row.key_width), str(row.value_width), row.layout, *found])
     head = ["key", "value", "layout", *names]
-    return Table("The attention alone", head, lines, ["layout"])
+    return Table("The attention alone", head, lines)
 
 
 def verdict(run: Findings) -> list[str]:
@@ -511,34 +497,20 @@ def _named(rows: Sequence[LayerRow]) -> str:
     return ", ".join(row.layout.replace("thd, ", "thd of ") for row in rows)
 
 
-def _failures(run: Findings) -> str:
-    """What has no figures, with its reason; empty without any."""
-    lines = [f"- {r.implementation}, {r.layout}: {r.error}" for r in run.layers if r.error]
-    lines += [
-        f"- attention alone, {r.key_width}/{r.value_width}, {r.layout}: {r.error}"
-        for r in run.widths
-        if r.error
+def _failures(run: Findings) -> list[str]:
+    """A line for each pair of widths that has no figures, with the reason."""
+    return [
+        f"Not measured: {row.key_width}/{row.value_width}, {row.layout}: {row.error}"
+        for row in run.widths
+        if row.error
     ]
-    return "\n".join(["Not measured:", "", *lines]) if lines else ""
 
 
 def _cell(row: LayerRow, name: str) -> str:
     if name not in row.errors:
         return "-"
     text = f"{row.errors[name]:.1e}"
-    return f"**{text}**" if name in row.out_of_bounds else text
-
-
-EXPLANATION = """\
-- Errors are relative Frobenius norms against a float64 evaluation of MLA's equations in one process
-  (`tests/oracle.py`), of the output, the input gradient and the gradient of every parameter. Bold:
-  above three times what a plain evaluation of the same equations loses at this precision.
-- **megatron**: Megatron-Core's `MLASelfAttention` of TransformerEngine's layers, whose attention is
-  made to be cuDNN's. **ours**: `AbsorbedMLASelfAttention` with the backend that "auto" takes, and
-  with `core_attention_backend="transformer_engine"`, which calls the same cuDNN. All have the same
-  weights, input and output gradient.
-- **The attention alone**: TransformerEngine's fused attention as our backend calls it, beside
-  float64; `thd` is a pack of two documents."""
+    return f"{text} !" if name in row.out_of_bounds else text
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     $ python scripts/checks/logits_table.py docs/conversion
     $ torchrun --nproc-per-node 2 scripts/checks/logits_table.py docs/conversion
 
-Each run replaces the rows of its tensor-parallel size in logits.json, and writes logits.md anew.
+Each run replaces the rows of its tensor-parallel size in logits.json, and prints the table of all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import provenance
 from benchmarks.kit.report import write_json
-from benchmarks.kit.tables import markdown_table
+from benchmarks.kit.tables import Table
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -44,7 +44,7 @@ def main() -> int:
 
 def _measure_all() -> None:
     parser = Parser("logits_table.py", __doc__)
-    parser.add_argument("folder", type=Path, help="where logits.json and logits.md go")
+    parser.add_argument("folder", type=Path, help="where logits.json goes")
     arguments = parser.parse_args()
     require_writable(folders={"folder": arguments.folder})
     warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\..*")
@@ -135,10 +135,10 @@ def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
         "rows": rows,
     }
     write_json(path, document)
-    (folder / "logits.md").write_text(markdown(document) + "\n")
+    print(table(document).text())
 
 
-def markdown(document: dict) -> str:
+def table(document: dict) -> Table:
     """A table with a line per architecture and attention, and a column per size."""
     by_line: dict[tuple, dict[int, dict]] = {}
     for row in document["rows"]:
@@ -159,7 +159,7 @@ def markdown(document: dict) -> str:
         single = measured.get(1, {})
         wrong = [figure(single.get(name)) for name in ("rope_in_halves", "mscale_all_dim_0")]
         lines.append([*key, *errors, figure(divergence), *wrong])
-    return markdown_table(titles, lines, titles)
+    return Table("Logits", titles, lines)
 
 
 def figure(value: float | None) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.kit.plot import figure
 from benchmarks.kit.tables import markdown_table
+from console.figure import figure
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script

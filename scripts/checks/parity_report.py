@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 import warnings
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import provenance
-from benchmarks.kit.arguments import add_device, require_device
+from benchmarks.kit.arguments import add_device, use_device
 from benchmarks.kit.report import write_json
 from console.outputs import require_writable
 from console.parser import Parser
@@ -54,11 +53,7 @@ def _verify(argv: Sequence[str] | None) -> None:
     if args.tokens < 2 * _DECODED:
         parser.error(f"--tokens must be at least {2 * _DECODED}, got {args.tokens}")
     require_writable(files={"--json": args.json})
-    if args.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
-
-    require_device(args.device, torch.cuda.is_available())
+    use_device(args.device)
     warnings.filterwarnings("ignore")
     report = _report(args)
     if args.json:

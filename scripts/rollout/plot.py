@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from console.figure import figure
 from training.metrics import series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def plot_rollouts(records: list[dict], path: str | Path, reward: str) -> None:
@@ -15,12 +20,11 @@ def plot_rollouts(records: list[dict], path: str | Path, reward: str) -> None:
         path: PNG to write.
         reward: Name of the reward.
     """
-    import matplotlib
+    with figure(path, 2, 1, (8, 6), sharex=True) as [[above], [below]]:
+        _draw(above, below, records, reward)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
+def _draw(above: Axes, below: Axes, records: list[dict], reward: str) -> None:
     mean, deviation = series(records, "reward"), series(records, "reward_deviation")
     steps = list(mean)
     above.plot(steps, list(mean.values()), label="mean")
@@ -44,8 +48,3 @@ def plot_rollouts(records: list[dict], path: str | Path, reward: str) -> None:
     below.legend()
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from console.figure import figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -103,30 +105,19 @@ def plot_losses(
         path: PNG to write.
         title: Of the plot.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    if len(runs) == 2:
-        figure, (losses, differences) = pyplot.subplots(
-            2, sharex=True, figsize=(8, 7), height_ratios=(3, 1.4)
-        )
-        _draw_differences(differences, runs)
-    else:
-        figure, losses = pyplot.subplots(figsize=(8, 5))
-    _draw_losses(losses, runs)
-    losses.set_title(title)
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.axes[-1].set_xlabel("iteration")
-    figure.tight_layout()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
+    heights = (5,) if len(runs) != 2 else (4.7, 2.3)
+    size = (8, sum(heights))
+    with figure(path, len(heights), 1, size, sharex=True, height_ratios=heights) as grid:
+        losses, *differences = grid.flat
+        _draw_losses(losses, runs)
+        losses.set_title(title)
+        for axes in differences:
+            _draw_differences(axes, runs)
+        for axes in grid.flat:
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        grid.flat[-1].set_xlabel("iteration")
 
 
 def _draw_losses(axes: Axes, runs: dict[str, list[dict]]) -> None:

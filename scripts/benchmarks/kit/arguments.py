@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -97,16 +98,22 @@ def chosen(cases: Iterable[Any], only: str | None) -> list:
     return [case for case in cases if (only or "") in str(case)]
 
 
-def require_device(device: str | None, available: bool) -> str:
-    """``"cuda"`` or ``"cpu"``.
+def use_device(device: str | None) -> str:
+    """``"cuda"`` or ``"cpu"``, as ``--device`` says; must be called before PyTorch looks for a GPU.
 
     Args:
-        device: The value of ``--device``.
-        available: Whether PyTorch sees a GPU.
+        device: The value of ``--device``; None takes a GPU if there is one.
 
     Raises:
         ValueError: If a GPU is asked for and there is none.
     """
+    if device == "cpu":
+        # Megatron asks PyTorch for the device in many places.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Only here, so that --help needs no torch.
+    import torch
+
+    available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ValueError("--device cuda needs a GPU, and there is none; give --device cpu")
     return device or ("cuda" if available else "cpu")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.kit.tables import tokens_text
+from console.figure import figure
 
 # More panels than that cannot be read.
 MOST_PANELS = 16
@@ -58,7 +58,7 @@ def draw(panels: Sequence[Panel], path: Path) -> bool:
         False if there is nothing to draw, or matplotlib is missing.
     """
     shown = [panel for panel in panels if panel.lines][:MOST_PANELS]
-    if not shown or not can_plot():
+    if not shown or importlib.util.find_spec("matplotlib") is None:
         return False
     rows = -(-len(shown) // 2)
     with figure(path, rows, 2, (11, 0.6 + 3.2 * rows)) as grid:
@@ -90,33 +90,3 @@ def _draw(axes, panel: Panel) -> None:
     axes.set_xlabel(panel.xlabel)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-@contextmanager
-def figure(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """A PNG that is written at the end of the block; gives its axes, an array [rows, columns].
-
-    Args:
-        path: The PNG.
-        rows: Of axes.
-        columns: Of axes.
-        size: In inches, at 130 dots each.
-    """
-    import matplotlib
-
-    # Before pyplot looks for a screen.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
-    try:
-        yield grid
-        drawn.tight_layout()
-        drawn.savefig(path, dpi=130)
-    finally:
-        pyplot.close(drawn)

@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows, the JSON file that keeps them, and the page that shows them."""
+"""Results of a benchmark: rows, the JSON file that keeps them, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_type_hints
 
 from benchmarks.kit import plot, provenance
-from benchmarks.kit.tables import Table, shortened
+from benchmarks.kit.tables import shortened
 
 _Built = TypeVar("_Built")
 
@@ -99,8 +99,22 @@ class Report:
 
         return read_json(path, build)
 
+    @classmethod
+    def show_again(cls, files: Iterable[Path], stream: TextIO | None = None) -> list[Self]:
+        """Former results of ``--render``; prints their conditions and rows.
+
+        Raises:
+            ValueError: If a file is not one of this script's.
+        """
+        reports = [cls.read(file) for file in files]
+        for report in reports:
+            lines = (report.line(row) for row in report.measured)
+            about = provenance.sentence(report.environment)
+            print("", about, *lines, sep="\n", file=stream or sys.stdout)
+        return reports
+
     def line(self, row: Any) -> str:
-        """A row in one line, to be printed while others are measured."""
+        """A row in one line."""
         if row.error:
             return f"{row.case}: {shortened(row.error, 150)}"
         ran = f" ({row.ran})" if getattr(row, "ran", "") else ""
@@ -181,57 +195,35 @@ def not_measured(reports: Iterable[Report], most: int = 4) -> str:
 
 
 @dataclass(frozen=True)
-class Page:
-    """Everything that is shown of reports.
+class Results:
+    """What is shown of reports besides their rows.
 
     Attributes:
-        title: Of the page.
         reports: What was measured.
-        tables: Of all reports.
         panels: Of the plot.
-        notes: Paragraphs after the tables; empty ones are left out.
-        explanation: What the columns mean.
+        notes: Printed; empty ones are left out.
     """
 
-    title: str
     reports: Sequence[Report]
-    tables: Sequence[Table]
     panels: Sequence[plot.Panel] = ()
     notes: Sequence[str] = ()
-    explanation: str = ""
-
-    def markdown(self, image: str) -> str:
-        """For a file beside the plot ``image``."""
-        parts = [f"# {self.title}"]
-        parts += [provenance.sentence(report.environment) for report in self.reports]
-        for table in self._filled():
-            parts += [f"## {table.title}", table.markdown()]
-        parts += [*self.notes, not_measured(self.reports), f"![{self.title}]({image})"]
-        return "\n\n".join(filter(None, [*parts, self.explanation])) + "\n"
 
     def print(self, stream: TextIO | None = None) -> None:
-        """Tables and notes to ``stream``, and a last line of JSON to stdout."""
+        """Notes to ``stream``, and a last line of JSON to stdout."""
         stream = stream or sys.stdout
-        tables = [table.text() for table in self._filled()]
-        for part in filter(None, [*tables, *self.notes, not_measured(self.reports)]):
+        for part in filter(None, [*self.notes, not_measured(self.reports)]):
             print(f"\n{part}", file=stream)
         stream.flush()
         print(json.dumps([report.summary() for report in self.reports]), flush=True)
 
     def publish(self, folder: Path, name: str) -> None:
-        """Write NAME.md and NAME.png, and print."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(self.markdown(f"{name}.png"))
+        """Draw NAME.png, and print."""
         self.draw(folder / f"{name}.png")
         print(f"Written to {folder}")
         self.print()
 
     def draw(self, path: Path, stream: TextIO | None = None) -> None:
         """Write the plot, or say why there is none."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not plot.draw(self.panels, path):
             message = "No plot: matplotlib is missing, or nothing was measured."
             print(message, file=stream or sys.stdout)
-
-    def _filled(self) -> list[Table]:
-        return [table for table in self.tables if table.lines]

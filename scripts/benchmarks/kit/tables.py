@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table.
+    """A titled table for a terminal.
 
     Attributes:
         title: Above it.
         head: Names of the columns.
         lines: Cells.
-        words: Columns that hold words; the others hold numbers, which are set flush right.
     """
 
     title: str
     head: Sequence[str]
     lines: Sequence[Sequence[str]]
-    words: Sequence[str] = ()
-
-    def markdown(self) -> str:
-        """For a file."""
-        return markdown_table(self.head, self.lines, self.words)
 
     def text(self) -> str:
-        """For a terminal, in columns."""
+        """In columns, flush right."""
         widths = [max(map(len, column)) for column in zip(self.head, *self.lines)]
         lines = (
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip()
@@ -39,7 +34,13 @@ class Table:
 def markdown_table(
     head: Sequence[str], lines: Iterable[Sequence[str]], words: Iterable[str] = ()
 ) -> str:
-    """A table in Markdown; see :class:`Table`."""
+    """A table in Markdown.
+
+    Args:
+        head: Names of the columns.
+        lines: Cells.
+        words: Columns that hold words; the others hold numbers, which are set flush right.
+    """
     left = set(words)
     align = ["---" if name in left else "---:" for name in head]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, align, *lines])
@@ -50,19 +51,10 @@ def tokens_text(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
-def milliseconds(seconds: float | None, digits: int = 2) -> str:
-    """``"1.23 ms"``; ``"-"`` for None."""
-    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f} ms"
-
-
-def gibibytes(num_bytes: int | None) -> str:
-    """``"1.23 GiB"``; ``"-"`` for None."""
-    return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
-
-
-def number(value: float | None, form: str) -> str:
-    """``value`` in a format as ``".3f"``; ``"-"`` for None."""
-    return "-" if value is None else f"{value:{form}}"
+def gibibytes(row: Any) -> dict[str, float]:
+    """The memory of a row in GiB: of ``kept_bytes`` and ``peak_bytes``, where they are known."""
+    sizes = {name: getattr(row, f"{name}_bytes", None) for name in ("kept", "peak")}
+    return {f"{name}_gib": size / 2**30 for name, size in sizes.items() if size is not None}
 
 
 def shortened(text: str, most: int = 300) -> str:

@@ -84,6 +84,42 @@ def assert_one_line_error(done: subprocess.CompletedProcess, *parts: str) -> Non
         assert part in done.stderr
 
 
+def no_python(machine: Machine) -> None:
+    pass
+
+
+def old_python(machine: Machine) -> None:
+    machine.add_python("3.9")
+    machine.add("python3", PYTHON)
+
+
+def no_venv(machine: Machine) -> None:
+    machine.add_python("3.12")
+    stub = PYTHON.replace('case "$*" in', 'case "$*" in\n  *"import venv"*) exit 1 ;;')
+    machine.add("python3.12", stub)
+
+
+def full_disk(machine: Machine) -> None:
+    machine.add_python("3.11")
+    machine.add("df", "#!/bin/bash\nprintf 'x x x Available\\nx x x 2000000\\n'\n")
+
+
+def other_system(machine: Machine) -> None:
+    machine.add("uname", "#!/bin/bash\necho Darwin\n")
+
+
+def missing_interpreter(machine: Machine) -> None:
+    machine.env["ABSORBED_MLA_PYTHON"] = "/no/such/python"
+
+
+def failing_pip(said: str):
+    def prepare(machine: Machine) -> None:
+        machine.add_python("3.11")
+        machine.env["STUB_PIP_ERROR"] = said
+
+    return prepare
+
+
 class TestEnvironment:
     def test_made_once_and_then_reused(self, machine):
         """The second run must work without a network, so it may not call pip."""
@@ -184,52 +220,30 @@ class TestEnvironment:
         assert_one_line_error(machine.prepare(), str(machine.environment), "ABSORBED_MLA_PYTHON")
         assert (machine.environment / "thesis.tex").exists()
 
-    def test_without_python(self, machine):
-        assert_one_line_error(machine.prepare(), "Python 3.11 to 3.14", "Found: none")
-
-    def test_with_an_old_python(self, machine):
-        machine.add_python("3.9")
-        machine.add("python3", PYTHON)
-        assert_one_line_error(machine.prepare(), "Python 3.11 to 3.14", "python3 is 3.9")
-
-    def test_python_without_venv(self, machine):
-        machine.add_python("3.12")
-        stub = PYTHON.replace('case "$*" in', 'case "$*" in\n  *"import venv"*) exit 1 ;;')
-        machine.add("python3.12", stub)
-        assert_one_line_error(machine.prepare(), "python3.12 is 3.12 without venv and pip")
-
-    def test_without_disk_space(self, machine):
-        machine.add_python("3.11")
-        machine.add("df", "#!/bin/bash\nprintf 'x x x Available\\nx x x 2000000\\n'\n")
-        assert_one_line_error(machine.prepare(), "needs 3 GB", "2 GB are free", "ABSORBED_MLA_ENV")
-        assert not machine.environment.exists()
-
     @pytest.mark.parametrize(
-        "said, error",
+        ("lacking", "parts"),
         [
-            ("NewConnectionError('refused')", "package index cannot be reached. The first run"),
-            ("OSError: [Errno 28] No space left on device", "disk filled up"),
-            ("ERROR: No matching distribution found for torch", "No matching distribution"),
+            (no_python, ["Python 3.11 to 3.14", "Found: none"]),
+            (old_python, ["Python 3.11 to 3.14", "python3 is 3.9"]),
+            (no_venv, ["python3.12 is 3.12 without venv and pip"]),
+            (full_disk, ["needs 3 GB", "2 GB are free", "ABSORBED_MLA_ENV"]),
+            (other_system, ["Linux only; this is Darwin"]),
+            (missing_interpreter, ["ABSORBED_MLA_PYTHON=/no/such/python"]),
+            (failing_pip("NewConnectionError('refused')"), ["package index cannot be reached."]),
+            (failing_pip("OSError: [Errno 28] No space left on device"), ["disk filled up"]),
+            (failing_pip("ERROR: No matching distribution for torch"), ["No matching distr"]),
         ],
     )
-    def test_pip_fails(self, machine, said, error):
-        machine.add_python("3.11")
-        machine.env["STUB_PIP_ERROR"] = said
-        assert_one_line_error(machine.prepare(), error)
-
-    def test_other_system(self, machine):
-        machine.add("uname", "#!/bin/bash\necho Darwin\n")
-        assert_one_line_error(machine.prepare(), "Linux only; this is Darwin")
+    def test_what_is_lacking_is_one_line(self, machine, lacking, parts):
+        lacking(machine)
+        assert_one_line_error(machine.prepare(), *parts)
+        assert machine.pip_calls() or not machine.environment.exists()
 
     def test_given_interpreter_is_used_as_it_is(self, machine):
         machine.add_python("3.12")
         machine.env["ABSORBED_MLA_PYTHON"] = str(machine.bin / "python3.12")
         assert machine.prepare().stdout.strip() == str(machine.bin / "python3.12")
         assert machine.pip_calls() == []
-
-    def test_given_interpreter_is_missing(self, machine):
-        machine.env["ABSORBED_MLA_PYTHON"] = "/no/such/python"
-        assert_one_line_error(machine.prepare(), "ABSORBED_MLA_PYTHON=/no/such/python")
 
 
 class TestCommandLines:

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-
 from console.script import Failure, run_script
+from tests.support.environment import without_launcher
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 RANK = """
 import os, sys, time
 sys.path.insert(0, {scripts!r})
@@ -39,10 +37,6 @@ def program(work: str) -> list[str]:
     return [sys.executable, "-c", RANK.format(scripts=str(SCRIPTS), work=lines)]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in LAUNCHER} | more
-
-
 class Job:
     """Ranks of one machine, as torchrun starts them, with files for what went wrong."""
 
@@ -51,7 +45,7 @@ class Job:
         self.processes = []
         for rank, file in enumerate(self.files):
             file.parent.mkdir(parents=True)
-            env = environment(
+            env = without_launcher(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
                 WORLD_SIZE=str(ranks),
@@ -110,7 +104,7 @@ class TestErrors:
 
     def test_without_torchrun(self):
         done = subprocess.run(
-            program("raise ValueError('x')"), env=environment(), capture_output=True, text=True
+            program("raise ValueError('x')"), env=without_launcher(), capture_output=True, text=True
         )
         assert (done.returncode, done.stderr) == (2, "it.py: error: x\n")
 
@@ -142,7 +136,7 @@ class TestErrors:
         """As ``it.py | head -1``."""
         command = program("for _ in range(10**6): print('x' * 100)")
         process = subprocess.Popen(
-            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, env=without_launcher(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         process.stdout.readline()
         process.stdout.close()
@@ -171,7 +165,7 @@ class TestSignals:
     def test_ctrl_c(self):
         process = subprocess.Popen(
             program("print('ready', flush=True)\ntime.sleep(60)"),
-            env=environment(),
+            env=without_launcher(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -207,7 +201,7 @@ def orphan_of(start: str, **variables: str) -> int:
     """Kill -9 a process that has started another one; the other one's id."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(start=start)],
-        env=environment(PYTHONPATH=str(SCRIPTS), **variables),
+        env=without_launcher(PYTHONPATH=str(SCRIPTS), **variables),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -255,5 +249,5 @@ if not os.fork():
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-        env = environment(PYTHONPATH=str(SCRIPTS))
+        env = without_launcher(PYTHONPATH=str(SCRIPTS))
         assert subprocess.run([sys.executable, "-c", late], env=env).returncode == 128 + 9

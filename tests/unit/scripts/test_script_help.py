@@ -7,12 +7,13 @@ seconds to import.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.environment import without_launcher
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
@@ -64,18 +65,12 @@ def helped(tmp_path_factory):
         if name not in known:
             report = folder / f"{Path(name).name}.json"
             command = [sys.executable, "-c", PROBE, str(report), str(SCRIPTS / f"{name}.py")]
-            done = subprocess.run(command, env=alone(), capture_output=True, text=True)
+            done = subprocess.run(command, env=without_launcher(), capture_output=True, text=True)
             assert report.exists(), done.stderr[-2000:]
             known[name] = done.stdout, json.loads(report.read_text())
         return known[name]
 
     return run
-
-
-def alone(**more: str) -> dict[str, str]:
-    """An environment without another launcher's processes."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    return {k: v for k, v in os.environ.items() if k not in names} | more
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,7 +103,7 @@ def test_a_typo_is_one_line(name):
     block += f"sys.path[0] = {str(script.parent)!r}; "
     block += f"runpy.run_path({str(script)!r}, run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, "-c", block], env=alone(), capture_output=True, text=True
+        [sys.executable, "-c", block], env=without_launcher(), capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"{Path(name).name}.py: error: ")
@@ -127,6 +122,6 @@ def test_modules_say_that_they_are_no_scripts(name):
 
 def test_only_one_of_many_processes_prints_help():
     command = [sys.executable, str(SCRIPTS / "train.py"), "--help"]
-    env = alone(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    env = without_launcher(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

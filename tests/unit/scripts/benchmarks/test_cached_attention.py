@@ -29,15 +29,14 @@ def test_counts():
     assert offloaded_bytes(case, DIMS, 2) == 3 * 75 * 576 * 2
 
 
-def test_a_run_on_a_cpu(tmp_path, capsys):
+def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cached_attention.main([str(tmp_path), *TINY]) == 0
     rows = json.loads((tmp_path / "cached.json").read_text())["rows"]
     assert [row["case"]["suite"] for row in rows] == ["prefill", "offload"]
     assert [row["error"] for row in rows] == ["", ""]
     assert rows[1]["case"]["resident"] == 6
     assert all(row["ours"]["median"] > 0 for row in rows)
-    text = (tmp_path / "cached.md").read_text()
-    assert "| 2 | 6 | 24 |" in text and "| 2 | 2 | 24 | 6 |" in text
     assert (tmp_path / "cached.png").stat().st_size > 1000
     [last] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {"more_ms", "link_ms"} < set(last["rows"][1])

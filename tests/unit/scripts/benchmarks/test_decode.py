@@ -49,8 +49,8 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert len(DecodeReport.read(files[0]).measured) == 1
     assert files[1].stat().st_size > 1000
     assert decode.main(["--render", str(files[0])]) == 0
-    again, shown = capsys.readouterr()
-    assert again == out.splitlines(keepends=True)[-1] and err.endswith(shown)
+    again, _ = capsys.readouterr()
+    assert again == out.splitlines(keepends=True)[-1]
 
 
 def test_a_device_that_is_lost(capsys, monkeypatch):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.kit import provenance, timing
-from benchmarks.kit.arguments import parse_sizes, require_device
+from benchmarks.kit.arguments import parse_sizes, use_device
 from benchmarks.kit.overlap import covered_fraction, kernels, merged
 from benchmarks.kit.plot import Panel, collected, draw
 from benchmarks.kit.processes import CaseError, Processes
-from benchmarks.kit.report import Page, Refused, Report, Times, not_measured, reason
-from benchmarks.kit.tables import Table, shortened, tokens_text
+from benchmarks.kit.report import Refused, Report, Results, Times, not_measured, reason
+from benchmarks.kit.tables import shortened, tokens_text
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
 ENVIRONMENT = {
@@ -81,11 +83,6 @@ class TestReport:
         with pytest.raises(ValueError, match=f"--render must be JSON that this script .*{path}"):
             SomeReport.read(path)
 
-    def test_lines_while_measuring(self):
-        found = SomeReport(ENVIRONMENT, [])
-        assert found.line(GOOD) == f"{GOOD.case} (expanded, cudnn): ms 12.35"
-        assert found.line(BAD[0]) == f"{BAD[0].case}: too wide for flash"
-
     def test_errors_are_grouped_by_why(self):
         names = "; ".join(str(row.case) for row in BAD[:4])
         found = not_measured([SomeReport(ENVIRONMENT, [GOOD, *BAD])])
@@ -95,28 +92,29 @@ class TestReport:
         assert reason(KeyError("x")) == "KeyError: 'x'"
 
     @pytest.mark.parametrize("plotted", [True, False])
-    def test_page(self, plotted, tmp_path, capsys, monkeypatch):
+    def test_results(self, plotted, tmp_path, capsys, monkeypatch):
         if not plotted:
             monkeypatch.setitem(sys.modules, "matplotlib", None)
         reports = [SomeReport(ENVIRONMENT, [GOOD, BAD[0]])]
-        table = Table("Rows", ["name", "ms"], [["good", "12.35"]], ["name"])
         panels = collected([("a", "good", 1024, 3), ("b", "good", 2048, 4)], "tokens")
         panels.append(Panel("c", "iteration", {"x": [(1, 2), (2, 1)]}, sizes=False, marker=""))
-        Page("A page", reports, [table, Table("Empty", ["x"], [])], panels, ["a note"]).publish(
-            tmp_path / "new", "it"
-        )
-        text = (tmp_path / "new" / "it.md").read_text()
-        assert text.startswith("# A page\n\nMeasured on 2026-01-01 by `python it.py` at abc: ")
-        assert "a device, bfloat16; kv-lora-rank 512; link 5.55e+10; torch 2." in text
-        assert "## Rows\n\n| name | ms |\n| --- | ---: |\n| good | 12.35 |" in text
-        assert "a note" in text and "Not measured:" in text and "Empty" not in text
+        Results(reports, panels, ["a note"]).publish(tmp_path / "new", "it")
         output = capsys.readouterr().out
-        assert "Rows\nname     ms\ngood  12.35" in output
+        assert "a note" in output and "Not measured:" in output
         assert (tmp_path / "new" / "it.png").exists() == plotted
         assert ("No plot: matplotlib is missing" in output) != plotted
         [last] = json.loads(output.splitlines()[-1])
         assert last["rows"][0] == {"name": "good", "ms": pytest.approx(12.3456)}
         assert last["rows"][1]["error"].startswith("too wide")
+
+    def test_former_results(self, tmp_path, capsys):
+        SomeReport(ENVIRONMENT, [GOOD, BAD[0]]).write(tmp_path / "a.json")
+        [found] = SomeReport.show_again([tmp_path / "a.json"])
+        assert found.rows == [GOOD, BAD[0]]
+        about, row = capsys.readouterr().out.splitlines()[1:]
+        assert about.startswith("Measured on 2026-01-01 by `python it.py` at abc: a device, bf")
+        assert about.endswith("; kv-lora-rank 512; link 5.55e+10; torch 2.")
+        assert row == f"{GOOD.case} (expanded, cudnn): ms 12.35"
 
     def test_nothing_to_draw(self, tmp_path):
         assert not draw([], tmp_path / "a.png")
@@ -128,10 +126,14 @@ def test_numbers_as_people_read_and_write_them():
     assert shortened("a\n b " + "c" * 9, 9) == "a b cc..."
 
 
-def test_device():
-    assert require_device(None, True) == "cuda" and require_device(None, False) == "cpu"
+def test_device(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for available, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", mock.Mock(return_value=available))
+        assert use_device(None) == expected and os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     with pytest.raises(ValueError, match="--device cuda needs a GPU, and there is none"):
-        require_device("cuda", False)
+        use_device("cuda")
+    assert use_device("cpu") == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 class TestTiming:

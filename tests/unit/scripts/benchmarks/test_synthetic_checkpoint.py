@@ -95,13 +95,6 @@ def test_no_two_tensors_are_equal(tmp_path):
     assert len(rows.unique(dim=0)) == len(rows)
 
 
-def test_seed(tmp_path):
-    first, again = written(tmp_path / "a"), written(tmp_path / "b")
-    other = written(tmp_path / "c", "--seed", "1")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not any(torch.equal(first[name], other[name]) for name in first)
-
-
 def test_shards(tmp_path):
     tensors = written(tmp_path / "a", "--shard-size", "0.5MB")
     shards = list((tmp_path / "a").glob("*.safetensors"))
@@ -131,14 +124,8 @@ def test_fp8(tmp_path):
     assert partial
 
 
-def test_dtype(tmp_path):
-    tensors = written(tmp_path / "a", "--dtype", "fp32")
-    assert {t.dtype for t in tensors.values()} == {torch.float32}
-    assert read_config(tmp_path / "a")["torch_dtype"] == "float32"
-
-
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("size", ["0.2GB", "1GB", "6GB", "20GB"])
+@pytest.mark.parametrize("size", ["0.2GB", "6GB", "20GB"])
 @pytest.mark.parametrize("mtp", [False, True])
 def test_fit_size(model, size, mtp):
     target = parse_size(size)

@@ -126,21 +126,18 @@ def test_widths(fused, monkeypatch):
         wrong = row.layout == "thd" and row.value_width == 192
         assert (row.errors["dv"] > 0.1) == wrong
         assert row.errors["output"] < 1e-2 and row.errors["dq"] < 1e-2
-    lines = check.width_table(Findings(ENVIRONMENT, [], rows)).markdown().splitlines()
-    assert lines[0] == "| key | value | layout | output | dq | dk | dv |"
-    [line] = [line for line in lines if "| 192 | 192 | thd |" in line]
-    assert line.endswith("| 2.0e-01 |")
 
 
-def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch):
+def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise RuntimeError("cuDNN has no plan")
 
     monkeypatch.setattr(fused, "fused_attn_bwd", fails)
     rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
     assert all(row.error == "RuntimeError: cuDNN has no plan" for row in rows)
-    text = check.markdown([Findings(ENVIRONMENT, [], rows)])
-    assert "- attention alone, 64/64, sbhd: RuntimeError: cuDNN has no plan" in text
+    check.show([Findings(ENVIRONMENT, [], rows)])
+    expected = "Not measured: 64/64, sbhd: RuntimeError: cuDNN has no plan"
+    assert expected in capsys.readouterr().out
 
 
 def row(implementation="ours", error="", **errors) -> LayerRow:
@@ -184,8 +181,6 @@ class TestCommand:
         found = check.read(tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json")
         assert {row.implementation for row in found.layers} == {"megatron", *check.OURS}
         assert len(found.widths) == 2
-        text = (tmp_path / "new" / "packed_gradients.md").read_text()
-        assert "## cuDNN 9.14.0" in text and "| **" in text
         assert "megatron: within bounds on sbhd; WRONG on thd" in capsys.readouterr().out
 
     def test_ours_being_off_is(self, runs, monkeypatch, tmp_path):
@@ -208,10 +203,8 @@ class TestCommand:
             "packed_gradients-cudnn-9.19.0.json",
         ]
         assert check.main([str(tmp_path / "new"), "--render", *map(str, files)]) == 0
-        text = (tmp_path / "new" / "packed_gradients.md").read_text()
-        before, after = text.split("## cuDNN 9.19.0")
-        assert "**3.0e-01**" in before and "| megatron | sbhd |" in after and "**" not in after
-        assert "cudnn of torch 9.19.0, cudnn of transformer-engine 9.14.0" in before
+        before, after = capsys.readouterr().out.split("TransformerEngine runs cuDNN 9.14.0.")
+        assert "3.0e-01 !" in before and "2.0e-02" in after and "!" not in after
 
     def test_json_keeps_everything(self, tmp_path):
         findings = Findings(ENVIRONMENT, [row(output=0.1), row("megatron", "no")], [])
@@ -223,23 +216,18 @@ class TestCommand:
         assert "--render must be JSON that this script wrote" in capsys.readouterr().err
 
 
-class TestRefusals:
-    def one_line(self, capsys) -> str:
-        assert check.main(["out"]) == 2
-        captured = capsys.readouterr()
-        assert not captured.out and captured.err.count("\n") == 1
-        return captured.err
-
-    def test_no_gpu(self, capsys, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert "needs a GPU that PyTorch can use" in self.one_line(capsys)
-
-    def test_no_transformer_engine(self, capsys, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setitem(sys.modules, "transformer_engine", None)
-        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-        assert "needs TransformerEngine: not installed" in self.one_line(capsys)
-
-    def test_too_few_tokens(self, capsys):
-        assert check.main(["out", "--tokens", "15"]) == 2
-        assert "at least 16, got 15" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "gpu", "message"),
+    [
+        ([], False, "needs a GPU that PyTorch can use"),
+        ([], True, "needs TransformerEngine: not installed"),
+        (["--tokens", "15"], True, "at least 16, got 15"),
+    ],
+)
+def test_refusals_are_one_line(argv, gpu, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert check.main(["out", *argv]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1 and message in captured.err

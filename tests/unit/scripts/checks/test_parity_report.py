@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from checks import parity_report
+from tests.support.environment import without_launcher
 
 SCRIPTS = Path(parity_report.__file__).parents[1]
 # Without what tests switch on for Megatron on a CPU.
@@ -23,11 +23,9 @@ sys.exit(parity_report.main(["--device", "cpu", "--json", sys.argv[2]]))
 
 
 def test_starts_on_a_cpu(tmp_path):
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-    env = {k: v for k, v in os.environ.items() if k not in names}
     report = tmp_path / "new" / "parity.json"
     command = [sys.executable, "-c", ALONE, str(SCRIPTS), str(report)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=without_launcher(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(report.read_text()) == json.loads(done.stdout.splitlines()[-1])
     assert json.loads(report.read_text())["dtype"] == "float32"

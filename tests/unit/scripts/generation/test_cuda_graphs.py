@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from generation.arguments import parse_arguments
 from generation.model import check_graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from tests.support import needs
+from tests.support.environment import without_launcher
 from tests.support.generate import generate, train
 from tests.support.tokenizers import byte_level
 
@@ -290,18 +290,13 @@ def test_in_a_process_of_its_own(checkpoint, run):
     """With a locale that knows no such characters."""
     script = Path(__file__).resolve().parents[4] / "scripts" / "generate.py"
     command = [sys.executable, script, "--load", checkpoint, *GREEDY[:-1]]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [str(word) for word in command],
         input="ü€\n".encode(),
         # PyTorch 2.13's compiler reads its own files in the locale's encoding.
-        env={
-            **env,
-            "LC_ALL": "C",
-            "PYTHONUTF8": "0",
-            "PYTHONCOERCECLOCALE": "0",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
+        env=without_launcher(
+            LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", TORCHDYNAMO_DISABLE="1"
+        ),
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr.decode()
@@ -313,10 +308,9 @@ def test_ctrl_c_in_a_process_of_its_own(checkpoint):
     """Megatron's engine would print the stacks of all threads."""
     script = Path(__file__).resolve().parents[4] / "scripts" / "generate.py"
     words = ("--prompt", "a", "--num-tokens-to-generate", "500", "--ignore-eos", "--seed", "3")
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     process = subprocess.Popen(
         [sys.executable, str(script), "--load", str(checkpoint), *words],
-        env={**env, "TORCHDYNAMO_DISABLE": "1"},
+        env=without_launcher(TORCHDYNAMO_DISABLE="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

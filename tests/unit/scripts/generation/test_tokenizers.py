@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
-
 from generation.tokenizers import build_text
 from tests.support.tokenizers import byte_level
 

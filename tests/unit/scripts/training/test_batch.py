@@ -5,16 +5,12 @@ No model and no processes. If these fail, cutting changes what is learnt.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from training import loop
 from training.batch import BatchSource, ContextParallelPart, make_batch, padded_slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,9 +14,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
-
 from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
 from training.model_options import MODEL_OPTIONS, padded_vocab_size, resolve_model

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from training import checkpoint_folder as folders
 

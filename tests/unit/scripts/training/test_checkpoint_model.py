@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -18,8 +17,6 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from tests.support.generate import generate, train
 from training.arguments import parse_arguments

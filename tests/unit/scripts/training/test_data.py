@@ -5,14 +5,9 @@ No model. If these fail, a resumed run trains on other text than the interrupted
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
 
 from training.batch import document_starts, make_batch
 from training.data import Windows, find_files, read_corpus, split_corpus, window_indices

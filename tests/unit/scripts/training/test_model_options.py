@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from absorbed_mla.dims import MLADims, softmax_scale
-
-sys.path.append(str(Path(__file__).resolve().parents[4] / "scripts"))
-
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.arguments import parse_arguments
 from training.model import build_config
