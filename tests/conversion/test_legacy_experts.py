@@ -18,20 +18,10 @@ from tests.conversion.legacy_support import (
     save_rank,
     write_legacy,
 )
-from tests.conversion.support import assert_same_tensors, random_tensors, tiny_config
+from tests.conversion.support import assert_same_tensors, random_tensors
 
 EXPERTS, HIDDEN, WIDTH = 4, 32, 16
 LOCAL = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.linear_fc([12])\.weight")
-
-
-@pytest.fixture
-def config():
-    return tiny_config()
-
-
-@pytest.fixture
-def tensors(config):
-    return random_tensors(config)
 
 
 def to_grouped_mlp(content):

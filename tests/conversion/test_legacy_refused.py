@@ -15,16 +15,6 @@ from tests.conversion.legacy_support import change_rank, save_rank, write_legacy
 from tests.conversion.support import random_tensors, tiny_config
 
 
-@pytest.fixture
-def config():
-    return tiny_config()
-
-
-@pytest.fixture
-def tensors(config):
-    return random_tensors(config)
-
-
 def problems_of(folder):
     """What is wrong with a checkpoint, from the headers."""
     with pytest.raises(CheckpointError) as error:
