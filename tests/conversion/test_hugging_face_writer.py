@@ -1,4 +1,4 @@
-"""Writing Hugging Face checkpoints: what is read back, by us and by transformers, is the model."""
+"""Writing Hugging Face checkpoints: shards, index, config.json, FP8, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from checkpoint_conversion.formats.hugging_face_writer import HuggingFaceWriter
 from checkpoint_conversion.formats.safetensors_file import write_tensors
 from checkpoint_conversion.fp8 import is_quantised, quantise
 from checkpoint_conversion.lazy_tensor import ReadSession
-from checkpoint_conversion.mapping import hugging_face_shapes
+from checkpoint_conversion.mapping import hugging_face_shapes, to_hugging_face, to_megatron
 from tests.conversion.hugging_face_support import INDEX, rewritten
 from tests.conversion.support import (
     CONFIGS,
+    assert_same_tensors,
+    in_memory,
     load_all,
     random_tensors,
     tiny_config,
     write_hugging_face,
+    write_with,
 )
 
 
@@ -36,6 +39,18 @@ def source(tmp_path):
     write_hugging_face(tmp_path / "source", config, random_tensors(config))
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     return HuggingFaceCheckpoint(tmp_path / "source")
+
+
+def test_tensors_that_share_memory(tmp_path):
+    """Of Megatron's tensors some become two of Hugging Face's, which safetensors would refuse."""
+    config = tiny_config(**CONFIGS["mtp"])
+    tensors = random_tensors(config)
+    pivot = to_hugging_face(to_megatron(in_memory(tensors), config), config)
+    (tmp_path / "b").mkdir()
+    writer = HuggingFaceWriter(config, TargetOptions())
+    assert len(write_with(writer, tmp_path / "b", pivot, 1 << 30)) == 1
+    back = HuggingFaceCheckpoint(tmp_path / "b")
+    assert_same_tensors(load_all(back.hugging_face_tensors()), tensors)
 
 
 class TestShards:

@@ -160,11 +160,3 @@ class TestExpertParallelRanksThatDoNotFit:
         with pytest.raises(CheckpointError) as error:
             LegacyCheckpoint(inner.parent)
         assert error.value.problems == ("4 experts cannot be shared by 3 expert-parallel ranks",)
-
-    def test_their_own_tensor_parallelism(self, inner):
-        change_rank(
-            inner / "mp_rank_00_000",
-            lambda content: setattr(content["args"], "expert_tensor_parallel_size", 1),
-        )
-        with pytest.raises(CheckpointError, match="expert_tensor_parallel_size=1 is not supported"):
-            LegacyCheckpoint(inner.parent)

@@ -60,7 +60,7 @@ class TestNothingGetsLost:
         def twice(self, tensors, nbytes):
             first, *rest = RawWriter.plan(self, tensors, nbytes)
             if what == "part":
-                return [first, *rest, first]
+                return [first, dataclasses.replace(rest[0], name=first.name), *rest[1:]]
             doubled = first.entries + first.entries[:1]
             return [dataclasses.replace(first, entries=doubled), *rest]
 
