@@ -90,7 +90,10 @@ class TestConvert:
         assert f"{name} [16, 32] bfloat16 <- {name}" in out
         assert "left out: model.layers.3.enorm.weight (--exclude-mtp)" in out
         (part,) = one_document(run(*command, "--json")[1])["plan"]
-        assert name in [tensor["key"] for tensor in part["tensors"]]
+        planned = [tensor["key"] for tensor in part["tensors"]]
+        kept = open_checkpoint(source).hugging_face_tensors()
+        assert sorted(planned) == sorted(n for n in kept if not n.startswith("model.layers.3."))
+        assert all(f"{name} [" in out and f"<- {name}" in out for name in planned)
         assert list(tmp_path.iterdir()) == []
 
     def test_left_out_is_in_the_summary(self, run, source, tmp_path):

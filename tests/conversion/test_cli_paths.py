@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli, command_line
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs a command line, then says on stderr whether torch was imported for it.
@@ -21,12 +21,6 @@ RUN = (
     "except SystemExit as error: code = error.code\n"
     "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
 )
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    config = tiny_config()
-    return write_hugging_face(tmp_path_factory.mktemp("cli") / "hf", config, random_tensors(config))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +40,9 @@ def source(tmp_path_factory) -> Path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_torch_is_not_imported(source, tmp_path, words, code):
+def test_torch_is_not_imported(tiny_folder, tmp_path, words, code):
     """Its import takes longer than everything else that these do."""
-    words = [str(source) if word == "SOURCE" else word for word in words]
+    words = [str(tiny_folder) if word == "SOURCE" else word for word in words]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *words],
         cwd=tmp_path,
@@ -86,16 +80,16 @@ def test_a_peft_adapter(capsys, tmp_path, base):
         assert base in err
 
 
-def test_a_model_beside_an_adapter_is_read(source):
-    (source / "adapter_config.json").write_text("{}")
-    assert cli.main(["inspect", str(source)]) == cli.DONE
-    (source / "adapter_config.json").unlink()
+def test_a_model_beside_an_adapter_is_read(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    assert cli.main(["inspect", str(folder)]) == cli.DONE
 
 
 @pytest.mark.parametrize("option", ["--hf-config", "--text"])
 @pytest.mark.parametrize(("path", "what"), [("absent", "does not exist"), (".", "is a folder")])
-def test_files_that_are_given(capsys, source, tmp_path, option, path, what):
-    err = refused(capsys, "verify", source, option, tmp_path / path)
+def test_files_that_are_given(capsys, tiny_folder, tmp_path, option, path, what):
+    err = refused(capsys, "verify", tiny_folder, option, tmp_path / path)
     assert option in err and what in err
 
 

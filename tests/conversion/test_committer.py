@@ -12,7 +12,6 @@ from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.formats.base import Part, TargetOptions
 from checkpoint_conversion.journal import Journal
 from checkpoint_conversion.part_runner import Committer, MemoryBudget, StoppedError, run_parts
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 # Seconds after which a test that waits for another thread gives up.
 PATIENCE = 30
@@ -22,16 +21,9 @@ def parts(count: int) -> list[Part]:
     return [Part(str(i), (), 1) for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    config = tiny_config()
-    folder = tmp_path_factory.mktemp("committer") / "source"
-    return write_hugging_face(folder, config, random_tensors(config))
-
-
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_journal_names_what_is_on_the_disk(source, tmp_path, monkeypatch, to, workers):
+def test_the_journal_names_what_is_on_the_disk(tiny_folder, tmp_path, monkeypatch, to, workers):
     """Files and the folders they are in, before the journal's line is written at all."""
     synced, named = set(), []
     fsync, append = os.fsync, Journal._append
@@ -54,7 +46,7 @@ def test_the_journal_names_what_is_on_the_disk(source, tmp_path, monkeypatch, to
     monkeypatch.setattr(os, "fsync", recorded)
     monkeypatch.setattr(Journal, "_append", checked)
     options = TargetOptions(max_shard_bytes=20_000)
-    report = convert(source, tmp_path / "out", to, options, workers=workers)
+    report = convert(tiny_folder, tmp_path / "out", to, options, workers=workers)
     assert len(named) == len(report.plan.parts) > 3
 
 

@@ -94,14 +94,6 @@ def test_full_while_writing(source, disk, whole, hidden_usage, capsys):
     assert [path.name for path in disk.folder.iterdir()] == ["out"]
 
 
-def test_too_small_from_the_start(source, disk, capsys):
-    """Known before anything is written, with both numbers."""
-    assert cli.main(command(source, disk.folder / "out", "hf")) == cli.FILE_SYSTEM
-    message = capsys.readouterr().err
-    assert re.search(r"needs 73\d\.\d kB, but the disk has only 6\d\d\.\d kB left", message)
-    assert list(disk.folder.iterdir()) == []
-
-
 def test_files_that_may_not_grow(source, tmp_path, whole):
     """What a quota or an old file system does; works without mounting anything."""
     to, expected = whole

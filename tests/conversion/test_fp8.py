@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from checkpoint_conversion.fp8 import (
     scale_shape,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from tests.conversion.peak_memory import PeakMemory
 from tests.conversion.support import lazy, load_all
 
 # 576 rows are DeepSeek's kv_a_proj_with_mqa: four and a half blocks.
@@ -107,16 +107,10 @@ class TestDequantise:
         """The whole weight in float32 would be another 134 MB."""
         weight = torch.ones(8192, 4096).to(FP8)
         scale = torch.ones(64, 32)
-        Path("/proc/self/clear_refs").write_text("5")  # lets the peak start anew
-        before = resident("VmHWM")
+        memory = PeakMemory()
         result = dequantise(weight, scale, torch.bfloat16, "w")
-        assert resident("VmHWM") - before < result.nbytes + (16 << 20)
+        assert memory.growth < result.nbytes + (16 << 20)
         assert (result == 1).all()
-
-
-def resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 class TestLazily:

@@ -68,29 +68,6 @@ def test_recognises(tmp_path):
     assert kind_of(tmp_path / "missing") is None
 
 
-@pytest.mark.parametrize("cls", ["DeepseekV2", "DeepseekV3"])
-def test_what_transformers_saves(tmp_path, cls):
-    import transformers
-
-    config = hugging_face_config(first_k_dense_replace=1)
-    del config["architectures"], config["model_type"]
-    if cls == "DeepseekV2":
-        config.update(scoring_func="softmax", topk_method="greedy", q_lora_rank=None)
-    model = getattr(transformers, f"{cls}ForCausalLM")(
-        getattr(transformers, f"{cls}Config")(**config)
-    )
-    model.save_pretrained(tmp_path / "a", max_shard_size="20KB")
-    checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
-    assert checkpoint.layout["files"] > 3
-    tensors = load_all(checkpoint.hugging_face_tensors())
-    state = model.state_dict()
-    # Experts are one tensor per layer in memory.
-    compared = [name for name in state if ".experts." not in name]
-    assert len(compared) > 30
-    assert all(torch.equal(state[name], tensors[name]) for name in compared)
-    assert "generation_config.json" in checkpoint.auxiliary
-
-
 class TestParts:
     def test_parts_of_parts(self, tmp_path):
         tensors = random_tensors(tiny_config())
@@ -119,13 +96,6 @@ class TestParts:
             assert resident(path) > 100_000_000
             assert resident(path) <= columns.peak + (256 << 10) <= 2 * whole.nbytes
         assert resident(path) == 0
-
-    def test_opening_reads_no_values(self, tmp_path):
-        path = sparse_checkpoint(tmp_path / "a", rows=50_000, columns=2000)
-        with ReadSession():
-            checkpoint = HuggingFaceCheckpoint(tmp_path / "a")
-            assert resident(path) == 0
-        assert checkpoint.stored["model.embed_tokens.weight"].shape == (50_000, 2000)
 
 
 def sparse_checkpoint(folder: Path, rows: int, columns: int) -> Path:
@@ -250,19 +220,6 @@ class TestModelAndFiles:
         formats, folders = checkpoint.notes
         assert all(name in formats for name in others)
         assert "figures" in folders
-
-    def test_download_cache(self, tmp_path):
-        """Its files are links into a folder beside it."""
-        tensors = random_tensors(tiny_config())
-        write_hugging_face(tmp_path / "blobs", tiny_config(), tensors)
-        (tmp_path / "snapshot").mkdir()
-        for file in (tmp_path / "blobs").iterdir():
-            (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
-        with pytest.raises(ValueError, match="--follow-links") as error:
-            HuggingFaceCheckpoint(tmp_path / "snapshot")
-        assert len(error.value.problems) == 4
-        checkpoint = HuggingFaceCheckpoint(tmp_path / "snapshot", follow_links=True)
-        assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)
 
     @pytest.mark.parametrize("change", ["dtype", "shape", "truncated", "gone"])
     def test_changed_after_it_was_opened(self, tmp_path, change):

@@ -95,12 +95,6 @@ class TestIndexAndFiles:
         (folder / "config.json").unlink()
         refuse(folder, "has no config.json")
 
-    @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"a": 1, "a": 2}', b"\xff\xfe{}"])
-    @pytest.mark.parametrize("name", [INDEX, "config.json"])
-    def test_json(self, folder, name, data):
-        (folder / name).write_bytes(data)
-        refuse(folder, f"{name}.*(JSON|object|twice)")
-
     @pytest.mark.parametrize(
         ("content", "why"),
         [

@@ -52,11 +52,24 @@ class Conversion:
         """What an uninterrupted conversion writes, and how it went."""
         done = run(self.folder / "direct", *self.command(self.folder / "whole"))
         assert done.code == 0, done.err
-        return contents(self.folder / "whole"), done
+        whole = contents(self.folder / "whole")
+        assert any(Path(name).name == NAME for name in whole), "the manifest is compared, too"
+        return whole, done
 
     def clear(self) -> None:
         shutil.rmtree(self.target.parent, ignore_errors=True)
         shutil.rmtree(self.folder / "output", ignore_errors=True)
+
+    def write_old(self) -> dict[str, str]:
+        """Make the target that is to be replaced, of another dtype."""
+        command = self.command(self.folder / "old", "--dtype", "fp32")
+        assert run(self.folder / "output", *command).code == 0
+        self.restore_old()
+        return contents(self.target)
+
+    def restore_old(self) -> None:
+        self.clear()
+        shutil.copytree(self.folder / "old", self.target)
 
     def run(self, *options: str, **how) -> Done:
         return run(self.folder / "output", *self.command(self.target, *options), **how)
@@ -94,13 +107,6 @@ def folder(tmp_path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    config = tiny_config()
-    folder = tmp_path_factory.mktemp("killed") / "source"
-    return write_hugging_face(folder, config, random_tensors(config))
-
-
-@pytest.fixture(scope="module")
 def larger_source(tmp_path_factory) -> Path:
     """30 MB, so that a conversion takes long enough to be hit in the middle."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 512}
@@ -110,9 +116,9 @@ def larger_source(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_killed_at_chosen_steps(source, folder, to):
+def test_killed_at_chosen_steps(tiny_folder, folder, to):
     """Spread over all steps, from the first folder that is made to the last one removed."""
-    conversion = Conversion(folder, source, to, *SHARDS, *ONE_THREAD)
+    conversion = Conversion(folder, tiny_folder, to, *SHARDS, *ONE_THREAD)
     whole, done = conversion.direct()
     assert done.steps > 20
     states = []
@@ -120,7 +126,7 @@ def test_killed_at_chosen_steps(source, folder, to):
         conversion.clear()
         killed = conversion.run(kill_at=step)
         assert killed.code == -9, f"step {step}: {killed}"
-        assert contents(source) == conversion.source_before
+        assert contents(tiny_folder) == conversion.source_before
         states.append(conversion.target.exists())
         if states[-1]:
             assert contents(conversion.target) == whole, f"step {step}"
@@ -160,21 +166,22 @@ def test_killed_at_random_moments(larger_source, folder, record_property):
     assert killed > KILLS // 2, f"{killed} were killed in time, of {2 * KILLS}"
 
 
-def test_killed_while_replacing(source, folder):
-    """The old target is there, or its successor, or the next start brings the old one back."""
-    conversion = Conversion(folder, source, "hf", *SHARDS, *ONE_THREAD, "--force")
+@pytest.fixture
+def replacing(tiny_folder, folder) -> tuple[Conversion, dict[str, str], dict[str, str], int]:
+    """A conversion with --force, its target, what is there before, and how many steps it takes."""
+    conversion = Conversion(folder, tiny_folder, "hf", *SHARDS, *ONE_THREAD, "--force")
     whole, _ = conversion.direct()
-    old_folder = folder / "old"
-    assert run(folder / "output", *conversion.command(old_folder, "--dtype", "fp32")).code == 0
-    old = contents(old_folder)
-    conversion.clear()
-    shutil.copytree(old_folder, conversion.target)
-    steps = conversion.run().steps
+    old = conversion.write_old()
+    return conversion, whole, old, conversion.run().steps
+
+
+def test_killed_while_replacing(replacing):
+    """The old target is there, or its successor, or the next start brings the old one back."""
+    conversion, whole, old, steps = replacing
     found = []
     # From just before the two renames into the removal of the old one.
     for step in range(steps - len(old) - 10, steps - len(old)):
-        conversion.clear()
-        shutil.copytree(old_folder, conversion.target)
+        conversion.restore_old()
         assert conversion.run(kill_at=step).code == -9
         if conversion.target.exists():
             now = contents(conversion.target)
@@ -204,21 +211,13 @@ def test_interrupted_by_the_user(larger_source, folder):
     conversion.check_resumed(whole)
 
 
-def test_interrupted_when_all_is_done(source, folder):
+def test_interrupted_when_all_is_done(replacing):
     """Whoever is told "interrupted" has no new target; whoever has one is told that it is done."""
-    conversion = Conversion(folder, source, "hf", *SHARDS, *ONE_THREAD, "--force")
-    whole, _ = conversion.direct()
-    old_folder = folder / "old"
-    assert run(folder / "output", *conversion.command(old_folder, "--dtype", "fp32")).code == 0
-    old = contents(old_folder)
-    conversion.clear()
-    shutil.copytree(old_folder, conversion.target)
-    steps = conversion.run().steps
+    conversion, whole, old, steps = replacing
     ends = []
     # From before the renames to the last file of the old target that is removed.
     for step in range(steps - len(old) - 10, steps + 1):
-        conversion.clear()
-        shutil.copytree(old_folder, conversion.target)
+        conversion.restore_old()
         done = conversion.run(kill_at=step, by=signal.SIGINT)
         ends.append(done.code)
         if done.code == 130:
@@ -232,8 +231,3 @@ def test_interrupted_when_all_is_done(source, folder):
         assert "error" not in done.err
     assert ends == sorted(ends, reverse=True)
     assert {*ends} == {0, 130}
-
-
-def test_manifest_is_among_what_is_compared(source, folder):
-    whole, _ = Conversion(folder, source, "hf").direct()
-    assert NAME in whole

@@ -18,20 +18,10 @@ from tests.conversion.legacy_support import (
     save_rank,
     write_legacy,
 )
-from tests.conversion.support import assert_same_tensors, random_tensors, tiny_config
+from tests.conversion.support import assert_same_tensors, random_tensors
 
 EXPERTS, HIDDEN, WIDTH = 4, 32, 16
 LOCAL = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.linear_fc([12])\.weight")
-
-
-@pytest.fixture
-def config():
-    return tiny_config()
-
-
-@pytest.fixture
-def tensors(config):
-    return random_tensors(config)
 
 
 def to_grouped_mlp(content):
@@ -170,11 +160,3 @@ class TestExpertParallelRanksThatDoNotFit:
         with pytest.raises(CheckpointError) as error:
             LegacyCheckpoint(inner.parent)
         assert error.value.problems == ("4 experts cannot be shared by 3 expert-parallel ranks",)
-
-    def test_their_own_tensor_parallelism(self, inner):
-        change_rank(
-            inner / "mp_rank_00_000",
-            lambda content: setattr(content["args"], "expert_tensor_parallel_size", 1),
-        )
-        with pytest.raises(CheckpointError, match="expert_tensor_parallel_size=1 is not supported"):
-            LegacyCheckpoint(inner.parent)

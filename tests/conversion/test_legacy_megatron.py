@@ -9,8 +9,14 @@ from checkpoint_conversion.formats.legacy import LegacyCheckpoint
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from tests.conversion.legacy_support import read_legacy, save_rank
-from tests.conversion.megatron_models import SAME, mapped_weights, megatron_model
+from tests.conversion.megatron_models import (
+    SAME,
+    mapped_weights,
+    megatron_model,
+    save_torch_dist,
+)
 from tests.conversion.support import assert_same_tensors, in_memory, load_all, tiny_config
+from tests.conversion.torch_dist_support import read_torch_dist
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},
@@ -47,35 +53,45 @@ def test_a_model_comes_back_bit_by_bit(tmp_path, name):
     assert_same_tensors(load_all(to_megatron(in_memory(found), config)), mapped_weights(model))
 
 
-def test_weights_are_those_of_the_model(tmp_path):
+@pytest.mark.parametrize("kind", ["legacy", "torch_dist"])
+def test_weights_are_those_of_the_model(tmp_path, kind):
     """Against the model's own parameters, with no code of the package between."""
     config = tiny_config(**SAME, num_nextn_predict_layers=1)
     model = megatron_model(config)
-    save(tmp_path, config, model)
-    found, state = read_legacy(tmp_path), model.state_dict()
+    if kind == "legacy":
+        save(tmp_path, config, model)
+        found = read_legacy(tmp_path)
+    else:
+        save_torch_dist(tmp_path, model, to_megatron_args(config))
+        found = read_torch_dist(tmp_path)
+    state = model.state_dict()
     attention = "decoder.layers.2.self_attention"
     expert = "decoder.layers.2.mlp.experts.local_experts.3"
     fc1 = state[f"{expert}.linear_fc1.weight"]
     mtp = "mtp.layers.0"
     for name, expected in {
-        "model.embed_tokens": state["embedding.word_embeddings.weight"],
-        "lm_head": state["output_layer.weight"],
-        "model.norm": state["decoder.final_layernorm.weight"],
-        "model.layers.2.self_attn.q_b_proj": state[f"{attention}.linear_q_up_proj.weight"],
-        "model.layers.2.self_attn.kv_b_proj": state[f"{attention}.linear_kv_up_proj.weight"],
-        "model.layers.2.self_attn.kv_a_layernorm": state[f"{attention}.kv_layernorm.weight"],
-        "model.layers.2.mlp.experts.3.gate_proj": fc1[: len(fc1) // 2],
-        "model.layers.2.mlp.experts.3.up_proj": fc1[len(fc1) // 2 :],
-        "model.layers.2.mlp.experts.3.down_proj": state[f"{expert}.linear_fc2.weight"],
-        "model.layers.3.enorm": state[f"{mtp}.enorm.weight"],
-        "model.layers.3.eh_proj": state[f"{mtp}.eh_proj.weight"],
-        "model.layers.3.shared_head.norm": state[f"{mtp}.final_layernorm.weight"],
-        "model.layers.3.embed_tokens": state["embedding.word_embeddings.weight"],
-        "model.layers.3.self_attn.o_proj": state[
+        "model.embed_tokens.weight": state["embedding.word_embeddings.weight"],
+        "lm_head.weight": state["output_layer.weight"],
+        "model.norm.weight": state["decoder.final_layernorm.weight"],
+        "model.layers.2.self_attn.q_a_layernorm.weight": state[f"{attention}.q_layernorm.weight"],
+        "model.layers.2.self_attn.q_b_proj.weight": state[f"{attention}.linear_q_up_proj.weight"],
+        "model.layers.2.self_attn.kv_b_proj.weight": state[f"{attention}.linear_kv_up_proj.weight"],
+        "model.layers.2.self_attn.kv_a_layernorm.weight": state[f"{attention}.kv_layernorm.weight"],
+        "model.layers.2.mlp.gate.e_score_correction_bias": state[
+            "decoder.layers.2.mlp.router.expert_bias"
+        ],
+        "model.layers.2.mlp.experts.3.gate_proj.weight": fc1[: len(fc1) // 2],
+        "model.layers.2.mlp.experts.3.up_proj.weight": fc1[len(fc1) // 2 :],
+        "model.layers.2.mlp.experts.3.down_proj.weight": state[f"{expert}.linear_fc2.weight"],
+        "model.layers.3.enorm.weight": state[f"{mtp}.enorm.weight"],
+        "model.layers.3.eh_proj.weight": state[f"{mtp}.eh_proj.weight"],
+        "model.layers.3.shared_head.norm.weight": state[f"{mtp}.final_layernorm.weight"],
+        "model.layers.3.embed_tokens.weight": state["embedding.word_embeddings.weight"],
+        "model.layers.3.self_attn.o_proj.weight": state[
             f"{mtp}.mtp_model_layer.self_attention.linear_proj.weight"
         ],
     }.items():
-        assert torch.equal(found[f"{name}.weight"], expected), name
+        assert torch.equal(found[name], expected), name
 
 
 @pytest.mark.parametrize("name", ["mixed", "mtp", "tied", "tied mtp"])

@@ -12,17 +12,6 @@ from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
 from tests.conversion.legacy_support import change_rank, save_rank, write_legacy
-from tests.conversion.support import random_tensors, tiny_config
-
-
-@pytest.fixture
-def config():
-    return tiny_config()
-
-
-@pytest.fixture
-def tensors(config):
-    return random_tensors(config)
 
 
 def problems_of(folder):
@@ -74,59 +63,64 @@ def test_unknown_missing_and_misshapen_tensors(folder):
     assert any("note is no tensor but a str" in problem for problem in problems)
 
 
-def test_ranks_of_other_dtypes(folder):
-    def change(content):
-        for name, value in content["model"].items():
-            if value is not None and name.endswith("linear_proj.weight"):
-                content["model"][name] = value.float()
-
-    change_rank(folder / "release/mp_rank_01_001", change)
-    (problem,) = problems_of(folder)
-    assert problem == (
-        "decoder.layers.1.self_attention.linear_proj.weight is torch.bfloat16 and "
-        "torch.float32 on different ranks"
-    )
+def proj_in_float32(content):
+    for name, value in content["model"].items():
+        if value is not None and name.endswith("linear_proj.weight"):
+            content["model"][name] = value.float()
 
 
-def test_the_wrong_number_of_layers(folder):
-    def change(content):
-        content["model"] = {
-            name: value for name, value in content["model"].items() if "layers" not in name
-        }
-
-    change_rank(folder / "release/mp_rank_00_001", change)
-    change_rank(folder / "release/mp_rank_01_001", change)
-    (problem,) = problems_of(folder)
-    assert "hold 1, 0, 1 layers, together 2; the model has 3" in problem
+def without_layers(content):
+    content["model"] = {k: v for k, v in content["model"].items() if "layers" not in k}
 
 
-def test_files_of_different_iterations(folder):
-    change_rank(folder / "release/mp_rank_01_001", lambda content: content.update(iteration=3))
-    problems = problems_of(folder)
-    assert "mp_rank_01_001 is of iteration 3" in problems
+@pytest.mark.parametrize(
+    ("change", "ranks", "expected"),
+    [
+        (
+            proj_in_float32,
+            ["01_001"],
+            "decoder.layers.1.self_attention.linear_proj.weight is torch.bfloat16 and "
+            "torch.float32 on different ranks",
+        ),
+        (
+            without_layers,
+            ["00_001", "01_001"],
+            "hold 1, 0, 1 layers, together 2; the model has 3",
+        ),
+        (
+            lambda content: content.update(iteration=3),
+            ["01_001"],
+            "mp_rank_01_001 is of iteration 3",
+        ),
+        (
+            lambda content: content.update(model0=content.pop("model")),
+            ["00_000"],
+            "virtual_pipeline_model_parallel_size above 1",
+        ),
+    ],
+    ids=["other dtypes", "number of layers", "iterations", "model in chunks"],
+)
+def test_ranks_that_do_not_fit(folder, change, ranks, expected):
+    for rank in ranks:
+        change_rank(folder / f"release/mp_rank_{rank}", change)
+    assert any(expected in problem for problem in problems_of(folder))
 
 
-def test_another_model(folder, tmp_path):
-    path = tmp_path / "other.json"
-    path.write_text(
-        json.dumps(
-            {**tiny_config().hugging_face, "num_attention_heads": 8, "num_key_value_heads": 8}
-        )
-    )
-    checkpoint = LegacyCheckpoint(folder, hf_config=path)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.hugging_face_tensors()
+@pytest.mark.parametrize(
+    ("heads", "tensor_parallel", "problems"),
     # q_b, kv_b and o of every layer, on both tensor-parallel ranks.
-    assert len(error.value.problems) == 3 * 3 * 2
-
-
-def test_a_model_in_chunks(folder):
-    def change(content):
-        content["model0"] = content.pop("model")
-
-    change_rank(folder / "release/mp_rank_00_000", change)
-    with pytest.raises(CheckpointError, match="virtual_pipeline_model_parallel_size above 1"):
-        LegacyCheckpoint(folder)
+    [(8, 2, [" has shape "] * 3 * 3 * 2), (2, 4, ["2 attention heads"])],
+    ids=["other shapes", "ranks that share a head"],
+)
+def test_another_model(tmp_path, config, tensors, heads, tensor_parallel, problems):
+    write_legacy(tmp_path, config, tensors, tensor_parallel=tensor_parallel)
+    other = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({**config.hugging_face, **other}))
+    with pytest.raises(CheckpointError) as error:
+        LegacyCheckpoint(tmp_path, hf_config=path).hugging_face_tensors()
+    assert len(error.value.problems) == len(problems)
+    assert all(word in problem for word, problem in zip(problems, error.value.problems))
 
 
 @pytest.mark.parametrize("content", [[1], {"args": None}, {"model": []}, {}])
@@ -134,14 +128,3 @@ def test_files_without_a_model(folder, content):
     save_rank(folder / "release/mp_rank_00_000", content)
     with pytest.raises(CheckpointError, match="mp_rank_00_000"):
         LegacyCheckpoint(folder)
-
-
-def test_tensor_parallel_ranks_that_share_a_head(tmp_path):
-    config = tiny_config()
-    write_legacy(tmp_path, config, random_tensors(config), tensor_parallel=4)
-    two_heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps({**config.hugging_face, **two_heads}))
-    with pytest.raises(CheckpointError, match="4 tensor-parallel ranks cannot share") as error:
-        LegacyCheckpoint(tmp_path, hf_config=path)
-    assert error.value.problems == ("2 attention heads",)

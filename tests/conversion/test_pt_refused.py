@@ -62,6 +62,11 @@ def test_bytes_that_grow_are_refused(path):
         open_pt(path)
 
 
+def first_stored(path):
+    file = open_pt(path)
+    return file.stored(file.content["x"])
+
+
 @pytest.mark.parametrize(
     ("offset", "shape", "strides"),
     [
@@ -72,21 +77,14 @@ def test_bytes_that_grow_are_refused(path):
         (0, (2**31, 2**31), (0, 0)),
         (2**60, (1,), (1,)),
         (0, (13,), (1,)),
+        # No shapes at all.
+        *((0, shape, (1,) * len(shape)) for shape in [(-1,), (2, -3), ("a",), (2.5,)]),
     ],
 )
 def test_tensors_beyond_their_storage(path, offset, shape, strides):
     torch.save({"x": rebuilt(TABLE, offset, shape, strides)}, path)
     with pytest.raises(CheckpointError):
-        file = open_pt(path)
-        file.stored(file.content["x"])
-
-
-@pytest.mark.parametrize("shape", [(-1,), (2, -3), ("a",), (2.5,)])
-def test_shapes_that_are_none(path, shape):
-    torch.save({"x": rebuilt(TABLE, 0, shape, (1,) * len(shape))}, path)
-    with pytest.raises(CheckpointError):
-        file = open_pt(path)
-        file.stored(file.content["x"])
+        first_stored(path)
 
 
 def test_storages_of_another_size_than_their_record(path):
@@ -94,8 +92,7 @@ def test_storages_of_another_size_than_their_record(path):
     torch.save({"x": TABLE, "y": TABLE + 1}, path)
     with_pickle(path, lambda data: data.replace(b"K\x0ct", b"K\x0dt", 1))
     with pytest.raises(CheckpointError):
-        file = open_pt(path)
-        file.stored(file.content["x"])
+        first_stored(path)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +112,7 @@ def test_archives_that_are_refused(path, change, message):
     content = {f"archive/{k.partition('/')[2]}": v for k, v in records(path).items()}
     write_records(path, change(content))
     with pytest.raises(CheckpointError, match=message):
-        file = open_pt(path)
-        file.stored(file.content["x"])
+        first_stored(path)
 
 
 def test_compressed_records(path):

@@ -24,10 +24,8 @@ from tests.conversion.support import (
     assert_same_tensors,
     in_memory,
     lazy,
-    load_all,
     random_tensors,
     tiny_config,
-    write_with,
 )
 from tests.conversion.torch_dist_support import (
     read_torch_dist,
@@ -35,54 +33,7 @@ from tests.conversion.torch_dist_support import (
     write_torch_dist,
 )
 
-LAYOUTS = {
-    "megatron": ("megatron", {}),
-    "local": ("megatron", {"norms": "separate", "iteration": 100}),
-    "split": ("megatron", {"kv_up": "split", "vocab_multiple": 96}),
-    "fused down": ("megatron", {"down": "fused", "layers": "numbered"}),
-    "stacked": ("megatron", {"layers": "stacked", "norms": "separate"}),
-    "absorbed": ("absorbed", {}),
-    "absorbed fused": ("absorbed", {"norms": "fused", "layers": "numbered"}),
-    "absorbed stacked": ("absorbed", {"layers": "stacked"}),
-}
 KV_UP = "decoder.layers.0.self_attention.linear_kv_up_proj.weight"
-
-
-@pytest.fixture
-def config():
-    return tiny_config()
-
-
-@pytest.fixture
-def tensors(config):
-    return random_tensors(config)
-
-
-def possible(name, layout):
-    """Whether a model can have a layout."""
-    config = tiny_config(**CONFIGS[name])
-    if "down" in layout and config.q_lora_rank is None:
-        return False
-    return "stacked" not in layout or len(set(config.moe_layers)) == 1
-
-
-PAIRS = [(name, layout) for name in CONFIGS for layout in LAYOUTS if possible(name, layout)]
-
-
-@pytest.mark.parametrize(("name", "layout"), PAIRS)
-def test_every_model_and_layout_comes_back(tmp_path, name, layout):
-    config = tiny_config(**CONFIGS[name])
-    to, options = LAYOUTS[layout]
-    tensors = random_tensors(config)
-    write_torch_dist(tmp_path, config, tensors, to, **options)
-    checkpoint = TorchDistCheckpoint(tmp_path)
-    assert_same_tensors(read_torch_dist(tmp_path), tensors)
-    assert checkpoint.format == to
-    assert checkpoint.config == config
-    assert checkpoint.layout == TorchDistWriter(config, TargetOptions(**options), to).layout()
-    used = [tensor.leaves for tensor in checkpoint.hugging_face_tensors().values()]
-    assert frozenset().union(*used) == set(checkpoint.stored)
-    assert not checkpoint.left_alone
 
 
 @pytest.mark.parametrize("name", ["dense", "mtp", "v2_lite"])
@@ -108,6 +59,8 @@ def test_the_folder_is_megatrons(tmp_path, config, tensors):
     write_torch_dist(tmp_path, config, tensors, iteration=7, norms="separate")
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     inner = tmp_path / "iter_0000007"
+    # Nothing says where it was written.
+    assert str(tmp_path).encode() not in (inner / ".metadata").read_bytes()
     names = {path.name for path in inner.iterdir()}
     assert {name for name in names if not name.endswith(".distcp")} == {
         ".metadata",
@@ -124,11 +77,6 @@ def test_the_folder_is_megatrons(tmp_path, config, tensors):
     for folder in (tmp_path, inner):
         assert kind_of(folder) == "torch_dist"
         assert_same_tensors(read_torch_dist(folder), tensors)
-
-
-def test_nothing_says_where_it_was_written(tmp_path, config, tensors):
-    write_torch_dist(tmp_path, config, tensors)
-    assert str(tmp_path).encode() not in (tmp_path / "release/.metadata").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["dense", "all_moe"])
@@ -281,15 +229,3 @@ def test_the_checksum_setting_is_restored():
     second.set()
     thread.join()
     assert torch.serialization.get_crc32_options() is before is True
-
-
-def test_auxiliary_files_travel(tmp_path, config, tensors):
-    source = tmp_path / "tokenizer.json"
-    source.write_text("{}")
-    writer = TorchDistWriter(config, TargetOptions())
-    auxiliary = {"tokenizer.json": source}
-    write_with(writer, tmp_path / "out", in_memory(tensors), auxiliary=auxiliary)
-    checkpoint = TorchDistCheckpoint(tmp_path / "out")
-    assert checkpoint.auxiliary["tokenizer.json"].read_text() == "{}"
-    assert json.loads(checkpoint.auxiliary["config.json"].read_text()) == config.hugging_face
-    assert_same_tensors(load_all(checkpoint.hugging_face_tensors()), tensors)

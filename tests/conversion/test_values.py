@@ -22,18 +22,14 @@ NORM, WEIGHT = "model.layers.1.input_layernorm.weight", "model.layers.2.self_att
 NAN, INF = float("nan"), float("inf")
 
 
-def make(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
     """A checkpoint with three wrong values in two tensors."""
     config = tiny_config()
     tensors = random_tensors(config)
     tensors[NORM][3] = NAN
     tensors[WEIGHT][0, 0], tensors[WEIGHT][-1, -1] = INF, -INF
-    return write_hugging_face(folder, config, tensors)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return make(tmp_path_factory.mktemp("values") / "hf")
+    return write_hugging_face(tmp_path_factory.mktemp("values") / "hf", config, tensors)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +111,13 @@ def test_strict_values_sees_what_was_converted_before(source, tmp_path, resumed)
         convert(source, tmp_path / "out", "hf", options, strict_values=True, resume=True)
 
 
-def test_nothing_is_said_of_good_values(tmp_path):
-    config = tiny_config()
-    source = write_hugging_face(tmp_path / "hf", config, random_tensors(config))
-    report = convert(source, tmp_path / "out", "absorbed", strict_values=True)
+def test_nothing_is_said_of_good_values(tiny_folder, tmp_path):
+    report = convert(tiny_folder, tmp_path / "out", "absorbed", strict_values=True)
     assert report.not_finite == ()
     assert "WARNING" not in "\n".join(report.lines())
 
 
-def test_a_tensor_in_float64_is_said(tmp_path, capsys):
-    config = tiny_config()
-    tensors = random_tensors(config)
+def test_a_tensor_in_float64_is_said(tmp_path, capsys, config, tensors):
     tensors[WEIGHT] = tensors[WEIGHT].double()
     source = write_hugging_face(tmp_path / "hf", config, tensors)
     message = f"1 tensors are float64 in a bfloat16 model (the first: {WEIGHT})"
