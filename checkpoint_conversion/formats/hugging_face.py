@@ -10,18 +10,28 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import INDEX
+from checkpoint_conversion.checkpoint_folder import (
+    INDEX,
+    file_inside,
+    files_inside,
+    read_json,
+    shown_name,
+)
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.safetensors_file import SUFFIX, read_header
 from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pair_problems
-from checkpoint_conversion.hugging_face_names import image_tensors, text_name, unstacked
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.mapping import (
+    check_complete,
+    hugging_face_shapes,
+    image_tensors,
+    text_name,
+    unstacked,
+)
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
-from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json, shown_name
 
 CONFIG = "config.json"
 SINGLE = f"model{SUFFIX}"

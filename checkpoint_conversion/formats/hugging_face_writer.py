@@ -32,9 +32,13 @@ from checkpoint_conversion.fp8 import (
     is_quantised,
     quantised,
 )
-from checkpoint_conversion.hugging_face_names import stacked, stacks_experts
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.mapping import (
+    check_complete,
+    hugging_face_shapes,
+    stacked,
+    stacks_experts,
+)
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.target_folder import sync_path
 

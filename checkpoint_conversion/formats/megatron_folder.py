@@ -12,11 +12,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoint_conversion.checkpoint_folder import TRACKER
+from checkpoint_conversion.checkpoint_folder import TRACKER, files_inside, read_json
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.safe_paths import files_inside, read_json
 
 AUXILIARY = "hugging_face"
 CONFIG = "config.json"
