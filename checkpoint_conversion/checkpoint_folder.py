@@ -1,6 +1,7 @@
-"""Recognising the kind of checkpoint in a folder by its file names.
+"""The folder of an untrusted checkpoint: recognised by its file names, and read safely.
 
-Nothing here imports torch, so that a wrong path is reported at once.
+Nothing outside the folder is read. Nothing here imports torch, so that a wrong path is reported at
+once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ RANK_FILE = "model_optim_rng.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
+CONFIG = "config.json"
+MANIFEST = "conversion_manifest.json"
 # Kind of checkpoint -> the files that it is recognised by.
 LOOKED_FOR = {
     "torch_dist": (
@@ -28,12 +31,15 @@ LOOKED_FOR = {
         "(megatron, absorbed)"
     ),
     "legacy": f"mp_rank_*/{RANK_FILE}, in the same places (megatron-legacy)",
-    "hugging_face": f"config.json beside *{SUFFIX} (hf)",
+    "hugging_face": f"{CONFIG} beside *{SUFFIX} (hf)",
 }
 _ADAPTER = "adapter_config.json"
 # A name on the Hugging Face hub: OWNER/MODEL.
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MOST_ADAPTER_BYTES = 1 << 20
+# The index of a checkpoint of 150 000 tensors has 15 MB.
+MAX_JSON_BYTES = 128 << 20
+MAX_CONFIG_BYTES = 16 << 20
 
 
 def weights_folder(path: Path) -> Path:
@@ -73,7 +79,7 @@ def weights_of(folder: Path) -> Path | None:
         return None
     weights = weights_folder(folder)
     # A folder with stray weights among other files is no checkpoint.
-    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
+    stray = any(folder.glob(f"*{SUFFIX}")) and not (folder / CONFIG).is_file()
     return None if stray else weights
 
 
@@ -81,18 +87,12 @@ def kind_of(path: Path) -> str | None:
     """The kind of checkpoint in a folder, a key of ``LOOKED_FOR``; None if there is none."""
     if not path.is_dir():
         return None
-    checks = {"torch_dist": is_torch_dist, "legacy": is_legacy, "hugging_face": is_hugging_face}
-    return next((kind for kind in LOOKED_FOR if checks[kind](path)), None)
-
-
-def is_torch_dist(path: Path) -> bool:
-    """Whether there is a distributed checkpoint at ``path``."""
-    return (weights_folder(path) / METADATA).is_file()
-
-
-def is_legacy(path: Path) -> bool:
-    """Whether there is a per-rank checkpoint at ``path``."""
-    return bool(rank_folders(weights_folder(path)))
+    weights = weights_folder(path)
+    if (weights / METADATA).is_file():
+        return "torch_dist"
+    if rank_folders(weights):
+        return "legacy"
+    return "hugging_face" if is_hugging_face(path) else None
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -167,10 +167,6 @@ def _what_is_there(path: Path) -> str:
         return "is empty"
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"is no checkpoint of a known format; it holds {listed}"
-
-
-# The index of a checkpoint of 150 000 tensors has 15 MB.
-MAX_JSON_BYTES = 128 << 20
 
 
 def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:

@@ -1,4 +1,7 @@
-"""Parser of the command line; it does not import torch, so that ``--help`` is quick."""
+"""Parser of the command line; it does not import torch, so that ``--help`` is quick.
+
+The options of ``convert`` that decide how the target is written are one table, :func:`flags`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``inspect``: format, model, sizes and problems of a checkpoint, from its headers alone."""
+"""``inspect``: format, model, sizes and problems of a checkpoint, from its headers alone.
+
+Among it is the model as options of Megatron's command line.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class Inspection:
 
     def as_json(self) -> dict:
         """One JSON document."""
-        line = as_line(self.megatron_options)
+        line = shlex.join(self.megatron_options)
         return {"command": "inspect", **asdict(self), "megatron_command_line": line}
 
     def lines(self) -> Iterator[str]:
@@ -86,7 +89,7 @@ class Inspection:
         yield from table(self._rows())
         yield ""
         yield "The model on Megatron's command line:"
-        yield as_line(self.megatron_options)
+        yield shlex.join(self.megatron_options)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         widths = [f"{k} {v}" for k, v in self.model.items() if k not in _LAYER_FIELDS]
@@ -302,11 +305,6 @@ def megatron_options(config: ModelConfig) -> list[str]:
     if args.num_experts is not None:
         words += ["--moe-layer-freq", _pattern(args.moe_layer_freq)]
     return words
-
-
-def as_line(words: list[str]) -> str:
-    """Words as one line for a shell."""
-    return shlex.join(words)
 
 
 def without_option(config: ModelConfig) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Layouts of Megatron models, to and from the table's: names of weights, padding of the vocabulary.
+"""Layouts of Megatron models: names, tensor-parallel rules, padding of the vocabulary.
 
 What the layouts are is declared in ``absorbed_mla/checkpoint/layouts``; the table of names is in
 the default layout of ``absorbed_mla/checkpoint/layout.py``.
@@ -21,6 +21,8 @@ from checkpoint_conversion.transforms import Rule
 # The tensors with one row per entry of the vocabulary, which Megatron pads with further rows.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
+_PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
+_RULES = {row.megatron: row.split for row in (*MODEL, *LAYER, *MTP)}
 
 
 def target_layout(to: str, norms: str | None = None, **choices: str) -> MegatronLayout:
@@ -122,10 +124,6 @@ def without_padding(
             # Where ranks share the rows, the last may have nothing but padding.
             result[name] = dataclasses.replace(kept, leaves=tensor.leaves)
     return result, dropped
-
-
-_PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
-_RULES = {row.megatron: row.split for row in (*MODEL, *LAYER, *MTP)}
 
 
 def tensor_parallel_rule(name: str) -> Rule | None:

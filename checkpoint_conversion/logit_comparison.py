@@ -1,4 +1,4 @@
-"""Comparing the logits of two checkpoints, in a subprocess.
+"""Comparing the logits of two checkpoints for one text, in a subprocess.
 
 Megatron needs a process group and, on a CPU, a patched ``torch.cuda``; the subprocess keeps both
 out of the caller's process and frees the memory of both models at its end.
@@ -28,6 +28,8 @@ from checkpoint_conversion.progress import format_bytes
 
 # Positions whose probabilities are computed at a time, in float64.
 _CHUNK = 32
+# Bytes of a user's text that are read.
+_MOST_BYTES = 16 << 20
 _NEEDED = {
     "hf": ("transformers",),
     "megatron": ("megatron.core", "psutil"),
@@ -195,8 +197,6 @@ write fluent sentences at first; after some hundred words, they part. In 2024 it
 tickets; les chiffres de 2025 n'en disent pas plus, und die Gründe sind bis heute unklar: \
 これは何ですか?
 """
-# Bytes of a user's file that are read.
-_MOST_BYTES = 16 << 20
 
 
 def sample_tokens(

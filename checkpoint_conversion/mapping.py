@@ -1,4 +1,8 @@
-"""Converting the tensors of whole models between Hugging Face's and Megatron's names."""
+"""Converting the tensors of whole models between Hugging Face's and Megatron's names.
+
+Hugging Face's names are DeepSeek's. Files of models of text and images have a prefix before them,
+and those of Mistral 4 hold a layer's experts as one tensor.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ With ``--use-checkpoint-args``, Megatron 0.19 takes from them what it calls mode
 layers, widths, experts, vocabulary and more, but nothing of the attention.
 ``--multi-latent-attention`` with its ranks, head widths and rotary options, ``--norm-epsilon`` and
 the groups of the router must be on the command line again.
+
+Which layers are mixtures of experts is ``moe_layer_freq``: a number, a list, or an expression such
+as ``([0]*3+[1]*58)``.
 """
 
 from __future__ import annotations
@@ -53,6 +56,36 @@ COMMON_ARGS: dict[str, object] = {
     "rotary_interleaved": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
+}
+_MOST = 1e12
+_MOST_LAYERS = 10_000
+_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+# Required values.
+_REQUIRED: dict[str, object] = {
+    "multi_latent_attention": True,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+}
+# Other values make another model. None: the argument must not be set.
+_ONLY: dict[str, object] = {
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "layernorm_zero_centered_gamma": False,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "mtp_use_repeated_layer": False,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "dsa_indexer_n_heads": None,
+    "experimental_attention_variant": None,
+    "attention_output_gate": False,
 }
 
 
@@ -181,37 +214,6 @@ def _rotary(rotary: Rotary) -> dict[str, object]:
     base = rotary.rotary_base
     # The option takes integers.
     return {**vars(rotary), "rotary_base": int(base) if base == int(base) else base}
-
-
-_MOST = 1e12
-_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-# Required values.
-_REQUIRED: dict[str, object] = {
-    "multi_latent_attention": True,
-    "swiglu": True,
-    "normalization": "RMSNorm",
-}
-# Other values make another model. None: the argument must not be set.
-_ONLY: dict[str, object] = {
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": True,
-    "squared_relu": False,
-    "apply_layernorm_1p": False,
-    "layernorm_zero_centered_gamma": False,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "mtp_use_repeated_layer": False,
-    "moe_shared_expert_gate": False,
-    "moe_latent_size": None,
-    "hybrid_layer_pattern": None,
-    "hybrid_override_pattern": None,
-    "heterogeneous_layers_config_path": None,
-    "heterogeneous_layers_config_encoded_json": None,
-    "dsa_indexer_n_heads": None,
-    "experimental_attention_variant": None,
-    "attention_output_gate": False,
-}
 
 
 def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
@@ -397,9 +399,6 @@ def _dtype(fields: Fields) -> dict[str, object]:
         fields.wrong("params_dtype", " or ".join(map(str, names)))
         return {}
     return {"torch_dtype": names[dtype]}
-
-
-_MOST_LAYERS = 10_000
 
 
 def parse_moe_layer_freq(freq: object) -> int | list[int]:

@@ -1,4 +1,4 @@
-"""Report of a conversion or of a dry run, as text and as JSON."""
+"""Reports of conversions, dry runs and verifications, as text and as JSON."""
 
 from __future__ import annotations
 

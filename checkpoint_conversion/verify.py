@@ -15,7 +15,6 @@ import xxhash
 from checkpoint_conversion.comparison import (
     ManifestCheck,
     TensorComparison,
-    TensorDifference,
     block,
     changed_values,
     compare_tensors,
@@ -45,6 +44,9 @@ from checkpoint_conversion.report import Side, VerificationReport
 
 # For float32 sums in another order, as by another library.
 LOGITS_TOLERANCE = 1e-4
+_MOST_WORKERS = 4
+# Memory budget in bytes of all threads; a tensor that cannot be read in parts may exceed it.
+_MEMORY = 512 << 20
 # Their logits take 270 MB with a vocabulary of 130 000 entries.
 MOST_TOKENS = 512
 
@@ -147,19 +149,15 @@ def _logits(
         if reasons:
             raise CheckpointError("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
-        most = min(max_tokens, *(_positions(checkpoint) for checkpoint in checkpoints))
+        positions = [c.config.hugging_face["max_position_embeddings"] for c in checkpoints]
         # The second checkpoint's tokenizer, if the first has none.
         auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
-        tokens, origin = sample_tokens(auxiliary, a.vocab_size, most, text)
+        tokens, origin = sample_tokens(auxiliary, a.vocab_size, min(max_tokens, *positions), text)
         return compare_in_subprocess(sources, tokens, origin), notes
     except CheckpointError as error:
         if wanted:
             raise
         return None, [*notes, "logits were not compared: " + "; ".join(str(error).splitlines())]
-
-
-def _positions(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.config.hugging_face["max_position_embeddings"])
 
 
 def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -172,11 +170,6 @@ def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
         for note in functions.get(checkpoint.format, routing_notes)(checkpoint.config)
     ]
     return list(dict.fromkeys(notes))
-
-
-_MOST_WORKERS = 4
-# Memory budget in bytes of all threads; a tensor that cannot be read in parts may exceed it.
-_MEMORY = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -269,13 +262,16 @@ class _Pair:
     def result(self) -> dict:
         """Fields of the report, after all tasks."""
         a, b = self._sides
+        differences = [r.difference for r in self._results.values() if r.difference is not None]
+        # The worst first.
+        differences.sort(key=lambda d: (-d.not_finite, -d.max_rel, d.name))
         return {
             "tensors": len(self._common),
             "configs": self._configs,
             "only_in_a": tuple(sorted(a.keys() - b.keys())),
             "only_in_b": tuple(sorted(b.keys() - a.keys())),
             "shapes": self._shapes,
-            "differences": tuple(sorted(self._differences(), key=_worst_first)),
+            "differences": tuple(differences),
             "left_out": dict(sorted(self._left_out.items())),
         }
 
@@ -294,15 +290,6 @@ class _Pair:
             checksum = self._results[name].checksums[side]
             whole.update(f"{name} {tensor.dtype} {tensor.shape} {checksum}\n".encode())
         return whole.hexdigest()
-
-    def _differences(self) -> Iterator[TensorDifference]:
-        for result in self._results.values():
-            if result.difference is not None:
-                yield result.difference
-
-
-def _worst_first(difference: TensorDifference) -> tuple[int, float, str]:
-    return -difference.not_finite, -difference.max_rel, difference.name
 
 
 def config_differences(

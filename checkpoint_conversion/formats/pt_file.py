@@ -1,4 +1,10 @@
-"""A slice of a file that can be opened like a file."""
+"""Files of ``torch.save``: their content without tensor values, and the place of each value.
+
+A file is a zip archive of one pickle and one record of bytes per storage. The archive's directory
+and the globals of the pickle are vetted first; ``torch.load(weights_only=True)`` then unpickles it
+onto the meta device. Tensors are mapped one at a time from their records: ``torch.load(mmap=True)``
+would map the whole file writable, which the kernel refuses for a file larger than memory.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,14 @@ from torch import Tensor
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.pickles import check_globals
 from checkpoint_conversion.lazy_tensor import LazyTensor
+
+# Far more than the tensor names of any model need.
+_MOST_PICKLE_BYTES = 1 << 30
+# Smaller tensors are copied: each mapping holds a file descriptor while its tensor lives.
+_MAPPED_FROM = 1 << 20
+# The allow-list of torch.load is global to the process.
+_ALLOWING = threading.Lock()
+_LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 @dataclass(frozen=True)
@@ -76,15 +90,6 @@ class _SliceReader(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-# Far more than the tensor names of any model need.
-_MOST_PICKLE_BYTES = 1 << 30
-# Smaller tensors are copied: each mapping holds a file descriptor while its tensor lives.
-_MAPPED_FROM = 1 << 20
-# The allow-list of torch.load is global to the process.
-_ALLOWING = threading.Lock()
-_LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 @dataclass(frozen=True)

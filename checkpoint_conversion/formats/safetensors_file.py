@@ -17,7 +17,6 @@ from checkpoint_conversion.checkpoint_folder import shown_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
-SUFFIX = ".safetensors"
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

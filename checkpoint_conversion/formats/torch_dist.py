@@ -5,6 +5,16 @@ into memory where a conversion needs some rows, and accepts compressed records o
 
 Megatron-Core 0.19 stores the common state (arguments, iteration) as an object of the checkpoint,
 earlier releases in a file of its own, ``common.pt``. Both are read, the file first.
+
+One tensor may hold all layers or all experts:
+
+    decoder.layers.N.<rest>                           numbered layers, or
+    decoder.layers.<rest>                             stacked layers: the first dim
+    <layer>mlp.experts.experts.linear_fc1.weight      stacked experts: the next dim, or
+    <layer>mlp.experts.experts.E.linear_fc1.weight    one tensor per expert
+    <name>.weight_w, <name>.weight_v                  the two halves of linear_fc1
+
+The mapping to Hugging Face has numbered layers, ``mlp.experts.local_experts.E.`` and whole tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +31,13 @@ from pathlib import Path
 import torch
 
 from absorbed_mla.checkpoint.names import KV_UP
-from checkpoint_conversion.checkpoint_folder import METADATA, file_inside, read_json, weights_folder
+from checkpoint_conversion.checkpoint_folder import (
+    CONFIG,
+    METADATA,
+    file_inside,
+    read_json,
+    weights_folder,
+)
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
@@ -38,6 +54,19 @@ BACKEND_FILE = "metadata.json"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # A module's state without FP8 has up to 1513 bytes, nearly all of them torch.save's own.
 _EMPTY_STATE = 2048
+EXTRA_STATE = "._extra_state"
+# Prefixes of training state.
+_LEFT_ALONE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
+_LAYER, _EXPERT = "<layer>", "<expert>"
+_NUMBERED_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.((?:\d+\.)?)(linear_fc[12]\..+)")
+_NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
+_HALVES = ("_w", "_v")
+# Modules that save an _extra_state: linear layers; in TransformerEngine also norms.
+_LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|eh_proj)")
+_NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm)")
 
 
 class TorchDistCheckpoint(Checkpoint):
@@ -90,7 +119,7 @@ class TorchDistCheckpoint(Checkpoint):
             return read_common_state(folder, storage, follow_links)
         except CheckpointError as error:
             # It is not needed where a config.json describes the model.
-            if hf_config is None and "config.json" not in self.auxiliary:
+            if hf_config is None and CONFIG not in self.auxiliary:
                 raise
             self.notes.append(f"the arguments of the training are not read: {error}")
             return {}
@@ -204,21 +233,6 @@ def states_in_use(storage: Storage) -> dict[str, int]:
 def is_extra_state(name: str) -> bool:
     """Whether an object is the state of a module."""
     return f"{EXTRA_STATE}/shard_" in name
-
-
-EXTRA_STATE = "._extra_state"
-# Prefixes of training state.
-_LEFT_ALONE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
-_LAYER, _EXPERT = "<layer>", "<expert>"
-_NUMBERED_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
-_EXPERTS = re.compile(r"(.+\.mlp\.experts\.)experts\.((?:\d+\.)?)(linear_fc[12]\..+)")
-_NUMBERED_EXPERT = re.compile(r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.(.+)")
-_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
-_HALVES = ("_w", "_v")
-# Modules that save an _extra_state: linear layers; in TransformerEngine also norms.
-_LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|eh_proj)")
-_NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm)")
 
 
 def is_left_alone(name: str) -> bool:

@@ -1,4 +1,7 @@
-"""A tensor that is stored in chunks, each in ``torch.save``'s format within a larger file."""
+"""What a distributed checkpoint stores and where, with every claim of its ``.metadata`` checked.
+
+A tensor is stored in chunks, each in ``torch.save``'s format within a larger file.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from checkpoint_conversion.formats.pt_file import FileSlice, PtFile, open_pt
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 
 Shape = tuple[int, ...]
+_MOST_DIMS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +180,6 @@ class _Region:
             mapped.append((last + 1) * itemsize)
         together = math.prod(self.size) * itemsize if len(mapped) > 1 else 0
         return together + max(mapped)
-
-
-_MOST_DIMS = 8
 
 
 class Storage:

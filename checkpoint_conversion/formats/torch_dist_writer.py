@@ -1,4 +1,8 @@
-"""Writing ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist)."""
+"""Writing ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist).
+
+torch's ``FileSystemWriter`` writes each file as if by a rank of its own. The save plans, on which
+ranks would agree, are made from shapes alone; a tensor is loaded just before it is written.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +72,8 @@ from checkpoint_conversion.transforms import GATED_ROWS
 
 # Megatron's own default of --make-vocab-size-divisible-by.
 _VOCAB_MULTIPLE = 128
+# The place of each item of a plan in its file: (offset, length) in bytes.
+Written = list[tuple[int, int]]
 
 
 class TorchDistWriter(Writer):
@@ -149,7 +155,8 @@ class TorchDistWriter(Writer):
         inner = folder / inner_name(self.options.iteration)
         plans = [self._plans[result.name] for result in results]
         write_metadata(inner, plans, [result.storage["written"] for result in results])
-        write_common_file(inner, self._common)
+        # Megatron-Core 0.18 and earlier look for the common state there.
+        torch.save(self._common, inner / COMMON_FILE)
         (inner / BACKEND_FILE).write_text(json.dumps(BACKEND))
         write_around(folder, self.options.iteration, self.config, auxiliary)
 
@@ -278,10 +285,6 @@ def _check_dtypes(parts: Sequence[Part]) -> None:
         )
 
 
-# The place of each item of a plan in its file: (offset, length) in bytes.
-Written = list[tuple[int, int]]
-
-
 def file_name(rank: int) -> str:
     """Name of the file that a rank writes."""
     return f"__{rank}_0{DEFAULT_SUFFIX}"
@@ -359,11 +362,6 @@ def write_metadata(folder: Path, plans: Sequence[SavePlan], written: Sequence[Wr
         for rank, (plan, places) in enumerate(zip(plans, written, strict=True))
     ]
     _Writer(folder).finish(metadata, results)
-
-
-def write_common_file(folder: Path, common: Mapping[str, object]) -> None:
-    """Write the common state where Megatron-Core 0.18 and earlier look for it."""
-    torch.save(dict(common), folder / COMMON_FILE)
 
 
 def serialised(value: object) -> bytes:
