@@ -154,7 +154,7 @@ def _printable(text: str) -> str:
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Check the paths that a command will read and write.
+    """Check the paths that a command will read and write, before torch is imported.
 
     Raises:
         CheckpointError: Naming the path and what is wrong with it.

@@ -17,7 +17,13 @@ from collections.abc import Mapping
 
 import torch
 
-from checkpoint_conversion.config_fields import Fields, shown
+from checkpoint_conversion.config_fields import (
+    MOST_EXPERTS,
+    Fields,
+    Rotary,
+    routing_differences,
+    shown,
+)
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import (
     DTYPES,
@@ -31,7 +37,6 @@ from checkpoint_conversion.model import (
     ModelFunction,
     read_function,
 )
-from checkpoint_conversion.model_function import MOST_EXPERTS, Rotary, routing_differences
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6

@@ -1,6 +1,7 @@
-"""Parameter names in one rank's file, where layers and experts are numbered from 0 on every rank.
+"""How a model is sharded over ranks: names and shapes of the tensors in each rank's file.
 
-A whole model, and the mapping to Hugging Face, number them globally:
+Layers and experts are numbered from 0 on every rank. A whole model, and the mapping to Hugging
+Face, number them globally:
 
     decoder.layers.<in the stage>                     decoder.layers.<in the model>
     mtp.layers.I.mtp_model_layer.                     mtp.layers.I.transformer_layer.
@@ -40,6 +41,9 @@ from checkpoint_conversion.mapping import megatron_shapes
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.transforms import ROWS, Rule
 
+EMBEDDING, OUTPUT = VOCABULARY
+FINAL_NORM = "decoder.final_layernorm.weight"
+Shape = tuple[int, ...]
 _DECODER_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,2})\.")
 _MTP_INNER = re.compile(r"(mtp\.layers\.\d+\.)(?:mtp_model_layer|transformer_layer)\.")
@@ -143,11 +147,6 @@ def split_grouped_mlp(
 
 def _count(pattern: re.Pattern, names: Iterable[str]) -> int:
     return max((int(match[1]) + 1 for match in map(pattern.match, names) if match), default=0)
-
-
-EMBEDDING, OUTPUT = VOCABULARY
-FINAL_NORM = "decoder.final_layernorm.weight"
-Shape = tuple[int, ...]
 
 
 class StackedRows(Rule):
