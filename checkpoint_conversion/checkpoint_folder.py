@@ -1,13 +1,17 @@
-"""Recognising the kind of checkpoint in a folder by its file names.
+"""The folder of an untrusted checkpoint: recognised by its file names, and read safely.
 
-Nothing here imports torch, so that a wrong path is reported at once.
+Nothing outside the folder is read. Nothing here imports torch, so that a wrong path is reported at
+once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from pathlib import Path
+import stat
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
@@ -18,6 +22,8 @@ RANK_FILE = "model_optim_rng.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?")
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
+CONFIG = "config.json"
+MANIFEST = "conversion_manifest.json"
 # Kind of checkpoint -> the files that it is recognised by.
 LOOKED_FOR = {
     "torch_dist": (
@@ -25,12 +31,15 @@ LOOKED_FOR = {
         "(megatron, absorbed)"
     ),
     "legacy": f"mp_rank_*/{RANK_FILE}, in the same places (megatron-legacy)",
-    "hugging_face": f"config.json beside *{SUFFIX} (hf)",
+    "hugging_face": f"{CONFIG} beside *{SUFFIX} (hf)",
 }
 _ADAPTER = "adapter_config.json"
 # A name on the Hugging Face hub: OWNER/MODEL.
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MOST_ADAPTER_BYTES = 1 << 20
+# The index of a checkpoint of 150 000 tensors has 15 MB.
+MAX_JSON_BYTES = 128 << 20
+MAX_CONFIG_BYTES = 16 << 20
 
 
 def weights_folder(path: Path) -> Path:
@@ -70,7 +79,7 @@ def weights_of(folder: Path) -> Path | None:
         return None
     weights = weights_folder(folder)
     # A folder with stray weights among other files is no checkpoint.
-    stray = any(folder.glob("*.safetensors")) and not (folder / "config.json").is_file()
+    stray = any(folder.glob(f"*{SUFFIX}")) and not (folder / CONFIG).is_file()
     return None if stray else weights
 
 
@@ -78,18 +87,12 @@ def kind_of(path: Path) -> str | None:
     """The kind of checkpoint in a folder, a key of ``LOOKED_FOR``; None if there is none."""
     if not path.is_dir():
         return None
-    checks = {"torch_dist": is_torch_dist, "legacy": is_legacy, "hugging_face": is_hugging_face}
-    return next((kind for kind in LOOKED_FOR if checks[kind](path)), None)
-
-
-def is_torch_dist(path: Path) -> bool:
-    """Whether there is a distributed checkpoint at ``path``."""
-    return (weights_folder(path) / METADATA).is_file()
-
-
-def is_legacy(path: Path) -> bool:
-    """Whether there is a per-rank checkpoint at ``path``."""
-    return bool(rank_folders(weights_folder(path)))
+    weights = weights_folder(path)
+    if (weights / METADATA).is_file():
+        return "torch_dist"
+    if rank_folders(weights):
+        return "legacy"
+    return "hugging_face" if is_hugging_face(path) else None
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -164,3 +167,121 @@ def _what_is_there(path: Path) -> str:
         return "is empty"
     listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     return f"is no checkpoint of a known format; it holds {listed}"
+
+
+def file_inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
+    """The regular file that ``name`` means inside ``folder``.
+
+    Args:
+        folder: The checkpoint's folder.
+        name: A path relative to it, from an index or a directory listing.
+        follow_links: Whether links may lead out of the folder; ``..`` and absolute names never may.
+
+    Returns:
+        The file's real path, with links resolved.
+
+    Raises:
+        CheckpointError: If there is no such file, it is not inside, or is not a regular file.
+    """
+    problem = name_problem(name)
+    if problem:
+        raise CheckpointError(f"{shown_name(name)} in {folder} {problem}")
+    try:
+        found = (folder / name).resolve(strict=True)
+        home = folder.resolve(strict=True)
+        if not follow_links and not found.is_relative_to(home):
+            raise CheckpointError(
+                f"{name} in {folder} is a link out of the folder, to {found}; --follow-links "
+                "allows it"
+            )
+        regular = stat.S_ISREG(found.stat().st_mode)
+    except OSError as error:
+        raise CheckpointError(f"{name} in {folder} cannot be read: {error.strerror}") from error
+    except RuntimeError as error:
+        # Path.resolve raises this for a loop of links before Python 3.13.
+        raise CheckpointError(f"{name} in {folder} is a link in a circle") from error
+    if not regular:
+        raise CheckpointError(f"{name} in {folder} is not a regular file")
+    return found
+
+
+def files_inside(folder: Path, *, follow_links: bool = False) -> dict[str, Path]:
+    """Real paths of the files directly in ``folder``, by name, sorted.
+
+    Folders in it are skipped; all else that :func:`file_inside` refuses is listed in one error.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    files, problems = {}, []
+    for name in names:
+        if os.path.isdir(folder / name):
+            continue
+        try:
+            files[name] = file_inside(folder, name, follow_links=follow_links)
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"{folder} holds what cannot be read:", problems)
+    return files
+
+
+def name_problem(name: str) -> str | None:
+    """What is wrong with a file name, as the predicate of a sentence; None if nothing."""
+    if not name:
+        return "is an empty name"
+    # This refuses NUL, and surrogates that no file system can encode, too.
+    if not name.isprintable():
+        return "has characters that cannot be printed"
+    path = PurePosixPath(name)
+    if path.is_absolute():
+        return "is an absolute path; files of a checkpoint are relative to its folder"
+    if ".." in path.parts:
+        return "leads out of the folder"
+    return None
+
+
+def shown_name(name: str) -> str:
+    """An untrusted name, escaped and shortened for printing."""
+    text = name if name and name.isprintable() else ascii(name)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Args:
+        path: The file.
+        max_bytes: Larger files are refused without parsing them.
+
+    Raises:
+        CheckpointError: If it cannot be read, is too large, not UTF-8, not JSON, nested too
+            deeply, no object, or gives a name twice.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path} is larger than {max_bytes} bytes")
+    try:
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply") from error
+    # Bad UTF-8, bad JSON, an integer of thousands of digits, a name that is there twice.
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not acceptable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"{shown_name(name)} is there twice")
+        result[name] = value
+    return result

@@ -8,11 +8,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from checkpoint_conversion.command_line import parse_arguments
+from checkpoint_conversion.checkpoint_folder import require_kind
+from checkpoint_conversion.command_line import parse_arguments, target_options
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.path_checks import check_paths
-from checkpoint_conversion.target_flags import target_options
+from checkpoint_conversion.target_folder import check_places, refuse_existing
 
 DONE, DIFFERENT, REFUSED, FILE_SYSTEM, BUG, INTERRUPTED = 0, 1, 3, 4, 70, 130
 
@@ -150,3 +151,30 @@ def _message(error: BaseException) -> str:
 def _printable(text: str) -> str:
     """Text with control characters escaped, so that names in files cannot control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Check the paths that a command will read and write, before torch is imported.
+
+    Raises:
+        CheckpointError: Naming the path and what is wrong with it.
+    """
+    if args.command == "convert":
+        check_places(args.source, args.target)
+        if not (args.force or args.resume):
+            refuse_existing(args.target, False, lambda folder: None)
+        require_kind(args.source)
+    elif args.command == "inspect":
+        require_kind(args.path)
+    else:
+        require_kind(args.a)
+        if args.b is not None:
+            require_kind(args.b)
+        _check_file("--text", args.text)
+    _check_file("--hf-config", args.hf_config)
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    if path is not None and not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{option} {path} {what}; it must be a file")

@@ -178,8 +178,7 @@ def changed_values(record: TensorRecord, tensor: LazyTensor) -> str | None:
     found = checksum(tensor)
     if found == record.checksum:
         return None
-    at = "" if record.offset is None else f" at {list(record.offset)}"
-    return f"{record.key}{at} has checksum {found}; the manifest has {record.checksum}"
+    return f"{record.place} has checksum {found}; the manifest has {record.checksum}"
 
 
 def fits(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> bool:

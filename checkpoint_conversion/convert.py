@@ -9,13 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint_conversion import __version__
-from checkpoint_conversion.checkpoint_folder import weights_folder, weights_of
+from checkpoint_conversion.checkpoint_folder import MANIFEST, weights_folder, weights_of
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Part, PartResult, TargetOptions
 from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
-from checkpoint_conversion.manifest import NAME as MANIFEST
 from checkpoint_conversion.manifest import (
     Manifest,
     TensorRecord,

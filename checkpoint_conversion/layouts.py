@@ -1,4 +1,4 @@
-"""Layouts of Megatron models, to and from the table's: names of weights, padding of the vocabulary.
+"""Layouts of Megatron models: names, tensor-parallel rules, padding of the vocabulary.
 
 What the layouts are is declared in ``absorbed_mla/checkpoint/layouts``; the table of names is in
 the default layout of ``absorbed_mla/checkpoint/layout.py``.
@@ -11,31 +11,18 @@ import re
 from collections.abc import Mapping
 
 from absorbed_mla.checkpoint.layout import LayoutChange, MegatronLayout
-from absorbed_mla.checkpoint.names import KV_DOWN, KV_UP, Q_DOWN, QKV_DOWN
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
+from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP
 from checkpoint_conversion.model import ModelConfig
-
-__all__ = [
-    "KV_DOWN",
-    "KV_UP",
-    "QKV_DOWN",
-    "Q_DOWN",
-    "VOCABULARY",
-    "MegatronLayout",
-    "canonical_tensors",
-    "default_name",
-    "laid_out_tensors",
-    "padded_size",
-    "target_layout",
-    "with_padding",
-    "without_padding",
-]
+from checkpoint_conversion.transforms import Rule
 
 # The tensors with one row per entry of the vocabulary, which Megatron pads with further rows.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.)(.+)")
+_PREFIX = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.(transformer_layer\.)?)?")
+_RULES = {row.megatron: row.split for row in (*MODEL, *LAYER, *MTP)}
 
 
 def target_layout(to: str, norms: str | None = None, **choices: str) -> MegatronLayout:
@@ -137,3 +124,16 @@ def without_padding(
             # Where ranks share the rows, the last may have nothing but padding.
             result[name] = dataclasses.replace(kept, leaves=tensor.leaves)
     return result, dropped
+
+
+def tensor_parallel_rule(name: str) -> Rule | None:
+    """How ranks split the tensor called ``name``, in any layout; None for an unknown name.
+
+    Down-projections count as replicated, as in TransformerEngine's layers; local layers split their
+    rows instead.
+    """
+    prefix = _PREFIX.match(name)
+    inner = name[prefix.end() :] if prefix else name
+    rule = _RULES.get(re.sub(r"local_experts\.\d+\.", "local_experts.{expert}.", inner))
+    # Weights that a layout renames, joins or splits are shared like those of the table.
+    return rule or _RULES.get(default_name(inner) or "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,10 +85,7 @@ class LazyTensor:
             return self
         origin = (self, dim, start)
         if self.part is not None:
-            found = self.part(dim, start, length)
-            return LazyTensor(
-                found.shape, found.dtype, found.load, found.leaves, found.peak, found.part, origin
-            )
+            return replace(self.part(dim, start, length), whole=origin)
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return LazyTensor(
             shape,
@@ -113,14 +110,8 @@ class LazyTensor:
     def view(self, *shape: int) -> LazyTensor:
         """The same values in another shape."""
         assert math.prod(shape) == math.prod(self.shape)
-        return LazyTensor(
-            shape,
-            self.dtype,
-            lambda session: self.load(session).reshape(shape),
-            self.leaves,
-            # A tensor that is not contiguous is copied.
-            self.peak + self.nbytes,
-        )
+        # A tensor that is not contiguous is copied, which `map` allows memory for.
+        return self.map(lambda values: values.reshape(shape), shape=shape)
 
     def map(
         self,
@@ -130,15 +121,11 @@ class LazyTensor:
         dtype: torch.dtype | None = None,
     ) -> LazyTensor:
         """``function`` of the values; says what shape and dtype it makes, if it changes them."""
-        result = LazyTensor(
-            self.shape if shape is None else shape,
-            self.dtype if dtype is None else dtype,
-            lambda session: function(self.load(session)),
-            self.leaves,
-            0,
-        )
+        shape = self.shape if shape is None else shape
+        dtype = self.dtype if dtype is None else dtype
+        peak = self.peak + math.prod(shape) * dtype.itemsize
         return LazyTensor(
-            result.shape, result.dtype, result.load, result.leaves, self.peak + result.nbytes
+            shape, dtype, lambda session: function(self.load(session)), self.leaves, peak
         )
 
     def to(self, dtype: torch.dtype) -> LazyTensor:

@@ -1,4 +1,4 @@
-"""Comparing the logits of two checkpoints, in a subprocess.
+"""Comparing the logits of two checkpoints for one text, in a subprocess.
 
 Megatron needs a process group and, on a CPU, a patched ``torch.cuda``; the subprocess keeps both
 out of the caller's process and frees the memory of both models at its end.
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from checkpoint_conversion.progress import format_bytes
 
 # Positions whose probabilities are computed at a time, in float64.
 _CHUNK = 32
+# Bytes of a user's text that are read.
+_MOST_BYTES = 16 << 20
 _NEEDED = {
     "hf": ("transformers",),
     "megatron": ("megatron.core", "psutil"),
@@ -178,6 +180,77 @@ def main() -> None:
         sys.exit(str(error))
     result = compare_logits(*logits, origin=request["origin"], evaluated_by=tuple(libraries))
     Path(sys.argv[1]).write_text(json.dumps(asdict(result)))
+
+
+TEXT = """\
+Keeping every key and value of a long conversation is what makes serving a language model dear. A
+latent attention keeps less: for each token one short vector, from which the keys and the values of
+all heads can be computed again, and a few rotated channels that say where the token stood.
+
+def attend(query, latent, rotated, scale):
+    scores = scale * (query.nope @ latent.T + query.rope @ rotated.T)
+    return softmax(scores.masked_fill(future, -inf)) @ latent
+
+Two programs that hold the same weights ought to agree about what comes next. If one of them turns
+the channels of its rotary embedding by pairs of neighbours, and the other by halves, both still
+write fluent sentences at first; after some hundred words, they part. In 2024 it was 3.14 % of all
+tickets; les chiffres de 2025 n'en disent pas plus, und die Gründe sind bis heute unklar: \
+これは何ですか?
+"""
+
+
+def sample_tokens(
+    auxiliary: Mapping[str, Path], vocab_size: int, most: int, text: Path | None = None
+) -> tuple[list[int], str]:
+    """Token ids of a text.
+
+    Args:
+        auxiliary: Files that belong to the checkpoint; its ``tokenizer.json`` is used if there.
+        vocab_size: Size of the model's vocabulary.
+        most: Upper bound on the number of tokens, from the beginning of the text.
+        text: A file of UTF-8 text; None for a built-in one.
+
+    Returns:
+        The ids, and a phrase that says where they come from.
+
+    Raises:
+        CheckpointError: If the text is empty or no UTF-8, or the tokenizer cannot be used.
+    """
+    content = TEXT if text is None else _read(text)
+    source = "a built-in text" if text is None else text.name
+    if "tokenizer.json" not in auxiliary:
+        ids = [byte % vocab_size for byte in content.encode()[:most]]
+        return ids, f"{len(ids)} bytes of {source}; the checkpoint has no tokenizer.json"
+    ids = _tokenize(auxiliary["tokenizer.json"], content)[:most]
+    if not ids or max(ids) >= vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json makes {len(ids)} tokens of {source}, the largest {max(ids, default=0)}"
+            f"; the model's vocabulary has {vocab_size}"
+        )
+    return ids, f"{len(ids)} tokens of {source}, by the checkpoint's tokenizer.json"
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"--text: {path} is no UTF-8 text: {error}") from None
+    if not text.strip():
+        raise CheckpointError(f"--text: {path} is empty")
+    return text
+
+
+def _tokenize(path: Path, text: str) -> list[int]:
+    # tokenizer.json is pure data; other tokenizers would run code of the checkpoint.
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path)).encode(text).ids
+    except Exception as error:
+        # The library raises nothing more specific.
+        raise CheckpointError(f"{path} is no tokenizer: {error}") from None
 
 
 def _divergence(a: Tensor, b: Tensor) -> Tensor:

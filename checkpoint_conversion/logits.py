@@ -20,10 +20,9 @@ from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.hugging_face_names import stacked
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
+from checkpoint_conversion.mapping import stacked, to_megatron, without_mtp_layers
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from checkpoint_conversion.checkpoint_folder import MANIFEST as NAME
 from checkpoint_conversion.checkpoint_folder import weights_folder
 from checkpoint_conversion.checksums import ALGORITHM
 from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 
-NAME = "conversion_manifest.json"
 FORMAT_VERSION = 1
 # A model of 100 000 tensors needs 25 MB.
 _MAX_BYTES = 256 << 20

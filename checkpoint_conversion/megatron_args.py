@@ -4,28 +4,39 @@ With ``--use-checkpoint-args``, Megatron 0.19 takes from them what it calls mode
 layers, widths, experts, vocabulary and more, but nothing of the attention.
 ``--multi-latent-attention`` with its ranks, head widths and rotary options, ``--norm-epsilon`` and
 the groups of the router must be on the command line again.
+
+Which layers are mixtures of experts is ``moe_layer_freq``: a number, a list, or an expression such
+as ``([0]*3+[1]*58)``.
 """
 
 from __future__ import annotations
 
-import itertools
-import shlex
+import ast
 from argparse import Namespace
+from collections.abc import Mapping
 
 import torch
 
-from checkpoint_conversion.config_fields import Fields
-from checkpoint_conversion.megatron_args_reading import from_megatron_args
-from checkpoint_conversion.model import ModelConfig, ModelFunction, read_function
-from checkpoint_conversion.model_function import Rotary, routing_differences
-
-__all__ = [
-    "COMMON_ARGS",
-    "from_megatron_args",
-    "megatron_notes",
-    "routing_notes",
-    "to_megatron_args",
-]
+from checkpoint_conversion.config_fields import (
+    MOST_EXPERTS,
+    Fields,
+    Rotary,
+    routing_differences,
+    shown,
+)
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.model import (
+    DTYPES,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_MTP_LAYERS,
+    MOST_POSITIONS,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
+    ModelConfig,
+    ModelFunction,
+    read_function,
+)
 
 # Epsilon of the norms inside the attention in Hugging Face's models.
 _LATENT_NORM_EPSILON = 1e-6
@@ -50,6 +61,36 @@ COMMON_ARGS: dict[str, object] = {
     "rotary_interleaved": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
+}
+_MOST = 1e12
+_MOST_LAYERS = 10_000
+_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+# Required values.
+_REQUIRED: dict[str, object] = {
+    "multi_latent_attention": True,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+}
+# Other values make another model. None: the argument must not be set.
+_ONLY: dict[str, object] = {
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "layernorm_zero_centered_gamma": False,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "mtp_use_repeated_layer": False,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "dsa_indexer_n_heads": None,
+    "experimental_attention_variant": None,
+    "attention_output_gate": False,
 }
 
 
@@ -180,117 +221,247 @@ def _rotary(rotary: Rotary) -> dict[str, object]:
     return {**vars(rotary), "rotary_base": int(base) if base == int(base) else base}
 
 
-# Options in the order they are printed, by their names in the arguments of a checkpoint.
-_SWITCHES = (
-    "multi_latent_attention",
-    "qk_layernorm",
-    "swiglu",
-    "untie_embeddings_and_output_weights",
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "bf16",
-    "fp16",
-)
-_VALUES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "normalization",
-    "position_embedding_type",
-    "max_position_embeddings",
-    "rope_type",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "attention_dropout",
-    "hidden_dropout",
-    "vocab_size",
-    "mtp_num_layers",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_dtype",
-)
-# Fields of Megatron's config that its command line has no option for, with their defaults there.
-_WITHOUT_OPTION = {
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
+    """The model that Megatron-LM's arguments describe, with a config.json for it.
 
-
-def megatron_options(config: ModelConfig) -> list[str]:
-    """All options of Megatron 0.19's command line that describe a model, as words.
-
-    Options of training, parallelism and the tokenizer are left out.
+    Kimi-K2 and Moonlight become DeepSeek-V3, whose architecture they have. The arguments do not
+    hold a tokenizer's special tokens, so config.json names none.
 
     Raises:
-        CheckpointError: If config.json does not say what the model computes.
+        CheckpointError: Listing arguments that are missing or that no Hugging Face model has.
     """
-    args = to_megatron_args(config)
-    words = [_option(name) for name in _SWITCHES if getattr(args, name, False)]
-    words.append("--disable-bias-linear")
-    for name in _VALUES:
-        value = getattr(args, name, None)
-        if value is not None:
-            words += [_option(name), str(value)]
-    words += ["--norm-epsilon", str(args.norm_epsilon)]
-    # The option takes whole numbers only.
-    if isinstance(args.rotary_base, int):
-        words += ["--rotary-base", str(args.rotary_base)]
-    if args.num_experts is not None:
-        words += ["--moe-layer-freq", _pattern(args.moe_layer_freq)]
-    return words
+    values = vars(args) if isinstance(args, Namespace) else args
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"A checkpoint's args must be a namespace, got {shown(args)}")
+    fields = Fields(values, [], "args.")
+    check_kind(fields)
+    rotary = read_rotary_args(fields)
+    _check_scaling(fields, rotary)
+    config = {
+        **_read_dimensions(fields),
+        **_read_experts(fields),
+        **rotary.hugging_face(),
+        **_dtype(fields),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    fields.raise_problems("The checkpoint's arguments describe no model that can be converted:")
+    return ModelConfig.from_hugging_face(config)
 
 
-def as_line(words: list[str]) -> str:
-    """Words as one line for a shell."""
-    return shlex.join(words)
+def check_kind(fields: Fields) -> None:
+    """Record every argument that belongs to another kind of model."""
+    for name, accepted in (_REQUIRED | _ONLY).items():
+        if (fields.given(name) or name in _REQUIRED) and not fields.equals(name, accepted):
+            fields.wrong(name, shown(accepted))
 
 
-def without_option(config: ModelConfig) -> dict[str, float]:
-    """Fields of ``MLATransformerConfig`` that the model needs and no option can set."""
-    args = to_megatron_args(config)
-    result: dict[str, float] = {}
-    if args.rope_type == "yarn":
-        result = {
-            name: getattr(args, name)
-            for name, default in _WITHOUT_OPTION.items()
-            if getattr(args, name) != default
-        }
-    if not isinstance(args.rotary_base, int):
-        result["rotary_base"] = args.rotary_base
-    return result
+def _read_dimensions(fields: Fields) -> dict[str, object]:
+    heads = fields.integer("num_attention_heads", MOST_HEADS)
+    # Megatron's --vocab-size is without what a tokenizer adds.
+    padded = fields.given("tokenizer_type") or not fields.given("vocab_size")
+    return {
+        "vocab_size": fields.integer(
+            "padded_vocab_size" if padded else "vocab_size", MOST_VOCABULARY
+        ),
+        "hidden_size": fields.integer("hidden_size", MOST_WIDTH),
+        "intermediate_size": fields.integer("ffn_hidden_size", MOST_WIDTH),
+        "num_hidden_layers": fields.integer("num_layers", MOST_LAYERS),
+        "num_nextn_predict_layers": fields.integer(
+            "mtp_num_layers", MOST_MTP_LAYERS, least=0, default=0
+        ),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": fields.integer_or_null("q_lora_rank", MOST_WIDTH),
+        "kv_lora_rank": fields.integer("kv_lora_rank", MOST_WIDTH),
+        "qk_nope_head_dim": fields.integer("qk_head_dim", MOST_WIDTH),
+        "qk_rope_head_dim": fields.integer("qk_pos_emb_head_dim", MOST_WIDTH),
+        "v_head_dim": fields.integer("v_head_dim", MOST_WIDTH),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": read_norm_epsilon(fields),
+        "max_position_embeddings": fields.integer("max_position_embeddings", MOST_POSITIONS),
+        "tie_word_embeddings": not fields.boolean(
+            "untie_embeddings_and_output_weights", default=False
+        ),
+    }
 
 
-def option_notes(config: ModelConfig) -> list[str]:
-    """A note about :func:`without_option`, if there are any."""
-    fields = without_option(config)
-    if not fields:
-        return []
-    values = ", ".join(f"{name}={value:g}" for name, value in fields.items())
-    return [
-        f"Megatron's command line has no option for {values}: set them in MLATransformerConfig, or "
-        "the rotary embedding is another one"
-    ]
+def read_norm_epsilon(fields: Fields) -> float:
+    """Read the epsilon of the norms around attention and MLP."""
+    # Megatron 0.19's name, and that of earlier releases.
+    names = ("layernorm_epsilon", "norm_epsilon")
+    return fields.number(next(filter(fields.given, names), names[0]), 1e-12, 1.0)
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _read_experts(fields: Fields) -> dict[str, object]:
+    if not fields.given("num_experts"):
+        # Dense models of V2 and V3 are the same.
+        return {**_kind("deepseek_v3"), "first_k_dense_replace": fields.raw("num_layers")}
+    width = fields.integer("moe_ffn_hidden_size", MOST_WIDTH)
+    shared = fields.integer("moe_shared_expert_intermediate_size", 2**30, least=0, default=0)
+    if shared % width:
+        fields.wrong("moe_shared_expert_intermediate_size", f"a multiple of {width}")
+    return {
+        "n_routed_experts": fields.integer("num_experts", MOST_EXPERTS),
+        "n_shared_experts": shared // width,
+        "moe_intermediate_size": width,
+        **_layer_pattern(fields),
+        **_routing(fields),
+    }
 
 
-def _pattern(layers: list[int]) -> str:
-    """Zeros and ones per layer as Megatron's expression, such as ``([0]*3+[1]*58)``."""
-    runs = [(kind, len(list(group))) for kind, group in itertools.groupby(layers)]
-    return "(" + "+".join(f"[{kind}]*{count}" for kind, count in runs) + ")"
+def _routing(fields: Fields) -> dict[str, object]:
+    scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
+    softmax = scores == "softmax"
+    bias = fields.boolean("moe_router_enable_expert_bias", default=False)
+    if bias == softmax:
+        fields.wrong("moe_router_enable_expert_bias", f"{not bias} with {scores} scores")
+    limited = fields.given("moe_router_group_topk")
+    pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
+    topk = fields.integer("moe_router_topk", MOST_EXPERTS)
+    greedy = "group_limited_greedy" if limited else "greedy"
+    return {
+        **_kind("deepseek_v2" if softmax else "deepseek_v3"),
+        "scoring_func": scores,
+        "topk_method": greedy if softmax else "noaux_tc",
+        "num_experts_per_tok": topk,
+        "n_group": fields.integer("moe_router_num_groups", MOST_EXPERTS) if limited else 1,
+        "topk_group": fields.integer("moe_router_group_topk", MOST_EXPERTS) if limited else 1,
+        # Megatron normalises sigmoid scores of several experts, and softmax over those chosen.
+        "norm_topk_prob": not pre_softmax if softmax else topk > 1,
+        "routed_scaling_factor": fields.number(
+            "moe_router_topk_scaling_factor", 1e-6, 1e6, default=1.0
+        ),
+    }
+
+
+def _kind(model_type: str) -> dict[str, object]:
+    return {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
+
+
+def _layer_pattern(fields: Fields) -> dict[str, object]:
+    """The two fields of config.json that say which layers are mixtures of experts."""
+    freq = fields.raw("moe_layer_freq") if fields.given("moe_layer_freq") else 1
+    layers = fields.raw("num_layers")
+    if fields.problems or not isinstance(layers, int):
+        return {}
+    try:
+        pattern = moe_layers(parse_moe_layer_freq(freq), layers)
+    except ValueError as error:
+        fields.problems.append(str(error))
+        return {}
+    experts = [layer for layer, moe in enumerate(pattern) if moe]
+    first, every = experts[0] if experts else layers, 1
+    if len(experts) > 1:
+        every = experts[1] - first
+    elif first < layers - 1:
+        # A single one, and dense layers after it.
+        every = first or layers
+    if pattern != tuple(int(i >= first and i % every == 0) for i in range(layers)):
+        fields.wrong("moe_layer_freq", "dense layers, then every N-th a mixture of experts")
+    return {"first_k_dense_replace": first, "moe_layer_freq": every}
+
+
+def read_rotary_args(fields: Fields) -> Rotary:
+    """Read the rotary embedding; what is missing has the default of MLATransformerConfig."""
+    return Rotary(
+        rope_type=fields.choice("rope_type", ("rope", "yarn"), "yarn"),
+        rotary_base=fields.number("rotary_base", 1e-6, _MOST, default=10000),
+        rotary_scaling_factor=fields.number("rotary_scaling_factor", 1.0, _MOST, default=40.0),
+        original_max_position_embeddings=fields.integer(
+            "original_max_position_embeddings", MOST_POSITIONS, default=4096
+        ),
+        beta_fast=fields.number("beta_fast", 0.0, _MOST, default=32.0),
+        beta_slow=fields.number("beta_slow", 0.0, _MOST, default=1.0),
+        mscale=fields.number("mscale", 0.0, _MOST, default=1.0),
+        mscale_all_dim=fields.number("mscale_all_dim", 0.0, _MOST, default=0.0),
+    )
+
+
+def _check_scaling(fields: Fields, rotary: Rotary) -> None:
+    if rotary.rotary_scaling_factor <= 1:
+        return
+    if rotary.rope_type == "rope" and rotary.mscale_all_dim:
+        # Megatron scales the softmax all the same, transformers does not.
+        fields.wrong("mscale_all_dim", f"0 with rope_type 'rope' and {_scaling(rotary)}")
+    if rotary.rope_type == "yarn" and not rotary.mscale_all_dim and rotary.mscale != 1:
+        # Transformers heeds mscale only if both are there.
+        fields.wrong("mscale", f"1 with mscale_all_dim 0 and {_scaling(rotary)}")
+
+
+def _scaling(rotary: Rotary) -> str:
+    return f"rotary_scaling_factor {rotary.rotary_scaling_factor:g}"
+
+
+def _dtype(fields: Fields) -> dict[str, object]:
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    dtype = fields.raw("params_dtype")
+    if dtype is None:
+        flags = [fields.boolean(flag, default=False) for flag in ("bf16", "fp16")]
+        return {"torch_dtype": "bfloat16" if flags[0] else "float16" if flags[1] else "float32"}
+    if not isinstance(dtype, torch.dtype) or dtype not in names:
+        fields.wrong("params_dtype", " or ".join(map(str, names)))
+        return {}
+    return {"torch_dtype": names[dtype]}
+
+
+def parse_moe_layer_freq(freq: object) -> int | list[int]:
+    """Read a number or a list; of text, list literals, ``+`` and ``*`` and nothing else.
+
+    Raises:
+        ValueError: If ``freq`` is anything else.
+    """
+    value = freq
+    if isinstance(freq, str) and len(freq) <= _MOST_LAYERS:
+        try:
+            value = _evaluate(ast.parse(freq.strip(), mode="eval").body)
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            value = None
+    if type(value) is int and 1 <= value <= _MOST_LAYERS:
+        return value
+    if isinstance(value, list | tuple) and value and all(type(x) is int for x in value):
+        layers = list(value)
+        if set(layers) <= {0, 1}:
+            return layers
+    raise ValueError(
+        "--moe-layer-freq must be an integer of at least 1 or a list of zeros (dense) and ones "
+        f"(MoE) such as ([0]*1+[1]*2); got {shown(freq)}"
+    )
+
+
+def moe_layers(freq: int | list[int], num_layers: int) -> tuple[int, ...]:
+    """Per layer 0 (dense) or 1 (MoE); an integer N makes every N-th layer MoE, from the first.
+
+    Raises:
+        ValueError: If a list has another length than ``num_layers``.
+    """
+    if isinstance(freq, int):
+        return tuple(int(i % freq == 0) for i in range(num_layers))
+    if len(freq) != num_layers:
+        raise ValueError(
+            f"--moe-layer-freq must have one entry for each of --num-layers {num_layers}, "
+            f"got {len(freq)}"
+        )
+    return tuple(freq)
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return value
+        case ast.List(elts=elements):
+            return [_evaluate(x) for x in elements]  # type: ignore[misc]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluate(left) + _evaluate(right)  # type: ignore[operator]
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _times(_evaluate(left), _evaluate(right))
+    raise ValueError(f"unsupported expression {ast.dump(node)}")
+
+
+def _times(left: int | list[int], right: int | list[int]) -> int | list[int]:
+    sizes = [len(x) if isinstance(x, list) else x for x in (left, right)]
+    # A typing error should not fill the memory.
+    if sizes[0] * sizes[1] > _MOST_LAYERS:
+        raise ValueError(f"more than {_MOST_LAYERS} layers")
+    return left * right  # type: ignore[operator,return-value]

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkpoint_conversion.config_fields import Fields, dtype_name, shown
-from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.model_function import (
+from checkpoint_conversion.config_fields import (
     MOST_EXPERTS,
+    Fields,
     Rotary,
     Routing,
+    dtype_name,
     read_rotary,
     read_routing,
+    shown,
 )
+from checkpoint_conversion.errors import CheckpointError
 
 # Model type: architectures that have its tensors. Moonlight and R1 are DeepSeek-V3s.
 _ARCHITECTURES = {

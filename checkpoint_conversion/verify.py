@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import xxhash
+
+from checkpoint_conversion.comparison import (
+    ManifestCheck,
+    TensorComparison,
+    block,
+    changed_values,
+    compare_tensors,
+    fits,
+    header_problems,
+    peak_of_slab,
+)
+from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import recognise
 from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logit_comparison import (
     LogitComparison,
     Source,
     compare_in_subprocess,
+    sample_tokens,
     why_not,
 )
-from checkpoint_conversion.manifest import find_manifest
+from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
+from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
-from checkpoint_conversion.model_comparison import compare_models
+from checkpoint_conversion.model import ModelConfig, read_function
+from checkpoint_conversion.part_runner import MemoryBudget, run_parts
 from checkpoint_conversion.progress import Reporter
-from checkpoint_conversion.verification_report import VerificationReport
+from checkpoint_conversion.report import Side, VerificationReport
 
 # For float32 sums in another order, as by another library.
 LOGITS_TOLERANCE = 1e-4
+_MOST_WORKERS = 4
+# Memory budget in bytes of all threads; a tensor that cannot be read in parts may exceed it.
+_MEMORY = 512 << 20
 # Their logits take 270 MB with a vocabulary of 130 000 entries.
 MOST_TOKENS = 512
 
@@ -127,19 +149,15 @@ def _logits(
         if reasons:
             raise CheckpointError("The logits cannot be compared here:", reasons)
         a = checkpoints[0].config
-        most = min(max_tokens, *(_positions(checkpoint) for checkpoint in checkpoints))
+        positions = [c.config.hugging_face["max_position_embeddings"] for c in checkpoints]
         # The second checkpoint's tokenizer, if the first has none.
         auxiliary = {**checkpoints[1].auxiliary, **checkpoints[0].auxiliary}
-        tokens, origin = sample_tokens(auxiliary, a.vocab_size, most, text)
+        tokens, origin = sample_tokens(auxiliary, a.vocab_size, min(max_tokens, *positions), text)
         return compare_in_subprocess(sources, tokens, origin), notes
     except CheckpointError as error:
         if wanted:
             raise
         return None, [*notes, "logits were not compared: " + "; ".join(str(error).splitlines())]
-
-
-def _positions(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.config.hugging_face["max_position_embeddings"])
 
 
 def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -154,74 +172,181 @@ def _notes(checkpoints: Sequence[Checkpoint]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-TEXT = """\
-Keeping every key and value of a long conversation is what makes serving a language model dear. A
-latent attention keeps less: for each token one short vector, from which the keys and the values of
-all heads can be computed again, and a few rotated channels that say where the token stood.
+@dataclass(frozen=True)
+class _Task:
+    """A unit of work for a thread: memory in bytes that it needs, bytes that it reads, function."""
 
-def attend(query, latent, rotated, scale):
-    scores = scale * (query.nope @ latent.T + query.rope @ rotated.T)
-    return softmax(scores.masked_fill(future, -inf)) @ latent
-
-Two programs that hold the same weights ought to agree about what comes next. If one of them turns
-the channels of its rotary embedding by pairs of neighbours, and the other by halves, both still
-write fluent sentences at first; after some hundred words, they part. In 2024 it was 3.14 % of all
-tickets; les chiffres de 2025 n'en disent pas plus, und die Gründe sind bis heute unklar: \
-これは何ですか?
-"""
-# Bytes of a user's file that are read.
-_MOST_BYTES = 16 << 20
+    peak: int
+    nbytes: int
+    run: Callable[[], None]
 
 
-def sample_tokens(
-    auxiliary: Mapping[str, Path], vocab_size: int, most: int, text: Path | None = None
-) -> tuple[list[int], str]:
-    """Token ids of a text.
+def compare_models(
+    checkpoints: Sequence[Checkpoint], exclude_mtp: bool, workers: int | None, reporter: Reporter
+) -> VerificationReport:
+    """Read all tensors and compare them.
 
     Args:
-        auxiliary: Files that belong to the checkpoint; its ``tokenizer.json`` is used if there.
-        vocab_size: Size of the model's vocabulary.
-        most: Upper bound on the number of tokens, from the beginning of the text.
-        text: A file of UTF-8 text; None for a built-in one.
-
-    Returns:
-        The ids, and a phrase that says where they come from.
+        checkpoints: Two, or one that is only compared with its manifest.
+        exclude_mtp: Leave multi-token-prediction layers out of the comparison of two models.
+        workers: Threads; None: one per core, up to 4.
+        reporter: Receives progress messages.
 
     Raises:
-        CheckpointError: If the text is empty or no UTF-8, or the tokenizer cannot be used.
+        CheckpointError: If a manifest or a tensor cannot be read.
     """
-    content = TEXT if text is None else _read(text)
-    source = "a built-in text" if text is None else text.name
-    if "tokenizer.json" not in auxiliary:
-        ids = [byte % vocab_size for byte in content.encode()[:most]]
-        return ids, f"{len(ids)} bytes of {source}; the checkpoint has no tokenizer.json"
-    ids = _tokenize(auxiliary["tokenizer.json"], content)[:most]
-    if not ids or max(ids) >= vocab_size:
-        raise CheckpointError(
-            f"tokenizer.json makes {len(ids)} tokens of {source}, the largest {max(ids, default=0)}"
-            f"; the model's vocabulary has {vocab_size}"
+    manifests = [_ManifestReader(checkpoint) for checkpoint in checkpoints]
+    pair = _Pair(checkpoints, exclude_mtp) if len(checkpoints) == 2 else None
+    tasks = [task for reader in manifests for task in reader.tasks()]
+    tasks += pair.tasks() if pair is not None else []
+    _run(tasks, workers, reporter)
+    sums = (None, None) if pair is None else pair.model_checksums()
+    return VerificationReport(
+        sides=tuple(
+            Side(
+                path=str(checkpoint.path),
+                format=checkpoint.format,
+                checksum=checksum,
+                manifest=reader.result(),
+            )
+            for checkpoint, reader, checksum in zip(checkpoints, manifests, sums)
+        ),
+        nbytes=sum(task.nbytes for task in tasks),
+        **(pair.result() if pair is not None else {}),
+    )
+
+
+def _run(tasks: Sequence[_Task], workers: int | None, reporter: Reporter) -> None:
+    reporter.start(sum(task.nbytes for task in tasks), 0)
+
+    def work(task: _Task) -> None:
+        task.run()
+        reporter.advance(task.nbytes)
+
+    try:
+        workers = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
+        run_parts(tasks, work, MemoryBudget(_MEMORY), workers)
+    finally:
+        reporter.finish()
+
+
+class _Pair:
+    """The tensors of two models."""
+
+    def __init__(self, checkpoints: Sequence[Checkpoint], exclude_mtp: bool) -> None:
+        self._sides: list[dict[str, LazyTensor]] = []
+        self._left_out: dict[str, str] = {}
+        for checkpoint in checkpoints:
+            tensors = checkpoint.hugging_face_tensors()
+            kept = without_mtp_layers(tensors, checkpoint.config) if exclude_mtp else tensors
+            self._left_out.update(dict.fromkeys(tensors.keys() - kept.keys(), "--exclude-mtp"))
+            self._sides.append(kept)
+        configs = [c.config for c in checkpoints]
+        self._configs = config_differences(configs[0], configs[1], exclude_mtp)
+        a, b = self._sides
+        both = sorted(a.keys() & b.keys())
+        self._common = [name for name in both if a[name].shape == b[name].shape]
+        self._shapes = {n: (a[n].shape, b[n].shape) for n in both if a[n].shape != b[n].shape}
+        self._results: dict[str, TensorComparison] = {}
+
+    def tasks(self) -> Iterator[_Task]:
+        """One task per tensor that both models have in the same shape."""
+        for name in self._common:
+            a, b = (tensors[name] for tensors in self._sides)
+            peak = peak_of_slab(a) + peak_of_slab(b)
+            yield _Task(peak, a.nbytes + b.nbytes, partial(self._compare, name, a, b))
+
+    def _compare(self, name: str, a: LazyTensor, b: LazyTensor) -> None:
+        self._results[name] = compare_tensors(name, a, b)
+
+    def result(self) -> dict:
+        """Fields of the report, after all tasks."""
+        a, b = self._sides
+        differences = [r.difference for r in self._results.values() if r.difference is not None]
+        # The worst first.
+        differences.sort(key=lambda d: (-d.not_finite, -d.max_rel, d.name))
+        return {
+            "tensors": len(self._common),
+            "configs": self._configs,
+            "only_in_a": tuple(sorted(a.keys() - b.keys())),
+            "only_in_b": tuple(sorted(b.keys() - a.keys())),
+            "shapes": self._shapes,
+            "differences": tuple(differences),
+            "left_out": dict(sorted(self._left_out.items())),
+        }
+
+    def model_checksums(self) -> tuple[str | None, str | None]:
+        """Checksum of each model; None for one with tensors that were not compared."""
+        first, second = (
+            None if len(tensors) > len(self._common) else self._checksum(side, tensors)
+            for side, tensors in enumerate(self._sides)
         )
-    return ids, f"{len(ids)} tokens of {source}, by the checkpoint's tokenizer.json"
+        return first, second
+
+    def _checksum(self, side: int, tensors: Mapping[str, LazyTensor]) -> str:
+        whole = xxhash.xxh3_128()
+        for name in self._common:
+            tensor = tensors[name]
+            checksum = self._results[name].checksums[side]
+            whole.update(f"{name} {tensor.dtype} {tensor.shape} {checksum}\n".encode())
+        return whole.hexdigest()
 
 
-def _read(path: Path) -> str:
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES)
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"--text: {path} is no UTF-8 text: {error}") from None
-    if not text.strip():
-        raise CheckpointError(f"--text: {path} is empty")
-    return text
+def config_differences(
+    a: ModelConfig, b: ModelConfig, exclude_mtp: bool = False
+) -> dict[str, tuple[object, object]]:
+    """Fields in which two models differ in dimensions or function: name -> both values.
+
+    Args:
+        a: The first model.
+        b: The second model.
+        exclude_mtp: Whether to ignore multi-token-prediction layers.
+    """
+    first, second = _meaning(a), _meaning(b)
+    if exclude_mtp:
+        del first["mtp_layers"], second["mtp_layers"]
+    return {
+        name: (first.get(name), second.get(name))
+        for name in first | second
+        if first.get(name) != second.get(name)
+    }
 
 
-def _tokenize(path: Path, text: str) -> list[int]:
-    # tokenizer.json is pure data; other tokenizers would run code of the checkpoint.
-    from tokenizers import Tokenizer
+def _meaning(config: ModelConfig) -> dict[str, object]:
+    dimensions = asdict(config)
+    # Kimi-K2 is a DeepSeek-V3 by another name.
+    del dimensions["hugging_face"], dimensions["model_type"]
+    function = asdict(read_function(Fields(config.hugging_face, []), config))
+    for section in ("rotary", "routing"):
+        function |= function.pop(section) or {}
+    return dimensions | function
 
-    try:
-        return Tokenizer.from_file(str(path)).encode(text).ids
-    except Exception as error:
-        # The library raises nothing more specific.
-        raise CheckpointError(f"{path} is no tokenizer: {error}") from None
+
+class _ManifestReader:
+    """Compares what a checkpoint stores with its manifest, if it has one."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        path = find_manifest(checkpoint.path)
+        self._stored = checkpoint.stored
+        self._manifest = None if path is None else read_manifest(path)
+        self._changed: list[str] = []
+
+    def tasks(self) -> Iterator[_Task]:
+        """One task per record whose tensor is stored."""
+        for record in self._manifest.tensors if self._manifest is not None else ():
+            if fits(record, self._stored):
+                tensor = block(record, self._stored)
+                nbytes = math.prod(record.shape) * tensor.dtype.itemsize
+                yield _Task(peak_of_slab(tensor), nbytes, partial(self._check, record, tensor))
+
+    def _check(self, record: TensorRecord, tensor: LazyTensor) -> None:
+        problem = changed_values(record, tensor)
+        if problem is not None:
+            self._changed.append(problem)
+
+    def result(self) -> ManifestCheck | None:
+        """The result after all tasks; None without a manifest."""
+        if self._manifest is None:
+            return None
+        problems = [*header_problems(self._manifest, self._stored), *sorted(self._changed)]
+        return ManifestCheck(records=len(self._manifest.tensors), problems=tuple(problems))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.checksums import RunningChecksum
+from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.model import ModelConfig
 
@@ -159,7 +160,7 @@ def tensor_record(
         "key": key,
         "offset": None if offset is None else list(offset),
         "shape": list(values.shape),
-        "dtype": str(values.dtype).removeprefix("torch."),
+        "dtype": dtype_name(values.dtype),
         "checksum": running.hexdigest(),
     }
     if running.not_finite():

@@ -10,25 +10,36 @@ from pathlib import Path
 
 import torch
 
-from checkpoint_conversion.checkpoint_folder import INDEX
-from checkpoint_conversion.config_fields import shown
+from checkpoint_conversion.checkpoint_folder import (
+    CONFIG,
+    INDEX,
+    MANIFEST,
+    MAX_CONFIG_BYTES,
+    SUFFIX,
+    file_inside,
+    files_inside,
+    read_json,
+    shown_name,
+)
+from checkpoint_conversion.config_fields import dtype_name, shown
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.safetensors_file import SUFFIX, read_header
+from checkpoint_conversion.formats.safetensors_file import read_header
 from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pair_problems
-from checkpoint_conversion.hugging_face_names import image_tensors, text_name, unstacked
 from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.mapping import (
+    check_complete,
+    hugging_face_shapes,
+    image_tensors,
+    text_name,
+    unstacked,
+)
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
-from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json, shown_name
 
-CONFIG = "config.json"
 SINGLE = f"model{SUFFIX}"
-MANIFEST = "conversion_manifest.json"
 # Suffixes of weights in formats that are not read.
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-_MAX_CONFIG_BYTES = 16 << 20
 # Rotary frequencies in some older checkpoints; they follow from config.json.
 _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 _OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
@@ -53,7 +64,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         files = files_inside(path, follow_links=follow_links)
         if CONFIG not in files:
             raise CheckpointError(f"{path} has no {CONFIG}, which says what model it holds")
-        config = ModelConfig.from_hugging_face(read_json(files[CONFIG], _MAX_CONFIG_BYTES))
+        config = ModelConfig.from_hugging_face(read_json(files[CONFIG], MAX_CONFIG_BYTES))
         tensors, shards = _read_shards(path, files, follow_links)
         images = image_tensors(list(tensors))
         buffers = [name for name in tensors if _BUFFER.fullmatch(text_name(name))] + images
@@ -104,8 +115,8 @@ def layout_of(
         files: Number of files with weights.
         fp8_scales: ``"float"`` or ``"ue8m0"``, from config.json.
     """
-    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    quantised = str(FP8).removeprefix("torch.") in dtypes
+    dtypes = Counter(dtype_name(tensor.dtype) for tensor in tensors)
+    quantised = dtype_name(FP8) in dtypes
     blocks = f"FP8 in blocks of {BLOCK} x {BLOCK}, {fp8_scales or 'float'} scales"
     return {
         "files": files,

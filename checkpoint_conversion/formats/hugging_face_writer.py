@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint_folder import CONFIG, INDEX, SUFFIX
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import (
     Entry,
@@ -23,8 +24,8 @@ from checkpoint_conversion.formats.base import (
     filled,
     tensor_record,
 )
-from checkpoint_conversion.formats.hugging_face import CONFIG, INDEX, is_auxiliary, layout_of
-from checkpoint_conversion.formats.safetensors_file import SUFFIX, write_tensors
+from checkpoint_conversion.formats.hugging_face import is_auxiliary, layout_of
+from checkpoint_conversion.formats.safetensors_file import write_tensors
 from checkpoint_conversion.fp8 import (
     SCALE_FORMATS,
     SCALE_SUFFIX,
@@ -32,9 +33,13 @@ from checkpoint_conversion.fp8 import (
     is_quantised,
     quantised,
 )
-from checkpoint_conversion.hugging_face_names import stacked, stacks_experts
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.mapping import check_complete, hugging_face_shapes
+from checkpoint_conversion.mapping import (
+    check_complete,
+    hugging_face_shapes,
+    stacked,
+    stacks_experts,
+)
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.target_folder import sync_path
 

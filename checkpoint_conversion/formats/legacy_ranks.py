@@ -18,12 +18,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER
+from checkpoint_conversion.checkpoint_folder import RANK_FILE, RANK_FOLDER, file_inside, shown_name
 from checkpoint_conversion.config_fields import shown
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.legacy_names import EXTRA_STATE
 from checkpoint_conversion.formats.pt_file import PtFile, StoredTensor, open_pt
-from checkpoint_conversion.safe_paths import file_inside, shown_name
 
 # A damaged file may claim any number.
 _MOST_RANKS = 1 << 16
@@ -201,7 +199,7 @@ def _add(result: RankFile, file: PtFile, name: object, value: object) -> None:
     """Add one entry of the model's state dict to the weights, the rest or the problems."""
     if not isinstance(name, str) or _shown_key(name) != name:
         result.problems.append(f"{result.folder}: {_shown_key(name)} is no tensor's name")
-    elif name.endswith(EXTRA_STATE):
+    elif name.endswith("_extra_state"):
         # Without FP8 it is None or an empty tensor.
         if value is not None and not (isinstance(value, Tensor) and not value.numel()):
             result.left_alone[name] = _tensor_bytes(value)

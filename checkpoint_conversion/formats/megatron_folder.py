@@ -12,15 +12,18 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoint_conversion.checkpoint_folder import TRACKER
+from checkpoint_conversion.checkpoint_folder import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    TRACKER,
+    files_inside,
+    read_json,
+)
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.safe_paths import files_inside, read_json
 
 AUXILIARY = "hugging_face"
-CONFIG = "config.json"
-_MOST_CONFIG_BYTES = 16 << 20
 
 
 def inner_name(iteration: int | None) -> str:
@@ -57,7 +60,7 @@ def read_config(
     """
     path = hf_config or auxiliary.get(CONFIG)
     if path is not None:
-        return ModelConfig.from_hugging_face(read_json(path, _MOST_CONFIG_BYTES))
+        return ModelConfig.from_hugging_face(read_json(path, MAX_CONFIG_BYTES))
     if args:
         return from_megatron_args(args)
     raise CheckpointError(

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from checkpoint_conversion.checkpoint_folder import shown_name
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.safe_paths import shown_name
 
 # Globals that torch.load rebuilds itself.
 _BUILT = re.compile(

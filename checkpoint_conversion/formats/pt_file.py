@@ -9,8 +9,10 @@ would map the whole file writable, which the kernel refuses for a file larger th
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import mmap
+import os
 import struct
 import threading
 import zipfile
@@ -24,7 +26,6 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.file_slice import FileSlice
 from checkpoint_conversion.formats.pickles import check_globals
 from checkpoint_conversion.lazy_tensor import LazyTensor
 
@@ -35,6 +36,60 @@ _MAPPED_FROM = 1 << 20
 # The allow-list of torch.load is global to the process.
 _ALLOWING = threading.Lock()
 _LOCAL_HEADER = struct.Struct("<26xHH")
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """A range of bytes in a file.
+
+    Attributes:
+        path: The file.
+        offset: Offset of the first byte.
+        length: Number of bytes.
+    """
+
+    path: Path
+    offset: int
+    length: int
+
+    def open(self) -> BinaryIO:
+        """Open the range for reading; bytes before and after it cannot be reached."""
+        return io.BufferedReader(_SliceReader(self))
+
+    def __str__(self) -> str:
+        return f"{self.path} at {self.offset}" if self.offset else str(self.path)
+
+
+class _SliceReader(io.RawIOBase):
+    def __init__(self, where: FileSlice) -> None:
+        self._where = where
+        self._position = 0
+        self._file = where.path.open("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._where.length}
+        self._position = max(0, base[whence] + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._where.length - self._position))
+        view = memoryview(buffer)[:count]
+        count = os.preadv(self._file.fileno(), [view], self._where.offset + self._position)
+        self._position += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_conversion.checkpoint_folder import shown_name
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.safe_paths import shown_name
 
-SUFFIX = ".safetensors"
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

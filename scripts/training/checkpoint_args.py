@@ -8,13 +8,14 @@ import dataclasses
 import torch
 
 from checkpoint_conversion.config_fields import Fields
-from checkpoint_conversion.megatron_args import COMMON_ARGS
-from checkpoint_conversion.megatron_args_reading import (
+from checkpoint_conversion.megatron_args import (
+    COMMON_ARGS,
     check_kind,
+    moe_layers,
+    parse_moe_layer_freq,
     read_norm_epsilon,
     read_rotary_args,
 )
-from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.presets import ModelPreset
 
 _MOST = 2**31

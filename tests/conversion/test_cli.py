@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint_conversion import cli, command_line, convert, verify
+from checkpoint_conversion.command_line import byte_count, flags
 from checkpoint_conversion.formats import FORMATS, TARGETS, open_checkpoint
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
-from checkpoint_conversion.target_flags import byte_count, flags
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 

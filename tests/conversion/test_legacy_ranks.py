@@ -6,18 +6,18 @@ import pytest
 
 from checkpoint_conversion.checkpoint_folder import is_rank_folder
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.legacy_names import (
-    as_mapped,
-    layer_count,
-    mtp_layer_count,
-    name_on_rank,
-)
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     Sizes,
     folder_problems,
     sizes_of,
     stages_of,
+)
+from checkpoint_conversion.formats.legacy_sharding import (
+    as_mapped,
+    layer_count,
+    mtp_layer_count,
+    name_on_rank,
 )
 
 

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.layouts import MegatronLayout, canonical_tensors, laid_out_tensors
+from checkpoint_conversion.layouts import (
+    MegatronLayout,
+    canonical_tensors,
+    laid_out_tensors,
+    tensor_parallel_rule,
+)
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import (
     hugging_face_shapes,
@@ -17,7 +22,6 @@ from checkpoint_conversion.mapping import (
     to_hugging_face,
     to_megatron,
 )
-from checkpoint_conversion.tensor_parallel import tensor_parallel_rule
 from checkpoint_conversion.transforms import GATED_ROWS, REPLICATED
 from tests.conversion.support import (
     CONFIGS,

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from checkpoint_conversion.checkpoint_folder import file_inside, files_inside, read_json
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.safe_paths import file_inside, files_inside, read_json
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
-from checkpoint_conversion.formats.torch_dist_files import _without_checksums
-from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter
+from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter, _without_checksums
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.support import (
     CONFIGS,

@@ -11,8 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
-from checkpoint_conversion.formats.torch_dist_names import extra_state_names
+from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint, extra_state_names
 from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args

@@ -11,8 +11,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from checkpoint_conversion import logit_comparison
 from checkpoint_conversion.convert import convert
-from checkpoint_conversion.logit_comparison import Source, compare_in_subprocess, compare_logits
-from checkpoint_conversion.verify import TEXT, sample_tokens, verify
+from checkpoint_conversion.logit_comparison import (
+    TEXT,
+    Source,
+    compare_in_subprocess,
+    compare_logits,
+    sample_tokens,
+)
+from checkpoint_conversion.verify import verify
 from tests.conversion.models import Architecture, make_model, save
 from tests.support.refusal import refusal
 

@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import load_model_weights
+from absorbed_mla.checkpoint.names import KV_UP
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
-from checkpoint_conversion.layouts import KV_UP
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from tests.conversion.megatron_models import (

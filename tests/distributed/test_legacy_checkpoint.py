@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint_conversion.formats.legacy_names import as_mapped
+from checkpoint_conversion.formats.legacy_sharding import as_mapped
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from tests.conversion.legacy_support import read_legacy, save_rank
