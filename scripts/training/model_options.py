@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from checkpoint_conversion.megatron_args import moe_layers, parse_moe_layer_freq
+from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.options_named import name_of
 from training.presets import ModelPreset, get_preset, scale_down
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from absorbed_mla.dims import MLADims, softmax_scale
-from checkpoint_conversion.megatron_args import moe_layers, parse_moe_layer_freq
+from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.arguments import parse_arguments
 from training.model import build_config
 from training.model_options import padded_vocab_size, resolve_model
