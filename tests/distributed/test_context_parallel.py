@@ -193,11 +193,11 @@ class TestTraffic:
         per = tokens.tokens // world.cp_size() * tokens.batch * (world.cp_size() - 1)
         found: list[dict[str, float]] = []
         for traffic in (forward, gradient):
-            found.append({})
+            sent: dict[str, int] = {}
             for message in traffic.messages:
                 if message.dtype != "int64":
-                    before = found[-1].get(message.operation, 0)
-                    found[-1][message.operation] = before + message.num_bytes / per
+                    sent[message.operation] = sent.get(message.operation, 0) + message.num_bytes
+            found.append({operation: num_bytes / per for operation, num_bytes in sent.items()})
         return found
 
     @form
