@@ -39,6 +39,7 @@ class ContextParallel:
         self.group = group
         self.size = 1 if group is None else group.size()
         self.cp_comm_type = _require_supported(cp_comm_type)
+        self._strategy = CP_STRATEGIES[self.cp_comm_type]
 
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The ranks of one call, None if it is not cut.
@@ -87,7 +88,7 @@ class ContextParallel:
             return LocalKeys(layout, causal)
         require_equal_shapes(group, layout, batch, dtype)
         part = ContextParallelLayout.of(layout, group.size(), group.rank())
-        return CP_STRATEGIES[self.cp_comm_type](part, causal, group, recomputed)
+        return self._strategy(part, causal, group, recomputed)
 
 
 class LocalKeys:

@@ -118,6 +118,15 @@ def seconds(form: str, backend: Rated, dims: MLADims, work: Work, machine: str) 
     return 2e-12 * (products + count.forward / forward + count.backward / backward)
 
 
+# Its rates decide between backends that are otherwise equal, as on machines without measurements.
+MEASURED_GPU = "NVIDIA H200"
+
+
+def speed(machine: str, backend: Rated) -> tuple[float, float]:
+    """Sorts backends: the forward rate on the machine, then the one on ``MEASURED_GPU``."""
+    return rates_on(machine, backend)[0], rates_on(MEASURED_GPU, backend)[0]
+
+
 def rates_on(machine: str, backend: Rated) -> tuple[float, float]:
     """TFLOP/s forward and backward on a machine; relative ones where it was not measured."""
     kind = "cpu" if machine == "cpu" else "gpu"

@@ -22,7 +22,7 @@ from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.key_source import TrainableKeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
-from absorbed_mla.core_attention.selection import choose, choose_batch_invariant
+from absorbed_mla.core_attention.selection import candidates, choose_batch_invariant, fastest
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
@@ -64,7 +64,8 @@ class LatentCoreAttention(nn.Module):
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(options.expansion_chunk_size),
         }
-        # The form and backend chosen for a layout of sequences, so that it is chosen once.
+        # What can run a kind of call, and what was chosen for a layout of sequences: asked once.
+        self._candidates = DerivedTables()
         self._choices = DerivedTables()
 
     def plan(
@@ -139,8 +140,14 @@ class LatentCoreAttention(nn.Module):
             return self._forms["absorbed"], invariant
         # By ``training``, not by whether gradients are enabled: recomputation runs the first
         # forward without them, and must get the same choice.
-        work = Work.of(layout, batch, cp_size, self.causal, self.training)
-        name, chosen = choose(requests, backend, self.dims, work)
+        work = layout.tables.get(
+            ("work", batch, cp_size, self.causal, self.training),
+            lambda: Work.of(layout, batch, cp_size, self.causal, self.training),
+        )
+        able = self._candidates.get(
+            (backend, *requests.values()), lambda: candidates(requests, backend)
+        )
+        name, chosen = fastest(able, self.dims, work)
         return self._forms[name], chosen
 
     def forward(

@@ -4,59 +4,98 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 
 from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
-from absorbed_mla.core_attention.cost import Work, machine_name, rates_on, seconds
+from absorbed_mla.core_attention.cost import (
+    MEASURED_GPU,
+    Work,
+    machine_name,
+    rates_on,
+    seconds,
+)
 from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
 from absorbed_mla.dims import MLADims
 from absorbed_mla.log_once import log_once
 from absorbed_mla.registry import ATTENTION_BACKENDS
 
 logger = logging.getLogger(__name__)
-# Where two backends are estimated equal, as on machines without measurements, the one that is
-# faster here is taken.
-_REFERENCE_MACHINE = "NVIDIA H200"
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What could run a call, and why the rest cannot.
+
+    Attributes:
+        able: Pairs of a form and a backend.
+        refused: A line for every other pair.
+        automatic: Whether there was a choice to make: of the form, the backend or both.
+        device: Of the call.
+    """
+
+    able: tuple[tuple[str, AttentionBackend], ...]
+    refused: tuple[str, ...]
+    automatic: bool
+    device: torch.device
+
+
+def candidates(requests: Mapping[str, AttentionRequest], backend: str) -> Candidates:
+    """Ask the backends, whose answers depend on the kind of call but not on its sequences.
+
+    Args:
+        requests: What a backend must be able to do, for every form that may run.
+        backend: The only backend that may run, or ``"auto"``.
+
+    Raises:
+        ValueError: If there is no such backend, or it can run none of the forms.
+    """
+    able, refused = [], []
+    for form, request in requests.items():
+        runnable, reasons = ATTENTION_BACKENDS.examine(backend, request)
+        able += [(form, entry) for entry in runnable]
+        refused += [f"{name} ({form}): {reason}" for name, reason in reasons.items()]
+    if not able:
+        raise ValueError(
+            f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
+        )
+    automatic = len(requests) > 1 or backend == "auto"
+    device = next(iter(requests.values())).device
+    return Candidates(tuple(able), tuple(refused), automatic, device)
+
+
+def fastest(found: Candidates, dims: MLADims, work: Work) -> tuple[str, AttentionBackend]:
+    """The form and the backend with the least estimated time.
+
+    Args:
+        found: From :func:`candidates`.
+        dims: Of the layer.
+        work: Amount of work on one rank.
+    """
+    machine = machine_name(found.device)
+
+    def estimate(candidate: tuple[str, AttentionBackend]) -> tuple[float, float]:
+        form, entry = candidate
+        return seconds(form, entry, dims, work, machine), -rates_on(MEASURED_GPU, entry)[0]
+
+    form, chosen = min(found.able, key=estimate)
+    if found.automatic:
+        able = ", ".join(f"{name} {entry.name}" for name, entry in found.able)
+        log_once(
+            logger,
+            f"'auto' runs form={form} with core_attention_backend={chosen.name}",
+            f"the least estimated time of {able}; refused: {'; '.join(found.refused) or 'none'}",
+        )
+    return form, chosen
 
 
 def choose(
     requests: Mapping[str, AttentionRequest], backend: str, dims: MLADims, work: Work
 ) -> tuple[str, AttentionBackend]:
-    """The form and the backend with the least estimated time.
-
-    Args:
-        requests: What a backend must be able to do, for every form that may run.
-        backend: The only backend that may run, or ``"auto"``.
-        dims: Of the layer.
-        work: Amount of work on one rank.
-
-    Raises:
-        ValueError: If there is no such backend, or it can run none of the forms.
-    """
-    candidates, refused = [], []
-    for form, request in requests.items():
-        runnable, reasons = ATTENTION_BACKENDS.examine(backend, request)
-        candidates += [(form, entry) for entry in runnable]
-        refused += [f"{name} ({form}): {reason}" for name, reason in reasons.items()]
-    if not candidates:
-        raise ValueError(
-            f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
-        )
-    machine = machine_name(next(iter(requests.values())).device)
-
-    def estimate(candidate: tuple[str, AttentionBackend]) -> tuple[float, float]:
-        form, entry = candidate
-        return seconds(form, entry, dims, work, machine), -rates_on(_REFERENCE_MACHINE, entry)[0]
-
-    form, chosen = min(candidates, key=estimate)
-    if len(requests) > 1 or backend == "auto":
-        able = ", ".join(f"{name} {entry.name}" for name, entry in candidates)
-        log_once(
-            logger,
-            f"'auto' runs form={form} with core_attention_backend={chosen.name}",
-            f"the least estimated time of {able}; refused: {'; '.join(refused) or 'none'}",
-        )
-    return form, chosen
+    """:func:`fastest` of the :func:`candidates`."""
+    return fastest(candidates(requests, backend), dims, work)
 
 
 def choose_batch_invariant(

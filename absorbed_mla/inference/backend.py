@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.cost import machine_name
+from absorbed_mla.core_attention.cost import machine_name, speed
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.log_once import log_once
 from absorbed_mla.registry import PAGED_BACKENDS
@@ -21,8 +21,6 @@ from absorbed_mla.registry import PAGED_BACKENDS
 Rates = Mapping[str, tuple[float, float]]
 
 logger = logging.getLogger(__name__)
-# Rates there rank the backends on GPUs on which they were not measured.
-_MEASURED_GPU = "NVIDIA H200"
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
     if not runnable:
         raise ValueError(f"paged_attention_backend={name!r} cannot run here: {reasons}")
     machine = machine_name(request.device)
-    fastest = max(runnable, key=lambda backend: _forward_rate(backend, machine))
+    fastest = max(runnable, key=lambda backend: speed(machine, backend))
     if name == "auto":
         log_once(
             logger,
@@ -108,11 +106,3 @@ def choose(name: str, request: PagedRequest) -> PagedBackend:
             f"the fastest that can; refused: {reasons or 'none'}",
         )
     return fastest
-
-
-def _forward_rate(backend: PagedBackend, machine: str) -> float:
-    kind = "cpu" if machine == "cpu" else "gpu"
-    for name in (machine, kind, _MEASURED_GPU):
-        if name in backend.rates:
-            return backend.rates[name][0]
-    return 1.0

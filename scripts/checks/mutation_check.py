@@ -153,8 +153,8 @@ MUTATIONS = {
     ),
     "slowest_form": Mutation(
         "absorbed_mla/core_attention/selection.py",
-        "form, chosen = min(candidates, ",
-        "form, chosen = max(candidates, ",
+        "form, chosen = min(found.able, ",
+        "form, chosen = max(found.able, ",
     ),
     "form_without_backward": Mutation(
         "absorbed_mla/core_attention/cost.py",

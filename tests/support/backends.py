@@ -144,7 +144,7 @@ _KERNELS = {
 
 
 def kernel_cases() -> list[KernelCase]:
-    """All kernels on a GPU; elsewhere the portable one, interpreted."""
+    """All kernels on a GPU; elsewhere Triton's, interpreted."""
     if not torch.cuda.is_available():
         points = (("sbhd", False), ("thd_padded", True))
         return [

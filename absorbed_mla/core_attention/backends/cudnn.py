@@ -16,6 +16,7 @@ from absorbed_mla.core_attention.backends.reference import (
     reference_backward,
     reference_forward,
     reference_one_pair,
+    reference_one_pair_gradient,
 )
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
@@ -168,10 +169,8 @@ class CudnnBackend:
     ) -> _Tensors:
         """Gradients of q, k and v; ``out`` and ``lse`` may be over more keys than ``k``."""
         if len(q) == len(k) == 1:
-            grad, output = OutputGradient(grad_out, None), AttentionOutput(out, lse)
-            found = reference_backward(grad, output, *reference_one_pair(q, k, v, scale))
-            assert found.value is not None  # as the value is not the key
-            return found.q_content, found.k_content, found.value
+            output = AttentionOutput(out, lse)
+            return reference_one_pair_gradient(grad_out, output, q, k, v, scale)
         # Without dropout the generator's state is not read.
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

@@ -137,6 +137,16 @@ def reference_one_pair(
     return AttentionInputs.multi_head(q, k, v), ScoreRules(scale, Spans([Span(0, 1, 0, 1, None)]))
 
 
+def reference_one_pair_gradient(
+    grad_out: Tensor, output: AttentionOutput, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the query, key and value of :func:`reference_one_pair`."""
+    grad = OutputGradient(grad_out, None)
+    found = reference_backward(grad, output, *reference_one_pair(q, k, v, scale))
+    assert found.value is not None  # as the value is not the key
+    return found.q_content, found.k_content, found.value
+
+
 class ReferenceBackend:
     """Plain PyTorch in fp32 (fp64 for fp64 inputs)."""
 

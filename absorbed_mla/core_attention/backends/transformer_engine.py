@@ -25,6 +25,7 @@ from absorbed_mla.core_attention.backends.reference import (
     reference_backward,
     reference_forward,
     reference_one_pair,
+    reference_one_pair_gradient,
 )
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
@@ -157,10 +158,7 @@ def _backward(
 ) -> _Tensors:
     """Gradients of the queries, keys and values of ``call``; 0 for rows between spans."""
     if _is_one_pair(qkv):
-        grad = OutputGradient(grad_out, None)
-        found = reference_backward(grad, output, *reference_one_pair(*qkv, scale))
-        assert found.value is not None  # as the value is not the key
-        return found.q_content, found.k_content, found.value
+        return reference_one_pair_gradient(grad_out, output, *qkv, scale)
     from transformer_engine.pytorch.cpp_extensions.fused_attn import fused_attn_bwd
 
     arguments = _KernelArguments(call, qkv)

@@ -59,7 +59,9 @@ class ExpandedForm:
         out: Tensor | None = None
         lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            inputs = _inputs(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
+            inputs = AttentionInputs.multi_head(
+                q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads])
+            )
             part = backend.forward(inputs, rules.for_heads(heads.start))
             # Free keys and values before memory for all heads is allocated.
             del inputs
@@ -78,7 +80,9 @@ class ExpandedForm:
         dw_uk: Tensor | None = None
         dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            inputs = _inputs(q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads]))
+            inputs = AttentionInputs.multi_head(
+                q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads])
+            )
             part_grad, part_output = (
                 type(group)(*(None if x is None else x[:, :, heads] for x in group))
                 for group in (grad, output)
@@ -110,11 +114,6 @@ class ExpandedForm:
         at_a_time = -(-heads // chunks)
         for first in range(0, heads, at_a_time):
             yield slice(first, min(first + at_a_time, heads))
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-    """A whole query and key [S, B, N, nope + R], so no rope part stands apart."""
-    return AttentionInputs(q, q[..., :0], k, k[:, :, 0, :0], v)
 
 
 def _write_heads(

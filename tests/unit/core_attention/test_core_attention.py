@@ -113,14 +113,20 @@ class TestAuto:
         assert "cudnn (expanded): it" in said
 
     def test_is_made_once_for_each_layout(self, monkeypatch):
-        """On CPUs too: it asks every backend, which a layer must not do in every step."""
-        calls = []
+        """On CPUs too; backends, which try packages, are asked once for all layouts."""
+        calls = {"candidates": 0, "fastest": 0}
 
-        def counted(requests, *rest):
-            calls.append(rest)
-            return choose(requests, *rest)
+        def counted(name):
+            function = getattr(choice, name)
 
-        monkeypatch.setattr(module, "choose", counted)
+            def call(*args):
+                calls[name] += 1
+                return function(*args)
+
+            return call
+
+        for name in calls:
+            monkeypatch.setattr(module, name, counted(name))
         layer = core("auto")
 
         def form_of(tokens: int) -> str:
@@ -130,10 +136,10 @@ class TestAuto:
             return type(plan.form).__name__
 
         assert [form_of(n) for n in (2, 90, 2, 90)] == ["AbsorbedForm", "ExpandedForm"] * 2
-        assert len(calls) == 2
+        assert calls == {"candidates": 1, "fastest": 2}
         with determinism(demanded=True):
             form_of(2)
-        assert len(calls) == 3, "what may run depends on it"
+        assert calls == {"candidates": 2, "fastest": 3}, "what may run depends on it"
 
     @pytest.mark.parametrize(
         ("heads", "tokens", "size", "sizes"),

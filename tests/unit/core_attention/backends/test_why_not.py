@@ -19,7 +19,7 @@ from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.core_attention.module import LatentCoreAttention
-from absorbed_mla.core_attention.selection import choose
+from absorbed_mla.core_attention.selection import Candidates, choose
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
@@ -151,9 +151,9 @@ def test_who_is_told_of_packs(layout, cp_size, batch, expected, monkeypatch):
 
     def record(requests, *_):
         seen.extend(request.packed for request in requests.values())
-        return "expanded", ReferenceBackend()
+        return Candidates((("expanded", ReferenceBackend()),), (), True, CPU)
 
-    monkeypatch.setattr(latent_attention, "choose", record)
+    monkeypatch.setattr(latent_attention, "candidates", record)
     config = config_for(INTERPRETED)
     dims = MLADims.from_config(config, 1)
     core = LatentCoreAttention(config, dims, AttnMaskType.causal, 0.2, AbsorbedMLAOptions())
