@@ -189,7 +189,7 @@ MUTATIONS = {
     "tiles_of_another_layout": Mutation(
         "absorbed_mla/core_attention/masks/spans.py",
         "made.tables = DerivedTables()",
-        "made.tables = vars(cls).setdefault('shared', DerivedTables())",
+        "made.tables = cls.shared = getattr(cls, 'shared', None) or DerivedTables()",
     ),
     "cache_written_one_late": Mutation(
         "absorbed_mla/inference/caches/static.py",
