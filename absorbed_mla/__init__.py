@@ -28,22 +28,28 @@ if TYPE_CHECKING:
     from absorbed_mla.attention import AbsorbedMLASelfAttention
     from absorbed_mla.checkpoint.state_dict import to_absorbed_state_dict, to_standard_state_dict
     from absorbed_mla.dims import MLADims
+    from absorbed_mla.generation.sampling import SamplingParams
+    from absorbed_mla.llm.llm import LLM
     from absorbed_mla.options import AbsorbedMLAOptions
     from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
 
 __all__ = [
+    "LLM",
     "AbsorbedMLAOptions",
     "AbsorbedMLASelfAttention",
     "AbsorbedMLASelfAttentionSubmodules",
     "MLADims",
+    "SamplingParams",
     "to_absorbed_state_dict",
     "to_standard_state_dict",
 ]
 _MODULES = {
+    "LLM": "llm.llm",
     "AbsorbedMLAOptions": "options",
     "AbsorbedMLASelfAttention": "attention",
     "AbsorbedMLASelfAttentionSubmodules": "projections",
     "MLADims": "dims",
+    "SamplingParams": "generation.sampling",
     "to_absorbed_state_dict": "checkpoint.state_dict",
     "to_standard_state_dict": "checkpoint.state_dict",
 }

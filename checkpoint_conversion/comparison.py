@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
-from checkpoint_conversion.manifest import Manifest, TensorRecord
+from checkpoint_conversion.manifest import Manifest, RunningChecksum, TensorRecord
 
 # Elements that are read at a time (where the file can be read in parts), and compared at a time.
 _SLAB, _BLOCK = 4 << 20, 1 << 20
@@ -59,7 +58,7 @@ def compare_tensors(name: str, a: LazyTensor, b: LazyTensor) -> TensorComparison
 
 
 def checksum(tensor: LazyTensor) -> str:
-    """Checksum of a tensor's values, equal to ``checksums.tensor_checksum``."""
+    """Checksum of a tensor's values."""
     running = RunningChecksum()
     for values in _slabs(tensor):
         running.update(values)
@@ -141,63 +140,74 @@ class ManifestCheck:
         return not self.problems
 
 
-def header_problems(manifest: Manifest, stored: Mapping[str, LazyTensor]) -> Iterator[str]:
-    """Differences from the manifest that headers show, one line each.
+class ManifestComparison:
+    """Compares what a checkpoint stores with its manifest: headers at once, values on demand.
 
     Args:
         manifest: The checkpoint's manifest.
         stored: The checkpoint's tensors, by stored name.
+
+    Attributes:
+        blocks: Records whose headers agree, each with the stored tensor or block of it.
     """
-    recorded: dict[str, list[TensorRecord]] = {}
-    for record in manifest.tensors:
-        recorded.setdefault(record.key, []).append(record)
-    for key in stored.keys() - recorded.keys():
-        yield f"{key} is stored, but not in the manifest"
-    for key, records in recorded.items():
-        if key not in stored:
-            yield f"{key} is in the manifest, but not stored"
-            continue
-        tensor = stored[key]
-        yield from (problem for r in records if (problem := _misfit(r, tensor)) is not None)
+
+    def __init__(self, manifest: Manifest, stored: Mapping[str, LazyTensor]) -> None:
+        recorded: dict[str, list[TensorRecord]] = {}
+        for record in manifest.tensors:
+            recorded.setdefault(record.key, []).append(record)
+        self._records = len(manifest.tensors)
+        self._problems = [
+            f"{key} is stored, but not in the manifest" for key in stored.keys() - recorded.keys()
+        ]
+        self.blocks: list[tuple[TensorRecord, LazyTensor]] = []
+        for key, records in recorded.items():
+            if key in stored:
+                self._compare_headers(records, stored[key])
+            else:
+                self._problems.append(f"{key} is in the manifest, but not stored")
+
+    def compare_values(self, record: TensorRecord, tensor: LazyTensor) -> None:
+        """Compare the checksum of one of the ``blocks`` with its record."""
+        found = checksum(tensor)
+        if found != record.checksum:
+            self._problems.append(
+                f"{record.place} has checksum {found}; the manifest has {record.checksum}"
+            )
+
+    def result(self) -> ManifestCheck:
+        """All differences that have been found."""
+        return ManifestCheck(records=self._records, problems=tuple(sorted(self._problems)))
+
+    def _compare_headers(self, records: list[TensorRecord], tensor: LazyTensor) -> None:
+        dtype = dtype_name(tensor.dtype)
+        for record in records:
+            block = _block(record, tensor)
+            if dtype != record.dtype:
+                self._problems.append(f"{record.key} is {dtype}; the manifest has {record.dtype}")
+            elif block is None:
+                at = "" if record.offset is None else f" at {list(record.offset)}"
+                self._problems.append(
+                    f"{record.key} has shape {tensor.shape}; the manifest has {record.shape}{at}"
+                )
+            else:
+                self.blocks.append((record, block))
         # Blocks at different offsets whose sizes add up to the tensor's cover the tensor.
         sizes = {record.offset: math.prod(record.shape) for record in records}
         if len(sizes) < len(records) or sum(sizes.values()) != math.prod(tensor.shape):
-            yield f"{key} has shape {tensor.shape}, which the manifest's blocks do not make up"
+            self._problems.append(
+                f"{records[0].key} has shape {tensor.shape}, which the manifest's blocks do not "
+                "make up"
+            )
 
 
-def block(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> LazyTensor:
-    """The stored tensor, or block of it, that a record describes; :func:`fits` must hold."""
-    tensor = stored[record.key]
-    for dim, start in enumerate(record.offset or ()):
-        tensor = tensor.narrow(dim, start, record.shape[dim])
-    return tensor
-
-
-def changed_values(record: TensorRecord, tensor: LazyTensor) -> str | None:
-    """Message about a checksum that differs from the record's; None if it is equal."""
-    found = checksum(tensor)
-    if found == record.checksum:
-        return None
-    return f"{record.place} has checksum {found}; the manifest has {record.checksum}"
-
-
-def fits(record: TensorRecord, stored: Mapping[str, LazyTensor]) -> bool:
-    """Whether a stored tensor has the name, dtype and shape of a record."""
-    return record.key in stored and _misfit(record, stored[record.key]) is None
-
-
-def _misfit(record: TensorRecord, tensor: LazyTensor) -> str | None:
-    dtype = dtype_name(tensor.dtype)
-    if dtype != record.dtype:
-        return f"{record.key} is {dtype}; the manifest has {record.dtype}"
+def _block(record: TensorRecord, tensor: LazyTensor) -> LazyTensor | None:
+    """The tensor, or block of it, that a record describes; None if it does not lie within it."""
     if record.offset is None:
-        inside = record.shape == tensor.shape
-    else:
-        inside = len(record.offset) == len(record.shape) == len(tensor.shape) and all(
-            start + size <= whole
-            for start, size, whole in zip(record.offset, record.shape, tensor.shape)
-        )
-    if inside:
+        return tensor if record.shape == tensor.shape else None
+    if not len(record.offset) == len(record.shape) == len(tensor.shape):
         return None
-    at = "" if record.offset is None else f" at {list(record.offset)}"
-    return f"{record.key} has shape {tensor.shape}; the manifest has {record.shape}{at}"
+    for dim, (start, size) in enumerate(zip(record.offset, record.shape)):
+        if start + size > tensor.shape[dim]:
+            return None
+        tensor = tensor.narrow(dim, start, size)
+    return tensor

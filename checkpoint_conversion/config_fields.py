@@ -96,11 +96,7 @@ class Fields:
             self.problems.append(f"{self._prefix}{name} is missing; it must be {accepted}")
 
     def raise_problems(self, summary: str) -> None:
-        """Raise an error if any problem was recorded.
-
-        Raises:
-            CheckpointError: Listing all problems.
-        """
+        """Raise an error if any problem was recorded."""
         if self.problems:
             raise CheckpointError(summary, self.problems)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint_conversion import __version__
@@ -17,10 +16,8 @@ from checkpoint_conversion.journal import Journal, differences, files_are_there
 from checkpoint_conversion.lazy_tensor import ReadSession
 from checkpoint_conversion.manifest import (
     Manifest,
-    TensorRecord,
     find_manifest,
     read_manifest,
-    tensor_records,
     write_manifest,
 )
 from checkpoint_conversion.part_runner import (
@@ -176,7 +173,7 @@ class _Conversion:
         same = manifest.conversion == checksum_of(self._fingerprint)
         if not same or not files_are_there(self._folder.path, manifest.files):
             return None
-        self._check_values(manifest.tensors)
+        self._check_values(manifest)
         self._reporter.say("this conversion is complete already")
         self.resumed_parts = len(self._plan.parts)
         return manifest
@@ -186,7 +183,7 @@ class _Conversion:
         journal = self._open_journal(resume)
         self.resumed_parts = len(journal.results)
         try:
-            self._check_values(tensor_records(journal.results.values()))
+            self._check_values(*journal.results.values())
             self._write_parts(journal, workers)
             manifest = self._finish([journal.results[part.name] for part in self._plan.parts])
             self._publishing = True
@@ -236,7 +233,7 @@ class _Conversion:
                 result = self._plan.writer.write_part(
                     self._folder.contents, part, session, progress
                 )
-            self._check_values(tensor_records([result]))
+            self._check_values(result)
             return result
 
         def commit(results: list[PartResult]) -> None:
@@ -248,14 +245,13 @@ class _Conversion:
             run_parts(parts, write, self._budget, workers, committer.submit)
         self.bytes_written = left
 
-    def _check_values(self, records: Iterable[TensorRecord]) -> None:
-        """Under ``strict_values``, refuse tensors with values that are not finite.
-
-        Raises:
-            CheckpointError: Listing the tensors that hold some.
-        """
+    def _check_values(self, *written: PartResult | Manifest) -> None:
+        """Under ``strict_values``, refuse tensors with values that are not finite."""
+        if not self._strict_values:
+            return
+        records = (record for one in written for record in one.tensors)
         found = [not_finite_line(record) for record in records if record.not_finite]
-        if self._strict_values and found:
+        if found:
             raise CheckpointError("--strict-values: tensors hold values not finite:", found)
 
     def _check_space(self, left: int) -> None:
@@ -275,7 +271,7 @@ class _Conversion:
         source, writer, contents = self._plan.checkpoint, self._plan.writer, self._folder.contents
         with file_errors(str(self._folder.path)):
             writer.finish(contents, results, source.auxiliary)
-        records = tensor_records(results)
+        records = tuple(record for result in results for record in result.tensors)
         manifest = Manifest(
             tool_version=__version__,
             source={

@@ -20,11 +20,7 @@ class CheckpointError(ValueError):
 
 
 class KnownNames:
-    """Finds the known name that is most like an unknown one, ignoring numbers in names.
-
-    Args:
-        names: The known names.
-    """
+    """Finds the known name that is most like an unknown one, ignoring numbers in names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = dict.fromkeys(names)

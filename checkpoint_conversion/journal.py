@@ -16,6 +16,7 @@ from typing import Any
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
+from checkpoint_conversion.manifest import read_record
 
 _RESTART = "without --resume the conversion starts anew"
 _FIELDS = {"name": str, "files": dict, "tensors": list, "storage": dict}
@@ -37,12 +38,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, fingerprint: dict) -> Journal:
-        """Start a journal.
-
-        Args:
-            path: The file to create.
-            fingerprint: Everything that the result depends on, as JSON.
-        """
+        """Start the journal of the conversion that a fingerprint identifies."""
         path.touch(exist_ok=False)
         journal = cls(path)
         journal._append({"fingerprint": fingerprint})
@@ -152,4 +148,8 @@ def _part_result(document: dict) -> PartResult:
         or not all(isinstance(size, int) for size in fields["files"].values())
     ):
         raise CheckpointError(f"the journal holds a line that is no part; {_RESTART}")
-    return PartResult(**fields)
+    try:
+        records = [read_record(record) for record in fields["tensors"]]
+    except CheckpointError as error:
+        raise CheckpointError(f"the journal is damaged: {error}; {_RESTART}") from None
+    return PartResult(**{**fields, "tensors": records})

@@ -14,9 +14,8 @@ from absorbed_mla.checkpoint.layout import LayoutChange, MegatronLayout
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
-from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP
+from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, Rule
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.transforms import Rule
 
 # The tensors with one row per entry of the vocabulary, which Megatron pads with further rows.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint_conversion.errors import CheckpointError
+
+# Bytes of copies that are compared at a time.
+_SLAB = 32 << 20
+
 
 class ReadSession:
     """The files that are open while one part of a checkpoint is read.
@@ -200,3 +205,44 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(
         shape, dtype, lambda session: torch.zeros(shape, dtype=dtype), frozenset(), nbytes
     )
+
+
+def same_values(tensors: Sequence[LazyTensor], problem: str) -> LazyTensor:
+    """The first of several copies; when it is loaded, they are compared bit by bit.
+
+    Args:
+        tensors: Copies of the same shape and dtype.
+        problem: Error message for copies that differ; follows their names.
+    """
+    first, *others = tensors
+    if not others:
+        return first
+
+    def load(session: ReadSession) -> Tensor:
+        values = first.load(session)
+        for other in others:
+            _compare(values, first, other, session, problem)
+        return values
+
+    leaves = frozenset().union(*(t.leaves for t in tensors))
+    # All copies are resident while they are compared.
+    peak = sum(t.peak for t in tensors)
+    return LazyTensor(first.shape, first.dtype, load, leaves, peak)
+
+
+def _compare(
+    values: Tensor, first: LazyTensor, other: LazyTensor, session: ReadSession, problem: str
+) -> None:
+    rows = max(1, _SLAB * first.shape[0] // max(1, first.nbytes)) if first.shape else 1
+    for start in range(0, first.shape[0], rows):
+        length = min(rows, first.shape[0] - start)
+        a = values.narrow(0, start, length)
+        b = other.narrow(0, start, length).load(session)
+        if not _same_bits(a, b):
+            names = f"{min(first.leaves, default='')} and {min(other.leaves, default='')}"
+            worst = (a.double() - b.double()).abs().max().item()
+            raise CheckpointError(f"{names}: {problem}; largest difference {worst:.3g}")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -75,21 +75,6 @@ class Source:
         """Read its headers."""
         return open_checkpoint(self.path, self.hf_config, self.follow_links)
 
-    def as_json(self) -> dict[str, Any]:
-        """As JSON, with absolute paths: the subprocess may have another working directory."""
-        config = None if self.hf_config is None else str(self.hf_config.absolute())
-        return {**asdict(self), "path": str(self.path.absolute()), "hf_config": config}
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Source:
-        """The inverse of :meth:`as_json`."""
-        config = document["hf_config"]
-        return cls(
-            Path(document["path"]),
-            None if config is None else Path(config),
-            document["follow_links"],
-        )
-
 
 def compare_logits(a: Tensor, b: Tensor, **about: Any) -> LogitComparison:
     """Compare logits [B, S, vocabulary].
@@ -145,14 +130,14 @@ def compare_in_subprocess(
     Raises:
         CheckpointError: If it fails, with the last lines of the process's stderr.
     """
-    sides = [source.as_json() for source in sources]
+    sides = [(source.path, source.hf_config, source.follow_links) for source in sources]
     request = {"sides": sides, "tokens": tokens, "origin": origin}
     with tempfile.TemporaryDirectory(prefix="logits-") as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", __name__, str(answer)]
         done = subprocess.run(
             command,
-            input=json.dumps(request),
+            input=json.dumps(request, default=str),
             env=_environment(),
             capture_output=True,
             text=True,
@@ -172,8 +157,9 @@ def main() -> None:
     tokens = torch.tensor([request["tokens"]])
     logits, libraries = [], []
     try:
-        for side in request["sides"]:
-            checkpoint = Source.from_json(side).open()
+        for path, config, follow_links in request["sides"]:
+            hf_config = None if config is None else Path(config)
+            checkpoint = Source(Path(path), hf_config, follow_links).open()
             logits.append(checkpoint_logits(checkpoint, tokens))
             libraries.append(library(checkpoint))
     except CheckpointError as error:

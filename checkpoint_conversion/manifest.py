@@ -4,24 +4,75 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+import xxhash
+from torch import Tensor
+
 from checkpoint_conversion.checkpoint_folder import MANIFEST as NAME
 from checkpoint_conversion.checkpoint_folder import weights_folder
-from checkpoint_conversion.checksums import ALGORITHM
 from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import PartResult
 
 FORMAT_VERSION = 1
+ALGORITHM = "xxh3_128"
+# Number of values that are hashed and counted at a time.
+_CHUNK = 1 << 20
+# Dtypes without infinity: bit pattern of NaN, and the mask to compare under.
+_NO_NUMBER = {torch.float8_e4m3fn: (0x7F, 0x7F), torch.float8_e8m0fnu: (0xFF, 0xFF)}
 # A model of 100 000 tensors needs 25 MB.
 _MAX_BYTES = 256 << 20
 # Fields of a tensor that manifests of earlier versions lack.
 _ADDED = {"not_finite"}
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+
+class RunningChecksum:
+    """XXH3 (128 bits) of a tensor's little-endian bytes, which are added in consecutive parts.
+
+    NaN and infinite values are counted in the same pass, while they are in the processor's cache.
+
+    Attributes:
+        nan: Number of NaN values so far.
+        infinite: Number of infinite values so far.
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self.nan = self.infinite = 0
+
+    def update(self, tensor: Tensor) -> None:
+        """Add the next values."""
+        if not tensor.numel():
+            return
+        for values in tensor.detach().contiguous().flatten().split(_CHUNK):
+            self._hash.update(values.view(torch.uint8).numpy().data)
+            self._count(values)
+
+    def hexdigest(self) -> str:
+        """Of all values so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def not_finite(self) -> dict[str, int]:
+        """Numbers of ``nan`` and ``infinite`` values so far; empty if all are finite."""
+        counts = {"nan": self.nan, "infinite": self.infinite}
+        return {kind: count for kind, count in counts.items() if count}
+
+    def _count(self, values: Tensor) -> None:
+        if values.dtype in _NO_NUMBER:
+            pattern, mask = _NO_NUMBER[values.dtype]
+            self.nan += int((values.view(torch.uint8) & mask).eq(pattern).sum())
+        elif values.is_floating_point() and not _all_finite(values):
+            self.nan += int(values.isnan().sum())
+            self.infinite += int(values.isinf().sum())
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Whether all values are finite: an infinity or NaN is the largest or smallest value."""
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -84,37 +135,50 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
-def tensor_records(results: Iterable[PartResult]) -> tuple[TensorRecord, ...]:
-    """Records of the tensors of all parts, in order.
+def tensor_record(
+    key: str, values: Tensor, file: str, offset: tuple[int, ...] | None = None, **fields: Any
+) -> TensorRecord:
+    """The record of a tensor or block that is written.
 
     Args:
-        results: Results of the parts. A part that wrote several files names the file of each
-            tensor.
+        key: Name in the target.
+        values: The values as written.
+        file: The file that holds them, relative to the target.
+        offset: Position of a block in the whole tensor; None for a whole tensor.
+        fields: Further fields of the record.
     """
-    records = []
-    for result in results:
-        for tensor in result.tensors:
-            offset = tensor["offset"]
-            record = TensorRecord(
-                tensor["key"],
-                None if offset is None else tuple(offset),
-                tuple(tensor["shape"]),
-                dtype_name(tensor["dtype"]),
-                tensor["checksum"],
-                tensor.get("file") or _only(result.files),
-                tensor.get("fp8_error"),
-                tensor.get("not_finite"),
-            )
-            records.append(record)
-    return tuple(records)
+    running = RunningChecksum()
+    running.update(values)
+    return TensorRecord(
+        key,
+        offset,
+        tuple(values.shape),
+        dtype_name(values.dtype),
+        running.hexdigest(),
+        file,
+        not_finite=running.not_finite() or None,
+        **fields,
+    )
+
+
+def read_record(document: Any) -> TensorRecord:
+    """A record that was stored as JSON.
+
+    Raises:
+        CheckpointError: If it is no record, saying which fields are wrong.
+    """
+    problems = _record_problems(document)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    offset = document["offset"]
+    shape = tuple(document["shape"])
+    return TensorRecord(
+        **{**document, "shape": shape, "offset": None if offset is None else tuple(offset)}
+    )
 
 
 def write_manifest(manifest: Manifest, target: Path) -> Path:
-    """Write a manifest beside the weights of ``target``.
-
-    Returns:
-        The file's path.
-    """
+    """Write a manifest beside the weights of ``target``; returns the file's path."""
     path = weights_folder(target) / NAME
     with path.open("w") as file:
         json.dump(asdict(manifest), file, separators=(",", ":"))
@@ -142,7 +206,7 @@ def read_manifest(path: Path) -> Manifest:
     problems = _problems(document)
     if problems:
         raise CheckpointError(f"{path} is no manifest:", problems[:20])
-    records = tuple(TensorRecord(**_with_tuples(record)) for record in document.pop("tensors"))
+    records = tuple(map(read_record, document.pop("tensors")))
     return Manifest(tensors=records, **document)
 
 
@@ -219,17 +283,3 @@ def _is_inside(value: Any) -> bool:
         return False
     path = PurePosixPath(value)
     return not path.is_absolute() and ".." not in path.parts
-
-
-def _with_tuples(record: dict) -> dict:
-    offset = record["offset"]
-    return {
-        **record,
-        "offset": None if offset is None else tuple(offset),
-        "shape": tuple(record["shape"]),
-    }
-
-
-def _only(files: dict[str, int]) -> str:
-    (file,) = files
-    return file

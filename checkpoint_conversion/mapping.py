@@ -14,12 +14,23 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint_conversion.errors import CheckpointError, KnownNames
-from checkpoint_conversion.lazy_tensor import LazyTensor, concat
-from checkpoint_conversion.mapping_table import LAYER, MODEL, MTP, MTP_DUPLICATES, Row, widths
+from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
+from checkpoint_conversion.mapping_table import (
+    GATED,
+    LAYER,
+    MODEL,
+    MTP,
+    MTP_DUPLICATES,
+    Row,
+    widths,
+)
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.transforms import GATED, with_duplicates
 
 Shape = tuple[int, ...]
+_COPIES_DIFFER = (
+    "hold what Megatron shares between the model and its MTP layers, but differ; --exclude-mtp "
+    "leaves the MTP layers out"
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def to_megatron(tensors: Mapping[str, LazyTensor], config: ModelConfig) -> dict[
     result = {}
     for pair in pairs(config):
         parts = [
-            with_duplicates(tensors[name], [tensors[copy] for copy in copies.get(name, [])])
+            same_values([tensors[one] for one in (name, *copies.get(name, []))], _COPIES_DIFFER)
             for name in pair.hugging_face
         ]
         result[pair.megatron] = pair.row.transform.to_megatron(parts)
@@ -139,12 +150,7 @@ def to_hugging_face(
 
 
 def count_parameters(shapes: Mapping[str, Shape], config: ModelConfig) -> int:
-    """Number of weights of a model; what Hugging Face stores twice counts once.
-
-    Args:
-        shapes: By Hugging Face name.
-        config: The model.
-    """
+    """Number of weights of a model; what Hugging Face stores twice counts once."""
     copies = duplicates(config)
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in copies)
 

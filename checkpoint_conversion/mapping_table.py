@@ -10,20 +10,78 @@ both keep the rows of each head of ``kv_b_proj`` together, first K, then V.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.lazy_tensor import LazyTensor, concat, same_values
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.transforms import (
-    COLUMNS,
-    COPY,
-    GATED,
-    GATED_ROWS,
-    REPLICATED,
-    ROWS,
-    Rule,
-    Transform,
-)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the tensor-parallel ranks share a tensor: copies, or equal parts along a dim.
+
+    Attributes:
+        dim: The dim that is split; None if every rank holds a copy.
+        stacked: Relative sizes of the weights that are stacked along ``dim``. Each of them is split
+            over the ranks on its own: a rank has its part of the first, then of the next.
+    """
+
+    dim: int | None = None
+    stacked: tuple[int, ...] = (1,)
+
+    def merge(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
+        """The whole tensor of all ranks' shares of one shape, in rank order.
+
+        Copies are compared bit by bit when the result is loaded.
+
+        Raises:
+            CheckpointError: If the shares cannot be divided into the stacked weights.
+        """
+        if self.dim is None:
+            return same_values(
+                tensors, "differs between tensor-parallel ranks, which must hold copies"
+            )
+        width, whole = tensors[0].shape[self.dim], sum(self.stacked)
+        if any(width * part % whole for part in self.stacked):
+            raise CheckpointError(f"has {width} rows, which cannot be divided as {self.stacked}")
+        sizes = [width * part // whole for part in self.stacked]
+        shares = zip(*(tensor.split(sizes, self.dim) for tensor in tensors))
+        return concat([concat(parts, self.dim) for parts in shares], self.dim)
+
+
+REPLICATED = Rule()
+ROWS = Rule(0)
+COLUMNS = Rule(1)
+# Rows are [gate; up].
+GATED_ROWS = Rule(0, (1, 1))
+
+
+@dataclass(frozen=True)
+class Transform:
+    """From Hugging Face's tensors to Megatron's and back; values only move.
+
+    Attributes:
+        parts: How many of Hugging Face's tensors Megatron's has, one above the other.
+    """
+
+    parts: int
+
+    def to_megatron(self, tensors: Sequence[LazyTensor]) -> LazyTensor:
+        """Megatron's tensor, made of Hugging Face's."""
+        assert len(tensors) == self.parts
+        return concat(tensors)
+
+    def to_hugging_face(self, tensor: LazyTensor) -> list[LazyTensor]:
+        """Hugging Face's tensors, made of Megatron's."""
+        return tensor.chunk(self.parts)
+
+
+COPY = Transform(1)
+# ``gate_proj`` [F, h] above ``up_proj`` [F, h] are ``linear_fc1`` [2F, h].
+GATED = Transform(2)
+
 
 # Whether a layer of a model has the tensors of a row; the bool says if the layer is MoE.
 Condition = Callable[[ModelConfig, bool], bool]

@@ -25,9 +25,8 @@ from checkpoint_conversion.config_fields import (
 )
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.model import (
+    DIMENSIONS,
     DTYPES,
-    MOST_HEADS,
-    MOST_LAYERS,
     MOST_MTP_LAYERS,
     MOST_POSITIONS,
     MOST_VOCABULARY,
@@ -97,7 +96,6 @@ def to_megatron_args(
     config: ModelConfig,
     *,
     tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
     dtype: torch.dtype | None = None,
     padded_vocab_size: int | None = None,
 ) -> Namespace:
@@ -109,7 +107,6 @@ def to_megatron_args(
     Args:
         config: The model, with its config.json.
         tensor_parallel: Tensor-parallel size of the run.
-        pipeline_parallel: Pipeline-parallel size of the run.
         dtype: Dtype of the weights; None takes config.json's, else bfloat16.
         padded_vocab_size: Rows of the embedding; None if it is not padded.
 
@@ -134,7 +131,7 @@ def to_megatron_args(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tensor_parallel,
-        pipeline_model_parallel_size=pipeline_parallel,
+        pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
         expert_model_parallel_size=1,
     )
@@ -176,15 +173,8 @@ def _function(config: ModelConfig) -> ModelFunction:
 
 def _dimensions(config: ModelConfig) -> dict[str, object]:
     return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
+        **{argument: getattr(config, field) for field, (_, argument, _) in DIMENSIONS.items()},
         "q_lora_rank": config.q_lora_rank,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_head_dim": config.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
         "vocab_size": config.vocab_size,
         "untie_embeddings_and_output_weights": not config.tied_embeddings,
         "mtp_num_layers": config.mtp_layers or None,
@@ -256,26 +246,21 @@ def check_kind(fields: Fields) -> None:
 
 
 def _read_dimensions(fields: Fields) -> dict[str, object]:
-    heads = fields.integer("num_attention_heads", MOST_HEADS)
+    dimensions = {
+        name: fields.integer(argument, most) for name, argument, most in DIMENSIONS.values()
+    }
     # Megatron's --vocab-size is without what a tokenizer adds.
     padded = fields.given("tokenizer_type") or not fields.given("vocab_size")
     return {
         "vocab_size": fields.integer(
             "padded_vocab_size" if padded else "vocab_size", MOST_VOCABULARY
         ),
-        "hidden_size": fields.integer("hidden_size", MOST_WIDTH),
-        "intermediate_size": fields.integer("ffn_hidden_size", MOST_WIDTH),
-        "num_hidden_layers": fields.integer("num_layers", MOST_LAYERS),
+        **dimensions,
         "num_nextn_predict_layers": fields.integer(
             "mtp_num_layers", MOST_MTP_LAYERS, least=0, default=0
         ),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": dimensions["num_attention_heads"],
         "q_lora_rank": fields.integer_or_null("q_lora_rank", MOST_WIDTH),
-        "kv_lora_rank": fields.integer("kv_lora_rank", MOST_WIDTH),
-        "qk_nope_head_dim": fields.integer("qk_head_dim", MOST_WIDTH),
-        "qk_rope_head_dim": fields.integer("qk_pos_emb_head_dim", MOST_WIDTH),
-        "v_head_dim": fields.integer("v_head_dim", MOST_WIDTH),
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": read_norm_epsilon(fields),

@@ -161,6 +161,18 @@ MOST_WIDTH, MOST_VOCABULARY, MOST_EXPERTS_OF_ALL_LAYERS = 2**20, 2**24, 2**18
 MOST_POSITIONS = 2**31
 _SUMMARY = "config.json describes no model that can be converted:"
 _DTYPE_KEYS = ("torch_dtype", "dtype")
+# Dimensions that every model has: the field of ModelConfig -> that of config.json, Megatron's
+# argument, the largest value.
+DIMENSIONS = {
+    "num_layers": ("num_hidden_layers", "num_layers", MOST_LAYERS),
+    "hidden_size": ("hidden_size", "hidden_size", MOST_WIDTH),
+    "ffn_hidden_size": ("intermediate_size", "ffn_hidden_size", MOST_WIDTH),
+    "num_attention_heads": ("num_attention_heads", "num_attention_heads", MOST_HEADS),
+    "kv_lora_rank": ("kv_lora_rank", "kv_lora_rank", MOST_WIDTH),
+    "qk_nope_head_dim": ("qk_nope_head_dim", "qk_head_dim", MOST_WIDTH),
+    "qk_rope_head_dim": ("qk_rope_head_dim", "qk_pos_emb_head_dim", MOST_WIDTH),
+    "v_head_dim": ("v_head_dim", "v_head_dim", MOST_WIDTH),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +272,7 @@ class ModelConfig:
         return dataclasses.replace(self, hugging_face=fields)
 
     def with_quantisation(self, scales: str) -> ModelConfig:
-        """The config to write with FP8 weights in blocks of 128 x 128.
-
-        Args:
-            scales: ``"float"`` or ``"ue8m0"``.
-        """
+        """The config to write with FP8 weights in blocks of 128 x 128."""
         quantisation: dict[str, object] = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -331,21 +339,15 @@ def _dimensions(fields: Fields) -> dict:
     heads, groups = fields.raw("num_attention_heads"), fields.raw("num_key_value_heads")
     if None not in (heads, groups) and groups != heads:
         fields.wrong("num_key_value_heads", f"num_attention_heads {shown(heads)}")
-    rope = fields.integer("qk_rope_head_dim", MOST_WIDTH, least=2)
-    if rope % 2:
-        fields.wrong("qk_rope_head_dim", "even")
-    return {
+    dimensions = {
         "vocab_size": fields.integer("vocab_size", MOST_VOCABULARY),
-        "num_layers": fields.integer("num_hidden_layers", MOST_LAYERS),
-        "hidden_size": fields.integer("hidden_size", MOST_WIDTH),
-        "ffn_hidden_size": fields.integer("intermediate_size", MOST_WIDTH),
-        "num_attention_heads": fields.integer("num_attention_heads", MOST_HEADS),
         "q_lora_rank": fields.integer_or_null("q_lora_rank", MOST_WIDTH),
-        "kv_lora_rank": fields.integer("kv_lora_rank", MOST_WIDTH),
-        "qk_nope_head_dim": fields.integer("qk_nope_head_dim", MOST_WIDTH),
-        "qk_rope_head_dim": rope,
-        "v_head_dim": fields.integer("v_head_dim", MOST_WIDTH),
+        **{field: fields.integer(name, most) for field, (name, _, most) in DIMENSIONS.items()},
     }
+    rope = fields.raw("qk_rope_head_dim")
+    if isinstance(rope, int) and rope % 2:
+        fields.wrong("qk_rope_head_dim", "even")
+    return dimensions
 
 
 def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:

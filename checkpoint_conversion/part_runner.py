@@ -95,9 +95,14 @@ def run_parts(
     """
 
     def one(part: Work) -> None:
-        with budget.reserve(part.peak):
-            result = write(part)
-        written(result)
+        try:
+            with budget.reserve(part.peak):
+                result = write(part)
+            written(result)
+        except BaseException:
+            # At once, not only when the waiting thread has heard of it.
+            budget.stop()
+            raise
 
     with ThreadPoolExecutor(workers, thread_name_prefix="part") as pool:
         futures = [pool.submit(one, part) for part in parts]
@@ -115,11 +120,7 @@ def run_parts(
 
 @contextlib.contextmanager
 def file_errors(place: str) -> Iterator[None]:
-    """Make every failure of the file system an ``OSError`` with a file name.
-
-    Args:
-        place: What is being written; the name where the error has none.
-    """
+    """Make every failure of the file system an ``OSError`` with a file name, else ``place``."""
     try:
         yield
     except OSError as error:

@@ -184,13 +184,7 @@ def _bytes_by_dtype(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def fingerprint_of(plan: ConversionPlan, options: TargetOptions, hf_config: Path | None) -> dict:
-    """What the result of a conversion depends on, as JSON; equal fingerprints allow resuming.
-
-    Args:
-        plan: The plan of the conversion.
-        options: Options of the target, as the user gave them.
-        hf_config: The config.json that the user gave, if any.
-    """
+    """What the result of a conversion depends on, as JSON; equal fingerprints allow resuming."""
     source = plan.checkpoint.path
     given = hf_config.read_bytes() if hf_config is not None else b""
     return {

@@ -34,11 +34,7 @@ class Reporter:
 
 
 class LineReporter(Reporter):
-    """Prints a line every 10 seconds, for logs.
-
-    Args:
-        stream: Stream to print to.
-    """
+    """Prints a line every 10 seconds, for logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,11 +68,7 @@ class LineReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """A progress bar with bytes per second and the time that is left.
-
-    Args:
-        stream: A terminal.
-    """
+    """A progress bar with bytes per second and the time that is left."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich import console, progress

@@ -140,19 +140,18 @@ def not_finite_line(record: TensorRecord) -> str:
 
 def plan_lines(plan: ConversionPlan) -> Iterator[str]:
     """The plan as text: each part, and each tensor in it with the source tensors it is made of."""
-    for part in plan.parts:
-        yield f"{part.name}: {len(part.entries)} tensors, {format_bytes(part.nbytes)}"
-        for entry in part.entries:
-            at = "" if entry.offset is None else f" at {list(entry.offset)}"
-            sources = " + ".join(sorted(entry.tensor.leaves)) or "zeros"
-            shape, dtype = list(entry.tensor.shape), dtype_name(entry.tensor.dtype)
-            yield f"  {entry.key}{at} {shape} {dtype} <- {sources}"
+    for part in plan_as_json(plan):
+        yield f"{part['name']}: {len(part['tensors'])} tensors, {format_bytes(part['bytes'])}"
+        for tensor in part["tensors"]:
+            at = "" if tensor["offset"] is None else f" at {list(tensor['offset'])}"
+            sources = " + ".join(tensor["sources"]) or "zeros"
+            yield f"  {tensor['key']}{at} {list(tensor['shape'])} {tensor['dtype']} <- {sources}"
     for name, reason in plan.left_out.items():
         yield f"left out: {name} ({reason})"
 
 
 def plan_as_json(plan: ConversionPlan) -> list[dict]:
-    """The plan as JSON, with the content of :func:`plan_lines`."""
+    """The plan as JSON: the parts and their tensors."""
     return [
         {
             "name": part.name,

@@ -125,11 +125,7 @@ class TargetFolder:
             shutil.rmtree(self.contents)
 
     def keep_only(self, files: set[str]) -> None:
-        """Remove what no finished part recorded, as an interrupted one may have left half a file.
-
-        Args:
-            files: Paths to keep, relative to the contents.
-        """
+        """Remove all other files: an interrupted part may have left half a file."""
         for path in sorted(self.contents.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 _remove_if_empty(path)
@@ -146,11 +142,7 @@ class TargetFolder:
                 sync_path(folder)
 
     def publish(self, synced: Iterable[str] = ()) -> None:
-        """Bring everything to the disk and give the target its name.
-
-        Args:
-            synced: Files, relative to the contents, that :meth:`sync_files` has waited for.
-        """
+        """Bring all but the ``synced`` files to the disk and give the target its name."""
         sync_tree(self.contents, {self.contents / file for file in synced})
         self.refuse_existing()
         try:

@@ -13,13 +13,9 @@ from pathlib import Path
 import xxhash
 
 from checkpoint_conversion.comparison import (
-    ManifestCheck,
+    ManifestComparison,
     TensorComparison,
-    block,
-    changed_values,
     compare_tensors,
-    fits,
-    header_problems,
     peak_of_slab,
 )
 from checkpoint_conversion.config_fields import Fields
@@ -34,7 +30,7 @@ from checkpoint_conversion.logit_comparison import (
     sample_tokens,
     why_not,
 )
-from checkpoint_conversion.manifest import TensorRecord, find_manifest, read_manifest
+from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.megatron_args import megatron_notes, routing_notes
 from checkpoint_conversion.model import ModelConfig, read_function
@@ -186,18 +182,17 @@ def compare_models(
 ) -> VerificationReport:
     """Read all tensors and compare them.
 
-    Args:
-        checkpoints: Two, or one that is only compared with its manifest.
-        exclude_mtp: Leave multi-token-prediction layers out of the comparison of two models.
-        workers: Threads; None: one per core, up to 4.
-        reporter: Receives progress messages.
-
     Raises:
         CheckpointError: If a manifest or a tensor cannot be read.
     """
-    manifests = [_ManifestReader(checkpoint) for checkpoint in checkpoints]
+    manifests = [_manifest_comparison(checkpoint) for checkpoint in checkpoints]
+    tasks = [
+        _Task(peak_of_slab(block), block.nbytes, partial(manifest.compare_values, record, block))
+        for manifest in manifests
+        if manifest is not None
+        for record, block in manifest.blocks
+    ]
     pair = _Pair(checkpoints, exclude_mtp) if len(checkpoints) == 2 else None
-    tasks = [task for reader in manifests for task in reader.tasks()]
     tasks += pair.tasks() if pair is not None else []
     _run(tasks, workers, reporter)
     sums = (None, None) if pair is None else pair.model_checksums()
@@ -207,13 +202,18 @@ def compare_models(
                 path=str(checkpoint.path),
                 format=checkpoint.format,
                 checksum=checksum,
-                manifest=reader.result(),
+                manifest=None if manifest is None else manifest.result(),
             )
-            for checkpoint, reader, checksum in zip(checkpoints, manifests, sums)
+            for checkpoint, manifest, checksum in zip(checkpoints, manifests, sums)
         ),
         nbytes=sum(task.nbytes for task in tasks),
         **(pair.result() if pair is not None else {}),
     )
+
+
+def _manifest_comparison(checkpoint: Checkpoint) -> ManifestComparison | None:
+    path = find_manifest(checkpoint.path)
+    return None if path is None else ManifestComparison(read_manifest(path), checkpoint.stored)
 
 
 def _run(tasks: Sequence[_Task], workers: int | None, reporter: Reporter) -> None:
@@ -295,13 +295,7 @@ class _Pair:
 def config_differences(
     a: ModelConfig, b: ModelConfig, exclude_mtp: bool = False
 ) -> dict[str, tuple[object, object]]:
-    """Fields in which two models differ in dimensions or function: name -> both values.
-
-    Args:
-        a: The first model.
-        b: The second model.
-        exclude_mtp: Whether to ignore multi-token-prediction layers.
-    """
+    """Fields in which two models differ in dimensions or function: name -> both values."""
     first, second = _meaning(a), _meaning(b)
     if exclude_mtp:
         del first["mtp_layers"], second["mtp_layers"]
@@ -320,33 +314,3 @@ def _meaning(config: ModelConfig) -> dict[str, object]:
     for section in ("rotary", "routing"):
         function |= function.pop(section) or {}
     return dimensions | function
-
-
-class _ManifestReader:
-    """Compares what a checkpoint stores with its manifest, if it has one."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        path = find_manifest(checkpoint.path)
-        self._stored = checkpoint.stored
-        self._manifest = None if path is None else read_manifest(path)
-        self._changed: list[str] = []
-
-    def tasks(self) -> Iterator[_Task]:
-        """One task per record whose tensor is stored."""
-        for record in self._manifest.tensors if self._manifest is not None else ():
-            if fits(record, self._stored):
-                tensor = block(record, self._stored)
-                nbytes = math.prod(record.shape) * tensor.dtype.itemsize
-                yield _Task(peak_of_slab(tensor), nbytes, partial(self._check, record, tensor))
-
-    def _check(self, record: TensorRecord, tensor: LazyTensor) -> None:
-        problem = changed_values(record, tensor)
-        if problem is not None:
-            self._changed.append(problem)
-
-    def result(self) -> ManifestCheck | None:
-        """The result after all tasks; None without a manifest."""
-        if self._manifest is None:
-            return None
-        problems = [*header_problems(self._manifest, self._stored), *sorted(self._changed)]
-        return ManifestCheck(records=len(self._manifest.tensors), problems=tuple(problems))

@@ -1,6 +1,6 @@
-"""Texts that count in words: a rule that a small model learns, and that a reader can check.
+"""Texts that count in words, which a small model can learn and a reader can check.
 
-A text begins anywhere and counts from zero to ninety-nine and around again:
+A text begins at any number, and zero follows ninety-nine:
 
     ninety-eight, ninety-nine, zero, one, two, three, four, five, ...
 """
@@ -23,7 +23,7 @@ _NUMBERS_PER_TEXT = 40
 
 
 def write_texts(folder: Path) -> None:
-    """Write text files to train on, always the same ones."""
+    """Write the text files to train on; they are the same on every machine."""
     folder.mkdir(parents=True, exist_ok=True)
     first = random.Random(1)
     for number in range(_TEXTS):
@@ -32,15 +32,15 @@ def write_texts(folder: Path) -> None:
 
 
 def count_from(number: int, count: int) -> str:
-    """``count`` numbers from ``number`` on, in words."""
+    """``count`` numbers in words, beginning with ``number``."""
     return ", ".join(WORDS[(number + i) % len(WORDS)] for i in range(count))
 
 
 def continuation(prompt: str, length: int) -> str:
-    """The first ``length`` characters of what follows ``prompt``, which ends behind a comma.
+    """The first ``length`` characters of the right continuation of ``prompt``.
 
     Raises:
-        ValueError: If the last word of ``prompt`` is no number.
+        ValueError: If ``prompt`` does not end with a number, a comma and a space.
     """
     words = re.findall(r"[\w-]+", prompt)
     if not words or words[-1] not in WORDS or not prompt.endswith(", "):
@@ -50,7 +50,7 @@ def continuation(prompt: str, length: int) -> str:
 
 
 def right_numbers(text: str, prompt: str) -> tuple[int, int]:
-    """How many of the numbers that ``text`` completes continue ``prompt``, and how many it has."""
+    """How many complete numbers in ``text`` continue ``prompt`` rightly, and how many there are."""
     written = text.split(", ")[:-1]
     right = continuation(prompt, len(text) + 20 * len(written)).split(", ")
     return sum(a == b for a, b in zip(written, right)), len(written)

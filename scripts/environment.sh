@@ -10,7 +10,7 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ENVIRONMENT=${ABSORBED_MLA_ENV:-$ROOT/.venv}
 [[ $ENVIRONMENT == /* ]] || ENVIRONMENT=$PWD/$ENVIRONMENT
-STAMP=.absorbed-mla-requirements # requirements a finished environment was made from
+STAMP=.absorbed-mla-requirements # the requirements that a finished environment was made from
 PROJECT_STAMP=.absorbed-mla-project # which project, in which version, is installed in it
 UNFINISHED=.absorbed-mla-unfinished
 
@@ -20,12 +20,13 @@ REQUIREMENTS=(
   'pytest>=8' 'hypothesis>=6' 'coverage>=7.6' pytest-timeout pytest-xdist pytest-cov
   'setuptools>=77'
   'safetensors>=0.5' 'transformers>=5' xxhash rich
+  starlette uvicorn 'pydantic>=2' prometheus-client openai
 )
 # megatron-core 0.19 imports triton unconditionally; a CPU build of torch does not bring it.
 TRITON=triton==3.7.1
-# Its metadata ask for Python 3.12; megatron.core itself runs on 3.11.
+# Its metadata require Python 3.12, but megatron.core itself runs on 3.11.
 MEGATRON=megatron-core==0.19.2
-# What an environment that somebody else made must hold.
+# Modules that an environment which this script did not make must have.
 IMPORTS=(torch megatron.core triton numpy psutil einops)
 
 fail() {

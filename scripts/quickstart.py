@@ -1,6 +1,6 @@
 """From a Hugging Face checkpoint to a trained absorbed MLA model, back, and to generated text.
 
-Run by ``scripts/quickstart.sh``, which makes the environment and says what happens.
+``scripts/quickstart.sh`` makes the environment and runs this; its --help lists the steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,9 +22,9 @@ from counting import continuation, count_from, right_numbers, write_texts
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-# Both models compute the same function in fp32; sums in another order differ by some ulps.
+# Both models compute the same function in fp32, but sum in another order.
 LOGITS_TOLERANCE = 1e-4
-# Rounding separates the two trainings slowly, and expert routing amplifies it.
+# The two trainings differ by rounding, which expert routing amplifies slowly.
 LOSS_TOLERANCE = 0.05
 PROMPTS = tuple(count_from(number, 3) + ", " for number in (25, 66, 96))
 NEW_TOKENS = 60
@@ -34,7 +34,7 @@ CONVERTER = [sys.executable, "-m", "checkpoint_conversion"]
 
 
 def main() -> int:
-    """Run all steps; the exit code is 1 if one of them shows something wrong."""
+    """Run all steps; the exit code is 1 if a step fails or shows a wrong result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--train-iters", type=int, default=200)
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def make_hugging_face_model(folder: Path) -> None:
-    """A model of the size of ``--preset tiny``, every byte a token, with random weights."""
+    """Save a model of the size of ``--preset tiny`` with random weights; every byte is a token."""
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -102,7 +102,7 @@ def make_hugging_face_model(folder: Path) -> None:
 
 
 def convert(source: Path, target: Path, to: str) -> None:
-    """Convert a checkpoint by the command that users have."""
+    """Convert a checkpoint with absorbed-mla-convert."""
     _converter("convert", str(source), str(target), "--to", to, "--force")
 
 
@@ -124,40 +124,38 @@ def _converter(*arguments: str, quiet: bool = False) -> subprocess.CompletedProc
 
 
 def train(output: Path, attention: str, iterations: int) -> None:
-    """Train one of the models from the converted checkpoint by scripts/train.py."""
+    """Train one of the models from the converted checkpoint with scripts/train.py."""
     processes = 2 if attention == "absorbed" else 1
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes)]
     command += [str(ROOT / "scripts/train.py"), "--load", str(output / "absorbed")]
     command += ["--finetune", "--use-checkpoint-args", "--data", str(output / "text")]
     command += ["--attention", attention, "--train-iters", str(iterations)]
-    # Adam divides by the size of a gradient; where that is nearly 0, its rounding would be a step.
+    # Adam divides by the size of a gradient. Where that is almost 0, a larger epsilon keeps its
+    # rounding from becoming a step.
     command += ["--micro-batch-size", "16", "--lr", "3e-3", "--adam-eps", "1e-5"]
     command += ["--metrics", str(output / f"{attention}.jsonl")]
     command += ["--eval-interval", str(iterations // 5)]
     if processes > 1:
         command += ["--tensor-model-parallel-size", str(processes), "--sequence-parallel"]
         command += ["--save", str(output / "trained")]
-    _run(command, hidden=[] if sys.stdout.isatty() else ["--no-progress"])
+    _run(command)
 
 
-def _run(
-    command: list[str], *, quiet: bool = False, hidden: Sequence[str] = ()
-) -> subprocess.CompletedProcess:
-    """Print a command as an activated shell takes it, and run it.
+def _run(command: list[str], *, quiet: bool = False) -> subprocess.CompletedProcess:
+    """Print a command as it can be typed into an activated shell, and run it.
 
     Args:
         command: What to run.
         quiet: Capture its output instead of showing it.
-        hidden: More options, which are not printed.
     """
     distributed = command[: len(TORCHRUN)] == TORCHRUN
-    # More threads would wait for each other on a machine that is doing something else.
+    # More threads slow each other down when the machine is busy.
     variables = {"OMP_NUM_THREADS": "1"} if distributed else {}
     if distributed and shutil.which("nvidia-smi"):
         variables["CUDA_VISIBLE_DEVICES"] = ""
     print("$ " + shown(command, variables), flush=True)
     done = subprocess.run(
-        [*command, *hidden],
+        command,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE if quiet else None,
         text=True,
@@ -168,7 +166,7 @@ def _run(
 
 
 def shown(command: list[str], variables: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The line that does the same in an activated shell, in the current folder."""
+    """The command as it can be typed into an activated shell in the current folder."""
     for start, name in ((TORCHRUN, "torchrun"), (CONVERTER, "absorbed-mla-convert")):
         if command[: len(start)] == start:
             command = [name, *command[len(start) :]]
@@ -178,7 +176,7 @@ def shown(command: list[str], variables: Mapping[str, str] = MappingProxyType({}
 
 
 def report(output: Path) -> None:
-    """Print and draw both losses; raise if they do not fall, or not together."""
+    """Print and draw both losses; raise if they do not fall, or differ too much."""
     from training.metrics import plot_losses, read_metrics, series
 
     records = {name: read_metrics(output / f"{name}.jsonl") for name in ("standard", "absorbed")}
@@ -205,7 +203,7 @@ def report(output: Path) -> None:
 
 
 def generate(folder: Path) -> list[list[int]]:
-    """Let transformers continue the prompts with the trained weights; the new tokens."""
+    """The tokens with which transformers continues the prompts, using the trained weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -225,7 +223,7 @@ def generate(folder: Path) -> list[list[int]]:
 
 
 def generate_from_latents(folder: Path, expected: list[list[int]]) -> None:
-    """Continue the same prompts by scripts/generate.py; raise if the tokens are others."""
+    """Continue the same prompts with scripts/generate.py; raise if the tokens differ."""
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "scripts/generate.py"), "--load", str(folder)]
     command += ["--tensor-model-parallel-size", "2", "--greedy", "--json"]
@@ -240,7 +238,7 @@ def generate_from_latents(folder: Path, expected: list[list[int]]) -> None:
 
 
 def side_by_side(expected: list[list[int]], found: list[list[int]]) -> str:
-    """For each prompt what transformers wrote, what our model wrote, and what is right."""
+    """For each prompt the text of transformers, the text of our model, and the right text."""
     lines, right, numbers = [], 0, 0
     for prompt, theirs, ours in zip(PROMPTS, map(as_text, expected), map(as_text, found)):
         lines += [f"prompt        {prompt}"]
@@ -252,7 +250,7 @@ def side_by_side(expected: list[list[int]], found: list[list[int]]) -> str:
 
 
 def as_text(tokens: list[int]) -> str:
-    """Bytes as one line of text; other tokens are left out."""
+    """Tokens as one line of text; those that are no byte are left out."""
     text = bytes(token for token in tokens if token < 256).decode(errors="replace")
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 

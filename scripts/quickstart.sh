@@ -6,22 +6,22 @@ usage() {
   cat <<'TEXT'
 Usage: bash scripts/quickstart.sh [options]
 
-Makes its environment if there is none, then, on the CPU and in under 5 minutes on 2 cores:
+Makes its environment if there is none. Then, on the CPU, in less than 5 minutes on 2 cores:
   1. transformers makes a tiny DeepSeek-V3 and saves it;
   2. converts it to absorbed MLA and compares the logits with those of transformers;
-  3. trains Megatron's own standard MLA from it on one process, on texts that count in words;
-  4. trains the absorbed model beside it, tensor-parallel over two processes with sequence
-     parallelism, on the same batches;
+  3. trains Megatron's own standard MLA from it in one process, on texts that count in words;
+  4. trains the absorbed model from it on the same batches, with tensor and sequence parallelism
+     over two processes;
   5. prints both losses and draws them;
-  6. converts the trained model back; transformers loads it and goes on counting;
-  7. lets our model do the same from a cache of latents, in Megatron's engine, and shows both
-     beside what is right.
-Every command that it prints can be run again in an activated shell; the last lines say how to
+  6. converts the trained model back; transformers loads it and continues to count;
+  7. generates the same text with our model in Megatron's engine, from a cache of latents, and
+     prints both texts beside the right one.
+The commands that it prints can be run again in an activated shell; the last lines say how to
 activate one.
 
 Options:
-  --output DIR      where to leave checkpoints, metrics and loss.png (default: quickstart_output
-                    in the repository)
+  --output DIR      folder for checkpoints, metrics and loss.png (default: quickstart_output in
+                    the repository)
   --train-iters N   iterations of each training, at least 10 (default 200;
                     with few the model does not learn to count)
   -h, --help        this text
@@ -54,7 +54,7 @@ done
 mkdir -p "$OUTPUT" 2>/dev/null || fail "cannot create --output $OUTPUT"
 
 SECONDS=0
-prepare_environment matplotlib tqdm safetensors transformers rich xxhash
+prepare_environment matplotlib safetensors transformers rich xxhash
 # The same everywhere: two tensor-parallel processes would need two GPUs.
 export CUDA_VISIBLE_DEVICES=
 "$PYTHON" "$ROOT/scripts/quickstart.py" --output "$OUTPUT" --train-iters "$TRAIN_ITERS"

@@ -155,7 +155,7 @@ run_distributed() {
     -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
 }
 
-# Runs a pytest command, keeps its counts, and ends the run if it fails.
+# Runs a pytest command, adds its counts to the totals, and ends the run if it fails.
 record() {
   local layer=$1 log=$WORK/$1.log status=0 start=$SECONDS
   ABSORBED_MLA_TEST_REPORT=$WORK/$layer.jsonl "${@:2}" 2>&1 | tee "$log" || status=$?

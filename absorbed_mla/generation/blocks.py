@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
@@ -13,6 +16,31 @@ def block_bytes(config: MLATransformerConfig, num_layers: int) -> int:
     """Bytes that one block takes, over ``num_layers`` layers."""
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     return num_layers * BLOCK_SIZE * width * config.params_dtype.itemsize
+
+
+def register_blocks_once(allocator: KVBlockAllocator) -> None:
+    """Let the prefix cache count a block's children once.
+
+    Where a chunk of a prompt ends inside of a block that is in the prefix cache, Megatron's context
+    registers that block again with the next chunk. Its parent then has one child more than there
+    are, is never evicted, and the eviction that needs it raises an AssertionError.
+    """
+    if not allocator.enable_prefix_caching:
+        return
+    register = allocator.register_kv_block_hashes
+
+    def register_new(
+        blocks: list[int], hashes: list[int], parents: Sequence[int] | None = None
+    ) -> None:
+        known = allocator.block_hashes[blocks].tolist() if blocks else []
+        new = [i for i, value in enumerate(hashes) if known[i] != value]
+        register(
+            [blocks[i] for i in new],
+            [hashes[i] for i in new],
+            None if parents is None else [parents[i] for i in new],
+        )
+
+    allocator.register_kv_block_hashes = register_new
 
 
 def require_no_leak(context: DynamicInferenceContext) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Numbers of tokens that steps are padded to: Megatron's default.
 NUM_CUDA_GRAPHS = 16
@@ -39,6 +40,19 @@ def model_fields(num_experts: int | None) -> dict[str, object]:
         **graph_fields("layer"),
         "moe_pad_experts_for_cuda_graph_inference": bool(num_experts),
     }
+
+
+def require_model_fields(config: TransformerConfig) -> None:
+    """Check that a model was built with :func:`model_fields`.
+
+    Raises:
+        ValueError: If it was not.
+    """
+    if config.cuda_graph_impl != "local":
+        raise ValueError(
+            "cuda_graphs needs a model that was built for them, with the fields of "
+            "absorbed_mla.generation.cuda_graphs.model_fields in its config"
+        )
 
 
 def engine_fields(num_graphs: int | None, num_experts: int | None) -> dict[str, object]:

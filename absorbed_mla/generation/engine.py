@@ -1,18 +1,19 @@
 """Megatron's ``DynamicInferenceEngine`` around a live model that is trained before and after.
 
     engine = Engine(model, EngineOptions(max_sequence_length=4096, max_requests=16))
-    results = engine.generate(prompts, SamplingParams(num_tokens=128))
+    results = engine.generate(prompts, SamplingParams(max_tokens=128))
 
     with engine:  # step by step
-        number = engine.add_request(prompt, SamplingParams(num_tokens=128))
+        number = engine.add_request(prompt, SamplingParams(max_tokens=128))
         while engine.is_busy():
             for progress in engine.step():
                 print(progress.number, progress.tokens)
         engine.results[number]
 
-Scheduler, block allocator, prefix cache and sampling are Megatron's. The weights are the model's,
-read where they are. On a machine without a GPU, :func:`absorbed_mla.cpu_host.enable_cpu_host` comes
-before the model is built; ``num_cuda_graphs`` then pads steps as for graphs, but captures none.
+Scheduler, block allocator and prefix cache are Megatron's; ``sampler.py`` draws the tokens. The
+weights are the model's, read where they are. On a machine without a GPU,
+:func:`absorbed_mla.cpu_host.enable_cpu_host` comes before the model is built; ``num_cuda_graphs``
+then pads steps as for graphs, but captures none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -33,9 +35,10 @@ from absorbed_mla.generation.requests import (
     Result,
     Statistics,
     count_tokens,
-    last_tokens,
+    progress_of,
     result_of,
 )
+from absorbed_mla.generation.sampler import RequestSampler, derive_seed
 from absorbed_mla.generation.sampling import SamplingParams
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
@@ -69,8 +72,10 @@ class Engine:
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None
+        self._sampler = RequestSampler(options.num_speculative_tokens)
+        self.reseed(options.seed)
         with inference_mode(model):
-            self.host = host_engine(model, options)
+            self.host = host_engine(model, options, self._sampler)
         self._forget_requests()
 
     def __enter__(self) -> Engine:
@@ -163,8 +168,17 @@ class Engine:
             self._end(number, Result(error=error))
         else:
             self._sampling[number] = sampling
+            seed = sampling.seed
+            if seed is None:
+                seed = derive_seed(self._seed, self._num_seeds)
+                self._num_seeds += 1
+            self._sampler.add(number, sampling, seed, prompt)
             room = self.options.max_sequence_length - len(prompt)
-            self.host.add_request(number, list(prompt), sampling.to_host(room))
+            drafts = self.options.num_speculative_tokens > 0
+            self.host.add_request(number, list(prompt), sampling.to_host(room, drafts=drafts))
+            if sampling.prompt_logprobs is not None and number in self.host.requests:
+                # Blocks found in the prefix cache have no logits.
+                self.host.requests[number].record[-1].precomputed_block_hashes = []
         return number
 
     def abort(self, number: int) -> None:
@@ -200,6 +214,9 @@ class Engine:
             self.statistics.count_step(context)
             self.statistics.evicted = self.host.evicted_request_count - self._evicted_before
             self.statistics.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
+            drafted, accepted = self._drafts()
+            self.statistics.drafted = drafted - self._drafts_before[0]
+            self.statistics.accepted = accepted - self._drafts_before[1]
         else:
             self._idle_steps += 1
         if self.is_busy() and self._idle_steps >= _MAX_IDLE_STEPS:
@@ -213,8 +230,9 @@ class Engine:
         return list(self._progress(records))
 
     def reseed(self, seed: int) -> None:
-        """Restart the sampling's random numbers on this rank."""
-        self.host.controller.sampling_rng.manual_seed(seed)
+        """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""
+        self._seed = derive_seed(seed, parallel_state.get_data_parallel_rank())
+        self._num_seeds = 0
 
     def require_no_leak(self) -> None:
         """Check that an engine without requests has all of its blocks.
@@ -230,13 +248,21 @@ class Engine:
         self._num_requests = self._idle_steps = 0
         self._sampling: dict[int, SamplingParams] = {}
         self._num_tokens: dict[int, int] = {}
+        self._sampler.clear()
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
         self._evicted_before: int = self.host.evicted_request_count
         self._prefix_blocks_before: int = self._prefix_blocks()
+        self._drafts_before = self._drafts()
 
     def _prefix_blocks(self) -> int:
         return self.host._prefix_cache_blocks_matched
+
+    def _drafts(self) -> tuple[int, int]:
+        """Drafts proposed and accepted since the host was reset."""
+        host = self.host
+        proposed, accepted = host._spec_tokens_proposed_per_pos, host._spec_tokens_accepted_per_pos
+        return int(proposed.sum()), int(accepted.sum())
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.
@@ -258,8 +284,14 @@ class Engine:
 
     def _end(self, number: int, result: Result) -> None:
         """Keep the result of a request that ends without a forward pass, for the next report."""
+        self._keep(number, result)
+        self._unreported.append(Progress(number, [], result=result))
+
+    def _keep(self, number: int, result: Result) -> None:
         self.results[number] = result
-        self._unreported.append(Progress(number, [], result))
+        self._sampler.remove(number)
+        self._sampling.pop(number, None)
+        self._num_tokens.pop(number, None)
 
     def _progress(
         self, records: Mapping[int, tuple[DynamicInferenceRequestRecord, bool]]
@@ -267,13 +299,18 @@ class Engine:
         """Progress by Megatron's record of every request, and whether the request has ended."""
         for number, (record, ended) in records.items():
             count = count_tokens(record)
-            new = last_tokens(record, count - self._num_tokens.get(number, 0))
+            new = count - self._num_tokens.get(number, 0)
             self._num_tokens[number] = count
+            result = None
             if ended:
                 aborted = number in self._to_abort
-                self.results[number] = result_of(record, self._sampling[number], aborted=aborted)
+                result = result_of(record, self._sampling[number], aborted=aborted)
             if new or ended:
-                yield Progress(number, new, self.results.get(number))
+                progress = progress_of(record, number, new, result)
+                self._sampler.extend(number, progress.tokens)
+                yield progress
+            if result is not None:
+                self._keep(number, result)
 
     def _exclude_padding(self, model: GPTModel, inputs: tuple, logits: Tensor) -> Tensor:
         """Give rows of the embedding that are no tokens the probability 0."""

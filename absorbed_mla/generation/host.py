@@ -11,25 +11,38 @@ from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
 )
+from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.generation.blocks import register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 
 
-def host_engine(model: GPTModel, options: EngineOptions) -> DynamicInferenceEngine:
-    """Build Megatron's engine with its cache, and capture CUDA graphs if options ask for them."""
-    model.config.inference_sampling_seed = options.seed
+def host_engine(
+    model: GPTModel, options: EngineOptions, sampler: Sampling
+) -> DynamicInferenceEngine:
+    """Build Megatron's engine with its cache, and capture CUDA graphs if options ask for them.
+
+    Args:
+        model: Generates.
+        options: Of the engine.
+        sampler: Draws the tokens, instead of Megatron's own.
+    """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     config = options.to_host(model.config, len(model.decoder.layers), tp)
     context = DynamicInferenceContext(model.config, config)
+    register_blocks_once(context.kv_block_allocator)
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
+    # Megatron chooses one of its own by name and has no argument for another.
+    assert hasattr(controller, "_sampling")
+    controller._sampling = sampler
     return DynamicInferenceEngine(controller, context)
 
 

@@ -30,7 +30,11 @@ class EngineOptions:
             ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
         vocab_size: Number of token ids that may be generated, where the embedding has more rows;
             None: as many as the embedding has.
-        seed: Of the sampling; data-parallel ranks draw different numbers.
+        seed: Of requests without a seed of their own; data-parallel ranks draw different numbers.
+        prompt_logprobs: Whether requests may ask for log-probabilities of their prompts. The output
+            layer then runs for every token of a step, ``step_tokens`` times the vocabulary.
+        num_speculative_tokens: Tokens that the model's multi-token-prediction (MTP) layers draft
+            for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
         prefix_caching: Whether requests share the blocks of equal beginnings.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
@@ -48,6 +52,8 @@ class EngineOptions:
     step_tokens: int = 2048
     vocab_size: int | None = None
     seed: int = 0
+    prompt_logprobs: bool = False
+    num_speculative_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
     num_cuda_graphs: int | None = None
@@ -58,6 +64,10 @@ class EngineOptions:
             raise ValueError(
                 "max_sequence_length must be at least 2 and max_requests at least 1, got "
                 f"{self.max_sequence_length} and {self.max_requests}"
+            )
+        if self.num_speculative_tokens < 0:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}"
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
@@ -90,6 +100,8 @@ class EngineOptions:
             "max_tokens": _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp)),
             "enable_chunked_prefill": self.chunked_prefill,
             "enable_prefix_caching": self.prefix_caching,
+            "materialize_only_last_token_logits": not self.prompt_logprobs,
+            "num_speculative_tokens": self.num_speculative_tokens,
             **engine_fields(self.num_cuda_graphs, config.num_moe_experts),
         }
         return InferenceConfig(**{**fields, **self.inference_config})
@@ -108,7 +120,7 @@ class EngineOptions:
             max_tokens: Of a forward pass: ``step_tokens``, rounded up.
         """
         length, longest = len(prompt), self.max_sequence_length
-        new_tokens = min(sampling.num_tokens, longest - length)
+        new_tokens = min(sampling.max_tokens or longest, longest - length)
         cache = self.cache_blocks * BLOCK_SIZE
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if not length:
@@ -124,8 +136,13 @@ class EngineOptions:
                 f"the prompt's {length} tokens and {new_tokens} new ones do not fit into a "
                 f"cache of {cache}"
             )
-        if sampling.top_k >= vocab_size:
-            return f"top_k must be below the vocabulary's {vocab_size}"
+        if sampling.n != 1 or sampling.stop:
+            return "n and stop are for LLM, which knows the text; the engine has stop_token_ids"
+        top = max(sampling.logprobs or 0, sampling.prompt_logprobs or 0)
+        if top > vocab_size:
+            return f"logprobs must be at most the vocabulary's {vocab_size}, got {top}"
+        if sampling.prompt_logprobs is not None and not self.prompt_logprobs:
+            return "prompt_logprobs needs an engine with prompt_logprobs=True"
         return ""
 
 

@@ -9,15 +9,22 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from absorbed_mla.generation.sampling import SamplingParams
 
+# Log-probabilities of the most likely tokens at one position, by token.
+TopLogProbs = dict[int, float]
+
 
 @dataclass
 class Result:
     """Result of a request that has ended.
 
     Attributes:
-        tokens: Generated token ids, the stop token included.
-        log_probs: Log-probability of each token, if ``SamplingParams.log_probs`` asked for them.
-        finish: Why it ended: ``"stop"`` (the stop token), ``"length"`` (``num_tokens``),
+        tokens: Generated token ids, the token that stopped the request included.
+        log_probs: Log-probability of each token, if ``SamplingParams.logprobs`` asked for them.
+        top_log_probs: For each token, those of the most likely ones.
+        prompt_log_probs: Of the prompt's tokens but the first, if ``prompt_logprobs`` asked for
+            them.
+        prompt_top_log_probs: At the same positions, those of the most likely tokens.
+        finish: Why it ended: ``"stop"`` (a stop token), ``"length"`` (``max_tokens``),
             ``"context"`` (the engine's ``max_sequence_length``), ``"abort"``, or ``""`` after an
             error.
         error: Why the request could not run, or ``""``.
@@ -25,6 +32,9 @@ class Result:
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
     finish: str = ""
     error: str = ""
 
@@ -36,11 +46,15 @@ class Progress:
     Attributes:
         number: The request's number, as ``Engine.add_request`` returned it.
         tokens: New token ids.
+        log_probs: Of the new tokens, as in :class:`Result`.
+        top_log_probs: Of the new tokens, as in :class:`Result`.
         result: The result if the request has ended, otherwise None.
     """
 
     number: int
     tokens: list[int]
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     result: Result | None = None
 
 
@@ -57,6 +71,8 @@ class Statistics:
         evicted: How often a request lost its blocks, to be prefilled again later.
         prefix_blocks: Blocks that the prefix cache had already.
         chunks: Forward passes that ended in the middle of a prompt.
+        drafted: Tokens that MTP layers proposed.
+        accepted: Of these, tokens that were generated.
     """
 
     steps: int = 0
@@ -67,6 +83,8 @@ class Statistics:
     evicted: int = 0
     prefix_blocks: int = 0
     chunks: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def count_step(self, context: DynamicInferenceContext) -> None:
         """Count the forward pass that has just run."""
@@ -84,31 +102,72 @@ def count_tokens(record: DynamicInferenceRequestRecord) -> int:
     return sum(len(part.generated_tokens) for part in record.requests)
 
 
-def last_tokens(record: DynamicInferenceRequestRecord, count: int) -> list[int]:
-    """The last ``count`` generated tokens."""
-    tokens: list[int] = []
+def last_of(record: DynamicInferenceRequestRecord, name: str, count: int) -> list:
+    """The last ``count`` entries of a list that every part of a request has."""
+    found: list = []
     for part in reversed(record.requests):
-        missing = count - len(tokens)
+        missing = count - len(found)
         if missing <= 0:
             break
-        tokens = part.generated_tokens[-missing:] + tokens
-    return tokens
+        found = (getattr(part, name) or [])[-missing:] + found
+    return found
+
+
+def progress_of(
+    record: DynamicInferenceRequestRecord, number: int, count: int, result: Result | None
+) -> Progress:
+    """The last ``count`` tokens of a request."""
+    return Progress(
+        number,
+        last_of(record, "generated_tokens", count),
+        last_of(record, "generated_log_probs", count),
+        list(map(_by_token, last_of(record, "generated_top_n_logprobs", count))),
+        result,
+    )
 
 
 def result_of(
     record: DynamicInferenceRequestRecord, sampling: SamplingParams, *, aborted: bool
 ) -> Result:
     """The result of a request that Megatron's engine is done with."""
-    tokens = [token for part in record.requests for token in part.generated_tokens]
-    log_probs = [x for part in record.requests for x in part.generated_log_probs or ()]
+    result = Result(
+        tokens=_joined(record, "generated_tokens"),
+        log_probs=_joined(record, "generated_log_probs"),
+        top_log_probs=list(map(_by_token, _joined(record, "generated_top_n_logprobs"))),
+    )
+    if sampling.prompt_logprobs is not None:
+        result.prompt_log_probs = _of_prompt(record, "prompt_log_probs")
+        result.prompt_top_log_probs = list(
+            map(_by_token, _of_prompt(record, "prompt_top_n_logprobs"))
+        )
     last = record[-1]
     if last.status == Status.FAILED:
         errors = [type(e.payload).__name__ for e in last.events if e.payload is not None]
-        return Result(tokens, log_probs, error=", ".join(errors) or "the engine failed")
-    if tokens and tokens[-1] == sampling.stop_token:
-        finish = "stop"
-    elif len(tokens) == sampling.num_tokens:
-        finish = "length"
+        result.error = ", ".join(errors) or "the engine failed"
+    elif result.tokens and result.tokens[-1] in sampling.stop_token_ids:
+        result.finish = "stop"
+    elif len(result.tokens) == sampling.max_tokens:
+        result.finish = "length"
     else:
-        finish = "abort" if aborted else "context"
-    return Result(tokens, log_probs, finish)
+        result.finish = "abort" if aborted else "context"
+    return result
+
+
+def _joined(record: DynamicInferenceRequestRecord, name: str) -> list:
+    return [entry for part in record.requests for entry in getattr(part, name) or ()]
+
+
+def _of_prompt(record: DynamicInferenceRequestRecord, name: str) -> list:
+    """Entries for the prompt's tokens but the first.
+
+    A part that begins after an eviction has a prompt that is longer by what was generated; one that
+    was evicted while its prompt was read has too few entries.
+    """
+    count = len(record.requests[0].prompt_tokens) - 1
+    lists = [getattr(part, name) or [] for part in record.requests]
+    return next((found[:count] for found in lists if len(found) >= count), [])
+
+
+def _by_token(top: dict[str, float]) -> TopLogProbs:
+    """Megatron's keys are texts of its tokenizer, which are the tokens' numbers."""
+    return {int(token): log_prob for token, log_prob in top.items()}

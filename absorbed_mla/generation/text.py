@@ -61,10 +61,14 @@ class HuggingFaceStream:
     Args:
         tokenizer: Of ``transformers``.
         prompt: Token ids before the first one.
+        skip_special_tokens: Whether the tokenizer's special tokens have no text.
     """
 
-    def __init__(self, tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._shown = list(prompt[-_CONTEXT:])
         self._waiting: list[int] = []
 
@@ -97,5 +101,7 @@ class HuggingFaceStream:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens,
+            skip_special_tokens=self._skip_special_tokens,
+            clean_up_tokenization_spaces=False,
         )

@@ -28,7 +28,7 @@ _READERS = {
     "hugging_face": f"{_HERE}.hugging_face:HuggingFaceCheckpoint",
 }
 _WRITERS = {
-    "hf": f"{_HERE}.hugging_face_writer:HuggingFaceWriter",
+    "hf": f"{_HERE}.hugging_face:HuggingFaceWriter",
     "megatron": f"{_HERE}.torch_dist_writer:TorchDistWriter",
     "absorbed": f"{_HERE}.torch_dist_writer:TorchDistWriter",
 }

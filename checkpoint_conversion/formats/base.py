@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from checkpoint_conversion.checksums import RunningChecksum
-from checkpoint_conversion.config_fields import dtype_name
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.manifest import TensorRecord
 from checkpoint_conversion.model import ModelConfig
 
 # Called with the size in bytes of each tensor that has been written.
@@ -134,38 +132,14 @@ class PartResult:
     Attributes:
         name: Name of the part.
         files: Size in bytes of each file that was written, by path relative to the target's folder.
-        tensors: One :func:`tensor_record` per entry; ``fp8_error`` is added where it was quantised.
+        tensors: One record per entry.
         storage: Data that the writer's ``finish`` needs.
     """
 
     name: str
     files: dict[str, int]
-    tensors: list[dict]
+    tensors: list[TensorRecord]
     storage: dict = field(default_factory=dict)
-
-
-def tensor_record(
-    key: str, values: Tensor, offset: tuple[int, ...] | None = None
-) -> dict[str, object]:
-    """An entry of :attr:`PartResult.tensors`: checksum, shape and dtype of a tensor or block.
-
-    Args:
-        key: Name in the target.
-        values: The values as written.
-        offset: Position of a block in the whole tensor; None for a whole tensor.
-    """
-    running = RunningChecksum()
-    running.update(values)
-    record: dict[str, object] = {
-        "key": key,
-        "offset": None if offset is None else list(offset),
-        "shape": list(values.shape),
-        "dtype": dtype_name(values.dtype),
-        "checksum": running.hexdigest(),
-    }
-    if running.not_finite():
-        record["not_finite"] = running.not_finite()
-    return record
 
 
 Unit = TypeVar("Unit")
@@ -174,13 +148,7 @@ Unit = TypeVar("Unit")
 def filled(
     units: Iterable[Unit], limit: int, nbytes: Callable[[Unit], int]
 ) -> Iterator[list[Unit]]:
-    """Units in order, in groups of at most ``limit`` bytes; a larger unit is alone.
-
-    Args:
-        units: What stays together in one part.
-        limit: Bytes per group.
-        nbytes: Size of a unit in bytes.
-    """
+    """Units in order, in groups of at most ``limit`` bytes; a larger unit is alone."""
     group: list[Unit] = []
     used = 0
     for unit in units:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import (
     CONFIG,
@@ -23,19 +26,42 @@ from checkpoint_conversion.checkpoint_folder import (
 )
 from checkpoint_conversion.config_fields import dtype_name, shown
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.safetensors_file import read_header
-from checkpoint_conversion.fp8 import BLOCK, FP8, SCALE_SUFFIX, dequantised, pair_problems
-from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.formats.base import (
+    Checkpoint,
+    Entry,
+    Part,
+    PartResult,
+    Progress,
+    TargetOptions,
+    Writer,
+    filled,
+)
+from checkpoint_conversion.formats.safetensors_file import read_header, write_tensors
+from checkpoint_conversion.fp8 import (
+    BLOCK,
+    FP8,
+    SCALE_FORMATS,
+    SCALE_SUFFIX,
+    QuantisedTensor,
+    dequantised,
+    is_quantised,
+    pair_problems,
+    quantised,
+)
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.manifest import TensorRecord, tensor_record
 from checkpoint_conversion.mapping import (
     check_complete,
     hugging_face_shapes,
     image_tensors,
+    stacked,
+    stacks_experts,
     text_name,
     unstacked,
 )
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.progress import format_bytes
+from checkpoint_conversion.target_folder import sync_path
 
 SINGLE = f"model{SUFFIX}"
 # Suffixes of weights in formats that are not read.
@@ -43,6 +69,11 @@ _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".
 # Rotary frequencies in some older checkpoints; they follow from config.json.
 _BUFFER = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 _OF_MTP = re.compile(r"model\.layers\.([0-9]{1,9})\.(?:enorm|hnorm|eh_proj|shared_head)\.")
+
+
+_POSSIBLE = ("dtype", "fp8", "max_shard_bytes")
+# Upper bound on what a tensor adds to the header of its file, beside its name.
+_HEADER_BYTES = 160
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -100,6 +131,107 @@ class HuggingFaceCheckpoint(Checkpoint):
         return tensors
 
 
+class HuggingFaceWriter(Writer):
+    """Writes sharded safetensors with an index; each part is a shard.
+
+    Args:
+        config: The model's dimensions.
+        options: ``dtype``, ``fp8`` and ``max_shard_bytes``; all others must have their defaults.
+        format: Name of the format, ``"hf"``.
+
+    Raises:
+        CheckpointError: Naming every option that only other formats have.
+    """
+
+    def __init__(self, config: ModelConfig, options: TargetOptions, format: str = "hf") -> None:
+        _check_options(options)
+        if options.fp8 and stacks_experts(config):
+            raise CheckpointError(
+                f"--fp8 {options.fp8}: {config.model_type} stores its experts as one tensor, which "
+                "DeepSeek's FP8 has no place for"
+            )
+        self.config, self.options, self.format = config, options, format
+        self._parts: list[Part] = []
+        self._quantised: dict[str, QuantisedTensor] = {}
+
+    def plan(self, tensors: Mapping[str, LazyTensor], part_bytes: int) -> list[Part]:
+        """Fill shards with the tensors in the order of the model; see the base class."""
+        shapes = hugging_face_shapes(self.config)
+        check_complete(tensors, shapes, "The tensors to write")
+        written = stacked({name: tensors[name] for name in shapes}, self.config)
+        self.config = self._written_config(written)
+        limit = min(part_bytes, self.options.max_shard_bytes or part_bytes)
+        units = (self._entries(name, tensor) for name, tensor in written.items())
+        groups = list(filled(units, limit, _bytes_in_file))
+        self._parts = []
+        for i, group in enumerate(groups, 1):
+            shard = tuple(entry for unit in group for entry in unit)
+            name = f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}"
+            self._parts.append(Part(name, shard, _peak(shard)))
+        return self._parts
+
+    def layout(self) -> dict[str, object]:
+        """See :meth:`Writer.layout`."""
+        stored = [entry.tensor for part in self._parts for entry in part.entries]
+        return layout_of(stored, len(self._parts), self.config.fp8_scales)
+
+    def write_part(
+        self, folder: Path, part: Part, session: ReadSession, progress: Progress
+    ) -> PartResult:
+        """Write one shard; see the base class."""
+        values: dict[str, Tensor] = {}
+        places = set()
+        for entry in part.entries:
+            tensor = entry.tensor.load(session).contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.tensor.shape, entry.tensor.dtype)
+            # safetensors refuses tensors that share memory, such as a tied embedding.
+            values[entry.key] = tensor.clone() if tensor.data_ptr() in places else tensor
+            places.add(tensor.data_ptr())
+        records = [self._record(key, tensor, part.name, session) for key, tensor in values.items()]
+        size = write_tensors(values, folder / part.name)
+        for tensor in values.values():
+            progress(tensor.nbytes)
+        total = sum(tensor.nbytes for tensor in values.values())
+        return PartResult(part.name, {part.name: size}, records, {"bytes": total})
+
+    def finish(
+        self, folder: Path, results: list[PartResult], auxiliary: Mapping[str, Path]
+    ) -> None:
+        """Write index and config.json, and copy the rest; see the base class."""
+        weight_map = {record.key: result.name for result in results for record in result.tensors}
+        total = sum(result.storage["bytes"] for result in results)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / CONFIG, self.config.hugging_face)
+        for name, source in auxiliary.items():
+            if name != CONFIG and is_auxiliary(name):
+                shutil.copyfile(source, folder / name)
+                sync_path(folder / name)
+
+    def _written_config(self, tensors: Mapping[str, LazyTensor]) -> ModelConfig:
+        """config.json for the dtype, quantisation and MTP layers that are written."""
+        nbytes: Counter[torch.dtype] = Counter()
+        for tensor in tensors.values():
+            nbytes[tensor.dtype] += tensor.nbytes
+        ((dtype, _),) = nbytes.most_common(1)
+        config = self.config.without_quantisation().with_mtp_layers(self.config.mtp_layers)
+        if dtype != config.dtype:
+            config = config.with_dtype(dtype)
+        return config.with_quantisation(self.options.fp8) if self.options.fp8 else config
+
+    def _entries(self, name: str, tensor: LazyTensor) -> tuple[Entry, ...]:
+        """Entries that stay in one shard: a tensor, or an FP8 weight and its scales."""
+        if not self.options.fp8 or not is_quantised(name):
+            return (Entry(name, tensor),)
+        result = self._quantised[name] = quantised(tensor, self.options.fp8)
+        return Entry(name, result.weight), Entry(name + SCALE_SUFFIX, result.scale_inv)
+
+    def _record(self, key: str, tensor: Tensor, file: str, session: ReadSession) -> TensorRecord:
+        error = None
+        if key in self._quantised:
+            error = dataclasses.asdict(self._quantised[key].error(session))
+        return tensor_record(key, tensor, file, fp8_error=error)
+
+
 def is_auxiliary(name: str) -> bool:
     """Whether a file at the top of a folder belongs to the model beside its weights."""
     return name != MANIFEST and not name.endswith((SUFFIX, ".index.json", *_OTHER_WEIGHTS))
@@ -108,13 +240,7 @@ def is_auxiliary(name: str) -> bool:
 def layout_of(
     tensors: Iterable[LazyTensor], files: int, fp8_scales: str | None
 ) -> dict[str, object]:
-    """The entries of :attr:`Checkpoint.layout`.
-
-    Args:
-        tensors: All stored tensors.
-        files: Number of files with weights.
-        fp8_scales: ``"float"`` or ``"ue8m0"``, from config.json.
-    """
+    """The entries of :attr:`Checkpoint.layout`."""
     dtypes = Counter(dtype_name(tensor.dtype) for tensor in tensors)
     quantised = dtype_name(FP8) in dtypes
     blocks = f"FP8 in blocks of {BLOCK} x {BLOCK}, {fp8_scales or 'float'} scales"
@@ -242,3 +368,36 @@ def _notes(
     folders = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
     if folders:
         yield f"left alone, as nothing in folders is read: {', '.join(map(shown_name, folders))}"
+
+
+def _check_options(options: TargetOptions) -> None:
+    problems = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _POSSIBLE and value != field.default:
+            problems.append(f"{field.name} {value}: only Megatron's formats have it")
+    if options.fp8 not in (None, *SCALE_FORMATS):
+        problems.append(f"fp8 {options.fp8}: must be one of {', '.join(SCALE_FORMATS)}")
+    if options.max_shard_bytes is not None and options.max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes {options.max_shard_bytes}: must be at least 1")
+    if problems:
+        raise CheckpointError("A Hugging Face checkpoint cannot be written with:", problems)
+
+
+def _bytes_in_file(entries: Sequence[Entry]) -> int:
+    return sum(entry.tensor.nbytes + len(entry.key) + _HEADER_BYTES for entry in entries)
+
+
+def _peak(shard: Sequence[Entry]) -> int:
+    """Bytes of resident memory needed while a shard is written."""
+    tensors = [entry.tensor for entry in shard]
+    # A tensor that occurs twice is copied.
+    once = {id(tensor) for tensor in tensors}
+    copies = len(tensors) - len(once)
+    largest = max(tensor.nbytes for tensor in tensors)
+    return sum(tensor.peak for tensor in tensors) + copies * largest
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    sync_path(path)

@@ -1,20 +1,33 @@
 """Reading ``megatron-legacy``: Megatron's former format, one ``model_optim_rng.pt`` per rank.
 
-It is read only: a distributed checkpoint (``megatron``) loads at any parallel sizes instead.
+Layers and experts are numbered from 0 on every rank. The mapping to Hugging Face numbers those of
+the whole model:
+
+    decoder.layers.<in the stage>                     decoder.layers.<in the model>
+    mtp.layers.I.mtp_model_layer.                     mtp.layers.I.transformer_layer.
+    mlp.experts.local_experts.<on the rank>.          mlp.experts.local_experts.<of the layer>.
+    mlp.experts.linear_fc1.weight<on the rank>        the same (TransformerEngine's grouped GEMM)
+
+Megatron's former ``GroupedMLP`` had two parameters for all E experts of a rank, transposed:
+
+    mlp.experts.weight1   [hidden, E * 2 * I]   ->  [E, hidden, 2 * I], columns [gate, up]
+    mlp.experts.weight2   [E * I, hidden]       ->  [E, I, hidden]
+
+where I is the rank's share of an expert's width. Each expert is one block of consecutive bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from absorbed_mla.checkpoint.names import KV_DOWN, QKV_DOWN
+from absorbed_mla.checkpoint.names import KV_DOWN, Q_DOWN, QKV_DOWN
 from checkpoint_conversion.checkpoint_folder import RANK_FILE, rank_folders, weights_folder
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import Checkpoint
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     RankFile,
@@ -22,33 +35,32 @@ from checkpoint_conversion.formats.legacy_ranks import (
     folder_problems,
     read_rank_file,
     sizes_of,
-    stages_of,
 )
-from checkpoint_conversion.formats.legacy_sharding import (
-    EMBEDDING,
-    Sharding,
-    Share,
-    as_mapped,
-    experts_kind,
-    is_grouped_mlp,
-    layer_count,
-    mtp_layer_count,
-    split_grouped_mlp,
+from checkpoint_conversion.formats.megatron_folder import (
+    MegatronCheckpoint,
+    auxiliary_files,
+    read_config,
 )
-from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
+from checkpoint_conversion.formats.pt_file import StoredTensor
 from checkpoint_conversion.layouts import (
+    VOCABULARY,
     MegatronLayout,
-    canonical_tensors,
-    padded_size,
-    without_padding,
+    tensor_parallel_rule,
 )
-from checkpoint_conversion.lazy_tensor import LazyTensor
-from checkpoint_conversion.mapping import check_complete, to_hugging_face
+from checkpoint_conversion.lazy_tensor import LazyTensor, same_values
+from checkpoint_conversion.mapping_table import Rule
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.transforms import same_values
+
+_EMBEDDING, _OUTPUT = VOCABULARY
+_DECODER_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,2})\.")
+_MTP_INNER = re.compile(r"(mtp\.layers\.\d+\.)(?:mtp_model_layer|transformer_layer)\.")
+_SEQUENTIAL = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.weight)")
+_GROUPED = re.compile(r"(.*mlp\.experts\.)(linear_fc[12])\.weight(\d+)")
+_GROUPED_MLP = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
-class LegacyCheckpoint(Checkpoint):
+class LegacyCheckpoint(MegatronCheckpoint):
     """A per-rank checkpoint, opened by reading the pickles of all ranks' files.
 
     Args:
@@ -68,41 +80,85 @@ class LegacyCheckpoint(Checkpoint):
     ) -> None:
         self.path = path
         inner = weights_folder(path)
-        self.sizes, self._files = _read_files(path, inner, follow_links)
+        self._sizes, self._files = _read_files(path, inner, follow_links)
         first = self._files[Rank()]
         self.auxiliary = auxiliary_files(inner, follow_links)
         config = read_config(hf_config, self.auxiliary, first.args)
         names = [name for file in self._files.values() for name in file.weights]
-        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(names))
-        self._sharding = recognise_sharding(self.config, self.sizes, self._files)
+        self.config = dataclasses.replace(config, mtp_layers=_count(_MTP_LAYER, names))
+        self._first_layers = _first_layers(self.config, self._sizes, self._files)
         self.stored, self.left_alone = {}, {}
         for file in self._files.values():
             for name, tensor in file.weights.items():
                 self.stored[f"{file.folder}/{name}"] = tensor.lazy(f"{file.folder}/{name}")
             for name, size in file.left_alone.items():
                 self.left_alone[f"{file.folder}/{name}"] = size
-        self.layout = self._sharding.describe(experts_kind(names), first.iteration)
-        self.notes = self._make_notes()
-
-    def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
-        """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
-        tensors = merged_tensors(self._sharding, self._files, self.stored)
-        tensors, _ = without_padding(tensors, self.config.vocab_size)
-        canonical = canonical_tensors(tensors, self.config)
-        return to_hugging_face(canonical, self.config)
-
-    def _make_notes(self) -> list[str]:
-        notes = []
-        padding = self._sharding.vocab_rows - self.config.vocab_size
-        if padding:
-            notes.append(f"{padding} rows of padding after the vocabulary are dropped")
+        self.layout = _describe(self.config, self._sizes, names, first.iteration)
+        self.notes = []
+        embedding = first.weights.get(_EMBEDDING)
+        rows = embedding.shape[0] * self._sizes.tensor if embedding and embedding.shape else 0
         states = [name for name in self.left_alone if name.endswith("_extra_state")]
-        if states:
-            notes.append(
-                f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "
-                f"(the first: {states[0]})"
+        self.note_left_alone(rows - self.config.vocab_size, states)
+
+    def whole_tensors(self) -> dict[str, LazyTensor]:
+        """Merge what the ranks have; see the base class.
+
+        Raises:
+            CheckpointError: Listing what cannot be read, what only some tensor-parallel ranks
+                have, and shares of different shapes and dtypes.
+        """
+        copies: dict[str, list[LazyTensor]] = {}
+        problems: list[str] = []
+        sizes, experts = self._sizes, self.config.num_experts // self._sizes.expert
+        for stage, expert_rank in itertools.product(range(sizes.pipeline), range(sizes.expert)):
+            files = [self._files[Rank(i, stage, expert_rank)] for i in range(sizes.tensor)]
+            ranks = [self._mapped(file, problems) for file in files]
+            for name in dict.fromkeys(itertools.chain(*ranks)):
+                lacking = [file.folder for file, own in zip(files, ranks) if name not in own]
+                if lacking:
+                    problems.append(
+                        f"{name} is missing in {', '.join(lacking)}; other tensor-parallel ranks "
+                        "have it"
+                    )
+                    continue
+                whole = _whole_name(name, self._first_layers[stage], experts * expert_rank)
+                if self.config.tied_embeddings and whole == _OUTPUT:
+                    whole = _EMBEDDING
+                shares = [own[name] for own in ranks]
+                try:
+                    copies.setdefault(whole, []).append(_merge(whole, shares, self.config))
+                except CheckpointError as error:
+                    problems.append(f"{name} of {', '.join(f.folder for f in files)} {error}")
+        for whole, same in copies.items():
+            if len({(tensor.shape, tensor.dtype) for tensor in same}) > 1:
+                found = " and ".join(sorted({f"{t.dtype} {t.shape}" for t in same}))
+                problems.append(f"{whole} is {found} on different ranks")
+        if problems:
+            raise CheckpointError(
+                f"The ranks' files do not fit the model; {len(problems)} problems:", problems
             )
-        return notes
+        problem = "are copies of one weight, but differ"
+        return {whole: same_values(same, problem) for whole, same in copies.items()}
+
+    def _mapped(self, file: RankFile, problems: list[str]) -> dict[str, LazyTensor]:
+        """A file's tensors under the mapping's names, with the rank's own numbering."""
+        problems += file.problems
+        experts = self.config.num_experts // self._sizes.expert
+        result: dict[str, LazyTensor] = {}
+        for name, tensor in file.weights.items():
+            leaf = f"{file.folder}/{name}"
+            found: dict[str, LazyTensor] | None = {as_mapped(name): self.stored[leaf]}
+            if _GROUPED_MLP.fullmatch(name):
+                found = _split_grouped_mlp(name, tensor, leaf, experts, self.config.hidden_size)
+            if found is None:
+                problems.append(
+                    f"{leaf} has shape {tensor.shape}, which is not that of {experts} experts"
+                )
+                continue
+            twice = found.keys() & result.keys()
+            problems += [f"{leaf} is in the file under another name, too" for _ in twice]
+            result.update(found)
+        return result
 
 
 def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dict[Rank, RankFile]]:
@@ -129,25 +185,17 @@ def _read_files(root: Path, inner: Path, follow_links: bool) -> tuple[Sizes, dic
     return sizes, files
 
 
-_COPIES = "are copies of one weight, but differ"
-RankFiles = Mapping[Rank, RankFile]
-
-
-def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> Sharding:
-    """How the model is distributed over the ranks of a checkpoint, from names and shapes.
-
-    Raises:
-        CheckpointError: If the model cannot be distributed over these ranks.
-    """
-    names = [files[Rank(pipeline=stage)].weights for stage in range(sizes.pipeline)]
-    stages = stages_of(map(layer_count, names))
-    with_mtp = [stage for stage, own in enumerate(names) if mtp_layer_count(own)]
+def _first_layers(config: ModelConfig, sizes: Sizes, files: Mapping[Rank, RankFile]) -> list[int]:
+    """Number of the first decoder layer of each pipeline stage, by the layers in their files."""
+    counts = [
+        _count(_DECODER_LAYER, files[Rank(pipeline=stage)].weights)
+        for stage in range(sizes.pipeline)
+    ]
     problems = []
-    if stages[-1].stop != config.num_layers:
-        held = ", ".join(str(len(stage)) for stage in stages)
+    if sum(counts) != config.num_layers:
         problems.append(
-            f"the stages' files hold {held} layers, together {stages[-1].stop}; the model has "
-            f"{config.num_layers}"
+            f"the stages' files hold {', '.join(map(str, counts))} layers, together {sum(counts)}; "
+            f"the model has {config.num_layers}"
         )
     if config.num_experts % sizes.expert:
         problems.append(
@@ -155,132 +203,104 @@ def recognise_sharding(config: ModelConfig, sizes: Sizes, files: RankFiles) -> S
         )
     if problems:
         raise CheckpointError("The ranks' files do not fit the model:", problems)
-    sharding = Sharding(
-        config=config,
-        layout=MegatronLayout.recognise(
-            as_mapped(name) for file in files.values() for name in file.weights
-        ),
-        sizes=sizes,
-        stages=stages,
-        mtp_stage=with_mtp[-1] if with_mtp else sizes.pipeline - 1,
-        down_projection=_down_projection(config, sizes, files[Rank()]),
-        vocab_rows=_vocab_rows(config, sizes, files[Rank()]),
-    )
-    problems = sharding.indivisible()
-    if problems:
-        raise CheckpointError(
-            f"{sizes.tensor} tensor-parallel ranks cannot share equally:", problems
-        )
-    return sharding
+    return [sum(counts[:stage]) for stage in range(sizes.pipeline)]
 
 
-def merged_tensors(
-    sharding: Sharding, files: RankFiles, stored: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Every tensor of the model, whole and numbered globally, in the layout of the files.
+def _count(pattern: re.Pattern, names: Iterable[str]) -> int:
+    """How many layers there are, by the largest number in the names."""
+    return max((int(match[1]) + 1 for match in map(pattern.match, names) if match), default=0)
+
+
+def _describe(
+    config: ModelConfig, sizes: Sizes, names: Sequence[str], iteration: int | None
+) -> dict[str, object]:
+    """The entries of :attr:`Checkpoint.layout`."""
+    result = MegatronLayout.recognise(map(as_mapped, names)).describe()
+    if config.num_experts:
+        result["experts"] = next(_expert_modules(names), "GroupedMLP")
+    result["tensor_parallel"] = sizes.tensor
+    result["pipeline_parallel"] = sizes.pipeline
+    if sizes.expert > 1:
+        result["expert_parallel"] = sizes.expert
+    if iteration is not None:
+        result["iteration"] = iteration
+    return result
+
+
+def _expert_modules(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        if _GROUPED.fullmatch(name):
+            yield "grouped"
+        elif _SEQUENTIAL.fullmatch(name):
+            yield "sequential"
+
+
+def as_mapped(name: str) -> str:
+    """The mapping's name for a tensor inside an MTP layer, or of an expert of a grouped module."""
+    name = _MTP_INNER.sub(r"\1transformer_layer.", name)
+    match = _GROUPED.fullmatch(name)
+    return name if match is None else f"{match[1]}local_experts.{match[3]}.{match[2]}.weight"
+
+
+def _whole_name(name: str, first_layer: int, first_expert: int) -> str:
+    """The name in the whole model of a tensor on a rank with this first layer and expert."""
+    layer = _DECODER_LAYER.match(name)
+    if layer:
+        name = f"decoder.layers.{int(layer[1]) + first_layer}.{name[layer.end() :]}"
+    expert = _SEQUENTIAL.fullmatch(name)
+    return f"{expert[1]}{int(expert[2]) + first_expert}{expert[3]}" if expert else name
+
+
+def _merge(whole: str, shares: Sequence[LazyTensor], config: ModelConfig) -> LazyTensor:
+    """The tensor of the model called ``whole``, from the shares of the tensor-parallel ranks.
+
+    An unknown tensor is one of the shares, and refused later by its name.
+    """
+    found = sorted({f"{share.dtype} {share.shape}" for share in shares})
+    if len(found) > 1:
+        raise CheckpointError(f"is {' and '.join(found)} on different ranks")
+    rule = _rule(whole, shares[0].shape, config)
+    if rule is None or len(shares[0].shape) <= (rule.dim or 0):
+        return shares[0]
+    return rule.merge(shares)
+
+
+def _rule(whole: str, shape: tuple[int, ...], config: ModelConfig) -> Rule | None:
+    """How ranks share a tensor: local layers split the rows of down-projections."""
+    q, latent = config.q_lora_rank or 0, config.kv_lora_rank + config.qk_rope_head_dim
+    for end, stacked in {Q_DOWN: (q,), KV_DOWN: (latent,), QKV_DOWN: (q, latent)}.items():
+        if whole.endswith(f".{end}") and shape and shape[0] < sum(stacked):
+            return Rule(0, stacked)
+    return tensor_parallel_rule(whole)
+
+
+def _split_grouped_mlp(
+    name: str, stored: StoredTensor, leaf: str, experts: int, hidden: int
+) -> dict[str, LazyTensor] | None:
+    """The experts in a ``GroupedMLP`` parameter, under the names of sequential experts.
 
     Args:
-        sharding: How the model is distributed.
-        files: Of all ranks.
-        stored: The tensors of all files, by ``folder/name``.
+        name: Of the parameter.
+        stored: The parameter.
+        leaf: Name of the stored tensor, for the leaves of the result.
+        experts: Number of experts on the rank.
+        hidden: The model's hidden size.
 
-    Raises:
-        CheckpointError: Listing everything that is unknown, missing, misshapen or unreadable in
-            any file.
+    Returns:
+        None if the parameter's shape does not fit.
     """
-    pieces: dict[str, list[list[LazyTensor]]] = {}
-    problems: list[str] = []
-    for shares, ranks in _groups(sharding, files, stored, problems):
-        for name, share in shares.items():
-            if all(name in tensors for tensors in ranks):
-                pieces.setdefault(share.whole, []).append([tensors[name] for tensors in ranks])
-    for whole, copies in pieces.items():
-        dtypes = {str(tensor.dtype) for shares in copies for tensor in shares}
-        if len(dtypes) > 1:
-            problems.append(f"{whole} is {' and '.join(sorted(dtypes))} on different ranks")
-    if problems:
-        raise CheckpointError(
-            f"The ranks' files do not fit the model; {len(problems)} problems:", problems
-        )
+    match = _GROUPED_MLP.fullmatch(name)
+    assert match is not None
+    first = match[2] == "1"
+    per_expert = math.prod(stored.shape) // max(1, experts * hidden)
+    expected = (hidden, experts * per_expert) if first else (experts * per_expert, hidden)
+    if stored.shape != expected or not per_expert or not stored.is_contiguous:
+        return None
+    block = (hidden, per_expert) if first else (per_expert, hidden)
+    lazy = stored.view(experts, *block).lazy(leaf)
     return {
-        whole: same_values([sharding.rule(whole).merge(shares) for shares in copies], _COPIES)
-        for whole, copies in pieces.items()
+        f"{match[1]}local_experts.{expert}.linear_fc{match[2]}.weight": lazy.narrow(
+            0, expert, 1
+        ).map(lambda values: values[0].t().contiguous(), shape=block[::-1])
+        for expert in range(experts)
     }
-
-
-def _groups(
-    sharding: Sharding,
-    files: RankFiles,
-    stored: Mapping[str, LazyTensor],
-    problems: list[str],
-) -> list[tuple[dict[str, Share], list[dict[str, LazyTensor]]]]:
-    """Per stage and expert-parallel rank: expected shares, and each TP rank's tensors."""
-    sizes, result = sharding.sizes, []
-    for stage in range(sizes.pipeline):
-        for expert_rank in range(sizes.expert):
-            own = [files[Rank(i, stage, expert_rank)] for i in range(sizes.tensor)]
-            ranks = [_mapped(file, stored, sharding, problems) for file in own]
-            shares = {
-                name: share
-                for name, share in sharding.shares(stage, expert_rank).items()
-                # Older Megatron releases left out some copies of another stage's tensors.
-                if not share.copy or any(name in tensors for tensors in ranks)
-            }
-            expected = {name: share.shape for name, share in shares.items()}
-            for file, tensors in zip(own, ranks):
-                problems += _unfit(file.folder, tensors, expected)
-            result.append((shares, ranks))
-    return result
-
-
-def _mapped(
-    file: RankFile, stored: Mapping[str, LazyTensor], sharding: Sharding, problems: list[str]
-) -> dict[str, LazyTensor]:
-    """A file's tensors under the mapping's names, with the rank's own numbering."""
-    problems += file.problems
-    config = sharding.config
-    experts = config.num_experts // sharding.sizes.expert
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in file.weights.items():
-        leaf = f"{file.folder}/{name}"
-        found: dict[str, LazyTensor] | None = {as_mapped(name): stored[leaf]}
-        if is_grouped_mlp(name):
-            found = split_grouped_mlp(name, tensor, leaf, experts, config.hidden_size)
-        if found is None:
-            problems.append(
-                f"{leaf} has shape {tensor.shape}, which is not that of {experts} experts"
-            )
-            continue
-        twice = found.keys() & result.keys()
-        problems += [f"{leaf} is in the file under another name, too" for _ in twice]
-        result.update(found)
-    return result
-
-
-def _unfit(
-    folder: str, tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    try:
-        check_complete(tensors, expected, folder)
-    except CheckpointError as error:
-        return [f"{folder}: {problem}" for problem in error.problems]
-    return []
-
-
-def _down_projection(config: ModelConfig, sizes: Sizes, file: RankFile) -> str:
-    """Whether TP ranks split the down-projections, by the shape of the first one."""
-    latent = config.kv_lora_rank + config.qk_rope_head_dim
-    rows = {KV_DOWN: latent, QKV_DOWN: latent + (config.q_lora_rank or 0)}
-    for name, tensor in file.weights.items():
-        for end, whole in rows.items():
-            if name.endswith(f".{end}") and tensor.shape and sizes.tensor > 1:
-                return "column-parallel" if tensor.shape[0] < whole else "duplicated"
-    return "duplicated"
-
-
-def _vocab_rows(config: ModelConfig, sizes: Sizes, file: RankFile) -> int:
-    """Rows of the padded embedding, by the shape of the first rank's share."""
-    embedding = file.weights.get(EMBEDDING)
-    rows = embedding.shape[0] * sizes.tensor if embedding and embedding.shape else 0
-    # Too few rows are reported later, when all shapes are compared.
-    return rows if rows >= config.vocab_size else padded_size(config.vocab_size, sizes.tensor)

@@ -115,12 +115,6 @@ def describe(sizes: Sizes) -> str:
     return " x ".join(parts) + " ranks"
 
 
-def stages_of(counts: Iterable[int]) -> list[range]:
-    """The decoder layers of each pipeline stage, from the number of layers in each."""
-    ends = list(itertools.accumulate(counts))
-    return [range(start, end) for start, end in zip([0, *ends], ends)]
-
-
 def _size(args: Mapping[str, object], name: str, problems: list[str]) -> int:
     value = args.get(name, 1)
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MOST_RANKS:

@@ -1,4 +1,4 @@
-"""The folder of a Megatron checkpoint, in either format of its weights.
+"""What Megatron's formats have in common: the folder of a checkpoint, and reading its tensors.
 
 DST/latest_checkpointed_iteration.txt     "release", or the number of an iteration
 DST/release/  or  DST/iter_0000100/       the weights
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
+
+import torch
 
 from checkpoint_conversion.checkpoint_folder import (
     CONFIG,
@@ -20,10 +23,46 @@ from checkpoint_conversion.checkpoint_folder import (
     read_json,
 )
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.layouts import canonical_tensors, without_padding
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.megatron_args import from_megatron_args
 from checkpoint_conversion.model import ModelConfig
 
 AUXILIARY = "hugging_face"
+
+
+class MegatronCheckpoint(Checkpoint):
+    """Base class of the readers of Megatron's formats."""
+
+    @abstractmethod
+    def whole_tensors(self) -> dict[str, LazyTensor]:
+        """The model's tensors without parallelism, layers and experts numbered, in any layout.
+
+        Raises:
+            CheckpointError: If the files contradict themselves or the model.
+        """
+
+    def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
+        """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
+        tensors, _ = without_padding(self.whole_tensors(), self.config.vocab_size)
+        return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
+
+    def note_left_alone(self, padding: int, states: Collection[str]) -> None:
+        """Note what has no place in another format.
+
+        Args:
+            padding: Rows of the embedding beyond the vocabulary.
+            states: Names of module states that are not empty.
+        """
+        if padding > 0:
+            self.notes.append(f"{padding} rows of padding after the vocabulary are dropped")
+        if states:
+            self.notes.append(
+                f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "
+                f"(the first: {next(iter(states))})"
+            )
 
 
 def inner_name(iteration: int | None) -> str:
@@ -33,10 +72,6 @@ def inner_name(iteration: int | None) -> str:
 
 def auxiliary_files(inner: Path, follow_links: bool) -> dict[str, Path]:
     """Files of the model beside the weights, by name.
-
-    Args:
-        inner: The folder of the weights.
-        follow_links: Whether links may lead out of it.
 
     Raises:
         CheckpointError: If a link leads out of it and may not.
@@ -72,14 +107,7 @@ def read_config(
 def write_around(
     folder: Path, iteration: int | None, config: ModelConfig, auxiliary: Mapping[str, Path]
 ) -> None:
-    """Write the tracker file, config.json and the auxiliary files.
-
-    Args:
-        folder: The checkpoint's folder, above the weights' folder.
-        iteration: Of the checkpoint; None for a release.
-        config: Content of config.json.
-        auxiliary: Files to copy beside it, by name; a config.json among them is ignored.
-    """
+    """Write the tracker file, config.json and the auxiliary files, whose config.json is ignored."""
     beside = folder / inner_name(iteration) / AUXILIARY
     beside.mkdir(parents=True, exist_ok=True)
     for name, path in auxiliary.items():

@@ -28,8 +28,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from absorbed_mla.checkpoint.names import KV_UP
 from checkpoint_conversion.checkpoint_folder import (
     CONFIG,
@@ -39,13 +37,15 @@ from checkpoint_conversion.checkpoint_folder import (
     weights_folder,
 )
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.megatron_folder import auxiliary_files, read_config
+from checkpoint_conversion.formats.megatron_folder import (
+    MegatronCheckpoint,
+    auxiliary_files,
+    read_config,
+)
 from checkpoint_conversion.formats.pt_file import open_pt
 from checkpoint_conversion.formats.torch_dist_metadata import ChunkedTensor, Shape, Storage
-from checkpoint_conversion.layouts import MegatronLayout, canonical_tensors, without_padding
+from checkpoint_conversion.layouts import MegatronLayout, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
-from checkpoint_conversion.mapping import to_hugging_face
 from checkpoint_conversion.model import ModelConfig
 
 COMMON_STATE = "common_state/shard_0_1"
@@ -69,7 +69,7 @@ _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|eh_proj)")
 _NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm)")
 
 
-class TorchDistCheckpoint(Checkpoint):
+class TorchDistCheckpoint(MegatronCheckpoint):
     """A distributed checkpoint of a standard or an absorbed model.
 
     Args:
@@ -95,22 +95,22 @@ class TorchDistCheckpoint(Checkpoint):
         self.auxiliary = auxiliary_files(folder, follow_links)
         common = self._read_common(folder, storage, follow_links, hf_config)
         config = read_config(hf_config, self.auxiliary, arguments(common))
-        self.config = dataclasses.replace(config, mtp_layers=mtp_layer_count(self._weights))
+        mtp_layers = {match[1] for match in map(_MTP_LAYER.match, self._weights) if match}
+        self.config = dataclasses.replace(config, mtp_layers=len(mtp_layers))
         self.stored = {name: tensor.lazy() for name, tensor in self._weights.items()}
-        self.left_alone = self._left_alone(storage)
+        states = states_in_use(storage)
+        _, padding = without_padding(self.stored, self.config.vocab_size)
+        self.note_left_alone(padding, states)
+        self.left_alone = self._left_alone(storage, states)
         absorbed = has_absorbed_blocks(self._weights, self.config)
         self.format = "absorbed" if absorbed else "megatron"
-        self._layout = MegatronLayout.recognise(example_names(self._weights))
-        self.layout = describe(self._layout, are_stacked(self._weights), iteration(common))
-        _, padding = without_padding(self.stored, self.config.vocab_size)
-        if padding:
-            self.notes.append(f"{padding} rows of padding after the vocabulary are dropped")
+        stacked = any(map(_STACKED_LAYERS.fullmatch, self._weights))
+        layout = MegatronLayout.recognise(map(_pattern, self._weights))
+        self.layout = describe(layout, stacked, iteration(common))
 
-    def hugging_face_tensors(self, dtype: torch.dtype | None = None) -> dict[str, LazyTensor]:
-        """See :meth:`Checkpoint.hugging_face_tensors`; there is no FP8 to dequantise."""
-        numbered = numbered_tensors(self._weights, self.config)
-        tensors, _ = without_padding(numbered, self.config.vocab_size)
-        return to_hugging_face(canonical_tensors(tensors, self.config), self.config)
+    def whole_tensors(self) -> dict[str, LazyTensor]:
+        """Split what is stacked; see the base class."""
+        return numbered_tensors(self._weights, self.config)
 
     def _read_common(
         self, folder: Path, storage: Storage, follow_links: bool, hf_config: Path | None
@@ -124,13 +124,7 @@ class TorchDistCheckpoint(Checkpoint):
             self.notes.append(f"the arguments of the training are not read: {error}")
             return {}
 
-    def _left_alone(self, storage: Storage) -> dict[str, int]:
-        states = states_in_use(storage)
-        if states:
-            self.notes.append(
-                f"{len(states)} modules have FP8 states of TransformerEngine, which are left alone "
-                f"(the first: {next(iter(states))})"
-            )
+    def _left_alone(self, storage: Storage, states: Mapping[str, int]) -> dict[str, int]:
         left = {name for name in storage.tensors if is_left_alone(name)} | states.keys()
         for name in storage.objects:
             if is_extra_state(name) or name == COMMON_STATE:
@@ -161,13 +155,7 @@ def block_rows(config: ModelConfig) -> int:
 
 
 def describe(layout: MegatronLayout, stacked: bool, iteration: int | None) -> dict[str, object]:
-    """The entries of :attr:`Checkpoint.layout`.
-
-    Args:
-        layout: Layout of the tensors of a layer.
-        stacked: Whether one tensor holds all layers.
-        iteration: Of the checkpoint; None for a release.
-    """
+    """The entries of :attr:`Checkpoint.layout`; a release has no iteration."""
     result = layout.describe() | {"layers": "stacked" if stacked else "numbered"}
     return result if iteration is None else result | {"iteration": iteration}
 
@@ -238,21 +226,6 @@ def is_extra_state(name: str) -> bool:
 def is_left_alone(name: str) -> bool:
     """Whether a tensor or object is training state."""
     return name.startswith(_LEFT_ALONE)
-
-
-def mtp_layer_count(names: Iterable[str]) -> int:
-    """Number of MTP layers."""
-    return len({match[1] for match in map(_MTP_LAYER.match, names) if match})
-
-
-def are_stacked(names: Iterable[str]) -> bool:
-    """Whether decoder layers are stacked."""
-    return any(map(_STACKED_LAYERS.fullmatch, names))
-
-
-def example_names(names: Iterable[str]) -> list[str]:
-    """The mapping's names; for a stacked tensor that of the first layer and expert."""
-    return [_pattern(name).replace(_LAYER, "0").replace(_EXPERT, "0") for name in names]
 
 
 def numbered_tensors(

@@ -1,7 +1,8 @@
 """Writing ``megatron`` and ``absorbed``: distributed checkpoints of Megatron (torch_dist).
 
-torch's ``FileSystemWriter`` writes each file as if by a rank of its own. The save plans, on which
-ranks would agree, are made from shapes alone; a tensor is loaded just before it is written.
+Each part is a file of its own, as if a rank had written it: objects and tensors one after the
+other, each in ``torch.save``'s format. ``.metadata`` says which tensor is where. torch's own
+``FileSystemWriter`` is not used: it wants save plans that all ranks have agreed on.
 """
 
 from __future__ import annotations
@@ -10,29 +11,23 @@ import argparse
 import contextlib
 import io
 import json
+import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from absorbed_mla.checkpoint.names import KV_UP
 from checkpoint_conversion.errors import CheckpointError
@@ -44,7 +39,6 @@ from checkpoint_conversion.formats.base import (
     TargetOptions,
     Writer,
     filled,
-    tensor_record,
 )
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
 from checkpoint_conversion.formats.torch_dist import (
@@ -52,6 +46,7 @@ from checkpoint_conversion.formats.torch_dist import (
     BACKEND_FILE,
     COMMON_FILE,
     COMMON_STATE,
+    METADATA,
     block_rows,
     describe,
     extra_state_names,
@@ -65,15 +60,14 @@ from checkpoint_conversion.layouts import (
     with_padding,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.manifest import tensor_record
 from checkpoint_conversion.mapping import to_megatron
+from checkpoint_conversion.mapping_table import GATED_ROWS
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
-from checkpoint_conversion.transforms import GATED_ROWS
 
 # Megatron's own default of --make-vocab-size-divisible-by.
 _VOCAB_MULTIPLE = 128
-# The place of each item of a plan in its file: (offset, length) in bytes.
-Written = list[tuple[int, int]]
 
 
 class TorchDistWriter(Writer):
@@ -100,7 +94,7 @@ class TorchDistWriter(Writer):
         self._vocab_rows = padded_size(config.vocab_size, options.vocab_multiple or 1)
         self._common: dict[str, object] = {}
         self._objects: dict[str, bytes] = {}
-        self._plans: dict[str, SavePlan] = {}
+        self._parts: dict[str, Part] = {}
         self._refuse_unsupported()
 
     def plan(self, tensors: Mapping[str, LazyTensor], part_bytes: int) -> list[Part]:
@@ -113,12 +107,9 @@ class TorchDistWriter(Writer):
         parts: list[Part] = []
         for group in filled(self._units(whole), limit, _bytes_of):
             entries = tuple(entry for unit, _ in group for entry in unit)
-            parts.append(Part(file_name(len(parts)), entries, sum(peak for _, peak in group)))
+            parts.append(Part(_file_name(len(parts)), entries, sum(peak for _, peak in group)))
         _check_dtypes(parts)
-        self._plans = {
-            part.name: save_plan(rank, self._objects if rank == 0 else {}, part.entries)
-            for rank, part in enumerate(parts)
-        }
+        self._parts = {part.name: part for part in parts}
         return parts
 
     def layout(self) -> dict[str, object]:
@@ -129,32 +120,33 @@ class TorchDistWriter(Writer):
         self, folder: Path, part: Part, session: ReadSession, progress: Progress
     ) -> PartResult:
         """See :meth:`Writer.write_part`."""
-        inner = folder / inner_name(self.options.iteration)
-        inner.mkdir(parents=True, exist_ok=True)
-        plan = self._plans[part.name]
-        entries = dict(zip((item.index for item in plan.items[-len(part.entries) :]), part.entries))
-        records = []
-
-        def load(index: MetadataIndex) -> Tensor:
-            entry = entries[index]
-            values = entry.tensor.load(session)
-            assert (tuple(values.shape), values.dtype) == (entry.tensor.shape, entry.tensor.dtype)
-            records.append(tensor_record(entry.key, values, entry.offset))
-            progress(entry.tensor.nbytes)
-            return values
-
-        written = write_file(inner, plan, self._objects, load)
-        path = inner / part.name
+        path = folder / inner_name(self.options.iteration) / part.name
         name = path.relative_to(folder).as_posix()
-        return PartResult(part.name, {name: path.stat().st_size}, records, {"written": written})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records, ends = [], []
+        with path.open("wb") as file, _without_checksums():
+            for content in self._objects_in(part).values():
+                file.write(content)
+                ends.append(file.tell())
+            for entry in part.entries:
+                values = entry.tensor.load(session)
+                assert (tuple(values.shape), values.dtype) == (
+                    entry.tensor.shape,
+                    entry.tensor.dtype,
+                )
+                records.append(tensor_record(entry.key, values, name, entry.offset))
+                progress(entry.tensor.nbytes)
+                torch.save(_with_own_storage(values), file)
+                ends.append(file.tell())
+        return PartResult(part.name, {name: path.stat().st_size}, records, {"ends": ends})
 
     def finish(
         self, folder: Path, results: list[PartResult], auxiliary: Mapping[str, Path]
     ) -> None:
         """See :meth:`Writer.finish`."""
         inner = folder / inner_name(self.options.iteration)
-        plans = [self._plans[result.name] for result in results]
-        write_metadata(inner, plans, [result.storage["written"] for result in results])
+        with (inner / METADATA).open("wb") as file:
+            pickle.dump(self._metadata(results), file)
         # Megatron-Core 0.18 and earlier look for the common state there.
         torch.save(self._common, inner / COMMON_FILE)
         (inner / BACKEND_FILE).write_text(json.dumps(BACKEND))
@@ -194,6 +186,35 @@ class TorchDistWriter(Writer):
             return [rows // 2] * 2
         return [rows]
 
+    def _objects_in(self, part: Part) -> dict[str, bytes]:
+        """Objects beside the tensors, which the first file holds."""
+        return self._objects if part.name == _file_name(0) else {}
+
+    def _metadata(self, results: Sequence[PartResult]) -> Metadata:
+        """What is stored, and where; results are in the order of the plan."""
+        stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for result in results:
+            part, ends = self._parts[result.name], result.storage["ends"]
+            indices = []
+            for name in self._objects_in(part):
+                stored[name] = BytesStorageMetadata()
+                indices.append(MetadataIndex(name))
+            for entry in part.entries:
+                offset = torch.Size(entry.offset or (0,) * len(entry.tensor.shape))
+                whole = TensorStorageMetadata(
+                    TensorProperties(entry.tensor.dtype),
+                    torch.Size(entry.whole_shape or entry.tensor.shape),
+                    [],
+                )
+                chunk = ChunkStorageMetadata(offset, torch.Size(entry.tensor.shape))
+                stored.setdefault(entry.key, whole).chunks.append(chunk)
+                indices.append(MetadataIndex(entry.key, offset))
+            for index, start, end in zip(indices, [0, *ends[:-1]], ends, strict=True):
+                places[index] = _StorageInfo(part.name, start, end - start)
+        # The folder is renamed afterwards, so that its path must not be recorded.
+        return Metadata(stored, storage_data=places, storage_meta=StorageMeta())
+
     def _common_state(self, tensors: Mapping[str, LazyTensor]) -> dict[str, object]:
         """The common state: arguments, iteration, and how Megatron names the tensors."""
         largest = max(tensors.values(), key=lambda tensor: tensor.nbytes)
@@ -213,7 +234,7 @@ class TorchDistWriter(Writer):
     def _make_objects(self, tensors: Mapping[str, LazyTensor]) -> dict[str, bytes]:
         """Objects beside the tensors: the empty states of modules, and the common state."""
         states = extra_state_names(tensors, self._layout.norms, self._stacked, self.config)
-        return {**dict.fromkeys(states, serialised(None)), COMMON_STATE: serialised(self._common)}
+        return {**dict.fromkeys(states, _serialised(None)), COMMON_STATE: _serialised(self._common)}
 
     def _args(self, dtype: torch.dtype) -> argparse.Namespace:
         """The arguments of a training that would have saved the checkpoint."""
@@ -285,118 +306,24 @@ def _check_dtypes(parts: Sequence[Part]) -> None:
         )
 
 
-def file_name(rank: int) -> str:
-    """Name of the file that a rank writes."""
+def _file_name(rank: int) -> str:
     return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
-def save_plan(rank: int, objects: Mapping[str, bytes], entries: Sequence[Entry]) -> SavePlan:
-    """The save plan of a rank: its objects, then its tensors, in order.
-
-    Args:
-        rank: Number of the rank.
-        objects: Serialised objects that are no tensors, by name.
-        entries: Tensors and blocks of tensors.
-    """
-    items = [
-        WriteItem(
-            MetadataIndex(name), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(len(content))
-        )
-        for name, content in objects.items()
-    ]
-    for entry in entries:
-        offset = torch.Size(entry.offset or (0,) * len(entry.tensor.shape))
-        data = TensorWriteData(
-            ChunkStorageMetadata(offset, torch.Size(entry.tensor.shape)),
-            TensorProperties(entry.tensor.dtype),
-            torch.Size(entry.whole_shape or entry.tensor.shape),
-        )
-        index = MetadataIndex(entry.key, offset)
-        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-    return SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"))
-
-
-def write_file(
-    folder: Path,
-    plan: SavePlan,
-    objects: Mapping[str, bytes],
-    load: Callable[[MetadataIndex], Tensor],
-) -> Written:
-    """Write a rank's file.
-
-    Args:
-        folder: The checkpoint's folder.
-        plan: The rank's :func:`save_plan`.
-        objects: The objects that it was made with.
-        load: Returns the values of an entry.
-
-    Returns:
-        The place of each item in the file, in the order of the plan.
-    """
-
-    def resolve(item: WriteItem) -> io.BytesIO | Tensor:
-        if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(objects[item.index.fqn])
-        return with_own_storage(load(item.index))
-
-    with _without_checksums():
-        results = _Writer(folder).write_data(plan, _JustInTime(resolve)).wait()
-    places = {result.index: result.storage_data for result in results}
-    return [(places[item.index].offset, places[item.index].length) for item in plan.items]
-
-
-def write_metadata(folder: Path, plans: Sequence[SavePlan], written: Sequence[Written]) -> None:
-    """Write ``.metadata``, which makes the ranks' files a checkpoint.
-
-    Args:
-        folder: The checkpoint's folder.
-        plans: The save plans of all ranks, in order.
-        written: What :func:`write_file` returned for each of them.
-    """
-    _, metadata = create_default_global_save_plan(list(plans), rewrite_index_hints=False)
-    results = [
-        [
-            WriteResult(item.index, length, _StorageInfo(file_name(rank), offset, length))
-            for item, (offset, length) in zip(plan.items, places, strict=True)
-        ]
-        for rank, (plan, places) in enumerate(zip(plans, written, strict=True))
-    ]
-    _Writer(folder).finish(metadata, results)
-
-
-def serialised(value: object) -> bytes:
+def _serialised(value: object) -> bytes:
     """An object as Megatron stores it: a list with the one shard that there is."""
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()
 
 
-def with_own_storage(values: Tensor) -> Tensor:
+def _with_own_storage(values: Tensor) -> Tensor:
     """The same values in a storage of their own, because ``torch.save`` writes whole storages."""
     values = values.detach().contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
     flat = torch.from_numpy(values.flatten().view(torch.uint8).numpy())
     return flat.view(values.dtype).view(values.shape)
-
-
-class _Writer(FileSystemWriter):
-    def __init__(self, folder: Path) -> None:
-        # The caller syncs files to disk, in parallel with the writing of others.
-        super().__init__(folder, per_thread_copy_ahead=0, sync_files=False)
-
-    def storage_meta(self) -> StorageMeta:
-        """Empty: files are renamed afterwards, so their path must not be recorded."""
-        return StorageMeta()
-
-
-class _JustInTime(DefaultSavePlanner):
-    def __init__(self, resolve: Callable[[WriteItem], io.BytesIO | Tensor]) -> None:
-        super().__init__()
-        self._resolve = resolve
-
-    def resolve_data(self, write_item: WriteItem) -> io.BytesIO | Tensor:
-        return self._resolve(write_item)
 
 
 class _ChecksumSetting:

@@ -7,22 +7,22 @@
     $ python scripts/benchmarks/cached_attention.py docs/inference --render cached.json
 
 Suite "prefill": some hundreds or thousands of new tokens over a long context, whose keys and values
-are expanded in chunks, beside attention alone over keys and values that are there. Counted are, of
-one request with q new tokens and k = context + q keys,
+are expanded in chunks, beside attention alone over keys and values that are expanded already. One
+request with q new tokens and k = context + q keys counts
 
     pairs     = q * k - q * (q - 1) / 2                           causal inside the new tokens
     attention = heads * pairs * 2 * (nope + rope + v) FLOP
     expansion = heads * k * 2 * kv_lora_rank * (nope + v) FLOP
 
 and the ratio is (attention + expansion) per second of ours over attention per second alone.
-Suite "offload": one decoded token of each request, a part of the context in pinned host memory,
-beside all of it on the device and beside the time that the link needs for the bytes, (keys behind
-the resident ones) * (kv_lora_rank + rope) * width.
+Suite "offload": one decoded token of each request, with a part of the cache in pinned host memory,
+beside a cache that is all on the device, and beside the time that the link between host and device
+needs for the bytes, (offloaded keys) * (kv_lora_rank + rope) * width.
 
 The dimensions are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32 (to try the script).
-A case that fails has its error in its row. Output:
+If a case fails, its row has the error, and the others are measured. Output:
 
-    prefill n=16 b=1 q=512 context=32768: attention 310, whole 420, bare 480, ratio 0.88
+    3.1 s  prefill n=16 b=1 q=512 context=32768: attention 310, whole 420, bare 480, ratio 0.88
 
 The last line of the output is JSON.
 """
@@ -32,9 +32,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,26 +43,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes, seconds
+from benchmarks.kit.arguments import DIMS, dims_of, list_of, one_of, parse_sizes
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Report, Results, Times, reason
+from benchmarks.kit.report import Report, Times
+from benchmarks.kit.run import Benchmark
 from console.parser import Parser
-from console.script import leave, run_script
+from console.script import leave
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from absorbed_mla import AbsorbedMLAOptions
-
-NAME = "cached"
 SUITES = ("prefill", "offload")
 PREFILL_TARGET = 0.85
+# Of an offloaded context, cached tokens for each one that stays on the device.
+BUDGET_RATIO = 4
 SCALE = 0.1
 FILL_TOKENS = 8192
 LINK_BYTES = 2**28
-
-# ---- cases
+# Titles of the plot.
+_PREFILL = "prefill: TFLOP/s of attention alone"
+_OFFLOAD = "offload: added time of the link's"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of all requests and one head."""
+        """Pairs of a query and a key that it attends to, of all requests and one head."""
         return self.batch * (self.queries * self.keys - self.queries * (self.queries - 1) // 2)
 
     def __str__(self) -> str:
@@ -100,12 +100,8 @@ class Case:
         return f"{self.suite} {size}" + (f" resident={self.resident}" if self.resident else "")
 
 
-def cases(args: argparse.Namespace) -> list[Case]:
-    """What the command line asks for."""
-    return arguments.chosen(_cases(args), args.only)
-
-
-def _cases(args: argparse.Namespace) -> Iterator[Case]:
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """All cases of the command line, but for --only."""
     for heads in args.heads:
         if "prefill" in args.suites:
             for context in args.contexts:
@@ -114,7 +110,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
         if "offload" in args.suites:
             for batch in args.batches:
                 for context in args.contexts:
-                    resident = max(1, (context + 1) // args.budget_ratio)
+                    resident = max(1, (context + 1) // BUDGET_RATIO)
                     yield Case("offload", heads, batch, 1, context, resident)
 
 
@@ -132,83 +128,6 @@ def offloaded_bytes(case: Case, dims: dict[str, int], itemsize: int) -> int:
     width = dims["kv-lora-rank"] + dims["qk-pos-emb-head-dim"]
     behind = 0 if case.resident is None else max(0, case.keys - case.resident)
     return case.batch * behind * width * itemsize
-
-
-# ---- command line
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``.
-
-    Raises:
-        ValueError: After wrong input.
-    """
-    parser = Parser("cached_attention.py", __doc__)
-    add = parser.add_argument
-    arguments.add_folder(parser, "cached.json and .png")
-    add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help="what is measured")
-    arguments.add_only(parser)
-    arguments.add_device(parser)
-    add("--heads", type=parse_sizes, default="128,16", help="of the attention")
-    add("--contexts", type=parse_sizes, default="32k,128k", help="cached tokens")
-    add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens")
-    add("--batches", type=parse_sizes, default="1,8", help="requests that decode")
-    add("--budget-ratio", type=int, default=4, help="context over what is resident")
-    add("--context-chunk-size", type=int, default=2**16, help="of the attention")
-    add("--seconds-per-row", type=seconds, default=0.3, help="of repetitions")
-    arguments.add_seed(parser, "weights and inputs")
-    arguments.add_dims(parser, DIMS)
-    args = parser.parse_args(argv)
-    if args.budget_ratio < 2:
-        parser.error(f"--budget-ratio must be at least 2, got {args.budget_ratio}")
-    arguments.check_files(args.folder, args.render)
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, or render what was measured; returns the exit code, 2 after wrong input."""
-    return run_script("cached_attention.py", lambda: _run(parse_arguments(argv)))
-
-
-def _run(args: argparse.Namespace) -> None:
-    if args.render:
-        results(CachedReport.show_again(args.render)).publish(args.folder, NAME)
-    else:
-        measure_all(args)
-
-
-def measure_all(args: argparse.Namespace) -> None:
-    """Measure every case, write the results after each, and render.
-
-    Raises:
-        ValueError: If the device is not there.
-    """
-    # Only here, so that --help and --render need no torch.
-    import torch
-
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from absorbed_mla import AbsorbedMLAOptions
-
-    device = torch.device(arguments.use_device(args.device))
-    torch.manual_seed(args.seed)
-    options = AbsorbedMLAOptions(context_chunk_size=args.context_chunk_size)
-    bench = Bench(dims_of(args), device, args.seconds_per_row, options)
-    environment = provenance.describe(
-        bench.on_gpu,
-        bench.dtype,
-        itemsize=bench.dtype.itemsize,
-        dims=dims_of(args),
-        link=bench.link_bytes_per_second(),
-    )
-    report = CachedReport(environment)
-    for case in cases(args):
-        report.rows.append(bench.measure(case))
-        report.write(args.folder / f"{NAME}.json")
-        print(report.line(report.rows[-1]), flush=True)
-    results([report]).publish(args.folder, NAME)
-
-
-# ---- measuring
 
 
 @dataclass(frozen=True)
@@ -231,45 +150,122 @@ class Row:
     error: str = ""
 
 
-class Bench:
-    """Measures cases on one device.
+class CachedReport(Report):
+    """One run; ``environment["link"]`` is in bytes per second."""
 
-    Args:
-        dims: By the names of ``DIMS``.
-        device: A GPU computes in bfloat16, a CPU in float32.
-        seconds: For the repetitions of a case.
-        options: Of the attention.
-    """
+    row = Row
 
-    def __init__(
-        self,
-        dims: dict[str, int],
-        device: torch.device,
-        seconds: float,
-        options: AbsorbedMLAOptions,
-    ) -> None:
+    def figures(self, row: Row) -> dict[str, float]:
+        """Rates in TFLOP/s (prefill), or what offloading adds and what the link needs (offload)."""
+        assert row.ours is not None and row.beside is not None
+        dims, duration = self.environment["dims"], row.ours.median
+        if row.case.suite == "prefill":
+            count = flops(row.case, dims)
+            bare = count["attention"] / row.beside.median / 1e12
+            whole = sum(count.values()) / duration / 1e12
+            rate = count["attention"] / duration / 1e12
+            return {
+                "ms": 1e3 * duration,
+                "attention": rate,
+                "whole": whole,
+                "bare": bare,
+                "ratio": whole / bare,
+            }
+        moved = offloaded_bytes(row.case, dims, self.environment["itemsize"])
+        more = duration - row.beside.median
+        return {
+            "ms": 1e3 * duration,
+            "more_ms": 1e3 * more,
+            "link_ms": 1e3 * moved / self.environment["link"],
+        }
+
+    @classmethod
+    def panels(cls, reports: Sequence[CachedReport]) -> list[Panel]:
+        """Rates over those of attention alone, and what offloading adds over the link's time."""
+        prefill, offload = [], []
+        for report in reports:
+            for row in report.measured:
+                case, figures = row.case, report.figures(row)
+                if case.suite == "prefill":
+                    name = f"{case.heads} heads, {case.queries} new"
+                    prefill.append((_PREFILL, name, case.context, figures["ratio"]))
+                else:
+                    name = f"{case.heads} heads, batch {case.batch}"
+                    added = figures["more_ms"] / figures["link_ms"]
+                    offload.append((_OFFLOAD, name, case.context, added))
+        return [
+            *collected(prefill, "context", levels={"target": PREFILL_TARGET}),
+            *collected(offload, "context", levels={"the link's": 1.0}),
+        ]
+
+
+class CachedBenchmark(Benchmark):
+    """Steps over a filled cache, on one device."""
+
+    script, description, files = "cached_attention.py", __doc__, "cached"
+    report = CachedReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        device = arguments.use_device(args.device)
         import torch
 
-        self.dims, self.device, self.seconds, self.options = dims, device, seconds, options
-        self.on_gpu = device.type == "cuda"
+        from absorbed_mla import AbsorbedMLAOptions
+
+        self.dims = dims_of(args)
+        self.options = AbsorbedMLAOptions(context_chunk_size=args.context_chunk_size)
+        self.device = torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        self._random = partial(torch.randn, device=self.device, dtype=self.dtype)
+        torch.manual_seed(args.seed)
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, folder=None, render=None, only=None, device=None, seed=1234)
+        arguments.add_common(parser, heads="128,16", seconds_per_row=0.3)
+        suites = "what to measure: chunked prefill, decode with a partly offloaded cache"
+        add("--suites", type=list_of(one_of(SUITES)), default=",".join(SUITES), help=suites)
+        add(
+            "--contexts", type=parse_sizes, default="32k,128k", help="cached tokens of each request"
+        )
+        add("--queries", type=parse_sizes, default="512,2k,8k", help="new tokens of a prefill")
+        add("--batches", type=parse_sizes, default="1,8", help="requests that decode together")
+        add(
+            "--context-chunk-size",
+            type=int,
+            default=2**16,
+            help="context_chunk_size of the attention",
+        )
+        arguments.add_dims(parser, DIMS)
+
+    def environment(self) -> dict:
+        """With the rate of the link, in bytes per second."""
+        return provenance.describe(
+            self.on_gpu,
+            self.dtype,
+            itemsize=self.dtype.itemsize,
+            dims=self.dims,
+            link=self.link_bytes_per_second(),
+        )
+
+    def cases(self) -> list[Case]:
+        """By heads, suite and size."""
+        return arguments.chosen(cases(self.args), self.args.only)
 
     def measure(self, case: Case) -> Row:
-        """Measure one case; what it raises is in its row."""
+        """Times of the step and of what it is compared with."""
         import torch
 
-        try:
-            with torch.no_grad():
-                ours, peak = self._times(self._step(case))
-                bare = self._step(replace(case, resident=None))
-                if case.suite == "prefill":
-                    bare = self._attention_alone(case)
-                return Row(case, ours, self._times(bare)[0], peak)
-        except (RuntimeError, ValueError) as error:
-            return Row(case, error=reason(error))
-        finally:
-            if self.on_gpu:
-                torch.cuda.empty_cache()
+        with torch.no_grad():
+            ours, peak = self._times(self._step(case))
+            if case.suite == "prefill":
+                beside = self._attention_alone(case)
+            else:
+                beside = self._step(replace(case, resident=None))
+            return Row(case, ours, self._times(beside)[0], peak)
 
     def link_bytes_per_second(self) -> float:
         """From pinned host memory to the device."""
@@ -280,11 +276,6 @@ class Bench:
         target = torch.empty(size, dtype=torch.uint8, device=self.device)
         times, _ = self._times(lambda: target.copy_(source, non_blocking=True))
         return size / times.median
-
-    def _random(self, *shape: int) -> Tensor:
-        import torch
-
-        return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def _step(self, case: Case) -> Callable[[], Tensor]:
         """A forward of the attention over a cache that is filled."""
@@ -379,73 +370,8 @@ class Bench:
             torch.cuda.synchronize()
         duration = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else None
-        return Repeated(run, on_gpu=self.on_gpu).times(duration, self.seconds)[0], peak
-
-
-# ---- report
-
-
-class CachedReport(Report):
-    """One run; ``environment["link"]`` is in bytes per second."""
-
-    row = Row
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """Rates in TFLOP/s (prefill), or what offloading adds and what the link needs (offload)."""
-        assert row.ours is not None and row.beside is not None
-        dims, duration = self.environment["dims"], row.ours.median
-        if row.case.suite == "prefill":
-            count = flops(row.case, dims)
-            bare = count["attention"] / row.beside.median / 1e12
-            whole = sum(count.values()) / duration / 1e12
-            rate = count["attention"] / duration / 1e12
-            return {
-                "ms": 1e3 * duration,
-                "attention": rate,
-                "whole": whole,
-                "bare": bare,
-                "ratio": whole / bare,
-            }
-        moved = offloaded_bytes(row.case, dims, self.environment["itemsize"])
-        more = duration - row.beside.median
-        return {
-            "ms": 1e3 * duration,
-            "more_ms": 1e3 * more,
-            "link_ms": 1e3 * moved / self.environment["link"],
-        }
-
-
-def results(reports: Sequence[CachedReport]) -> Results:
-    """Everything that is shown."""
-    return Results(reports, panels(reports))
-
-
-def _measured(
-    reports: Sequence[CachedReport], suite: str
-) -> Iterator[tuple[Row, dict[str, float]]]:
-    for report in reports:
-        for row in report.measured:
-            if row.case.suite == suite:
-                yield row, report.figures(row)
-
-
-def panels(reports: Sequence[CachedReport]) -> list[Panel]:
-    """Rates over those of attention alone, and what offloading adds over the link's time."""
-    prefill = (
-        ("prefill: TFLOP/s of attention alone", f"{c.heads} heads, {c.queries} new", c.context, x)
-        for row, figures in _measured(reports, "prefill")
-        for c, x in ((row.case, figures["ratio"]),)
-    )
-    offload = (
-        ("offload: added time of the link's", f"{c.heads} heads, batch {c.batch}", c.context, x)
-        for row, figures in _measured(reports, "offload")
-        for c, x in ((row.case, figures["more_ms"] / figures["link_ms"]),)
-    )
-    return [
-        *collected(prefill, "context", levels={"target": PREFILL_TARGET}),
-        *collected(offload, "context", levels={"the link's": 1.0}),
-    ]
+        return Repeated(run, on_gpu=self.on_gpu).times(duration, self.args.seconds_per_row)[0], peak
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(CachedBenchmark.main())

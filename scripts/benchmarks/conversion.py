@@ -4,16 +4,16 @@
     $ python scripts/benchmarks/conversion.py docs/conversion --work-folder /scratch
     $ python scripts/benchmarks/conversion.py /tmp/quick --sizes 0.2GB
 
-For every size it makes a synthetic checkpoint with DeepSeek-V3's names and shapes, and then in turn
-copies it with `cp -r` and converts it, on the same disk; both begin with nothing of the source in
-the page cache, and end when the file system has written everything. Bounds:
+For every size it makes a synthetic checkpoint with DeepSeek-V3's names and shapes, copies it with
+`cp -r` and converts it, in turn and on the same disk; both begin with nothing of the source in the
+page cache, and end when the file system has written everything. Bounds:
 
     memory      2.5 * the largest tensor + 600 MB      resident, of all processes together
     throughput  time of cp / time of the tool >= 0.6   where dtypes are kept, from 4 GB on
 
-What it wrote is deleted as it goes; the work folder needs about 2.4 times the largest size. Output:
+Checkpoints are deleted after use; the work folder needs about 2.4 times the largest size. Output:
 
-    hf → absorbed at 5.03 GB: ratio 0.81, peak_mb 1032, own_mb 410, bound_mb 2932
+    70.2 s  hf → absorbed at 5.03 GB: ratio 0.81, peak_mb 1032, own_mb 410, bound_mb 2932
 
 The exit code is 1 if a bound is missed; the last line of the output is JSON.
 """
@@ -27,7 +27,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,57 +37,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count
 from benchmarks.kit.command import CommandError, Run, folder_bytes, measure, sync
-from benchmarks.kit.plot import Panel
-from benchmarks.kit.report import Report, Results
+from benchmarks.kit.plot import Panel, collected
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
 from benchmarks.synthetic_checkpoint.models import Choice, model_config, stored_tensors
 from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, stored_bytes, total_bytes
 from console.outputs import require_writable
 from console.parent import ends_with_this_process
 from console.parser import Parser
-from console.script import Failure, leave, run_script
+from console.script import Failure, leave
 
-NAME = "benchmark"
+MODEL = "deepseek-v3"
 ROOT = Path(__file__).resolve().parents[2]
 MAKE = Path(__file__).with_name("make_synthetic_checkpoint.py")
 TOOL = (sys.executable, "-m", "checkpoint_conversion")
-# Of the largest size: a source, a copy or target of it, and what ranks hold twice.
+# Needed disk space over the largest checkpoint: the source, a copy or the target, and a margin.
 DISK_FACTOR = 2.4
 MEMORY_FACTOR, MEMORY_BASE = 2.5, 600 * 10**6
 THROUGHPUT = 0.6
-# Below, the start of Python and torch takes a good part of the time.
+# Smaller checkpoints have no bound: importing torch takes much of their time.
 THROUGHPUT_FROM = 4 * 10**9
 _PACKAGES = ("torch", "safetensors", "xxhash")
-
-# ---- command line
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``.
-
-    Raises:
-        ValueError: After wrong input.
-    """
-    parser = Parser("conversion.py", __doc__)
-    add = parser.add_argument
-    arguments.add_folder(parser, "benchmark.json and .png")
-    add(
-        "--sizes",
-        type=_sizes,
-        default=_sizes("5GB,20GB"),
-        help="of the checkpoints (default: 5GB,20GB)",
-    )
-    add("--repeat", type=count, default=2, help="copies and conversions of each kind")
-    add("--work-folder", type=Path, default=Path(), help="on the disk to measure (default: here)")
-    add(
-        "--model",
-        choices=("deepseek-v3", "deepseek-v2-lite"),
-        default="deepseek-v3",
-        help="whose shapes",
-    )
-    add("--vocab-size", type=count, help="rows of the embedding (default: the model's own)")
-    args = parser.parse_args(argv)
-    arguments.check_files(None, args.render)
-    return args
 
 
 def _sizes(text: str) -> list[int]:
@@ -96,51 +65,6 @@ def _sizes(text: str) -> list[int]:
         return [parse_size(size) for size in text.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all sizes, write the report, compare with the bounds; returns the exit code."""
-    return run_script("conversion.py", lambda: _run(parse_arguments(argv)))
-
-
-def _run(args: argparse.Namespace) -> int:
-    if args.render:
-        require_writable(folders={"folder": args.folder})
-        results(ConversionReport.show_again(args.render)).publish(args.folder, NAME)
-        return 0
-    report = measure_all(args)
-    results([report]).publish(args.folder, NAME)
-    problems = [problem for row in report.rows for problem in row.missed()]
-    for problem in problems:
-        print(f"missed: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
-def measure_all(args: argparse.Namespace) -> ConversionReport:
-    """Measure every size, and write the results.
-
-    Raises:
-        ValueError: If the disk is too small or a folder cannot be written.
-        Failure: If the tool fails.
-    """
-    empty = Choice(model=args.model, layers=2, experts=2, vocab_size=args.vocab_size)
-    choices = [fit_size(empty, size) for size in sorted(args.sizes)]
-    _check_disk(args.work_folder, choices)
-    require_writable(folders={"folder": args.folder, "--work-folder": args.work_folder})
-    # The tool is that of this tree, wherever the measurement is started.
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    report = ConversionReport(describe(args.work_folder))
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work_folder) as work:
-        try:
-            for choice in choices:
-                for row in Bench(Path(work), choice, args.repeat).rows():
-                    report.rows.append(row)
-                    report.write(args.folder / f"{NAME}.json")
-                    print(report.line(row), flush=True)
-        except (CommandError, subprocess.CalledProcessError) as error:
-            raise Failure(str(error)) from error
-    return report
 
 
 def _check_disk(folder: Path, choices: list[Choice]) -> None:
@@ -172,11 +96,8 @@ def filesystem(folder: Path) -> str:
     path = folder.resolve()
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     around = [(point, kind) for point, kind in mounts if path.is_relative_to(point)]
-    # Of mounts at one place, the last is the one to be seen.
+    # The last mount at a place hides the earlier ones.
     return max(reversed(around), key=lambda mount: len(mount[0]))[1]
-
-
-# ---- measuring
 
 
 @dataclass(frozen=True)
@@ -199,18 +120,18 @@ FROM_FP8 = Conversion("hf (FP8) → megatron", "fp8", ("--to", "megatron"), keep
 
 
 @dataclass(frozen=True)
-class Bench:
-    """One size of checkpoint in one work folder."""
+class Conversions:
+    """All conversions of one size of checkpoint, in one work folder."""
 
     folder: Path
     choice: Choice
     repeat: int
 
     def rows(self) -> Iterator[Row]:
-        """Measure everything; at most two checkpoints are there at a time."""
+        """Measure everything; at most two checkpoints are on the disk at a time."""
         self._make("hf")
-        # A virtual machine gets its memory when it is first touched, which takes longer than a
-        # copy: a first copy that is not counted.
+        # A first copy that is not counted: a virtual machine is given its memory when it first
+        # touches it, which takes longer than a copy.
         source, copy = self.folder / "hf", self.folder / "copy"
         self._run(["cp", "-r", str(source), str(copy)], source, copy)
         self._remove("copy")
@@ -227,7 +148,7 @@ class Bench:
         self._remove("target")
 
     def _measure(self, conversion: Conversion) -> Row:
-        """Copy and convert in turn; leaves the last target."""
+        """Copy and convert in turn; the last target stays."""
         source, target, copy = (self.folder / n for n in (conversion.source, "target", "copy"))
         copies, conversions = [], []
         for _ in range(self.repeat):
@@ -283,10 +204,7 @@ class Bench:
 def largest_tensor(choice: Choice) -> int:
     """Bytes of the largest tensor of the unquantised checkpoint."""
     config = model_config(choice)
-    return max(stored_bytes(tensor, config) for tensor in stored_tensors(config))
-
-
-# ---- report
+    return max(map(stored_bytes, stored_tensors(config)))
 
 
 @dataclass(frozen=True)
@@ -373,51 +291,83 @@ class ConversionReport(Report):
             "bound_mb": row.memory_bound / 1e6,
         }
 
+    @classmethod
+    def notes(cls, reports: Sequence[ConversionReport]) -> list[str]:
+        """The checkpoints, and the bounds that do not hold."""
+        rows = [row for report in reports for row in report.rows]
+        models = "\n".join(f"- {model}" for model in dict.fromkeys(row.model for row in rows))
+        problems = [f"- missed: {problem}" for row in rows for problem in row.missed()]
+        return [models, "\n".join(problems) or "Every bound that applies holds."]
 
-def results(reports: Sequence[ConversionReport]) -> Results:
-    """Everything that is shown."""
-    rows = [row for report in reports for row in report.rows]
-    models = "\n".join(f"- {model}" for model in dict.fromkeys(row.model for row in rows))
-    problems = [problem for row in rows for problem in row.missed()]
-    verdict = "\n".join(f"- missed: {p}" for p in problems) or "Every bound that applies holds."
-    return Results(reports, panels(rows), [models, verdict, growth(rows)])
-
-
-def growth(rows: Sequence[Row]) -> str:
-    """How memory and time grow from the smallest size to the largest; empty for one size."""
-    lines = []
-    for path, group in _by_path(rows).items():
-        first, last = group[0], group[-1]
-        if first is not last:
-            size = last.source_bytes / first.source_bytes
-            memory = last.peak_bytes / first.peak_bytes
-            duration = mean(last.tool_seconds) / mean(first.tool_seconds)
-            lines.append(
-                f"- {path}: {size:.1f} x the size, {memory:.2f} x the peak memory, "
-                f"{duration:.1f} x the time"
-            )
-    return "\n".join(["Growth from the smallest size to the largest:", "", *lines]) if lines else ""
-
-
-def _by_path(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.source_bytes):
-        groups[row.path].append(row)
-    return groups
+    @classmethod
+    def panels(cls, reports: Sequence[ConversionReport]) -> list[Panel]:
+        """Peak memory beside its bound, and throughput beside that of cp, over the size."""
+        rows = [row for report in reports for row in report.rows]
+        memory, rates = [], []
+        for row in rows:
+            size = row.source_bytes / 1e9
+            for name, num_bytes in ((row.path, row.peak_bytes), ("bound", row.memory_bound)):
+                memory.append(("peak resident memory [GB]", name, size, num_bytes / 1e9))
+            rates.append(("throughput relative to cp -r", row.path, size, row.ratio))
+        levels = {"bound where dtypes are kept": THROUGHPUT}
+        return [
+            *collected(memory, "source [GB]", sizes=False),
+            *collected(rates, "source [GB]", levels=levels, sizes=False),
+        ]
 
 
-def panels(rows: Sequence[Row]) -> list[Panel]:
-    """Peak memory beside its bound, and throughput beside that of cp, over the size."""
-    by_path = _by_path(rows).items()
-    memory = {n: [(r.source_bytes / 1e9, r.peak_bytes / 1e9) for r in g] for n, g in by_path}
-    memory["bound"] = [(row.source_bytes / 1e9, row.memory_bound / 1e9) for row in rows]
-    rates = {name: [(r.source_bytes / 1e9, r.ratio) for r in group] for name, group in by_path}
-    levels = {"bound where dtypes are kept": THROUGHPUT}
-    return [
-        Panel("peak resident memory [GB]", "source [GB]", memory, sizes=False),
-        Panel("throughput relative to cp -r", "source [GB]", rates, levels, sizes=False),
-    ]
+class ConversionBenchmark(Benchmark):
+    """All conversions at all sizes."""
+
+    script, description, files = "conversion.py", __doc__, "benchmark"
+    report = ConversionReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        empty = Choice(model=MODEL, layers=2, experts=2)
+        self.choices = [fit_size(empty, size) for size in sorted(args.sizes)]
+        _check_disk(args.work_folder, self.choices)
+        require_writable(folders={"--work-folder": args.work_folder})
+        # The tool is that of this tree, wherever the measurement is started.
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, folder=None, render=None)
+        text = "sizes of the checkpoints (default: 5GB,20GB)"
+        add("--sizes", type=_sizes, default=_sizes("5GB,20GB"), help=text)
+        add("--repeat", type=count, default=2, help="copies and conversions of each kind")
+        text = "empty space on the disk to measure (default: here)"
+        add("--work-folder", type=Path, default=Path(), help=text)
+
+    def environment(self) -> dict:
+        """The machine."""
+        return describe(self.args.work_folder)
+
+    def rows(self) -> Iterator[Row]:
+        """All rows.
+
+        Raises:
+            Failure: If the tool fails.
+        """
+        folder = self.args.work_folder
+        try:
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as work:
+                for choice in self.choices:
+                    yield from Conversions(Path(work), choice, self.args.repeat).rows()
+        except (CommandError, subprocess.CalledProcessError) as error:
+            raise Failure(str(error)) from error
+
+    def exit_code(self, report: Report) -> int:
+        """1 if a bound is missed; prints which."""
+        problems = [problem for row in report.rows for problem in row.missed()]
+        for problem in problems:
+            print(f"missed: {problem}", file=sys.stderr)
+        return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(ConversionBenchmark.main())

@@ -2,18 +2,19 @@
 r"""Measure decode: absorbed attention of new tokens over a paged latent cache, ours beside others'.
 
     $ python scripts/benchmarks/decode.py --json docs/decode.json --plot docs/decode.png
-    $ python scripts/benchmarks/decode.py --quick --heads 16
+    $ python scripts/benchmarks/decode.py --heads 16 --batches 1,32,128 --kv 8k --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, triton" --kv 8k \
           --block-sizes 1,100
     $ python scripts/benchmarks/decode.py --device cpu --heads 2 --batches 2 --kv 100 \
           --block-sizes 16 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
+    $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
 
-Rows are requests of equal length, with --uneven of any length too, whose blocks lie scattered.
-Others are FlashMLA, FlashInfer and vLLM's kernels, where they can be imported; what refuses or is
-not there says why, and what is measured is compared with the reference in fp32. The widths are
-DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a GPU a call is recorded as a CUDA
-graph where that is possible, and the L2 cache is overwritten before every repetition, outside of
-the time. A call counts
+The requests of a batch have equal numbers of keys, and with --uneven different ones, too; their
+blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels, where
+they can be imported; what cannot run has the reason in its row. Outputs are compared with the
+reference's in fp32. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On
+a GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
+before every repetition, outside of the time. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
@@ -24,24 +25,20 @@ measured in the same run. Output:
 
     1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22
 
-The table goes to stderr; the last line of stdout is JSON.
+The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
 import random
 import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
@@ -49,179 +46,27 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes, seconds
+from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Results, Times, reason
-from console.outputs import require_writable
+from benchmarks.kit.report import Refused, Report, Times
+from benchmarks.kit.run import Benchmark
+from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
-from console.script import leave, run_script
+from console.script import leave
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from absorbed_mla.inference.rows import Rows
-
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
-_DEFAULTS = {"batches": "1,8,32,64,128", "kv": "1k,4k,8k,32k", "block_sizes": "64,16"}
-_QUICK = {"batches": "1,32,128", "kv": "8k", "block_sizes": "64"}
 _PACKAGES = ("flash-mla", "flashinfer-python", "vllm")
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 # More than any L2 cache.
 _FLUSHED_BYTES = 256 * 2**20
 
-# ---- peers
-#
-# A peer gets the query, the cache and the rows, and returns a function without arguments that gives
-# the output [T, N, C]. What it does before that, a server does once per step.
-
-
-class Inputs(NamedTuple):
-    """Of one call; see ``paged_reference``."""
-
-    q_content: Tensor
-    q_rope: Tensor
-    cache: Tensor
-    rows: Rows
-    scale: float
-
-
-Attend = Callable[[], "Tensor"]
-
-
-def flash_mla(inputs: Inputs) -> Attend:
-    """FlashMLA's own package, or the copy in vLLM's."""
-    import torch
-
-    package = first_module("flash_mla", "vllm.v1.attention.ops.flashmla")
-    q_content, q_rope, cache, rows, scale = inputs
-    new, (_, heads, width) = rows.max_query_length, q_content.shape
-    query = torch.cat((q_content, q_rope), dim=-1).view(len(rows), new, heads, -1)
-    schedule, splits = package.get_mla_metadata(rows.kv_lengths, new * heads, 1)
-
-    def attend() -> Tensor:
-        out, _ = package.flash_mla_with_kvcache(
-            query,
-            cache.unsqueeze(2),
-            rows.block_table,
-            rows.kv_lengths,
-            width,
-            schedule,
-            splits,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out.view(-1, heads, width)
-
-    return attend
-
-
-def flash_infer(inputs: Inputs) -> Attend:
-    """FlashInfer's paged MLA; it compiles its kernels with the first call."""
-    import torch
-
-    package = first_module("flashinfer.mla")
-    q_content, q_rope, cache, rows, scale = inputs
-    (_, heads, width), rope, size = q_content.shape, q_rope.shape[-1], cache.shape[1]
-    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=cache.device)
-    wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
-    blocks = -(-rows.max_kv_length // size)
-    count = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
-    wrapper.plan(
-        count * rows.max_query_length,
-        count * blocks,
-        rows.block_table[:, :blocks].flatten().contiguous(),
-        rows.kv_lengths,
-        heads,
-        width,
-        rope,
-        size,
-        True,  # causal
-        scale,
-        q_content.dtype,
-        cache.dtype,
-    )
-    return lambda: wrapper.run(q_content, q_rope, cache[..., :width], cache[..., width:])
-
-
-def vllm_flash_attention_3(inputs: Inputs) -> Attend:
-    """FlashAttention-3 with a value part of the query, as vLLM's MLA calls it."""
-    import torch
-
-    package = first_module("vllm.vllm_flash_attn")
-    q_content, q_rope, cache, rows, scale = inputs
-    width = q_content.shape[-1]
-    ends = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
-    return lambda: package.flash_attn_varlen_func(
-        q=q_rope,
-        k=cache[..., None, width:],
-        v=cache[..., None, :width],
-        q_v=q_content,
-        max_seqlen_q=rows.max_query_length,
-        cu_seqlens_q=ends * rows.max_query_length,
-        max_seqlen_k=rows.max_kv_length,
-        seqused_k=rows.kv_lengths,
-        block_table=rows.block_table,
-        softmax_scale=scale,
-        causal=True,
-        fa_version=3,
-    )
-
-
-def vllm_triton(inputs: Inputs) -> Attend:
-    """The Triton kernel of vLLM, with the four splits that it always has."""
-    import torch
-
-    package = first_module("vllm.v1.attention.ops.triton_decode_attention")
-    q_content, q_rope, cache, rows, scale = inputs
-    if rows.max_query_length > 1:
-        raise Refused("it takes one new token of a request")
-    tokens, heads, width = q_content.shape
-    query, out = torch.cat((q_content, q_rope), dim=-1), torch.empty_like(q_content)
-    lse, splits = out.new_empty(tokens, heads), 4
-    logits = out.new_empty(tokens, heads, splits, width + 1, dtype=torch.float32)
-
-    def attend() -> Tensor:
-        package.decode_attention_fwd(
-            query,
-            cache.unsqueeze(2),
-            cache[..., None, :width],
-            out,
-            lse,
-            rows.block_table,
-            rows.kv_lengths,
-            logits,
-            splits,
-            scale,
-            cache.shape[1],
-        )
-        return out
-
-    return attend
-
-
-def first_module(*modules: str):
-    """The first that can be imported."""
-    reasons = []
-    for module in modules:
-        try:
-            return importlib.import_module(module)
-        except Exception as error:  # compiled parts raise what they like
-            reasons.append(f"{module} cannot be imported ({error})")
-    raise Refused("; ".join(reasons))
-
-
-PEERS: dict[str, Callable[[Inputs], Attend]] = {
-    "FlashMLA": flash_mla,
-    "FlashInfer": flash_infer,
-    "vLLM, FlashAttention-3": vllm_flash_attention_3,
-    "vLLM, Triton": vllm_triton,
-}
 OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
 IMPLEMENTATIONS = (*OURS, *PEERS)
 # The reference takes too long at the sizes that are measured on a GPU.
 FAST = tuple(name for name in IMPLEMENTATIONS if name != "ours, reference")
-
-# ---- cases
 
 
 @dataclass(frozen=True)
@@ -232,10 +77,10 @@ class Case:
         implementation: One of :data:`IMPLEMENTATIONS`.
         heads: Of one rank.
         batch: Requests.
-        kv: Keys of each, or of the longest; the new tokens' included.
+        kv: Keys of each request, or of the longest, new tokens included.
         query_length: New tokens of each.
         block_size: Tokens in a block of the cache.
-        uneven: Whether requests have any number of keys up to ``kv``.
+        uneven: Whether the requests have different numbers of keys, up to ``kv``.
     """
 
     implementation: str
@@ -259,12 +104,12 @@ class Case:
 
     @property
     def keys(self) -> str:
-        """``kv`` as people read it."""
+        """``kv`` for people; ``"<=8192"`` if uneven."""
         return f"<={self.kv}" if self.uneven else str(self.kv)
 
     @property
     def kv_lengths(self) -> list[int]:
-        """Keys of each request: if uneven, evenly spaced up to ``kv``, in any order."""
+        """Keys of each request: if uneven, evenly spaced up to ``kv``, in random order."""
         if not self.uneven:
             return [self.kv] * self.batch
         step = (self.kv - self.query_length) / self.batch
@@ -302,106 +147,6 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
     return arguments.chosen(found, args.only)
 
 
-# ---- command line
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse ``argv``.
-
-    Raises:
-        ValueError: After wrong input.
-    """
-    parser = Parser("decode.py", __doc__)
-    add = parser.add_argument
-    arguments.add_render(parser, several=False)
-    add("--json", type=Path, metavar="FILE", help="where the report goes, written after each case")
-    add("--plot", type=Path, metavar="FILE", help="a PNG of rates over the batch")
-    arguments.add_only(parser)
-    arguments.add_device(parser)
-    quick = "batches of 1, 32 and 128, 8k keys, blocks of 64, unless given"
-    add("--quick", action="store_true", help=quick)
-    add("--heads", type=parse_sizes, default="128,16", help="query heads")
-    add("--batches", type=parse_sizes, help=f"requests (default: {_DEFAULTS['batches']})")
-    add("--kv", type=parse_sizes, help=f"keys of each, k is 1024 (default: {_DEFAULTS['kv']})")
-    add("--uneven", action="store_true", help="requests of any number of keys up to --kv, too")
-    add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of a request")
-    add(
-        "--block-sizes",
-        type=parse_sizes,
-        help=f"of the cache (default: {_DEFAULTS['block_sizes']})",
-    )
-    add(
-        "--implementations",
-        # Their names have commas.
-        type=list_of(one_of(IMPLEMENTATIONS), separator=";"),
-        help=f"whose, separated by ; (default: on a GPU {'; '.join(FAST)}; else all)",
-    )
-    add("--no-graph", action="store_true", help="launch calls from the host")
-    add("--seconds-per-row", type=seconds, default=0.1, help="of repetitions")
-    add("--time-limit", type=seconds, default=400.0, help="leave out rows after so many seconds")
-    arguments.add_seed(parser, "the inputs")
-    arguments.add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
-    args = parser.parse_args(argv)
-    for name, text in (_QUICK if args.quick else _DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, parse_sizes(text))
-    arguments.check_files(None, args.render)
-    if max(args.query_lengths) > min(args.kv):
-        parser.error(
-            f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
-            f"tokens are more than {min(args.kv)}"
-        )
-    require_writable(files={"--json": args.json, "--plot": args.plot})
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit code, 2 after wrong input."""
-    return run_script("decode.py", lambda: _run(parse_arguments(argv)))
-
-
-def _run(args: argparse.Namespace) -> None:
-    if args.render:
-        [report] = DecodeReport.show_again(args.render, sys.stderr)
-    else:
-        report = measure_all(args)
-    shown = results(report)
-    if args.plot:
-        shown.draw(args.plot, sys.stderr)
-    shown.print(sys.stderr)
-
-
-def measure_all(args: argparse.Namespace) -> DecodeReport:
-    """Measure every case, writing the results after each.
-
-    Raises:
-        ValueError: If the device is not there.
-    """
-    begin = time.monotonic()
-    device = arguments.use_device(args.device)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    from benchmarks.kit.timing import ceilings
-
-    bench = Bench(args, device, begin)
-    environment = provenance.describe(
-        bench.on_gpu,
-        bench.dtype,
-        widths=[bench.content, bench.rope],
-        versions=provenance.versions(_PACKAGES),
-        ceilings=ceilings(bench.on_gpu),
-    )
-    report = DecodeReport(environment)
-    for case in cases(args, device):
-        report.rows.append(bench.measure(case))
-        if args.json:
-            report.write(args.json)
-        print(f"{bench.elapsed:5.1f} s  {report.line(report.rows[-1])}", file=sys.stderr)
-    return report
-
-
-# ---- measuring
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One case, or why there are no figures of it.
@@ -421,61 +166,140 @@ class Row:
     error: str = ""
 
 
-class Bench:
-    """One device and what is measured on it.
+class DecodeReport(Report):
+    """One run."""
 
-    Args:
-        args: Of the command line.
-        device: ``"cuda"`` or ``"cpu"``.
-        begin: When the script began, by ``time.monotonic``.
-    """
+    row = Row
 
-    def __init__(self, args: argparse.Namespace, device: str, begin: float) -> None:
+    def figures(self, row: Row) -> dict[str, float]:
+        """Microseconds, TFLOP/s, TB/s of latents read, and the difference from the reference."""
+        assert row.times is not None
+        content, rope = self.environment["widths"]
+        itemsize = _ITEMSIZE[self.environment["dtype"]]
+        duration = row.times.median
+        return {
+            "us": round(duration * 1e6, 2),
+            "tflops": row.case.flops(content, rope) / duration / 1e12,
+            "tbps": row.case.latent_bytes(content, rope, itemsize) / duration / 1e12,
+            "graph": row.graph,
+            "difference": row.difference,
+        }
+
+    @classmethod
+    def notes(cls, reports: Sequence[DecodeReport]) -> list[str]:
+        """The ceilings of each device."""
+        return [
+            f"{report.environment['device']}: product {reached['matmul_tflops']:.3g} TFLOP/s, "
+            f"copy {reached['copy_tbps']:.3g} TB/s"
+            for report in reports
+            for reached in (report.environment["ceilings"],)
+        ]
+
+    @classmethod
+    def panels(cls, reports: Sequence[DecodeReport]) -> list[Panel]:
+        """TFLOP/s, and TB/s of latents, with the ceilings, over the batch."""
+        rates = []
+        for rate, unit, ceiling in (
+            ("tflops", "TFLOP/s", "matmul_tflops"),
+            ("tbps", "TB/s", "copy_tbps"),
+        ):
+            points = (
+                (
+                    f"n={case.heads} kv={case.keys} s_q={case.query_length} "
+                    f"block={case.block_size} [{unit}]",
+                    case.implementation,
+                    case.batch,
+                    report.figures(row)[rate],
+                )
+                for report in reports
+                for row in report.measured
+                for case in (row.case,)
+            )
+            levels = {ceiling: reports[0].environment["ceilings"][ceiling]}
+            rates.append(collected(points, "batch", levels=levels))
+        # Both rates of the same requests beside each other.
+        return [panel for pair in zip(*rates) for panel in pair]
+
+
+class DecodeBenchmark(Benchmark):
+    """Implementations beside each other on the same inputs, compared with the reference."""
+
+    script, description = "decode.py", __doc__
+    report = DecodeReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        device = arguments.use_device(args.device)
         import torch
 
-        self.args, self.begin = args, begin
-        self.device, self.on_gpu = torch.device(device), device == "cuda"
+        self.device = torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.content, self.rope = args.kv_lora_rank, args.qk_pos_emb_head_dim
         # The last input, and the reference's output of it.
         self._inputs: tuple[tuple, Inputs, Tensor] | None = None
-        # The case whose kernel took the device away.
-        self._lost = ""
         flushed = _FLUSHED_BYTES if self.on_gpu else 1
         self._flushed = torch.empty(flushed, dtype=torch.uint8, device=self.device)
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the script began."""
-        return time.monotonic() - self.begin
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
+        arguments.add_common(
+            parser, heads="128,16", seconds_per_row=0.1, time_limit=400.0, seed=1234
+        )
+        add("--batches", type=parse_sizes, default="1,8,32,64,128", help="numbers of requests")
+        keys = "keys of each request, its new tokens included; k is 1024"
+        add("--kv", type=parse_sizes, default="1k,4k,8k,32k", help=keys)
+        uneven = "measure batches with different numbers of keys per request, up to --kv, too"
+        add("--uneven", action="store_true", help=uneven)
+        add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of each request")
+        add("--block-sizes", type=parse_sizes, default="64,16", help="tokens of a cache block")
+        # Their names have commas.
+        implementations = list_of(one_of(IMPLEMENTATIONS), separator=";")
+        names = f"separated by ; (default: on a GPU {'; '.join(FAST)}; on a CPU all)"
+        add("--implementations", type=implementations, help=f"what to measure, {names}")
+        arguments.add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
+
+    @classmethod
+    def check(cls, parser: Parser, args: argparse.Namespace) -> None:
+        """New tokens are among the keys."""
+        if max(args.query_lengths) > min(args.kv):
+            parser.error(
+                f"--query-lengths must be at most the keys of --kv: {max(args.query_lengths)} new "
+                f"tokens are more than {min(args.kv)}"
+            )
+
+    def environment(self) -> dict:
+        """With the rates that the device reaches."""
+        from benchmarks.kit.timing import ceilings
+
+        return provenance.describe(
+            self.on_gpu,
+            self.dtype,
+            widths=[self.content, self.rope],
+            versions=provenance.versions(_PACKAGES),
+            ceilings=ceilings(self.on_gpu),
+        )
+
+    def cases(self) -> list[Case]:
+        """Implementations beside each other."""
+        return cases(self.args, self.device.type)
 
     def measure(self, case: Case) -> Row:
-        """Measure one case; what it raises is in its row."""
-        import torch
+        """Measure one case.
 
-        try:
-            if self._lost:
-                raise Refused(f"left out: {self._lost} took the device away from this process")
-            if self.elapsed > self.args.time_limit:
-                raise Refused(f"left out: later than --time-limit {self.args.time_limit:g} s")
-            row = self._measure(case)
-        except Exception as error:
-            row = Row(case=case, error=reason(error))
-            # After an illegal access no call of this process succeeds any more.
-            if isinstance(error, torch.AcceleratorError):
-                self._lost = self._lost or str(case)
-        # After the block that held the tensors of a failed case in its traceback.
-        gc.collect()
-        return row
-
-    def _measure(self, case: Case) -> Row:
+        Raises:
+            Refused: If the implementation does not support it, or is not installed.
+        """
         from benchmarks.kit.timing import Repeated
 
         inputs, expected = self._inputs_of(case)
         attend = self._build(case, inputs)
         out = attend().float()
         difference = float((out - expected).norm() / expected.norm())
-        graphed = self._graph(attend) if self.on_gpu and not self.args.no_graph else None
+        graphed = self._graph(attend) if self.on_gpu else None
         repeated = Repeated(graphed or attend, finish=self._flushed.zero_, on_gpu=self.on_gpu)
         repeated.once()
         times = repeated.times(repeated.once(), self.args.seconds_per_row)[0]
@@ -544,60 +368,5 @@ class Bench:
         return Inputs(*query, cache, rows, scale)
 
 
-# ---- report
-
-
-class DecodeReport(Report):
-    """One run."""
-
-    row = Row
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """Microseconds, TFLOP/s, TB/s of latents read, and the difference from the reference."""
-        assert row.times is not None
-        content, rope = self.environment["widths"]
-        itemsize = _ITEMSIZE[self.environment["dtype"]]
-        duration = row.times.median
-        return {
-            "us": round(duration * 1e6, 2),
-            "tflops": row.case.flops(content, rope) / duration / 1e12,
-            "tbps": row.case.latent_bytes(content, rope, itemsize) / duration / 1e12,
-            "graph": row.graph,
-            "difference": row.difference,
-        }
-
-
-def results(report: DecodeReport) -> Results:
-    """Everything that is shown."""
-    reached = report.environment["ceilings"]
-    rates = f"product {reached['matmul_tflops']:.3g} TFLOP/s, copy {reached['copy_tbps']:.3g} TB/s"
-    notes = [f"{report.environment['device']}: {rates}"]
-    return Results([report], panels(report), notes)
-
-
-def panels(report: DecodeReport) -> list[Panel]:
-    """TFLOP/s, and TB/s of latents, with the ceilings, over the batch."""
-    found = []
-    for rate, unit, ceiling in (
-        ("tflops", "TFLOP/s", "matmul_tflops"),
-        ("tbps", "TB/s", "copy_tbps"),
-    ):
-        points = (
-            (
-                f"n={case.heads} kv={case.keys} s_q={case.query_length} block={case.block_size} "
-                f"[{unit}]",
-                case.implementation,
-                case.batch,
-                report.figures(row)[rate],
-            )
-            for row in report.measured
-            for case in (row.case,)
-        )
-        levels = {ceiling: report.environment["ceilings"][ceiling]}
-        found.append(collected(points, "batch", levels=levels))
-    # Both rates of the same requests beside each other.
-    return [panel for pair in zip(*found) for panel in pair]
-
-
 if __name__ == "__main__":
-    leave(main())
+    leave(DecodeBenchmark.main())

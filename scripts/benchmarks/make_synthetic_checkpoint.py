@@ -23,7 +23,6 @@ from benchmarks.synthetic_checkpoint.sizes import fit_size, parse_size, total_by
 from console.parser import Parser
 from console.script import leave, run_script
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Left free on the disk, for the index, headers and the file system's own.
 MARGIN = 64 * 10**6
 
@@ -56,23 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts", type=int, metavar="E", help="routed experts of a MoE layer (default: 8)")
     add("--dense-layers", type=int, default=1, metavar="N", help="first layers that are dense")
     add("--mtp", action="store_true", help="add one multi-token-prediction layer")
-    add(
-        "--size",
-        type=_size,
-        help="choose layers and experts for about this size, e.g. 20GB; where real widths make "
-        "even the smallest model larger, they are divided too (and it is said)",
-    )
+    size = "choose layers and experts for about this size, e.g. 20GB; smaller widths if needed"
+    add("--size", type=_size, help=size)
     add("--fp8", action="store_true", help="block-scaled FP8 weights with weight_scale_inv")
-    add("--dtype", choices=DTYPES, default="bf16", help="of what is not FP8")
-    add(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding (default: the model's own)",
-    )
+    rows = "rows of the embedding (default: the model's own)"
+    add("--vocab-size", type=int, metavar="N", help=rows)
     add("--scale-down", type=int, default=1, metavar="N", help="divide the model's widths by N")
-    add("--shard-size", type=_size, default=4 * 10**9, help="of one file, at most (default: 4GB)")
-    add("--seed", type=int, default=0, help="of the random values")
+    shard = "largest size of one file (default: 4GB)"
+    add("--shard-size", type=_size, default=4 * 10**9, help=shard)
     return parser
 
 
@@ -94,7 +84,6 @@ def _choice(arguments: argparse.Namespace) -> Choice:
         dense_layers=arguments.dense_layers,
         mtp=arguments.mtp,
         fp8=arguments.fp8,
-        dtype=DTYPES[arguments.dtype],
         vocab_size=arguments.vocab_size,
         scale_down=arguments.scale_down,
     )
@@ -116,18 +105,16 @@ def _check_target(folder: Path, nbytes: int) -> None:
 
 def _write(arguments: argparse.Namespace, config: dict) -> None:
     # torch takes seconds to import, and --help and errors do without.
-    import torch
-
     from benchmarks.synthetic_checkpoint.values import Values, shards, write_checkpoint
 
     tensors = list(stored_tensors(config))
-    values = Values(tensors, getattr(torch, config["torch_dtype"]), arguments.seed)
+    values = Values(tensors)
     arguments.folder.mkdir(parents=True)
     try:
         write_checkpoint(
             arguments.folder,
             config,
-            shards(tensors, config, arguments.shard_size),
+            shards(tensors, arguments.shard_size),
             values,
             lambda file: print(f"  {file}", flush=True),
         )

@@ -49,7 +49,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
 
 from benchmarks.kit.chosen_backends import ChosenBackends  # noqa: E402
-from benchmarks.pretraining import CHOSEN  # noqa: E402
+from benchmarks.megatron_log import CHOSEN  # noqa: E402
 from console.parent import end_with_launcher  # noqa: E402
 
 

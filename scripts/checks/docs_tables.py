@@ -4,10 +4,9 @@
     $ python scripts/checks/docs_tables.py            # after new JSON files, or a new backend
     $ python scripts/checks/docs_tables.py --check    # exit code 1 if a table is out of date
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is between is replaced. A
-layer that recomputes is compared with one that recomputes, and one that does not with one that does
-not, here as in the benchmarks' own reports. The tables "support ..." list the implementations that
-absorbed_mla has (support_matrix.py).
+The text between `<!-- table: NAME -->` and `<!-- end -->` is replaced. Layers are compared with
+layers of the same recomputation, as in the benchmarks' own reports. The tables "support ..." list
+the implementations in absorbed_mla (support_matrix.py).
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def filled(text: str, docs: Path) -> str:
 
 
 def layer_table(docs: Path) -> str:
-    """Whole layers on one GPU, recomputed beside recomputed and kept beside kept."""
+    """Whole layers on one GPU, ours and Megatron's with the same recomputation."""
     lines = []
     for (heads, layout, tokens), pairs in _layer_pairs(docs).items():
         line = [str(heads), tokens_text(tokens), layout]
@@ -201,7 +200,7 @@ def _range(values: list[float]) -> str:
 
 
 def accuracy_table(docs: Path) -> str:
-    """The worst error of each precision, and how near any came to its own bound."""
+    """The worst error of each precision, and the largest share of its own bound."""
     groups: dict[tuple, list[dict]] = {}
     for machine, name in MACHINES.items():
         for case in read_summary(docs / "accuracy" / machine / "summary.json"):

@@ -4,7 +4,7 @@
     $ python scripts/checks/logits_table.py docs/conversion
     $ torchrun --nproc-per-node 2 scripts/checks/logits_table.py docs/conversion
 
-Each run replaces the rows of its tensor-parallel size in logits.json, and prints the table of all.
+Each run replaces the rows of its tensor-parallel size in logits.json, and prints them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import provenance
 from benchmarks.kit.report import write_json
-from benchmarks.kit.tables import Table
 from console.outputs import require_writable
 from console.parser import Parser
 from console.script import leave, run_script
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from tests.conversion.models import Architecture
 
 PACKAGES = ("transformers", "megatron-core", "torch")
-COLUMNS = ("model", "query", "layers", "position", "attention")
 
 
 def main() -> int:
@@ -56,7 +54,11 @@ def _measure_all() -> None:
     from tests.support import world
 
     world.start()
-    rows = [row for architecture in ARCHITECTURES for row in measure(architecture)]
+    rows = []
+    for row in (row for architecture in ARCHITECTURES for row in measure(architecture)):
+        rows.append(row)
+        if world.rank() == 0:
+            print(", ".join(f"{name} {figure(value)}" for name, value in row.items()), flush=True)
     if world.rank() == 0:
         write(arguments.folder, rows, world.size())
     world.stop()
@@ -95,7 +97,7 @@ def measure(architecture: Architecture) -> Iterator[dict]:
 
 
 def controls(folder: Path, tokens, expected) -> dict[str, float]:
-    """Relative errors of conversions that are wrong on purpose, by this package's model."""
+    """Relative errors of our model after conversions that are wrong on purpose."""
     from checkpoint_conversion.formats import open_checkpoint
     from checkpoint_conversion.logit_comparison import compare_logits
     from checkpoint_conversion.logits import (
@@ -120,7 +122,7 @@ def controls(folder: Path, tokens, expected) -> dict[str, float]:
 
 
 def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
-    """Replace the rows of this tensor-parallel size, and write the table anew."""
+    """Replace the rows of this tensor-parallel size in logits.json."""
     from tests.conversion.models import ORIGINAL_CONTEXT
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,36 +137,11 @@ def write(folder: Path, rows: list[dict], tensor_parallel: int) -> None:
         "rows": rows,
     }
     write_json(path, document)
-    print(table(document).text())
 
 
-def table(document: dict) -> Table:
-    """A table with a line per architecture and attention, and a column per size."""
-    by_line: dict[tuple, dict[int, dict]] = {}
-    for row in document["rows"]:
-        key = tuple(row[name] for name in COLUMNS)
-        by_line.setdefault(key, {})[row["tensor_parallel"]] = row
-    sizes = sorted({row["tensor_parallel"] for row in document["rows"]})
-    titles = [
-        *COLUMNS,
-        *(f"error, TP={size}" for size in sizes),
-        "KL, largest",
-        "RoPE in halves",
-        "without mscale",
-    ]
-    lines = []
-    for key, measured in by_line.items():
-        errors = [figure(measured.get(size, {}).get("max_rel")) for size in sizes]
-        divergence = max(row["kl_max"] for row in measured.values())
-        single = measured.get(1, {})
-        wrong = [figure(single.get(name)) for name in ("rope_in_halves", "mscale_all_dim_0")]
-        lines.append([*key, *errors, figure(divergence), *wrong])
-    return Table("Logits", titles, lines)
-
-
-def figure(value: float | None) -> str:
-    """In two digits."""
-    return "-" if value is None else f"{value:.1e}"
+def figure(value: str | float) -> str:
+    """A value of a row; errors in two digits."""
+    return f"{value:.1e}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -341,6 +341,41 @@ MUTATIONS = {
         '"packed": layout.packed or (cp_size > 1 and batch == 1),',
         '"packed": False,',
     ),
+    "seed_is_ignored": Mutation(
+        "absorbed_mla/generation/sampler.py",
+        "uniform(row.request.seed, row.position)",
+        "uniform(0, row.position)",
+    ),
+    "stop_string_shown_too_early": Mutation(
+        "absorbed_mla/llm/completion.py",
+        "self._text[: len(self._text) - self._held_back()]",
+        "self._text",
+    ),
+    "disconnected_client_goes_on": Mutation(
+        "absorbed_mla/llm/server/service.py",
+        "            if not finished:\n                self._commands.put(_Abort(name))",
+        "            pass",
+    ),
+    "nobody_hears_of_the_death": Mutation(
+        "absorbed_mla/llm/server/service.py",
+        "            self._on_death()\n",
+        "",
+    ),
+    "any_key_opens": Mutation(
+        "absorbed_mla/llm/server/app.py",
+        """raise HTTPException(401, "the API key is missing or wrong")""",
+        "pass",
+    ),
+    "block_registered_twice": Mutation(
+        "absorbed_mla/generation/blocks.py",
+        "if known[i] != value",
+        "if True",
+    ),
+    "peer_hides_the_killed_rank": Mutation(
+        "absorbed_mla/llm/workers.py",
+        "        if ended:\n            self._die(ended[0])\n",
+        "",
+    ),
 }
 
 

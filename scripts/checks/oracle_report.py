@@ -6,7 +6,7 @@
 
 The tests append one JSON object per combination; see tests/support/error_table.py. An error is the
 relative Frobenius norm of the worst tensor among output, input gradient and the gradient of every
-parameter. summary.json keeps the worst of each case: the combinations that differ only in shape,
+parameter. A case of summary.json is the worst of all combinations that differ only in shape,
 recomputation, sequence parallelism and down-projections.
 """
 
@@ -37,7 +37,7 @@ COLUMNS = (
     "core_attention_backend",
     "layout",
 )
-# Of tables that were written before there was context parallelism, or more than one backend.
+# Values of columns that older tables do not have.
 DEFAULTS = {"context_parallel": 1, "cp_comm_type": None, "core_attention_backend": "auto"}
 PRECISION = ("device", "backend", "dtype", "rotary_table")
 # What makes a case of summary.json, and what it says about its combinations.

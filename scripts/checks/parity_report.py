@@ -5,10 +5,10 @@
     $ python scripts/checks/parity_report.py --device cpu --width 64 --tokens 96
 
 Models of DeepSeek-V3's attention, 4 layers, dense and with 16 experts, run the training forward,
-prefill, chunks of it and decode; which ways differ from the forward by a bit is said (none should).
-Then the times of a training forward, a step and a decoded token, by default and in parity mode. A
-GPU computes in bfloat16, a CPU in float32. It uses the models of the tests, so it runs in a
-checkout only. The exit code is 1 if anything differs; the last line of the output is JSON.
+prefill, chunked prefill and decode; those that differ from the training forward by a bit are listed
+(none should). Then a training forward, a step and a decoded token are timed, by default and in
+parity mode. A GPU computes in bfloat16, a CPU in float32. It uses the models of the tests, so it
+runs in a checkout only. The exit code is 1 if anything differs; the last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import provenance
-from benchmarks.kit.arguments import add_device, use_device
+from benchmarks.kit.arguments import add_common, parse, use_device
 from benchmarks.kit.report import write_json
-from console.outputs import require_writable
 from console.parser import Parser
 from console.script import Failure, leave, run_script
 
@@ -45,14 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _verify(argv: Sequence[str] | None) -> None:
     parser = Parser("parity_report.py", __doc__)
     add = parser.add_argument
-    add_device(parser)
+    add_common(parser, json=None, device=None)
     add("--width", type=int, default=2048, help="hidden size")
     add("--tokens", type=int, default=4096, help="of the timed forward")
-    add("--json", type=Path, metavar="FILE", help="where the report goes")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if args.tokens < 2 * _DECODED:
         parser.error(f"--tokens must be at least {2 * _DECODED}, got {args.tokens}")
-    require_writable(files={"--json": args.json})
     use_device(args.device)
     warnings.filterwarnings("ignore")
     report = _report(args)

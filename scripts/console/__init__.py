@@ -1,1 +1,1 @@
-"""What all scripts do alike at their outer edge; nothing here imports torch."""
+"""Command line, errors, exit codes and output checks of all scripts; nothing imports torch."""

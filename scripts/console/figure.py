@@ -1,4 +1,4 @@
-"""Draw a figure into a PNG; used by every script that plots."""
+"""Draw a figure and save it as a PNG; used by every script that plots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 def figure(
     path: str | Path, rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
-    """A PNG that is written at the end of the block; gives its axes, an array [rows, columns].
+    """Yield the axes of a figure, an array [rows, columns]; the PNG is written at the end.
 
     Args:
-        path: The PNG; its folder is made.
-        rows: Of axes.
-        columns: Of axes.
-        size: In inches, at 130 dots each.
-        options: Of matplotlib's ``subplots``.
+        path: The PNG; its folder is created.
+        rows: Number of axes from top to bottom.
+        columns: Number of axes from left to right.
+        size: Width and height in inches, at 130 dots per inch.
+        options: More options of matplotlib's ``subplots``.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Whether files and folders can be written, before the work whose results they take."""
+"""Check before the work begins that output files and folders can be written."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Paths = Mapping[str, str | Path | None]
 
 
 def require_writable(*, folders: _Paths | None = None, files: _Paths | None = None) -> None:
-    """Try to write there, and leave everything as it was; by the first process of a job.
+    """Try to write to each path, and undo it. Only rank 0 tries; other ranks return at once.
 
     Args:
-        folders: By option; None for an option that was not given. Missing ones will be made.
-        files: Likewise.
+        folders: Folder of each option, None if the option was not given. It need not exist.
+        files: File of each option, likewise.
 
     Raises:
         ValueError: Naming the option, its path and what is in the way.
@@ -34,7 +34,7 @@ def require_writable(*, folders: _Paths | None = None, files: _Paths | None = No
 
 def _check(option: str, path: str, attempt: Callable[[Path], None]) -> None:
     if not path:
-        raise ValueError(f"{option} must name what to write, got an empty text")
+        raise ValueError(f"{option} must be a path, got an empty string")
     try:
         attempt(Path(path))
     except OSError as error:
@@ -45,11 +45,11 @@ def _check(option: str, path: str, attempt: Callable[[Path], None]) -> None:
 
 def _try_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(folder))
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Some bytes, too: names need no room on a disk that is full.
+        # A full disk takes empty files, so some bytes are written.
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(_PROBE)
     finally:

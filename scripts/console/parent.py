@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does, even by SIGKILL. Linux only."""
+"""Kill a process when its parent ends, even by SIGKILL. Linux only."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import signal
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
-# Loaded before any fork: a child of a process with threads may not.
+# Loaded before any fork: the child of a process with threads must not load libraries.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def ends_with_this_process() -> Callable[[], None]:
-    """For ``subprocess.Popen(preexec_fn=...)``: the child is killed when this process ends.
+    """A function for ``subprocess.Popen(preexec_fn=...)``: kills the child when this process ends.
 
-    More exactly when the thread that starts it ends, which is to be one that waits for it.
+    Linux kills it already when the thread that started it ends, so that thread should wait for it.
     """
     parent = os.getpid()
 
@@ -26,9 +26,9 @@ def ends_with_this_process() -> Callable[[], None]:
 
 
 def end_with_launcher() -> None:
-    """Have this process killed when torchrun is; does nothing where torchrun did not start it.
+    """Have this process killed when torchrun ends; does nothing without torchrun.
 
-    Anything else that started it may well end before it does, as a shell with nohup.
+    Other parents may end before their child, as a shell with nohup does.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _bind(os.getppid())
@@ -39,6 +39,6 @@ def _bind(parent: int) -> None:
     if prctl is None:
         return
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # It may have ended before it was asked for.
+    # The parent may have ended before the call above.
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Command lines: a mistake is one line, and ``--help`` says what every option does by default."""
+"""Parser of every script: a mistake is a ValueError, and ``--help`` shows every default."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from console.ranks import rank
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes whole option names only.
+    """An ArgumentParser that does not accept abbreviated options.
 
     Args:
         script: Name of the program.
-        description: What ``--help`` begins with, printed as it is.
-        epilog: What it ends with.
+        description: Text before the options in ``--help``; its line breaks are kept.
+        epilog: Text after the options, likewise.
     """
 
     def __init__(self, script: str, description: str, epilog: str | None = None) -> None:
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Report like every other error of the user's.
+        """Raise an error, so that it is reported like other mistakes of the user.
 
         Raises:
             ValueError: Always.
@@ -35,13 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (--help lists all options)")
 
     def print_help(self, file: IO[str] | None = None) -> None:
-        """Once, not by every process."""
+        """Print the help on rank 0 only."""
         if not rank():
             super().print_help(file)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Every option's help ends with its default, unless the text says "default:" itself."""
+    """Adds the default to the help of every option whose text does not contain it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""

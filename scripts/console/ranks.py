@@ -1,4 +1,4 @@
-"""The processes of a job as its launcher describes them in the environment."""
+"""Ranks of the job, from the environment variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from pathlib import Path
 
 
 def world_size() -> int:
-    """Number of processes, from torchrun; 1 without it."""
+    """Number of processes; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def rank() -> int:
-    """This process, from torchrun; 0 without it."""
+    """Rank of this process; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def local_rank() -> int:
-    """This process among those of its machine."""
+    """Rank of this process on its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def error_file(of_local_rank: int) -> Path | None:
-    """Where torchrun looks for the reason why a process of this machine failed.
+    """The file in which torchrun expects the reason for the failure of a process of this machine.
 
-    torchrun names each process its own, ``.../attempt_0/<local rank>/error.json``.
-
-    Args:
-        of_local_rank: The process.
+    torchrun sets the file of each process in its environment:
+    ``.../attempt_0/<local rank>/error.json``.
 
     Returns:
-        None without torchrun, or where it keeps no such files.
+        None without torchrun, or if it was told to keep no such files.
     """
     own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
     if own == Path(os.devnull) or own.parent.name != str(local_rank()):

@@ -1,4 +1,4 @@
-"""From the command line to an exit code, for every script."""
+"""Run a script: turn what goes wrong into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from console.last_words import follow_the_first, report
+from console.errors import follow_the_first, report
 from console.parent import end_with_launcher
 from console.ranks import local_rank
 
@@ -20,20 +20,20 @@ INTERRUPTED = 130
 
 
 class Failure(Exception):
-    """Work that was done, with a result that is not what was asked for."""
+    """The work was done, but its result misses what the options require."""
 
 
 def run_script(script: str, work: Callable[[], int | None]) -> int:
-    """Do ``work``, with one line for what goes wrong.
+    """Call ``work``, and report an error in one line.
 
     Args:
         script: Name of the program.
-        work: Everything, imports that take long included; returns the exit code, None for 0.
+        work: The whole script, slow imports included; returns the exit code, None for 0.
 
     Returns:
-        What ``work`` does; 2 after an error of the user's; 1 if training diverged, the result is
-        not what was asked for, a file could not be read or written, or nobody reads the output any
-        more; 130 after Ctrl-C.
+        The exit code: that of ``work``; 2 for a ValueError, which is a mistake of the user; 1 if
+        training diverged, the work ended with a :class:`Failure`, a file could not be read or
+        written, or the reader of a pipe has closed it; 130 after Ctrl-C.
     """
     end_with_launcher()
     follow_the_first()
@@ -41,7 +41,7 @@ def run_script(script: str, work: Callable[[], int | None]) -> int:
         with _no_stacks_on_signals():
             return work() or 0
     except BrokenPipeError:
-        # Whoever read the output has seen enough.
+        # As in "script.py | head -1".
         _discard_output()
         return FAILED
     except ValueError as error:
@@ -55,7 +55,7 @@ def run_script(script: str, work: Callable[[], int | None]) -> int:
 
 
 def no_script(file: str, description: str | None) -> NoReturn:
-    """Say that a file was started that others import; 0 after ``--help``, 2 otherwise."""
+    """Exit of a module that is started as if it were a script; 0 for ``--help``, else 2."""
     print(
         f"{description}\n\n{os.path.basename(file)} is no script: the scripts beside it import it."
     )
@@ -63,10 +63,9 @@ def no_script(file: str, description: str | None) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process.
+    """Exit with ``code``.
 
-    After an error or Ctrl-C at once: the interpreter's end would wait for other processes, which
-    may never answer.
+    After an error exit handlers are skipped: they would wait for other ranks, which may be gone.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -77,7 +76,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _no_stacks_on_signals() -> Iterator[None]:
-    """Megatron's inference, when it is imported, asks for stacks on Ctrl-C and on termination."""
+    """Ignore requests to print stacks on Ctrl-C and SIGTERM; Megatron's inference makes them."""
     register = faulthandler.register
 
     def register_others(signum: int, *args, **options) -> None:
@@ -92,5 +91,5 @@ def _no_stacks_on_signals() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """Keep Python from complaining when it flushes at exit."""
+    """Send further output nowhere, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

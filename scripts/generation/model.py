@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
-from training.absorbed_model import absorbed_gpt, load_weights
-from training.model import build_config
-from training.model_options import token_dispatcher
+from absorbed_mla.llm.tokenizers import Tokenizer
+from training import distributed
+from training.checkpoint import load_weights
+from training.model import absorbed_gpt, build_config
+from training.model_options import padded_vocab_size, token_dispatcher
 from training.presets import ModelPreset
+from training.validation import check_device
+
+# Usual number of rows of an embedding without a token: padding, and rows that models reserve.
+_USUAL_PADDING = 1024
+
+
+def vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer: Tokenizer) -> int:
+    """Number of rows of the embedding.
+
+    Raises:
+        ValueError: If the tokenizer has more tokens.
+    """
+    rows, tokens = model.vocab_size, tokenizer.vocab_size
+    if not args.use_checkpoint_args:
+        rows = padded_vocab_size(args, model, tokens)
+    if rows < tokens:
+        raise ValueError(
+            f"{_name_of_tokenizer(args)} has {tokens} tokens, but the model in {args.load} {rows}; "
+            "give the --tokenizer that the model was trained with"
+        )
+    return rows
+
+
+def warn_of_small_tokenizer(
+    args: argparse.Namespace, model: ModelPreset, tokenizer: Tokenizer
+) -> None:
+    """Print a warning if the tokenizer seems to be another model's."""
+    rows, tokens = model.vocab_size, tokenizer.vocab_size
+    if rows > 2 * tokens + _USUAL_PADDING and not distributed.rank():
+        print(
+            f"generate.py: warning: {_name_of_tokenizer(args)} has {tokens} tokens, but the model "
+            f"{rows}; it was probably trained with another --tokenizer",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _name_of_tokenizer(args: argparse.Namespace) -> str:
+    return f"the tokenizer in {args.tokenizer}" if args.tokenizer else "bytes (no --tokenizer)"
 
 
 def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
@@ -22,32 +64,23 @@ def check_model(args: argparse.Namespace, model: ModelPreset) -> None:
         ValueError: Naming the size or the option that does not fit.
     """
     tp = args.tensor_model_parallel_size
-    sizes = {
-        "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "vocab_size": model.vocab_size,
-    }
+    names = ["num_attention_heads", "ffn_hidden_size", "vocab_size"]
     if model.num_moe_experts:
-        sizes["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size
-        sizes["moe_shared_expert_intermediate_size"] = (
-            model.moe_shared_expert_intermediate_size or 0
-        )
-    for name, size in sizes.items():
+        names += ["moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+    for name in names:
+        size = getattr(model, name) or 0
         if size % tp:
             raise ValueError(
                 f"the model's {name} {size} cannot be divided by the number of processes {tp}"
             )
+    longest, given = model.max_position_embeddings, args.max_sequence_length
+    if given is not None and given > longest:
+        raise ValueError(
+            f"--max-sequence-length must be at most the model's --max-position-embeddings "
+            f"{longest}, got {given}"
+        )
     check_graphs(args, model)
-    if torch.cuda.is_available():
-        return
-    if args.fp16:
-        raise ValueError("--fp16 needs a GPU, and there is none here; use --bf16, or fp32")
-    if args.transformer_impl == "transformer_engine":
-        raise ValueError("--transformer-impl transformer_engine needs a GPU; use local")
-    if args.moe_grouped_gemm:
-        raise ValueError("--moe-grouped-gemm needs a GPU; leave it out")
-    if args.moe_token_dispatcher_type == "alltoall":
-        raise ValueError("--moe-token-dispatcher-type alltoall needs a GPU; use allgather")
+    check_device(args)
 
 
 def check_graphs(args: argparse.Namespace, model: ModelPreset) -> None:
@@ -86,7 +119,7 @@ def load_model(args: argparse.Namespace, model: ModelPreset, device: torch.devic
     config = build_config(args, model, device, **graphs)
     if args.cuda_graphs:
         seed_generators(args.seed, graphs=True)
-    gpt = absorbed_gpt(config, model, args.options, device)
+    gpt = absorbed_gpt(config, model, args.attention_options, device)
     if args.bf16 or args.fp16:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         gpt = Float16Module(config, gpt).module

@@ -45,11 +45,10 @@ _REFUSED = {
     "--seq-length": "it follows from the prompts and --num-tokens-to-generate",
     "--global-batch-size": "it is --num-prompts x --group-size",
     "--finetune": "--load takes the weights only",
-    "--compare-metrics": "it compares losses of train.py",
     **dict.fromkeys(("--data", "--split", "--packed"), "the model writes its data"),
     "--tokenizer": "every byte is a token",
     **dict.fromkeys(("--eval-interval", "--eval-iters"), "rewards are seen in every step"),
-    **dict.fromkeys(("--log-interval", "--no-progress"), "every step is printed"),
+    "--log-interval": "every step is printed",
     **dict.fromkeys(("--save-interval", "--exit-interval"), "it saves at the end"),
 }
 

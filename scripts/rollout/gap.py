@@ -9,17 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla import LLM, SamplingParams
 from rollout.arguments import parse_arguments
 from rollout.gap_entry import CASES
 from rollout.policy import build_policy_model, set_vocabulary, token_log_probs
-from rollout.samples import Sample, SampleBatch, generate
+from rollout.samples import Sample, SampleBatch
 from training import distributed
 from training.checkpoint_model import require_same_model
 from training.data import read_corpus
-from training.model import unwrap
 from training.start import read_start
 from training.tokenizers import ByteTokenizer
 
@@ -96,10 +93,16 @@ def measure(
     """Sample after prompts of one length, and compute the samples in the training forward."""
     length = len(prompts[0]) + args.num_tokens_to_generate
     length += -length % args.tensor_model_parallel_size
-    options = EngineOptions(max_sequence_length=length, max_requests=len(prompts), seed=args.seed)
-    sampling = SamplingParams(num_tokens=args.num_tokens_to_generate, log_probs=True)
-    results = generate(Engine(unwrap(model), options), prompts, sampling)
-    samples = [Sample(p, r.tokens, r.log_probs, 0.0, 0.0) for p, r in zip(prompts, results)]
+    sampling = SamplingParams(max_tokens=args.num_tokens_to_generate, logprobs=0)
+    with LLM.from_model(
+        model, max_model_len=length, max_num_seqs=len(prompts), seed=args.seed
+    ) as llm:
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    continuations = [output.outputs[0] for output in outputs]
+    samples = [
+        Sample(prompt, one.token_ids, one.token_logprobs, 0.0, 0.0)
+        for prompt, one in zip(prompts, continuations)
+    ]
     batch = SampleBatch.of(samples, length, device)
     model.train()
     logits = model(batch.tokens, batch.positions, None)

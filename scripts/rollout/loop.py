@@ -12,15 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch import nn
 
-from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla import LLM, SamplingParams
 from rollout.policy import Policy, Update
 from rollout.rewards import REWARDS, group_advantages
-from rollout.samples import Sample, SampleBatch, generate
+from rollout.samples import Sample, SampleBatch
 from training import distributed
 from training.metrics import MetricsFile
-from training.model import unwrap
 from training.optimizer import Optimizer, learning_rate
 
 # The token that ends a text.
@@ -50,15 +47,18 @@ class RolloutTrainer:
         self._ranks = parallel_state.get_data_parallel_world_size()
         self._rank = parallel_state.get_data_parallel_rank()
         samples = args.num_prompts * args.group_size // self._ranks
-        options = EngineOptions(
-            max_sequence_length=args.seq_length,
-            max_requests=min(args.max_requests, samples),
+        # Around the very module that is trained.
+        self._llm = LLM.from_model(
+            model,
+            max_model_len=args.seq_length,
+            max_num_seqs=min(args.max_requests, samples),
             seed=args.seed,
         )
-        # Around the very module that is trained.
-        self._engine = Engine(unwrap(model), options)
         self._sampling = SamplingParams(
-            num_tokens=args.num_tokens_to_generate, stop_token=_END, log_probs=True
+            n=args.group_size,
+            max_tokens=args.num_tokens_to_generate,
+            stop_token_ids=[_END],
+            logprobs=0,
         )
         self.metrics = MetricsFile(args.metrics if distributed.rank() == 0 else None, 0)
 
@@ -68,26 +68,25 @@ class RolloutTrainer:
             for step in range(self._args.train_iters):
                 self._step(step)
         finally:
+            self._llm.close()
             self.metrics.close()
 
     def rollout(self, step: int) -> list[Sample]:
         """Sample on this rank; the samples of a prompt follow each other."""
-        args, size = self._args, self._args.group_size
+        args, samples = self._args, []
         first = step * args.num_prompts + self._rank * args.num_prompts // self._ranks
         prompts = [
             args.prompts[(first + number) % len(args.prompts)]
             for number in range(args.num_prompts // self._ranks)
         ]
-        repeated = [prompt for prompt in prompts for _ in range(size)]
-        results = generate(self._engine, repeated, self._sampling)
-        score = REWARDS[args.reward]
-        rewards = [score(result.tokens, args.num_tokens_to_generate) for result in results]
-        groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
-        advantages = [value for group in groups for value in group_advantages(group)]
-        return [
-            Sample(prompt, result.tokens, result.log_probs, reward, advantage)
-            for prompt, result, reward, advantage in zip(repeated, results, rewards, advantages)
-        ]
+        for group in self._llm.generate(prompts, self._sampling, use_tqdm=False):
+            score = REWARDS[args.reward]
+            rewards = [score(one.token_ids, args.num_tokens_to_generate) for one in group.outputs]
+            samples += [
+                Sample(group.prompt_token_ids, one.token_ids, one.token_logprobs, *values)
+                for one, *values in zip(group.outputs, rewards, group_advantages(rewards))
+            ]
+        return samples
 
     def _step(self, step: int) -> None:
         started = time.perf_counter()

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from rollout.samples import SampleBatch
-from training.absorbed_model import absorbed_gpt, load_weights
-from training.model import build_config
+from training.checkpoint import load_weights
+from training.model import absorbed_gpt, build_config
 from training.model_options import padded_vocab_size
 from training.optimizer import Optimizer
 from training.tokenizers import ByteTokenizer

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.requests import Result
-from absorbed_mla.generation.sampling import SamplingParams
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -69,18 +65,3 @@ class SampleBatch:
         positions = torch.arange(length).expand(shape)
         fields = (tokens, positions, targets, sampled, advantages, log_probs)
         return cls(*(field.to(device) for field in fields))
-
-
-def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams
-) -> list[Result]:
-    """Continue the prompts.
-
-    Raises:
-        ValueError: If a prompt cannot be continued.
-    """
-    results = engine.generate(prompts, sampling)
-    for result in results:
-        if result.error:
-            raise ValueError(f"a prompt cannot be continued: {result.error}")
-    return results

@@ -1,1 +1,1 @@
-"""What ``scripts/train.py`` is made of; ``entry.py`` puts it together."""
+"""The training example ``scripts/train.py``; start reading with ``run.py``."""

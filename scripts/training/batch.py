@@ -1,8 +1,8 @@
-"""Model inputs from windows of tokens: dense or packed by document, cut over context parallelism.
+"""Batches: windows of tokens as model inputs, packed by document if requested, split for CP.
 
-A packed window is a list of documents, each a sequence of its own (``thd``). Under context
-parallelism every rank takes an early and a late chunk of each sequence, so documents are padded to
-slots that divide into these chunks. "s" is the length of a window, "S" with the padding.
+In a packed window each document is a sequence of its own (``thd``). Under context parallelism each
+rank takes an early and a late chunk of every sequence, so documents are padded to slots of a length
+that splits into 2 x CP chunks. "s" is the length of a window, "S" its length with padding.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.sequences import SequenceLayout
-from training.data import Windows, window_indices
+from training.data import Windows
 
 
 @dataclass(frozen=True)
 class ContextParallelPart:
-    """The tokens of each sequence that one context-parallel rank computes; by default all.
+    """The tokens of each sequence that belong to one context-parallel rank; by default all.
 
     Attributes:
         size: Number of context-parallel ranks.
         rank: This rank.
-        sequence_parallel_size: Tensor-parallel ranks that the rank's tokens are split over.
+        sequence_parallel_size: Tensor-parallel ranks that these tokens are split over; 1 without
+            sequence parallelism.
     """
 
     size: int = 1
@@ -39,12 +40,12 @@ class ContextParallelPart:
 
     @property
     def slot_multiple(self) -> int:
-        """Divides the padded length of every sequence."""
+        """Number that the padded length of every sequence is a multiple of."""
         return 2 * self.size if self.size > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Divides the padded number of tokens of all sequences together."""
+        """Number that the padded length of all sequences together is a multiple of."""
         return self.slot_multiple * self.sequence_parallel_size if self.size > 1 else 1
 
     def of(self, values: Tensor, sequences: SequenceLayout) -> Tensor:
@@ -55,7 +56,7 @@ class ContextParallelPart:
 
 
 def own_part(args: argparse.Namespace) -> ContextParallelPart:
-    """This process's part, from Megatron's process groups."""
+    """The part of this process, from Megatron's process groups."""
     return ContextParallelPart(
         size=parallel_state.get_context_parallel_world_size(),
         rank=parallel_state.get_context_parallel_rank(),
@@ -63,16 +64,19 @@ def own_part(args: argparse.Namespace) -> ContextParallelPart:
     )
 
 
-def document_starts(tokens: list[int], eod: int) -> list[int]:
-    """Index of the first token of each document of a window."""
-    return [0] + [i + 1 for i, token in enumerate(tokens[:-1]) if token == eod]
-
-
 def pack_documents(tokens: list[int], eod: int, part: ContextParallelPart) -> SequenceLayout:
-    """Lay out the documents of a window, each in a slot that ``part`` can cut."""
-    bounds = [*document_starts(tokens, eod), len(tokens)]
+    """The layout of a window's documents, each in a slot with padding so that ``part`` fits.
+
+    Args:
+        tokens: The window.
+        eod: Token that ends documents.
+        part: Its multiples are those of every slot and of the sum of all slots.
+    """
+    ends_of_documents = (i + 1 for i, token in enumerate(tokens[:-1]) if token == eod)
+    bounds = [0, *ends_of_documents, len(tokens)]
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    slots = padded_slots(lengths, part.slot_multiple, part.total_multiple)
+    slots = [length + -length % part.slot_multiple for length in lengths]
+    slots[-1] += -sum(slots) % part.total_multiple
     ends = list(itertools.accumulate(slots))
     return SequenceLayout(
         num_tokens=ends[-1],
@@ -83,27 +87,14 @@ def pack_documents(tokens: list[int], eod: int, part: ContextParallelPart) -> Se
     )
 
 
-def padded_slots(lengths: list[int], slot_multiple: int, total_multiple: int) -> list[int]:
-    """Round lengths up to ``slot_multiple``, and the last one further until the sum fits too.
-
-    Args:
-        lengths: Tokens of each document.
-        slot_multiple: Divides every slot.
-        total_multiple: Divides their sum; a multiple of ``slot_multiple``.
-    """
-    slots = [length + -length % slot_multiple for length in lengths]
-    slots[-1] += -sum(slots) % total_multiple
-    return slots
-
-
 def real_tokens(pack: SequenceLayout) -> Tensor:
-    """Bool [S], False for the padding of a pack."""
+    """Which tokens of a pack are no padding, bool [S]."""
     lengths = torch.tensor(pack.lengths).repeat_interleave(torch.tensor(pack.slots))
     return pack.positions(torch.device("cpu")) < lengths
 
 
 def packed_seq_params(pack: SequenceLayout, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of the whole pack, the same on all context-parallel ranks."""
+    """Megatron's description of a whole pack, the same on all context-parallel ranks."""
     cu_seqlens = _cumulated(pack.lengths, device)
     padded = _cumulated(pack.slots, device) if pack.slots != pack.lengths else None
     longest = max(pack.slots)
@@ -127,14 +118,14 @@ _WHOLE = ContextParallelPart()
 
 @dataclass(frozen=True)
 class Batch:
-    """What one context-parallel rank gets of a microbatch.
+    """One context-parallel rank's part of a microbatch.
 
     Attributes:
         tokens: int64 [b, s].
         labels: int64 [b, s], the next token.
         position_ids: int64 [b, s], within the sequence.
         loss_mask: float32 [b, s], 0 for padding and where the label belongs to the next document.
-        packed_seq_params: Document boundaries of the whole pack, or None.
+        packed_seq_params: Document boundaries of the whole pack; None if it is not packed.
         padding_mask: Bool [b, s], True for padding; None if documents are not padded.
     """
 
@@ -155,14 +146,14 @@ def make_batch(
     """Build a batch from windows.
 
     Args:
-        rows: int32 [b, s + 1].
-        device: Where the tensors go.
-        packed_eod: The token that ends documents, to pack the documents of a window (b = 1); None
-            makes the whole window one sequence.
-        part: Which tokens to return. If it cuts documents, they are padded with ``packed_eod``.
+        rows: The windows, int32 [b, s + 1].
+        device: Device of the tensors.
+        packed_eod: Token that ends documents; the documents of the window (b = 1) are packed. None
+            makes each window one sequence.
+        part: Which tokens to return. Documents that it splits are padded with ``packed_eod``.
 
     Raises:
-        ValueError: If windows are not packed and ``part`` cannot cut them.
+        ValueError: If windows are not packed and ``part`` cannot split them evenly.
     """
     windows = torch.from_numpy(rows.astype(np.int64))
     tokens, labels = windows[:, :-1], windows[:, 1:]
@@ -186,7 +177,7 @@ def make_batch(
 
 
 def _pad(values: Tensor, real: Tensor, padding: int) -> Tensor:
-    """Put values [1, s] where ``real`` [S] is True, and ``padding`` elsewhere, [1, S]."""
+    """A tensor [1, S] with ``values`` [1, s] where ``real`` [S] is True, else ``padding``."""
     padded = values.new_full((1, len(real)), padding)
     padded[:, real] = values
     return padded
@@ -194,15 +185,15 @@ def _pad(values: Tensor, real: Tensor, padding: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """The microbatches of one data-parallel rank, by iteration.
+    """The microbatches of one data-parallel rank.
 
     Attributes:
         windows: The data.
-        micro_batch_size: Windows per microbatch.
-        global_batch_size: Windows per iteration, over all ranks.
-        dp_rank: Data-parallel rank, without context parallelism.
-        dp_size: Number of data-parallel ranks, without context parallelism.
-        device: Where batches go.
+        micro_batch_size: Windows in a microbatch.
+        global_batch_size: Windows in an iteration, over all data-parallel ranks.
+        dp_rank: Data-parallel rank; context-parallel ranks have the same.
+        dp_size: Number of data-parallel ranks; context-parallel ranks count as one.
+        device: Device of the batches.
         packed_eod: As in :func:`make_batch`.
         part: As in :func:`make_batch`. All context-parallel ranks read the same windows.
     """
@@ -218,19 +209,14 @@ class BatchSource:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per iteration on each rank."""
+        """Microbatches in an iteration on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
     def iteration(self, iteration: int) -> Iterator[Batch]:
         """The microbatches of ``iteration``, counted from 0."""
         for microbatch in range(self.num_microbatches):
-            indices = window_indices(
-                iteration,
-                microbatch,
-                self.dp_rank,
-                dp_size=self.dp_size,
-                micro_batch_size=self.micro_batch_size,
-                global_batch_size=self.global_batch_size,
-            )
-            rows = np.stack([self.windows[i] for i in indices])
-            yield make_batch(rows, self.device, self.packed_eod, self.part)
+            # A global batch has the same windows at every data-parallel size.
+            before = (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size
+            first = iteration * self.global_batch_size + before
+            rows = [self.windows[first + i] for i in range(self.micro_batch_size)]
+            yield make_batch(np.stack(rows), self.device, self.packed_eod, self.part)

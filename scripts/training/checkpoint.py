@@ -1,7 +1,7 @@
-"""Distributed checkpoints of a training run: saving, and restoring all of its state.
+"""Save a run as a distributed checkpoint, and restore it.
 
-Megatron's dist_checkpointing writes and reads them. The states of random number generators are
-gathered here because Megatron's code for it is in megatron.training, which needs Python 3.12.
+Megatron's dist_checkpointing writes and reads checkpoints. The states of random number generators
+are collected here because Megatron does it in megatron.training, which needs Python 3.12.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
@@ -23,7 +24,20 @@ from training.checkpoint_args import checkpoint_args
 from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
-from training.start import read_start, require_same_run, run_options
+from training.start import Start, run_options
+
+
+def load_weights(gpt: GPTModel, folder: str) -> None:
+    """Load the weights of the checkpoint in ``folder``, or of the latest one there; collective.
+
+    Raises:
+        ValueError: If there is none, or it does not hold this model.
+    """
+    path = checkpoint_folder.find_checkpoint(folder)
+    try:
+        load_model_weights(gpt, path)
+    except CheckpointingException as error:
+        raise ValueError(f"--load: {path} cannot be read: {error}") from error
 
 
 class Checkpointer:
@@ -34,7 +48,7 @@ class Checkpointer:
         preset: The model's dimensions.
         model: Wrapped by Megatron's DDP.
         optimizer: Its optimizer.
-        data_fingerprint: Of the tokens.
+        data_fingerprint: Hash of the tokens, which must not change when the run is resumed.
     """
 
     def __init__(
@@ -59,7 +73,7 @@ class Checkpointer:
         dist.barrier()
         path = checkpoint_folder.unfinished_path(folder, iteration)
         state = self._state(is_loading=False)
-        # What Megatron's tools expect of a checkpoint.
+        # Entries that Megatron's tools expect in a checkpoint.
         state |= {"args": self._model_args, "iteration": iteration, "checkpoint_version": 3.0}
         state["training"] = {
             "iteration": iteration,
@@ -73,29 +87,27 @@ class Checkpointer:
             checkpoint_folder.complete(folder, iteration)
         dist.barrier()
 
-    def load(self) -> int:
-        """Do what ``--load`` and ``--finetune`` say; collective over all ranks.
+    def load(self, start: Start) -> int:
+        """Load the weights of a checkpoint or resume its run; collective over all ranks.
 
         Returns:
             The number of iterations already done.
 
         Raises:
-            ValueError: If there is no checkpoint, or it does not fit this run.
+            ValueError: If the checkpoint does not fit this model.
         """
-        start = read_start(self._args.load, finetune=self._args.finetune)
         try:
             if start.resumed is None:
                 load_model_weights(self._model, start.path)
                 self._optimizer.weights_were_loaded()
                 return 0
-            require_same_run(start, self._run)
             self._resume(start.path, start.resumed)
         except CheckpointingException as error:
             raise ValueError(f"--load: {start.path} cannot be read: {error}") from error
         return start.resumed["iteration"]
 
     def _resume(self, path: Path, training: dict) -> None:
-        # Adam's state comes with the first step, so a run saved before that has none.
+        # Adam's state is created by the first step: a run saved before it has none.
         state = self._state(is_loading=training["iteration"] > 0)
         same_world = training["world_size"] == dist.get_world_size()
         if not same_world:
@@ -106,7 +118,7 @@ class Checkpointer:
         if same_world:
             _restore_rng(loaded["rng"])
         else:
-            # There is no state for these ranks; dropout goes on with new numbers.
+            # States of other ranks do not fit; dropout continues with new random numbers.
             distributed.seed(self._args.seed + training["iteration"])
 
     def _state(self, is_loading: bool) -> dict:
@@ -119,7 +131,7 @@ class Checkpointer:
 
 
 def _rng_entry() -> ShardedObject:
-    """The states of this rank's generators, which dropout draws from."""
+    """The states of this rank's random number generators, which dropout uses."""
     states = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(),

@@ -1,11 +1,9 @@
-"""The model of a checkpoint, as the arguments that Megatron's checkpoints carry."""
+"""The model of a checkpoint, as the arguments (``args``) in Megatron's checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-
-import torch
 
 from checkpoint_conversion.config_fields import Fields
 from checkpoint_conversion.megatron_args import (
@@ -16,6 +14,7 @@ from checkpoint_conversion.megatron_args import (
     read_norm_epsilon,
     read_rotary_args,
 )
+from training.model import params_dtype
 from training.presets import ModelPreset
 
 _MOST = 2**31
@@ -38,13 +37,12 @@ _PARALLEL = (
 
 
 def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.Namespace:
-    """The arguments that describe the model in a checkpoint, under Megatron's names.
+    """The arguments to save in a checkpoint, under Megatron's names.
 
     Args:
         args: The command line.
         preset: The model, with the padded vocabulary.
     """
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     fields = dataclasses.asdict(preset)
     experts = fields.pop("num_moe_experts")
     latent_norm_epsilon = fields.pop("latent_norm_eps")
@@ -62,7 +60,7 @@ def checkpoint_args(args: argparse.Namespace, preset: ModelPreset) -> argparse.N
             "mtp_num_layers": None,
             "attention_dropout": args.attention_dropout,
             "hidden_dropout": args.hidden_dropout,
-            "params_dtype": dtype,
+            "params_dtype": params_dtype(args),
             "bf16": args.bf16,
             "fp16": args.fp16,
             **{name: getattr(args, name) for name in _PARALLEL},
@@ -77,7 +75,7 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
         ValueError: Listing everything that is missing, wrong, or not supported by this script.
     """
     values = dict(vars(saved))
-    # Megatron's command line takes a list, one coefficient for each kind of balancing.
+    # Megatron saves a list, one coefficient for each kind of balancing loss.
     match values.get("moe_aux_loss_coeff"):
         case [coefficient]:
             values["moe_aux_loss_coeff"] = coefficient
@@ -99,7 +97,7 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
         q_lora_rank=fields.integer_or_null("q_lora_rank", _MOST),
         qk_pos_emb_head_dim=fields.integer("qk_pos_emb_head_dim", _MOST, least=0),
         layernorm_epsilon=epsilon,
-        # Megatron's own models have one epsilon for all norms.
+        # Models trained by Megatron have one epsilon for all norms.
         latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
         **_experts(fields),
     )
@@ -113,7 +111,7 @@ def _experts(fields: Fields) -> dict:
     pre_softmax = fields.boolean("moe_router_pre_softmax", default=False)
     if has_experts and scores == "softmax" and not pre_softmax:
         fields.wrong("moe_router_pre_softmax", "true with softmax scores")
-    # Megatron ignores the number of groups without the number of groups to choose.
+    # Megatron ignores the number of groups if the number of chosen groups is missing.
     groups = ("moe_router_num_groups", "moe_router_group_topk")
     limited = fields.given(groups[1])
     scale = "moe_router_topk_scaling_factor"

@@ -1,14 +1,14 @@
-"""The folder that --save and --load name: its checkpoints, and how a new one is put there.
+"""The folder of --save and --load: finding its checkpoints, and adding one atomically.
 
     SAVE/iter_0000100/                        a complete checkpoint
-    SAVE/release/                             weights only, from no run of this script
-    SAVE/.incomplete-iter_0000200/            being written, or what an interrupted save left
-    SAVE/.replaced-iter_0000100/              the former one, while it is being replaced
-    SAVE/latest_checkpointed_iteration.txt    the one to resume from
+    SAVE/release/                             weights only, written by the converter
+    SAVE/.incomplete-iter_0000200/            being written, or left by an interrupted save
+    SAVE/.replaced-iter_0000100/              the old checkpoint while a new one replaces it
+    SAVE/latest_checkpointed_iteration.txt    which checkpoint to load
 
-A checkpoint is renamed after all its bytes are on disk, and the text file is changed after that, so
-the file names a complete checkpoint whenever a save is interrupted. Megatron's dist_checkpointing
-leaves this to its caller.
+A checkpoint gets its name after all its bytes are on disk, and the text file is changed after that.
+So the text file names a complete checkpoint even if a save is interrupted. Megatron's
+dist_checkpointing leaves this to its caller.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pathlib import Path
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-# A number, or RELEASE.
+# The number of an iteration, or RELEASE.
 Iteration = int | str
 
 
 def checkpoint_path(folder: Path, iteration: Iteration) -> Path:
-    """Where the complete checkpoint of ``iteration`` is, under Megatron's name."""
+    """Path of the complete checkpoint of ``iteration``, named as Megatron does."""
     return folder / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
 def latest_iteration(folder: Path) -> Iteration | None:
-    """The iteration that ``folder``'s text file names; None if there is no such file.
+    """The iteration in the text file of ``folder``; None if there is no such file.
 
     Raises:
         ValueError: If the file holds neither a number nor ``"release"``.
@@ -43,19 +43,19 @@ def latest_iteration(folder: Path) -> Iteration | None:
     if text == RELEASE:
         return RELEASE
     if not text.isdigit():
-        raise ValueError(f"{folder / LATEST} should hold an iteration or 'release', got {text!r}")
+        raise ValueError(f"{folder / LATEST} must contain an iteration or 'release', got {text!r}")
     return int(text)
 
 
 def find_checkpoint(folder: str) -> Path:
-    """The checkpoint to load from ``folder``: the latest of a run, or the folder itself.
+    """Path of the checkpoint to load: the latest in ``folder``, or ``folder`` itself.
 
     Raises:
         ValueError: If there is none.
     """
     root = Path(folder)
     if not root.is_dir():
-        what = "it is no folder" if root.exists() else "there is no such folder"
+        what = "it is not a folder" if root.exists() else "there is no such folder"
         raise ValueError(f"--load {folder}: {what}")
     path = root
     iteration = latest_iteration(root)
@@ -71,7 +71,7 @@ def find_checkpoint(folder: str) -> Path:
 
 
 def _conversion_hint(*folders: Path) -> str:
-    """How to convert the first of ``folders`` that holds another format; else an empty string."""
+    """The command that converts a checkpoint of another format; empty if there is none."""
     for folder in folders:
         what = ""
         if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
@@ -85,7 +85,7 @@ def _conversion_hint(*folders: Path) -> str:
 
 
 def begin(folder: Path, iteration: int) -> Path:
-    """Make the empty folder to write the checkpoint of ``iteration`` into."""
+    """Create the empty folder that the checkpoint of ``iteration`` is written to."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".incomplete-iter_*"):
         shutil.rmtree(leftover)
@@ -95,12 +95,12 @@ def begin(folder: Path, iteration: int) -> Path:
 
 
 def unfinished_path(folder: Path, iteration: Iteration) -> Path:
-    """Where the checkpoint of ``iteration`` is while it is being written."""
+    """Path of the checkpoint of ``iteration`` while it is being written."""
     return _hidden(folder, "incomplete", iteration)
 
 
 def complete(folder: Path, iteration: int) -> None:
-    """Give the checkpoint its name and make it the one to resume from."""
+    """Give a checkpoint that has been written its name, and make it the latest one."""
     written, final = unfinished_path(folder, iteration), checkpoint_path(folder, iteration)
     for file in written.rglob("*"):
         _sync(file)
@@ -120,7 +120,7 @@ def complete(folder: Path, iteration: int) -> None:
 
 
 def recover(folder: Path, iteration: Iteration) -> None:
-    """Undo a replacement that was interrupted between its two renames; all ranks may call it."""
+    """Undo a replacement that was interrupted between its two renames; any rank may call it."""
     replaced, final = _hidden(folder, "replaced", iteration), checkpoint_path(folder, iteration)
     if replaced.exists() and not final.exists():
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def _hidden(folder: Path, state: str, iteration: Iteration) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on disk."""
+    """Wait until a file, or the list of files of a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Mapping
@@ -11,72 +12,73 @@ from megatron.core import dist_checkpointing
 
 from training import distributed
 from training.checkpoint_args import preset_from_args
-from training.model_options import flag_of
+from training.options_named import flag_of
 from training.presets import ModelPreset
 from training.start import Start
 
-# Fields of a preset that decide the shapes of weights.
-_SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "vocab_size",
+# Fields of a preset that determine the shapes of weights; those of experts, if both models have
+# experts.
+_SHAPES = {
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "num_moe_experts",
-)
-_SHAPES_OF_MOE = (
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
+}
+_MOE_SHAPES = {
+    *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     "moe_router_enable_expert_bias",
-)
-# Fields that decide what the same weights compute.
-_FUNCTION = ("layernorm_epsilon", "latent_norm_eps", "rope_type", "rotary_base")
-_FUNCTION_OF_YARN = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-_FUNCTION_OF_MOE = (
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-)
-# What Megatron takes None for.
-_MEANT = {"moe_router_topk_scaling_factor": 1.0}
+}
+# Fields that the weights do not depend on and that may be chosen freely.
+_FREE = {"max_position_embeddings", "moe_aux_loss_coeff"}
+_YARN = {
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim"),
+}
+# The values that Megatron uses where a field is None.
+_DEFAULTS = {"moe_router_topk_scaling_factor": 1.0}
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _HEADS = "--num-attention-heads"
 _KEYS = f"{_HEADS} x (--qk-head-dim + --qk-pos-emb-head-dim)"
 _VALUES = f"{_HEADS} x (--qk-head-dim + --v-head-dim)"
+_LATENT = "--kv-lora-rank + --qk-pos-emb-head-dim"
+_OUTPUT = f"{_HEADS} x --v-head-dim"
+_SHARED_EXPERTS = "--moe-shared-expert-intermediate-size"
+_UNCOMPRESSED_QUERY = "self_attention.linear_q_proj.weight"
+_ROUTER = "mlp.router.weight"
+# Tensor, dimension, what its size is a multiple of, option. An MLP's first tensor holds the gate
+# and the up-projection.
+_SIZES_OF_TENSORS = (
+    ("embedding.word_embeddings.weight", 0, 1, "the vocabulary"),
+    ("embedding.word_embeddings.weight", 1, 1, "--hidden-size"),
+    (_UNCOMPRESSED_QUERY, 0, 1, _KEYS),
+    ("self_attention.linear_q_up_proj.weight", 0, 1, _KEYS),
+    ("self_attention.linear_q_up_proj.weight", 1, 1, "--q-lora-rank"),
+    ("self_attention.linear_kv_up_proj.weight", 0, 1, _VALUES),
+    ("self_attention.linear_kv_up_proj.weight", 1, 1, "--kv-lora-rank"),
+    ("self_attention.linear_kv_down_proj.weight", 0, 1, _LATENT),
+    ("self_attention.linear_proj.weight", 1, 1, _OUTPUT),
+    (_ROUTER, 0, 1, "--num-experts"),
+    ("mlp.linear_fc1.weight", 0, 2, "--ffn-hidden-size"),
+    ("mlp.shared_experts.linear_fc1.weight", 0, 2, _SHARED_EXPERTS),
+)
 
 
 def require_same_model(
     args: argparse.Namespace, start: Start, model: ModelPreset, script: str
 ) -> None:
-    """Refuse a checkpoint whose weights have other shapes than the model on the command line.
+    """Refuse a checkpoint whose weights have other shapes than those of ``model``.
 
-    The checkpoint's model is read from the arguments that it carries or, without them, from the
-    shapes of its tensors. Options that change what the same weights compute, such as the rotary
-    base, may be intended; rank 0 prints a warning.
+    The checkpoint's model is read from its arguments or, without them, from the shapes of its
+    tensors. Options that change what the same weights compute, such as the rotary base, may be
+    intended: rank 0 prints a warning.
 
     Args:
         args: The command line.
         start: The checkpoint.
-        model: The one of the command line, with the padded vocabulary.
+        model: The model of the command line, with the padded vocabulary.
         script: Name of the program, for the warning.
 
     Raises:
-        ValueError: Naming all options that differ, in one line.
+        ValueError: Naming all sizes that differ, in one line.
     """
     if args.use_checkpoint_args:
         return
@@ -86,20 +88,25 @@ def require_same_model(
         shapes = {name: tuple(tensor.global_shape) for name, tensor in saved.items()}
         problems, warnings = _differences(sizes_of_tensors(shapes), sizes_of_model(model)), []
     else:
-        moe = there.num_moe_experts and model.num_moe_experts
-        yarn = "yarn" in (there.rope_type, model.rope_type)
-        shape = _SHAPES + (_SHAPES_OF_MOE if moe else ())
-        function = _FUNCTION + _FUNCTION_OF_MOE * bool(moe) + _FUNCTION_OF_YARN * yarn
+        moe = bool(there.num_moe_experts and model.num_moe_experts)
+        shapes = _SHAPES | (_MOE_SHAPES if moe else set())
+        ignored = _FREE if "yarn" in (there.rope_type, model.rope_type) else _FREE | _YARN
+        names = [field.name for field in dataclasses.fields(model) if field.name not in ignored]
+        if not moe:
+            names = [name for name in names if not name.startswith("moe_")]
         problems, warnings = (
-            _differences(_fields(there, names), _fields(model, names))
-            for names in (shape, function)
+            _differences(_fields(there, chosen), _fields(model, chosen))
+            for chosen in (
+                [name for name in names if name in shapes],
+                [name for name in names if name not in shapes],
+            )
         )
     if problems:
         own = "" if there is None else "; without --preset the model is the checkpoint's own"
         if there is not None and script != "generate.py":
             own = "; --use-checkpoint-args takes the checkpoint's own"
         raise ValueError(
-            f"--load: {start.path} does not hold the model asked for "
+            f"--load: {start.path} does not hold the model requested "
             f"(--preset {args.preset}): {'; '.join(problems)}{own}"
         )
     if warnings and not distributed.rank():
@@ -111,22 +118,22 @@ def _described(start: Start) -> ModelPreset | None:
     try:
         return None if start.args is None else preset_from_args(start.args)
     except ValueError:
-        # Another kind of model, whose tensors may fit all the same.
+        # Arguments of another kind of model; the shapes of the tensors decide.
         return None
 
 
-def _fields(model: ModelPreset, names: tuple[str, ...]) -> dict[str, object]:
-    """Values of fields, by option."""
-    found = {}
-    for name in names:
-        value = getattr(model, name)
-        found[flag_of(name)] = _MEANT.get(name) if value is None else value
-    return found
+def _fields(model: ModelPreset, names: list[str]) -> dict[str, object]:
+    """The values of fields, by option."""
+    values = {name: getattr(model, name) for name in names}
+    return {
+        flag_of(name): _DEFAULTS.get(name) if value is None else value
+        for name, value in values.items()
+    }
 
 
 def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
     return [
-        f"{name} {_shown(there[name])} there, {_shown(value)} asked for"
+        f"{name} {_shown(there[name])} in the checkpoint, {_shown(value)} requested"
         for name, value in here.items()
         if name in there and there[name] != value
     ]
@@ -134,7 +141,7 @@ def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> lis
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        # moe_layer_freq.
+        # The only tuple is moe_layer_freq.
         return f"{value.count(0)} dense and {value.count(1)} MoE layers" if value else "no layers"
     return "none" if value is None else str(value)
 
@@ -148,17 +155,16 @@ def sizes_of_model(model: ModelPreset) -> dict[str, object]:
         "the vocabulary": model.vocab_size,
         "--q-lora-rank": model.q_lora_rank,
         "--kv-lora-rank": model.kv_lora_rank,
-        "--qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+        _LATENT: model.kv_lora_rank + model.qk_pos_emb_head_dim,
         _KEYS: heads * (model.qk_head_dim + model.qk_pos_emb_head_dim),
         _VALUES: heads * (model.qk_head_dim + model.v_head_dim),
-        f"{_HEADS} x --v-head-dim": heads * model.v_head_dim,
+        _OUTPUT: heads * model.v_head_dim,
         "--num-experts": model.num_moe_experts,
     }
     if not all(model.moe_layer_freq or (0,)):
         sizes["--ffn-hidden-size"] = model.ffn_hidden_size
     if model.num_moe_experts:
-        shared = model.moe_shared_expert_intermediate_size
-        sizes["--moe-shared-expert-intermediate-size"] = shared
+        sizes[_SHARED_EXPERTS] = model.moe_shared_expert_intermediate_size
     return sizes
 
 
@@ -166,60 +172,25 @@ def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
     """Sizes of a model by option, as far as the shapes of its tensors show them.
 
     Args:
-        shapes: By name, as a distributed checkpoint has them: layers numbered, or stacked along a
-            first dimension.
+        shapes: By name, as in a distributed checkpoint: a tensor for each layer, or one for all
+            layers with the layers as its first dimension.
     """
-    sizes: dict[str, object] = {}
-    if "embedding.word_embeddings.weight" in shapes:
-        vocabulary, hidden = shapes["embedding.word_embeddings.weight"]
-        sizes |= {"the vocabulary": vocabulary, "--hidden-size": hidden}
-    layers, found = _by_layer(shapes)
-    if layers:
-        sizes |= {"--num-layers": layers, **_attention(found), **_mlps(found)}
-    return sizes
-
-
-def _by_layer(
-    shapes: Mapping[str, tuple[int, ...]],
-) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """The number of layers, and the shape of each kind of tensor in the first layer that has it."""
     layers, found = 0, {}
     for name, shape in shapes.items():
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            continue
-        number, suffix = match.groups()
-        layers = max(layers, shape[0] if number is None else int(number) + 1)
-        found.setdefault(suffix, shape[1:] if number is None else shape)
-    return layers, found
-
-
-def _attention(found: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+        number, suffix = None, name
+        if match := _LAYER.fullmatch(name):
+            number, suffix = match.groups()
+            layers = max(layers, shape[0] if number is None else int(number) + 1)
+            shape = shape[1:] if number is None else shape
+        found.setdefault(suffix, shape)
     sizes: dict[str, object] = {}
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        return found.get(f"self_attention.{name}.weight")
-
-    if direct := shape("linear_q_proj"):
-        sizes |= {"--q-lora-rank": None, _KEYS: direct[0]}
-    if up := shape("linear_q_up_proj"):
-        sizes |= {"--q-lora-rank": up[1], _KEYS: up[0]}
-    if up := shape("linear_kv_up_proj"):
-        sizes |= {_VALUES: up[0], "--kv-lora-rank": up[1]}
-        if down := shape("linear_kv_down_proj"):
-            sizes["--qk-pos-emb-head-dim"] = down[0] - up[1]
-    if output := shape("linear_proj"):
-        sizes[f"{_HEADS} x --v-head-dim"] = output[1]
-    return sizes
-
-
-def _mlps(found: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    """Gate and up-projection of an MLP are one tensor, twice as high as the MLP is wide."""
-    router = found.get("mlp.router.weight")
-    sizes: dict[str, object] = {"--num-experts": router[0] if router else None}
-    if dense := found.get("mlp.linear_fc1.weight"):
-        sizes["--ffn-hidden-size"] = dense[0] // 2
-    if router:
-        shared = found.get("mlp.shared_experts.linear_fc1.weight")
-        sizes["--moe-shared-expert-intermediate-size"] = shared[0] // 2 if shared else None
+    if layers:
+        sizes = {"--num-layers": layers, "--num-experts": None}
+    if _UNCOMPRESSED_QUERY in found:
+        sizes["--q-lora-rank"] = None
+    if _ROUTER in found:
+        sizes[_SHARED_EXPERTS] = None
+    for tensor, dimension, multiple, option in _SIZES_OF_TENSORS:
+        if tensor in found:
+            sizes[option] = found[tensor][dimension] // multiple
     return sizes

@@ -1,7 +1,7 @@
-"""Text files as a stream of tokens, cut into training windows.
+"""Text files as a stream of tokens, split into windows.
 
-The windows of a batch depend on (seed, iteration, data-parallel rank) and nothing else, so a
-resumed run reads what the interrupted one would have read.
+Which windows a batch has depends on the seed, the iteration and the data-parallel rank only, so a
+resumed run reads what the interrupted run would have read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Corpus:
 
     Attributes:
         tokens: int32 [n].
-        num_documents: Files the tokens come from.
+        num_documents: Number of documents, one for each file.
         fingerprint: Hash of the tokens.
     """
 
@@ -36,10 +36,10 @@ class Corpus:
 
 
 def find_files(path: str | None) -> list[Path]:
-    """Files at ``path``; None for the standard library's Python sources.
+    """All files at ``path``; None for the Python sources of the standard library.
 
-    They are ordered by a hash of their names, which is the same on every machine and mixes the
-    subjects of different folders.
+    They are ordered by a hash of their names: the same order on every machine, and neighbours come
+    from different folders.
 
     Raises:
         ValueError: If nothing is there.
@@ -68,7 +68,7 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def read_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
-    """Read and tokenize all text under ``path``, without files that contain NUL bytes (binaries).
+    """Read and tokenize all files at ``path``, except those with NUL bytes, which are no text.
 
     Raises:
         ValueError: If there is no text, or a file cannot be read.
@@ -94,13 +94,13 @@ def split_corpus(tokens: np.ndarray, train_percent: float) -> tuple[np.ndarray, 
 
 
 class Windows:
-    """A token stream cut into windows, visited in a new random order every epoch.
+    """Windows of a stream of tokens, in a new random order in every epoch.
 
     Args:
         tokens: int32 [n].
-        seq_length: Tokens a model sees at once; a window has one more, for the last label.
-        seed: Decides the order.
-        name: How errors call the stream.
+        seq_length: Tokens of a sequence; a window has one more, the label of the last token.
+        seed: Seed of the order.
+        name: Name of the stream in errors.
 
     Raises:
         ValueError: If the stream is shorter than one window.
@@ -119,27 +119,13 @@ class Windows:
         self._order = functools.lru_cache(maxsize=2)(self._make_order)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Window ``index``, counted over all epochs, int32 [seq_length + 1]."""
+        """Window number ``index``, counted over all epochs, int32 [seq_length + 1]."""
         epoch, position = divmod(index, self.count)
         start = self._order(epoch)[position] * self.seq_length
         return self._tokens[start : start + self.seq_length + 1]
 
     def _make_order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self._seed, epoch]).permutation(self.count)
-
-
-def window_indices(
-    iteration: int,
-    microbatch: int,
-    dp_rank: int,
-    *,
-    dp_size: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-) -> range:
-    """Windows of one microbatch; a global batch has the same at every data-parallel size."""
-    first = iteration * global_batch_size + (microbatch * dp_size + dp_rank) * micro_batch_size
-    return range(first, first + micro_batch_size)
 
 
 def _digest(content: bytes) -> str:

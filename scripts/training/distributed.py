@@ -1,4 +1,4 @@
-"""The process group, Megatron's parallel groups and their random seeds."""
+"""Set up and destroy the process group, Megatron's parallel groups and the random seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from console.ranks import world_size as world_size
 
 
 def initialize(args: argparse.Namespace) -> torch.device:
-    """Join the process group, make Megatron's groups, seed every generator.
+    """Join the process group, create Megatron's groups, seed all random number generators.
 
     Returns:
         The device of this process.
@@ -43,7 +43,7 @@ def initialize(args: argparse.Namespace) -> torch.device:
 
 
 def seed(value: int) -> None:
-    """Seed all random generators, differently on each pipeline stage as Megatron does."""
+    """Seed all random number generators, each pipeline stage differently, as Megatron does."""
     value += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(value)
     np.random.seed(value)

@@ -1,4 +1,4 @@
-"""From the command line of train.py to its exit code."""
+"""train.py: check the command line, then train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from training.validation import validate_arguments
 
 
 def main(argv: list[str]) -> int:
-    """Run the training script; returns the exit code, as ``run_script`` has it."""
+    """Run train.py; returns the exit code of ``run_script``."""
     return run_script("train.py", lambda: _train(argv))
 
 
@@ -26,7 +26,7 @@ def _train(argv: list[str]) -> None:
         find_checkpoint(args.load)
     args.model = resolve_model(args)
     validate_arguments(args, world_size())
-    # Imported late: Megatron takes seconds, and mistakes in the options are reported before.
+    # Imported late, because Megatron takes seconds and mistakes in options are reported at once.
     from training import distributed
     from training.run import train
 

@@ -1,4 +1,4 @@
-"""The training loop: iterations through Megatron's schedules, validation, log lines.
+"""The training loop: iterations through Megatron's schedules, validation, saving, log lines.
 
 Megatron's own loop is in megatron.training, which needs Python 3.12 and its own command line.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Iterator
 
@@ -36,8 +35,8 @@ class Trainer:
         optimizer: Its optimizer.
         train: Training data.
         valid: Validation data, or None for no validation.
-        checkpointer: Called for ``--save``.
-        start: Iterations already done.
+        checkpointer: Saves to ``--save``.
+        start: Number of iterations already done.
     """
 
     def __init__(
@@ -57,12 +56,8 @@ class Trainer:
         self._valid = valid
         self._checkpointer = checkpointer
         self._done = start
-        self._saved_at = None
-        first_rank = distributed.rank() == 0
-        self.metrics = MetricsFile(args.metrics if first_rank else None, start)
-        self._progress = Progress(
-            start, args.train_iters, enabled=first_rank, bar=not args.no_progress
-        )
+        self._saved_at: int | None = None
+        self.metrics = MetricsFile(args.metrics if distributed.rank() == 0 else None, start)
         config = model.config
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
@@ -82,7 +77,6 @@ class Trainer:
             if args.save and self._saved_at != self._done:
                 self._save()
         finally:
-            self._progress.close()
             self.metrics.close()
 
     def _iteration(self) -> None:
@@ -100,7 +94,7 @@ class Trainer:
         )
         loss, tokens = global_batch_loss(self._model, self._train, self._done, backward=True)
         norm = self._optimizer.step(lr)
-        # Megatron's record of the balancing losses, which are not reported here, would only grow.
+        # Megatron collects balancing losses until they are reported, which they are not here.
         get_moe_metrics_tracker().clear()
         self._done += 1
         seconds = time.perf_counter() - started
@@ -114,11 +108,10 @@ class Trainer:
         )
         if self._is_due(args.log_interval, also_last=True) or self._done == 1:
             shown_norm = "skipped (fp16 overflow)" if norm is None else f"{norm:.3f}"
-            self._progress.log(
+            _log(
                 f"iteration {self._done:6d}/{args.train_iters} | train loss {loss:.4f} | "
                 f"lr {lr:.2e} | gradient norm {shown_norm} | {tokens / seconds:.0f} tokens/s"
             )
-        self._progress.advance(loss=f"{loss:.3f}")
 
     def _validate(self) -> None:
         self._model.eval()
@@ -129,7 +122,7 @@ class Trainer:
                 total, count = total + loss * tokens, count + tokens
         get_moe_metrics_tracker().clear()
         self.metrics.write(iteration=self._done, valid_loss=total / count)
-        self._progress.log(
+        _log(
             f"iteration {self._done:6d}/{self._args.train_iters} | "
             f"validation loss {total / count:.4f}"
         )
@@ -137,10 +130,15 @@ class Trainer:
     def _save(self) -> None:
         self._checkpointer.save(self._done)
         self._saved_at = self._done
-        self._progress.log(f"saved iteration {self._done} in {self._args.save}")
+        _log(f"saved iteration {self._done} in {self._args.save}")
 
     def _is_due(self, interval: int, also_last: bool = False) -> bool:
         return self._done % interval == 0 or (also_last and self._done == self._args.train_iters)
+
+
+def _log(text: str) -> None:
+    if distributed.rank() == 0:
+        print(text, flush=True)
 
 
 def global_batch_loss(
@@ -151,11 +149,12 @@ def global_batch_loss(
     Args:
         model: Wrapped by Megatron's DDP.
         source: Its microbatches.
-        iteration: Counted from 0.
-        backward: Whether to add the gradient of the returned loss to every ``main_grad``.
+        iteration: Number of the iteration, from 0.
+        backward: Whether to add the gradient of the loss to every parameter's ``main_grad``.
 
     Returns:
-        The mean loss over the tokens of the global batch, and their number, on every rank.
+        The mean loss over the tokens of the global batch, and the number of these tokens; the same
+        on every rank.
     """
     with torch.set_grad_enabled(backward):
         reported = get_forward_backward_func()(
@@ -182,7 +181,7 @@ def _forward_step(batches: Iterator[Batch], model: nn.Module):
     output = model(
         batch.tokens,
         batch.position_ids,
-        None,  # the attention's mask type says causal
+        None,  # no mask: the layers are causal
         labels=batch.labels,
         packed_seq_params=batch.packed_seq_params,
         padding_mask=_stage_padding(batch.padding_mask, model.config),
@@ -193,8 +192,8 @@ def _forward_step(batches: Iterator[Batch], model: nn.Module):
 def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Tensor | None:
     """The padding mask, bool [b, s], as this pipeline stage expects it.
 
-    Under sequence parallelism Megatron's first stage cuts it together with the embedding; later
-    stages expect this rank's part.
+    Under sequence parallelism Megatron's first stage splits it together with the embedding; later
+    stages expect only this rank's tokens.
     """
     if padding_mask is None or not config.sequence_parallel:
         return padding_mask
@@ -206,55 +205,13 @@ def _stage_padding(padding_mask: Tensor | None, config: TransformerConfig) -> Te
 
 
 def _summed_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum losses [b, s] over the tokens that count.
+    """Sum of the losses [b, s] of all tokens that are not masked.
 
     Returns:
-        As ``calculate_per_token_loss`` has it: the sum, which Megatron divides by the tokens of all
-        ranks; the number of tokens; and what the schedule reports, float64 (sum, tokens).
+        What Megatron expects under ``calculate_per_token_loss``: the sum, which it divides by the
+        number of tokens of all ranks; the number of tokens of this rank; and what the schedule
+        collects from each microbatch, float64 (sum, tokens).
     """
     loss_sum = (losses.float() * loss_mask).sum()
     count = loss_mask.sum()
     return loss_sum, count.int(), torch.stack([loss_sum.detach(), count]).double()
-
-
-class Progress:
-    """A progress bar (tqdm) with log lines above it.
-
-    Args:
-        done: Iterations already done.
-        total: Iterations of the run.
-        enabled: Whether this rank prints; only rank 0 does.
-        bar: Whether to show a bar, if stderr is a terminal.
-    """
-
-    def __init__(self, done: int, total: int, *, enabled: bool, bar: bool) -> None:
-        self._enabled = enabled
-        self._bar = None
-        if enabled and bar and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                self.log("no progress bar: it needs tqdm (pip install tqdm)")
-                return
-            self._bar = tqdm(initial=done, total=total, unit="it", dynamic_ncols=True)
-
-    def log(self, text: str) -> None:
-        """Print a line."""
-        if not self._enabled:
-            return
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.write(text, file=sys.stdout)
-            sys.stdout.flush()
-
-    def advance(self, **shown: str) -> None:
-        """One more iteration is done."""
-        if self._bar is not None:
-            self._bar.set_postfix(shown, refresh=False)
-            self._bar.update()
-
-    def close(self) -> None:
-        """End the bar."""
-        if self._bar is not None:
-            self._bar.close()

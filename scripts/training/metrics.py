@@ -1,4 +1,4 @@
-"""What a run measures: a file of JSON lines, a table and loss curves."""
+"""Metrics of a run: a file of JSON lines, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from console.figure import figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_ROWS = 12
-# Below this the axis of differences is linear, so that 0 has a place on it.
+# The axis of differences is logarithmic above this and linear below it, so that it can show 0.
 _SMALLEST_DIFFERENCE = 1e-8
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """Records of a metrics file, without a last line that was cut off.
+    """Records of a metrics file. An incomplete last line, of a run that was killed, is left out.
 
     Raises:
-        ValueError: If another line is no JSON object.
+        ValueError: If another line is not a record.
     """
     records = []
     lines = Path(path).read_text().splitlines()
@@ -37,12 +36,12 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 class MetricsFile:
-    """Writes one JSON object per line, flushed at once.
+    """Appends records to a file, one JSON object per line, flushed at once.
 
     Args:
         path: The file; None keeps the records in memory only.
-        resumed_at: Iterations already done. Later records are dropped, since their iterations run
-            again.
+        resumed_at: Number of iterations already done. Records of later iterations are deleted,
+            because these run again.
     """
 
     def __init__(self, path: str | None, resumed_at: int) -> None:
@@ -60,7 +59,7 @@ class MetricsFile:
         self._file = target.open("a")
 
     def write(self, **record: float) -> None:
-        """Append a record; ``iteration`` counts finished iterations."""
+        """Append a record; its ``iteration`` is the number of iterations done."""
         self.records.append(record)
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
@@ -73,26 +72,8 @@ class MetricsFile:
 
 
 def series(records: list[dict], key: str) -> dict[int, float]:
-    """``key`` by iteration."""
+    """The values of ``key``, by iteration."""
     return {r["iteration"]: r[key] for r in records if key in r}
-
-
-def comparison_table(runs: dict[str, list[dict]]) -> str:
-    """Training losses of two runs side by side, at about a dozen iterations both have."""
-    (first, first_records), (second, second_records) = runs.items()
-    left, right = series(first_records, "train_loss"), series(second_records, "train_loss")
-    common = sorted(left.keys() & right.keys())
-    if not common:
-        return f"{first} and {second} have no iteration in common"
-    stride = max(1, len(common) // _ROWS)
-    chosen = sorted({common[0], *common[stride - 1 :: stride], common[-1]})
-    width = max(len(first), len(second), 12)
-    lines = [f"{'iteration':>9}  {first:>{width}}  {second:>{width}}  {'difference':>10}"]
-    lines += [
-        f"{i:>9}  {left[i]:>{width}.4f}  {right[i]:>{width}.4f}  {left[i] - right[i]:>+10.1e}"
-        for i in chosen
-    ]
-    return "\n".join(lines)
 
 
 def plot_losses(
@@ -101,9 +82,9 @@ def plot_losses(
     """Draw training and validation losses of one or more runs, and the difference of two.
 
     Args:
-        runs: Metrics records by the run's name.
+        runs: Records of each run, by its name in the legend.
         path: PNG to write.
-        title: Of the plot.
+        title: Title of the plot.
     """
     heights = (5,) if len(runs) != 2 else (4.7, 2.3)
     size = (8, sum(heights))
@@ -124,7 +105,7 @@ def _draw_losses(axes: Axes, runs: dict[str, list[dict]]) -> None:
     for number, (name, records) in enumerate(runs.items()):
         train, valid = series(records, "train_loss"), series(records, "valid_loss")
         color = f"C{number}"
-        # The second run is drawn thin over the first: equal curves stay visible.
+        # The second run is drawn thin over the first, so that both of two equal curves are seen.
         first = number == 0
         width = 3.0 if first else 1.0
         axes.plot(list(train), list(train.values()), color=color, linewidth=width, label=name)
@@ -145,7 +126,7 @@ def _draw_differences(axes: Axes, runs: dict[str, list[dict]]) -> None:
     axes.set_yscale("symlog", linthresh=_SMALLEST_DIFFERENCE)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("|difference| (nats)")
-    axes.set_title("How far the two are apart", fontsize="medium")
+    axes.set_title("Difference of the two runs", fontsize="medium")
 
 
 def absolute_differences(left: list[dict], right: list[dict], key: str) -> dict[int, float]:

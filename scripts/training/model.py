@@ -26,6 +26,21 @@ from training.presets import ModelPreset
 # Fields of a preset that are no fields of Megatron's config.
 _NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}
 
+# Kernels that need apex or a CUDA extension, and fused RoPE, which MLA refuses.
+_NOT_FUSED = {
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+}
+
+
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The dtype of the parameters that ``--bf16`` or ``--fp16`` choose; fp32 without them."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
 
 def build_config(
     args: argparse.Namespace, model: ModelPreset, device: torch.device, **fields: object
@@ -33,20 +48,20 @@ def build_config(
     """Megatron's config of the model.
 
     Args:
-        args: Of the command line.
-        model: Its sizes.
-        device: Where it runs.
-        fields: More fields of Megatron's config.
+        args: The command line.
+        model: Sizes of the model.
+        device: Device of the model.
+        fields: More fields of the config.
 
     Raises:
         ValueError: If Megatron refuses the combination of options.
     """
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    dtype = params_dtype(args)
     names = {f.name for f in dataclasses.fields(model)} - _NOT_IN_CONFIG
     if not model.num_moe_experts:
         names = {name for name in names if "moe" not in name}
     options = {name: getattr(model, name) for name in sorted(names)}
-    # Packs that are padded differ in length, which pipeline stages have to tell each other.
+    # Padded packs differ in length, so pipeline stages must send each other the lengths.
     lengths_vary = is_padded(args) and args.pipeline_model_parallel_size > 1
     if model.num_moe_experts:
         options |= _moe_options(args, model, device)
@@ -56,7 +71,7 @@ def build_config(
     try:
         return MLATransformerConfig(
             **options,
-            **_fused_parts_off(),
+            **_NOT_FUSED,
             normalization="RMSNorm",
             qk_layernorm=True,
             add_bias_linear=False,
@@ -101,38 +116,21 @@ def _moe_options(args: argparse.Namespace, model: ModelPreset, device: torch.dev
     }
 
 
-def _fused_parts_off() -> dict:
-    """Switch off kernels that need apex or a CUDA extension, and RoPE fusion, which MLA refuses."""
-    return {
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-    }
-
-
 def build_model(
     args: argparse.Namespace,
     config: MLATransformerConfig,
     model: ModelPreset,
     device: torch.device,
 ) -> DistributedDataParallel:
-    """This rank's part of the model, ready to be trained."""
-    block = _block_spec(args, config, model)
+    """This rank's part of the model, wrapped in Megatron's data parallelism."""
+    if args.attention == "standard":
+        block = get_standard_mla_decoder_block_spec(config, backend=config.transformer_impl)
+    else:
+        options = AbsorbedMLAOptions(form=args.form, down_projection=args.down_projection)
+        block = _absorbed_block(config, model, options)
     if is_padded(args):
         use_packed_router(block)
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=model.vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        # MLA has its own rotary embedding; "rope" keeps Megatron from adding a learned one.
-        position_embedding_type="rope",
-    ).to(device)
+    gpt = _gpt(config, block, model).to(device)
     module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=args.overlap_grad_reduce
@@ -142,6 +140,43 @@ def build_model(
     if args.overlap_grad_reduce:
         config.grad_sync_func = wrapped.start_grad_sync
     return wrapped
+
+
+def absorbed_gpt(
+    config: MLATransformerConfig,
+    model: ModelPreset,
+    options: AbsorbedMLAOptions,
+    device: torch.device,
+) -> GPTModel:
+    """A whole GPT with absorbed MLA and random weights, to generate with.
+
+    It is not split into pipeline stages. ``config`` is changed: it says that latents are cached.
+    """
+    config.cache_mla_latents = True
+    return _gpt(config, _absorbed_block(config, model, options), model).to(device)
+
+
+def _absorbed_block(
+    config: MLATransformerConfig, model: ModelPreset, options: AbsorbedMLAOptions
+) -> TransformerBlockSubmodules:
+    options = options.replace(latent_norm_eps=model.latent_norm_eps)
+    backend = config.transformer_impl
+    return get_absorbed_mla_decoder_block_spec(config, backend=backend, options=options)
+
+
+def _gpt(
+    config: MLATransformerConfig, block: TransformerBlockSubmodules, model: ModelPreset
+) -> GPTModel:
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        # MLA has its own rotary embedding; "rope" keeps Megatron from adding a learned one.
+        position_embedding_type="rope",
+    )
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
@@ -157,7 +192,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     dense, experts = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
     expert_tp = parallel_state.get_expert_tensor_parallel_group()
     for param in model.parameters():
-        # Of copies on several ranks, one counts.
+        # A parameter with copies on several ranks is counted once.
         if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(
             param, expert_tp_group=expert_tp
         ):
@@ -167,18 +202,3 @@ def count_parameters(model: torch.nn.Module) -> int:
     dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
     dist.all_reduce(experts, group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
     return int(dense + experts)
-
-
-def _block_spec(
-    args: argparse.Namespace, config: MLATransformerConfig, model: ModelPreset
-) -> TransformerBlockSubmodules:
-    if args.attention == "standard":
-        return get_standard_mla_decoder_block_spec(config, backend=config.transformer_impl)
-    options = AbsorbedMLAOptions(
-        form=args.form,
-        down_projection=args.down_projection,
-        latent_norm_eps=model.latent_norm_eps,
-    )
-    return get_absorbed_mla_decoder_block_spec(
-        config, backend=config.transformer_impl, options=options
-    )

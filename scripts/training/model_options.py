@@ -1,148 +1,41 @@
-"""The model of a run: a preset, its scaling, and the options that set single fields of it."""
+"""The model of a run: a preset, its scaling, and the options that set single sizes of it."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import dataclasses
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from training.options_named import name_of
+from training.options_named import flag_of, name_of
 from training.presets import ModelPreset, get_preset, scale_down
 
-
-@dataclass(frozen=True)
-class ModelOption:
-    """An option that sets a field of a :class:`ModelPreset`.
-
-    Attributes:
-        flag: The option, under Megatron's name where Megatron has it.
-        kind: Type of its value.
-        help: For ``--help``.
-        field: The field, where it has another name than the option.
-        group: Heading in ``--help``.
-        choices: All values, of a string.
-        may_be_zero: Whether 0 is a value. Other numbers are positive.
-        zero_is_none: Whether 0 means that the model has no such part.
-        in_checkpoint: Whether checkpoints say it, so that ``--use-checkpoint-args`` excludes it.
-            Not so the length, which may be extended, the balancing of experts, which only training
-            uses, and the epsilon that Megatron's own checkpoints do not have.
-    """
-
-    flag: str
-    kind: type
-    help: str
-    field: str | None = None
-    group: str = "model"
-    choices: tuple[str, ...] | None = None
-    may_be_zero: bool = False
-    zero_is_none: bool = False
-    in_checkpoint: bool = True
-
-    @property
-    def name(self) -> str:
-        """Of the parsed command line's attribute."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
-    def field_name(self) -> str:
-        """Of the preset's field."""
-        return self.field or self.name
-
-    def value(self, args: argparse.Namespace) -> object:
-        """What the field is set to.
-
-        Raises:
-            ValueError: If it is out of range.
-        """
-        value = getattr(args, self.name)
-        may_be_zero = self.may_be_zero or self.zero_is_none
-        if self.kind is not str and (value < 0 or (value == 0 and not may_be_zero)):
-            least = "at least 0" if may_be_zero else "above 0"
-            raise ValueError(f"{self.flag} must be {least}, got {value}")
-        return (value or None) if self.zero_is_none else value
-
-
-_MOE = "mixture of experts"
-MODEL_OPTIONS = (
-    ModelOption("--num-layers", int, "transformer layers"),
-    ModelOption("--hidden-size", int, "width of the model"),
-    ModelOption("--ffn-hidden-size", int, "width of a dense layer's MLP"),
-    ModelOption("--num-attention-heads", int, "heads of the attention"),
-    ModelOption("--kv-lora-rank", int, "width of the latent"),
-    ModelOption("--qk-head-dim", int, "of a head's query and key, without RoPE"),
-    ModelOption(
-        "--qk-pos-emb-head-dim", int, "of a head's query and key, with RoPE", may_be_zero=True
-    ),
-    ModelOption("--v-head-dim", int, "of a head's value"),
-    ModelOption("--max-position-embeddings", int, "the longest sequence", in_checkpoint=False),
-    ModelOption(
-        "--q-lora-rank",
-        int,
-        "width of the compressed query; 0 projects it without compression",
-        zero_is_none=True,
-    ),
-    ModelOption("--norm-epsilon", float, "of the layers' norms", "layernorm_epsilon"),
-    ModelOption("--rope-type", str, "rotary embedding", choices=("rope", "yarn")),
-    ModelOption("--rotary-base", float, "of the rotary frequencies"),
-    ModelOption("--rotary-scaling-factor", float, "YaRN's extension"),
-    ModelOption("--mscale", float, "YaRN's scale of the rotation", may_be_zero=True),
-    ModelOption("--mscale-all-dim", float, "YaRN's scale of the softmax", may_be_zero=True),
-    ModelOption(
-        "--latent-norm-epsilon",
-        float,
-        "epsilon of the attention's own norms",
-        "latent_norm_eps",
-        "attention",
-        in_checkpoint=False,
-    ),
-    ModelOption(
-        "--num-experts",
-        int,
-        "of a layer; 0 for a dense model",
-        "num_moe_experts",
-        _MOE,
-        zero_is_none=True,
-    ),
-    ModelOption("--moe-ffn-hidden-size", int, "width of an expert", None, _MOE),
-    ModelOption(
-        "--moe-shared-expert-intermediate-size",
-        int,
-        "width of all shared experts together, 0 for none",
-        None,
-        _MOE,
-        zero_is_none=True,
-    ),
-    ModelOption("--moe-router-topk", int, "experts of a token", None, _MOE),
-    ModelOption(
-        "--moe-aux-loss-coeff",
-        float,
-        "of the balancing loss",
-        None,
-        _MOE,
-        may_be_zero=True,
-        in_checkpoint=False,
-    ),
+_FIELDS = tuple(field.name for field in dataclasses.fields(ModelPreset))
+# Fields that follow from more than the option of their name.
+_DERIVED = {"vocab_size", "moe_layer_freq"}
+_MAY_BE_ZERO = {"qk_pos_emb_head_dim", "mscale", "mscale_all_dim", "moe_aux_loss_coeff"}
+# Here 0 on the command line means that the model has no such part.
+_ZERO_IS_NONE = {"q_lora_rank", "num_moe_experts", "moe_shared_expert_intermediate_size"}
+# Fields that may be set for a checkpoint's model, too: the length can be extended, balancing is
+# used by training only, and Megatron's own checkpoints do not contain this epsilon.
+_FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_eps"}
+# Options that --use-checkpoint-args excludes.
+NOT_WITH_CHECKPOINT_ARGS = (
+    *("--preset", "--scale-down", "--make-vocab-size-divisible-by"),
+    *(flag_of(name) for name in _FIELDS if name not in _FREE),
 )
-_FLAGS = {option.field_name: option.flag for option in MODEL_OPTIONS}
-
-
-def flag_of(field: str) -> str:
-    """The option that sets a field of a preset, or ``--field-name`` if none does."""
-    return _FLAGS.get(field, "--" + field.replace("_", "-"))
 
 
 def resolve_model(args: argparse.Namespace) -> ModelPreset:
-    """The model that the command line describes, but for the tokenizer's vocabulary.
+    """The model that the command line describes; its vocabulary may still depend on the tokenizer.
 
     Raises:
-        ValueError: If a size is not positive or sizes do not fit each other.
+        ValueError: If a size is out of range or sizes do not fit each other.
     """
     if args.use_checkpoint_args:
         return _checkpoint_model(args)
-    model = scale_down(get_preset(args.preset), args.scale_down)
-    layers_before = model.num_layers
-    model = model.replace(**_changes(args))
-    model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, layers_before))
+    scaled = scale_down(get_preset(args.preset), args.scale_down)
+    model = scaled.replace(**_given_sizes(args))
+    model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, scaled.num_layers))
     return _checked_moe(args, model)
 
 
@@ -152,27 +45,34 @@ def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
     from training.start import load_model_args
 
     model = preset_from_args(load_model_args(args.load))
-    # The embedding has the checkpoint's rows, whatever the tokenizer needs.
+    # The embedding has as many rows as the checkpoint's, whatever the tokenizer needs.
     args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
-    return _checked_moe(args, model.replace(**_changes(args)))
+    return _checked_moe(args, model.replace(**_given_sizes(args)))
 
 
-def _changes(args: argparse.Namespace) -> dict[str, object]:
-    """Fields that the command line sets."""
-    given = (option for option in MODEL_OPTIONS if getattr(args, option.name) is not None)
-    changes = {option.field_name: option.value(args) for option in given}
-    if changes.get("qk_pos_emb_head_dim", 0) % 2:
-        raise ValueError(
-            f"--qk-pos-emb-head-dim must be even, got {changes['qk_pos_emb_head_dim']}"
-        )
-    return changes
+def _given_sizes(args: argparse.Namespace) -> dict[str, object]:
+    """Fields of the model that the command line sets."""
+    sizes: dict[str, object] = {}
+    for name in _FIELDS:
+        value = getattr(args, name, None)
+        if value is None or name in _DERIVED:
+            continue
+        may_be_zero = name in _MAY_BE_ZERO | _ZERO_IS_NONE
+        if not isinstance(value, str) and (value < 0 or (value == 0 and not may_be_zero)):
+            least = "at least 0" if may_be_zero else "above 0"
+            raise ValueError(f"{flag_of(name)} must be {least}, got {value}")
+        sizes[name] = None if value == 0 and name in _ZERO_IS_NONE else value
+    rope_width = args.qk_pos_emb_head_dim
+    if rope_width is not None and rope_width % 2:
+        raise ValueError(f"--qk-pos-emb-head-dim must be even, got {rope_width}")
+    return sizes
 
 
 def _moe_layer_freq(
     args: argparse.Namespace, model: ModelPreset, layers_before: int
 ) -> tuple[int, ...]:
     if not model.num_moe_experts:
-        if args.moe_layer_freq is not None and args.num_experts is None:
+        if args.moe_layer_freq is not None and args.num_moe_experts is None:
             raise ValueError(f"--moe-layer-freq {args.moe_layer_freq} needs --num-experts")
         return ()
     if args.moe_layer_freq is not None:
@@ -202,19 +102,19 @@ def _checked_moe(args: argparse.Namespace, model: ModelPreset) -> ModelPreset:
 
 
 def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_size: int) -> int:
-    """Rows of the embedding.
+    """Number of rows of the embedding.
 
-    ``--vocab-size`` if given; else the preset's for a released model at its real size; else the
-    tokenizer's. Padded to a multiple that does not depend on the tensor-parallel size, so that a
-    checkpoint can be loaded at any.
+    ``--vocab-size`` if given; else the preset's for a released model that is not scaled down; else
+    the tokenizer's. It is padded to a multiple that does not depend on the tensor-parallel size, so
+    that a checkpoint can be loaded at any.
 
     Raises:
         ValueError: If the vocabulary is smaller than the tokenizer's.
     """
     size = args.vocab_size
     if size is None:
-        real = args.preset != "tiny" and args.scale_down == 1
-        size = model.vocab_size if real else tokenizer_size
+        released = args.preset != "tiny" and args.scale_down == 1
+        size = model.vocab_size if released else tokenizer_size
     if size < tokenizer_size:
         raise ValueError(
             f"{name_of(args, '--vocab-size')} must be at least the tokenizer's {tokenizer_size}, "
@@ -225,7 +125,7 @@ def padded_vocab_size(args: argparse.Namespace, model: ModelPreset, tokenizer_si
 
 
 def is_padded(args: argparse.Namespace) -> bool:
-    """Whether documents are padded, so that context parallelism can cut them."""
+    """Whether documents are padded, so that context parallelism can split them."""
     return args.packed and args.context_parallel_size > 1
 
 

@@ -1,4 +1,4 @@
-"""Megatron's AdamW, and the learning rate of each of its steps."""
+"""Megatron's AdamW, and the learning rate of each iteration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
+from training.model import params_dtype
+
 
 class Optimizer:
     """Megatron's AdamW; a model in bf16 or fp16 is updated through fp32 copies of its parameters.
@@ -17,12 +19,11 @@ class Optimizer:
     the state to distributed checkpoints.
 
     Args:
-        args: Learning rate, decay, betas, clipping, precision.
+        args: The command line: learning rate, weight decay, betas, epsilon, clipping, precision.
         model: Wrapped by Megatron's DDP, which gives every parameter its ``main_grad``.
     """
 
     def __init__(self, args: argparse.Namespace, model: nn.Module) -> None:
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
         self._config = OptimizerConfig(
             optimizer="adam",
             lr=args.lr,
@@ -34,31 +35,28 @@ class Optimizer:
             clip_grad=args.clip_grad,
             bf16=args.bf16,
             fp16=args.fp16,
-            params_dtype=dtype,
+            params_dtype=params_dtype(args),
         )
         self._optimizer = get_megatron_optimizer(self._config, [model])
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the fp16 loss scale, 1 in other precisions."""
+        """``loss`` times the loss scale, which is 1 without fp16."""
         return self._optimizer.scale_loss(loss)
 
     def step(self, lr: float) -> float | None:
-        """Clip, and update the parameters.
-
-        Args:
-            lr: Learning rate.
+        """Clip the gradients and update the parameters.
 
         Returns:
-            The gradient norm before clipping; None for a step that fp16 skips.
+            The gradient norm before clipping; None if the step was skipped because fp16 overflowed.
 
         Raises:
-            FloatingPointError: If the gradient is not finite, which ends a run.
+            FloatingPointError: If the gradient norm is not finite otherwise.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         updated, norm, _ = self._optimizer.step()
-        # In fp32 this step made main_grad the gradient, to which the next backward would add.
+        # In fp32 the step sets param.grad to main_grad, and the next backward would add to it.
         self._optimizer.zero_grad()
         if not updated:
             return None
@@ -68,20 +66,20 @@ class Optimizer:
         return norm
 
     def weights_were_loaded(self) -> None:
-        """Copy the model's weights again, after they were loaded from a checkpoint."""
+        """Update the fp32 copies after weights were loaded into the model."""
         self._optimizer.reload_model_params()
 
     def sharded_state_dict(self, model_state: dict, is_loading: bool) -> dict:
-        """State as a distributed checkpoint stores it.
+        """The optimizer's state for a distributed checkpoint.
 
         Args:
-            model_state: The model's own.
-            is_loading: Whether to make all state now, most of which the first step makes.
+            model_state: The sharded state dict of the model.
+            is_loading: Whether the state will be loaded, and so must exist before the first step.
         """
         return self._optimizer.sharded_state_dict(model_state, is_loading=is_loading)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore what :meth:`sharded_state_dict` described; options may be others by now."""
+        """Load a state; the learning rates, betas and epsilon stay those of this run."""
         config = self._config
         options = {
             "max_lr": config.lr,
@@ -89,7 +87,7 @@ class Optimizer:
             "betas": (config.adam_beta1, config.adam_beta2),
             "eps": config.adam_eps,
         }
-        # Megatron numbers the parts of an optimizer that has experts of its own.
+        # With experts Megatron has several optimizers, numbered in the state.
         for part in state.values() if 0 in state else (state,):
             for group in part.get("optimizer", part)["param_groups"]:
                 group.update(options)
@@ -99,18 +97,18 @@ class Optimizer:
 def learning_rate(
     iteration: int, *, lr: float, min_lr: float, warmup: int, decay_iters: int, style: str
 ) -> float:
-    """The learning rate of an iteration: linear warm-up to ``lr``, then a decay to ``min_lr``.
+    """The learning rate of an iteration: linear warm-up to ``lr``, then decay to ``min_lr``.
 
-    Not Megatron's OptimizerParamScheduler, which gives the first iteration a rate of 0 and refuses
-    runs that are shorter than their warm-up.
+    Megatron's OptimizerParamScheduler is not used: it gives the first iteration a rate of 0, and
+    refuses runs that are shorter than their warm-up.
 
     Args:
-        iteration: Counted from 0.
-        lr: Highest rate.
-        min_lr: Rate at ``decay_iters`` and after.
-        warmup: Iterations of warm-up.
-        decay_iters: Iteration at which the decay has ended.
-        style: One of the values of ``--lr-decay-style``.
+        iteration: Number of the iteration, from 0.
+        lr: Maximum rate.
+        min_lr: Rate from ``decay_iters`` on.
+        warmup: Number of iterations of warm-up.
+        decay_iters: Iteration that ends the decay.
+        style: Value of ``--lr-decay-style``.
     """
     if iteration < warmup:
         return lr * (iteration + 1) / warmup

@@ -1,4 +1,4 @@
-"""Checks of the parallel sizes against the model and the number of processes."""
+"""Check the parallel sizes against the model and the number of processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from training.options_named import name_of, own_name_of
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse parallel sizes that the model, the sequences or the processes do not divide by.
+    """Refuse parallel sizes that do not divide the model, the sequences or the processes.
 
     Args:
         args: The command line; ``model`` is the resolved :class:`ModelPreset`.
@@ -19,34 +19,15 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     Raises:
         ValueError: Naming the option, what it got and what it accepts.
     """
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    model = args.model
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, model = args.context_parallel_size, args.model
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
             f"--context-parallel-size {cp} = {tp * pp * cp} must divide the number of processes "
             f"(torchrun --nproc-per-node), got {world_size}"
         )
-    divisible = [
-        (name_of(args, "--num-attention-heads"), model.num_attention_heads),
-        (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
-        (
-            "the padded vocabulary (--make-vocab-size-divisible-by)",
-            args.make_vocab_size_divisible_by,
-        ),
-    ]
-    if args.sequence_parallel and cp == 1:
-        name = own_name_of(args, "--seq-length")
-        divisible.append((f"{name} with --sequence-parallel", args.seq_length))
-    if model.num_moe_experts:
-        divisible.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
-        shared = model.moe_shared_expert_intermediate_size
-        divisible.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared or 0))
-    for what, value in divisible:
+    for what, value in _split_by_tensor_parallelism(args):
         if value % tp:
             raise ValueError(
                 f"{what} must be divisible by --tensor-model-parallel-size {tp}, got {value}"
@@ -61,12 +42,32 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     if model.num_moe_experts and tp > 1 and not args.sequence_parallel:
         raise ValueError(
             f"{name_of(args, '--num-experts')}, {model.num_moe_experts}, with "
-            f"--tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron trains MoE "
-            "layers under tensor parallelism only so "
-            "(--num-experts 0 makes the model dense)"
+            f"--tensor-model-parallel-size {tp} needs --sequence-parallel, without which Megatron "
+            "does not train MoE layers under tensor parallelism (--num-experts 0: a dense model)"
         )
     _check_context_parallelism(args)
     _check_expert_parallelism(args, world_size)
+
+
+def _split_by_tensor_parallelism(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Sizes that the tensor-parallel size must divide, with their names."""
+    model = args.model
+    sizes = [
+        (name_of(args, "--num-attention-heads"), model.num_attention_heads),
+        (name_of(args, "--ffn-hidden-size"), model.ffn_hidden_size),
+        (
+            "the padded vocabulary (--make-vocab-size-divisible-by)",
+            args.make_vocab_size_divisible_by,
+        ),
+    ]
+    if args.sequence_parallel and args.context_parallel_size == 1:
+        name = own_name_of(args, "--seq-length")
+        sizes.append((f"{name} with --sequence-parallel", args.seq_length))
+    if model.num_moe_experts:
+        shared = model.moe_shared_expert_intermediate_size or 0
+        sizes.append((name_of(args, "--moe-ffn-hidden-size"), model.moe_ffn_hidden_size))
+        sizes.append((name_of(args, "--moe-shared-expert-intermediate-size"), shared))
+    return sizes
 
 
 def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None:
@@ -79,7 +80,7 @@ def _check_expert_parallelism(args: argparse.Namespace, world_size: int) -> None
             f"{name_of(args, '--num-experts')} must be divisible by "
             f"--expert-model-parallel-size {ep}, got {experts or 0}"
         )
-    # Experts are distributed over data- and context-parallel ranks alike.
+    # Experts are split over data- and context-parallel ranks.
     ranks = world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
     if ranks % ep:
         raise ValueError(
@@ -92,7 +93,7 @@ def _check_context_parallelism(args: argparse.Namespace) -> None:
     _check_comm_types(args)
     if args.context_parallel_size == 1:
         return
-    # Imported late, since it takes seconds.
+    # Imported late, because it takes seconds.
     import torch
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,7 +105,7 @@ def _check_context_parallelism(args: argparse.Namespace) -> None:
         raise ValueError(
             "--attention standard with --context-parallel-size "
             f"{args.context_parallel_size} needs --transformer-impl transformer_engine, got local: "
-            "Megatron's local attention exchanges no keys; --attention absorbed does"
+            "Megatron's local attention does not exchange keys between ranks"
         )
 
 
@@ -114,7 +115,7 @@ def _check_comm_types(args: argparse.Namespace) -> None:
         if name not in CP_COMM_TYPES:
             raise ValueError(
                 f"--cp-comm-type must be one of {', '.join(CP_COMM_TYPES)}, got {name!r}: a2a and "
-                "a2a+p2p cut keys by heads, and the latent is one head for all"
+                "a2a+p2p split keys by heads, and all heads share one latent"
             )
     if len(types) not in (1, layers):
         raise ValueError(
@@ -139,12 +140,15 @@ def _check_seq_length(args: argparse.Namespace) -> None:
 
 
 def _check_packed(args: argparse.Namespace, dispatcher: str) -> None:
-    """Padding gives packs of different context-parallel groups different lengths."""
+    """Refuse layouts in which packs of different lengths meet Megatron's allgather dispatcher.
+
+    Padding for context parallelism gives the packs of different groups different lengths.
+    """
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
     if not args.model.num_moe_experts or dispatcher != "allgather":
         return
     why = (
-        "packs padded for it differ in length, which Megatron's allgather dispatcher does not "
+        "its padding makes packs differ in length, which Megatron's allgather dispatcher does not "
         "support; use --moe-token-dispatcher-type alltoall (on a GPU)"
     )
     if args.pipeline_model_parallel_size > 1:

@@ -1,4 +1,4 @@
-"""Dimensions of released MLA models, and how to scale them down."""
+"""Sizes of released MLA models, and smaller models of the same structure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """The dimensions of a decoder-only MLA model, under the names of Megatron's config.
+    """The sizes of a decoder-only MLA model, under the names of Megatron's config.
 
     Attributes:
-        q_lora_rank: None if the query is projected without compression.
+        q_lora_rank: None if queries are not compressed.
         num_moe_experts: None for a model without MoE layers.
-        moe_layer_freq: Per layer 0 (dense) or 1 (MoE).
-        moe_shared_expert_intermediate_size: Width of all shared experts together, or None.
-        latent_norm_eps: Epsilon of the norms inside the attention; Hugging Face's models use 1e-6
-            whatever ``layernorm_epsilon`` is.
+        moe_layer_freq: For each layer 0 (dense) or 1 (MoE).
+        moe_shared_expert_intermediate_size: Total width of the shared experts; None without them.
+        latent_norm_eps: Epsilon of the norms inside the attention, which is 1e-6 in Hugging Face's
+            models whatever ``layernorm_epsilon`` is.
     """
 
     vocab_size: int
@@ -62,7 +62,7 @@ def _dense_then_moe(dense: int, layers: int) -> tuple[int, ...]:
 
 
 PRESETS = {
-    # No released model: every part of one, small enough for a CPU.
+    # Not a released model, but one with all of their parts that is small enough for a CPU.
     "tiny": ModelPreset(
         vocab_size=320,
         num_layers=3,
@@ -176,9 +176,9 @@ def get_preset(name: str) -> ModelPreset:
 def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
     """A model of the same structure with widths, layers and experts divided by ``factor``.
 
-    Unchanged are: whether the query is compressed, the ratio of a head's nope, rope and value
-    widths, dense layers before MoE layers, shared experts, routing. Head widths are divided by at
-    most 4, so that RoPE has enough frequencies; at least 4 heads stay, to be split over ranks.
+    Query compression, the ratio of a head's nope, rope and value widths, the order of dense and MoE
+    layers, shared experts and routing scores stay. Head widths are divided by at most 4, so that
+    RoPE has enough frequencies; at least 4 heads are left, so that ranks can share them.
 
     Args:
         preset: The model.
@@ -216,7 +216,7 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
         moe_ffn_hidden_size=shrink(preset.moe_ffn_hidden_size, 32),
         moe_shared_expert_intermediate_size=shrink(preset.moe_shared_expert_intermediate_size, 32),
         moe_router_topk=min(preset.moe_router_topk, max(1, (experts or 0) // 2)),
-        # Groups of experts limit the nodes of a token; a small model runs on one node.
+        # Routing groups limit the nodes that a token is sent to; a small model fits on one node.
         moe_router_num_groups=None,
         moe_router_group_topk=None,
     )

@@ -1,9 +1,8 @@
-"""A run of train.py, after its command line has been checked."""
+"""One training run: data, model, checkpoint, training, plot."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -14,7 +13,7 @@ from training.checkpoint import Checkpointer
 from training.checkpoint_model import require_same_model
 from training.data import Corpus, Windows, read_corpus, split_corpus
 from training.loop import Trainer
-from training.metrics import comparison_table, plot_losses, read_metrics
+from training.metrics import plot_losses
 from training.model import build_config, build_model, count_parameters
 from training.model_options import padded_vocab_size
 from training.optimizer import Optimizer
@@ -27,7 +26,7 @@ def train(args: argparse.Namespace) -> None:
     """Read the data, build the model, load a checkpoint, train and report.
 
     Args:
-        args: Of a command line that has been checked.
+        args: The command line, checked by ``validate_arguments``.
 
     Raises:
         ValueError: If the data or the checkpoint of ``--load`` does not fit the options.
@@ -46,7 +45,7 @@ def train(args: argparse.Namespace) -> None:
     train_windows = Windows(train_tokens, args.seq_length, args.seed, "training")
     valid_windows = None
     if args.eval_iters:
-        # The same windows for every seed, so that runs can be compared.
+        # Seed 0, so that the validation losses of runs with different seeds can be compared.
         valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
 
     device = distributed.initialize(args)
@@ -54,7 +53,7 @@ def train(args: argparse.Namespace) -> None:
     model = build_model(args, config, preset, device)
     optimizer = Optimizer(args, model)
     checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)
-    start = checkpointer.load() if args.load else 0
+    start = checkpointer.load(start_from) if start_from else 0
     if distributed.rank() == 0:
         print(_run_header(args, preset, corpus, start), flush=True)
     parameters = count_parameters(model)
@@ -72,12 +71,13 @@ def train(args: argparse.Namespace) -> None:
         start,
     )
     trainer.run()
-    if distributed.rank() == 0:
-        _report_losses(args, trainer.metrics.records)
+    if args.plot and distributed.rank() == 0:
+        plot_losses({f"{args.attention} MLA": trainer.metrics.records}, args.plot)
+        print(f"loss curves: {args.plot}", flush=True)
 
 
 def _run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, start: int) -> str:
-    """The model, the processes and the data in a few lines."""
+    """A few lines about the model, the processes, the data and the checkpoint."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp = args.context_parallel_size
     scaled = f" / {args.scale_down}" if args.scale_down > 1 else ""
@@ -116,14 +116,3 @@ def _source(
         packed_eod=eod,
         part=own_part(args),
     )
-
-
-def _report_losses(args: argparse.Namespace, records: list[dict]) -> None:
-    runs = {f"{args.attention} MLA": records}
-    if args.compare_metrics:
-        other = f"{Path(args.compare_metrics).stem} (--compare-metrics)"
-        runs[other] = read_metrics(args.compare_metrics)
-        print(comparison_table(runs), flush=True)
-    if args.plot:
-        plot_losses(runs, args.plot)
-        print(f"loss curves: {args.plot}", flush=True)

@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from, and whether the run may resume it."""
+"""The checkpoint of --load: what it contains, and whether this run may resume it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from training.checkpoint_folder import RELEASE, find_checkpoint
-from training.model_options import flag_of
+from training.options_named import flag_of
 from training.presets import ModelPreset
 
 # Options that must not change when a run is resumed.
 _RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
-# Fields of the model that may change.
+# Fields of the model that may change, too.
 _FREE_MODEL_FIELDS = {"max_position_embeddings"}
-# How errors name what is no field of the model, where it is not the option of the same name.
+# Names in errors of what has no option of its name.
 _FLAGS = {"split_percent": "--split", "data": "the data (--data, --tokenizer)"}
 
 
@@ -28,9 +28,9 @@ class Start:
 
     Attributes:
         path: Its folder.
-        args: Its model, as the arguments that Megatron's checkpoints carry; None without them.
-        resumed: Iteration, options and number of ranks of the run that saved it; None if that run
-            is not resumed and only the weights are used.
+        args: The arguments in it, which describe its model; None if it has none.
+        resumed: Iteration, options and number of ranks of the run that saved it; None if only the
+            weights are used.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class Start:
 
 
 def read_start(folder: str, *, finetune: bool) -> Start:
-    """Find a checkpoint, and read what it says about its model and its run.
+    """Find a checkpoint, and read the description of its model and its run.
 
     Args:
-        folder: Of ``--load``.
+        folder: Value of ``--load``.
         finetune: Whether only its weights are used.
 
     Raises:
@@ -57,21 +57,14 @@ def read_start(folder: str, *, finetune: bool) -> Start:
     if not isinstance(args, argparse.Namespace):
         args = None
     training = common.get("training")
-    # A release holds weights only; so may a checkpoint that --load names directly.
-    release = path.name == RELEASE
-    named = training is None and path == Path(folder)
-    if finetune or release or named:
+    # A release has weights only; so may a checkpoint whose own folder is given.
+    weights_only = path.name == RELEASE or (training is None and path == Path(folder))
+    if finetune or weights_only:
         return Start(path, args, None)
     if training is None:
         raise ValueError(
             f"--load: {path} was not written by this script, so it cannot be resumed; "
             "--finetune takes its weights"
-        )
-    if "step" in common.get("optimizer", ()):
-        # On CPUs, earlier versions had an optimizer of their own instead of Megatron's.
-        raise ValueError(
-            f"--load: {path} holds a state of the optimizer that only an earlier version of this "
-            "script can resume; --finetune takes its weights"
         )
     return Start(path, args, training)
 
@@ -80,12 +73,12 @@ def load_model_args(folder: str) -> argparse.Namespace:
     """The arguments that describe the model of the checkpoint in ``folder``.
 
     Raises:
-        ValueError: If there is no checkpoint, or it carries none.
+        ValueError: If there is no checkpoint, or no arguments in it.
     """
     start = read_start(folder, finetune=True)
     if start.args is None:
         raise ValueError(
-            f"--load: {start.path} carries no arguments that say what its model is; describe it by "
+            f"--load: {start.path} contains no arguments that describe its model; describe it by "
             "--preset and the options for single sizes"
         )
     return start.args

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, or a Hugging Face tokenizer from a local folder."""
+"""Tokenizers: one token per byte, or a Hugging Face tokenizer from a local folder."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What the data needs from a tokenizer."""
+    """A tokenizer for training data."""
 
     vocab_size: int
     eod: int  # ends every document
 
     def encode(self, content: bytes) -> np.ndarray:
-        """Token ids of a file's content, int32 [n], without the end-of-document token."""
+        """Token ids of the content of a file, int32 [n], without the end-of-document token."""
 
 
 class ByteTokenizer:
-    """Every byte is a token; one more ends a document."""
+    """Every byte is a token; token 256 ends a document."""
 
     vocab_size = 257
     eod = 256
 
     def encode(self, content: bytes) -> np.ndarray:
-        """The bytes, as int32 [n]."""
+        """The values of the bytes, int32 [n]."""
         return np.frombuffer(content, dtype=np.uint8).astype(np.int32)
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer that ``transformers`` loads from a folder on this machine.
+    """A tokenizer that ``transformers`` loads from a local folder.
 
     Args:
         path: Folder with the tokenizer's files.
@@ -55,13 +55,13 @@ class HuggingFaceTokenizer:
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise ValueError(f"--tokenizer: the tokenizer in {path} has no eos token")
-        # No warning about long documents, which are cut into windows.
+        # No warning about long documents: they are split into windows later.
         self._tokenizer.model_max_length = 10**12
         self.vocab_size = len(self._tokenizer)
         self.eod = self._tokenizer.eos_token_id
 
     def encode(self, content: bytes) -> np.ndarray:
-        """Token ids of the content read as UTF-8, int32 [n]."""
+        """Token ids of the content, decoded as UTF-8, int32 [n]."""
         text = content.decode("utf-8", errors="replace")
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)

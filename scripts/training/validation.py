@@ -1,13 +1,12 @@
-"""Checks of the command line, before any work."""
+"""Check the command line before any work."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
 
 from console.outputs import require_writable
-from training.options_named import name_of, value_of
+from training.options_named import flag_of, name_of, value_of
 from training.parallelism import check_parallelism
 
 _AT_LEAST_ONE = (
@@ -36,7 +35,7 @@ _NOT_NEGATIVE = (
     "clip_grad",
     "seed",
 )
-# Options that need a GPU, their values, and what to do without.
+# Options that need a GPU: name, value that needs it, what to do without a GPU.
 _GPU_ONLY = (
     ("moe_token_dispatcher_type", "alltoall", "use allgather"),
     ("fp16", True, "use --bf16, or fp32 without either"),
@@ -46,7 +45,7 @@ _GPU_ONLY = (
 
 
 def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Fill in defaults that depend on other options, and refuse what cannot work.
+    """Refuse options that cannot work, and fill in defaults that depend on other options.
 
     Args:
         args: Parsed command line; ``model`` is the resolved :class:`ModelPreset`.
@@ -58,21 +57,19 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
     _check_ranges(args)
     check_parallelism(args, world_size)
     _check_batch(args, world_size)
-    _check_precision_and_device(args)
+    check_device(args)
     _check_recompute(args)
     args.split_percent = parse_split(args.split)
     _check_files(args)
-    if args.min_lr is None:
-        args.min_lr = args.lr / 10
-    if args.lr_decay_iters is None:
-        args.lr_decay_iters = max(1, args.train_iters)
+    args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
+    args.lr_decay_iters = args.lr_decay_iters or max(1, args.train_iters)
 
 
 def parse_split(text: str) -> float:
-    """Percent of the tokens for training, from ``"95,5"``.
+    """Percentage of the tokens for training in a text such as ``"95,5"``.
 
     Raises:
-        ValueError: If ``text`` is not two numbers that make 100.
+        ValueError: If ``text`` is not two numbers whose sum is 100.
     """
     try:
         train, valid = (float(x) for x in text.split(","))
@@ -80,7 +77,7 @@ def parse_split(text: str) -> float:
         train = valid = -1.0
     if not (train > 0 and valid >= 0 and abs(train + valid - 100) < 1e-6):
         raise ValueError(
-            f"--split must be two percentages that make 100, such as 95,5; got {text!r}"
+            f"--split must be two percentages whose sum is 100, such as 95,5; got {text!r}"
         )
     return train
 
@@ -90,10 +87,10 @@ def _check_ranges(args: argparse.Namespace) -> None:
         for name in names:
             value = getattr(args, name)
             if value is not None and value < least:
-                raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
+                raise ValueError(f"{flag_of(name)} must be at least {least}, got {value}")
     for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"{_flag(name)} must be in [0, 1), got {getattr(args, name)}")
+            raise ValueError(f"{flag_of(name)} must be in [0, 1), got {getattr(args, name)}")
     if args.seq_length > args.model.max_position_embeddings:
         raise ValueError(
             f"{value_of(args, '--seq-length')} must be at most "
@@ -121,17 +118,22 @@ def _check_batch(args: argparse.Namespace, world_size: int) -> None:
         )
 
 
-def _check_precision_and_device(args: argparse.Namespace) -> None:
+def check_device(args: argparse.Namespace) -> None:
+    """Check that there is a GPU if an option needs one.
+
+    Raises:
+        ValueError: Naming the option, and what works without a GPU.
+    """
     asked_for = [row for row in _GPU_ONLY if getattr(args, row[0]) == row[1]]
     if not asked_for:
         return
-    # Imported late, since it takes seconds.
+    # Imported late, because it takes seconds.
     import torch
 
     if not torch.cuda.is_available():
         name, value, instead = asked_for[0]
-        option = _flag(name) if value is True else f"{_flag(name)} {value}"
-        raise ValueError(f"{option} needs a GPU, and there is none here; {instead}")
+        option = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+        raise ValueError(f"{option} needs a GPU, and this machine has none; {instead}")
 
 
 def _check_recompute(args: argparse.Namespace) -> None:
@@ -160,11 +162,5 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--finetune needs --load, the checkpoint to take the weights from")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if args.compare_metrics and not Path(args.compare_metrics).is_file():
-        raise ValueError(f"--compare-metrics: there is no file {args.compare_metrics}")
     files = {"--metrics": args.metrics, "--plot": args.plot}
     require_writable(folders={"--save": args.save}, files=files)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

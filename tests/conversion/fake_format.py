@@ -16,9 +16,9 @@ from checkpoint_conversion.formats.base import (
     PartResult,
     TargetOptions,
     Writer,
-    tensor_record,
 )
 from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.manifest import tensor_record
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.support import in_memory
 
@@ -70,17 +70,18 @@ class RawWriter(Writer):
     def write_part(self, folder, part, session, progress) -> PartResult:
         self.before(part.name)
         records = []
-        path = folder / "weights" / f"{part.name}.bin"
+        name = f"weights/{part.name}.bin"
+        path = folder / name
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as file:
             for entry in part.entries:
                 values = entry.tensor.load(session)
                 file.write(values.float().numpy().tobytes())
                 progress(entry.tensor.nbytes)
-                records.append(tensor_record(entry.key, values))
+                records.append(tensor_record(entry.key, values, name))
         with self._lock:
             self.written.append(part.name)
-        return PartResult(part.name, {f"weights/{part.name}.bin": path.stat().st_size}, records)
+        return PartResult(part.name, {name: path.stat().st_size}, records)
 
     def finish(self, folder, results, auxiliary) -> None:
         (folder / "index.json").write_text(json.dumps([result.name for result in results]))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from checkpoint_conversion.checkpoint_folder import RANK_FILE
 from checkpoint_conversion.formats.legacy import LegacyCheckpoint
-from checkpoint_conversion.formats.legacy_ranks import Sizes, stages_of
-from checkpoint_conversion.formats.legacy_sharding import Sharding
+from checkpoint_conversion.formats.legacy_ranks import Rank, Sizes
 from checkpoint_conversion.formats.megatron_folder import inner_name, write_around
 from checkpoint_conversion.layouts import (
     MegatronLayout,
@@ -20,87 +19,117 @@ from checkpoint_conversion.layouts import (
     padded_size,
     with_padding,
 )
-from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
 from checkpoint_conversion.mapping import to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.support import in_memory, load_all
 
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_DOWN = re.compile(r".*linear_(q|kv|qkv)_down_proj\.weight")
+_COPIED = re.compile(r".*(layernorm|layer_norm|[eh]norm|router)[._]?\w*")
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def sharding_of(
+def shards(
+    name: str, value: Tensor, config: ModelConfig, size: int, cut_down: bool = False
+) -> list[Tensor]:
+    """What each tensor-parallel rank has of a tensor, said without the package's own rules.
+
+    Args:
+        name: Megatron's, in the whole model.
+        value: The whole tensor.
+        config: The model's dimensions.
+        size: Number of ranks.
+        cut_down: Whether ranks share the down-projections, as local layers do.
+    """
+    down = _DOWN.fullmatch(name)
+    if _COPIED.fullmatch(name) or (down and not cut_down):
+        return [value] * size
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return list(value.chunk(size, dim=1))
+    stacked = [value]
+    if name.endswith("linear_fc1.weight"):
+        stacked = list(value.chunk(2))
+    elif down and down[1] == "qkv":
+        stacked = list(value.split([config.q_lora_rank, len(value) - config.q_lora_rank]))
+    return [torch.cat(own) for own in zip(*(weight.chunk(size) for weight in stacked))]
+
+
+def of_stage(weights: dict[str, Tensor], config: ModelConfig, stage: int, stages: int) -> dict:
+    """The tensors of a pipeline stage with equal numbers of layers, under their local names."""
+    last, each = stage == stages - 1, config.num_layers // stages
+    own = {}
+    for name, value in weights.items():
+        layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if layer and int(layer[1]) // each == stage:
+            own[f"decoder.layers.{int(layer[1]) % each}.{layer[2]}"] = value
+        elif not layer and (stage == 0 if name == EMBEDDING else last):
+            own[name] = value
+    # Copies of the embedding: for the MTP layers, and as a tied output layer.
+    if last and stage and config.mtp_layers:
+        own[EMBEDDING] = weights[EMBEDDING]
+    if last and stage and config.tied_embeddings:
+        own[OUTPUT] = weights[EMBEDDING]
+    return own
+
+
+def write_legacy(
+    folder: Path,
     config: ModelConfig,
+    tensors: dict[str, Tensor],
     *,
     norms: str = "fused",
     kv_up: str = "combined",
     down: str = "separate",
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    down_projection: str | None = None,
+    cut_down: bool = False,
     vocab_multiple: int = 128,
-) -> Sharding:
-    """How Megatron distributes a model over ranks, with equal pipeline stages."""
-    layers = config.num_layers // pipeline_parallel
-    by_norms = "duplicated" if norms == "fused" else "column-parallel"
-    return Sharding(
-        config=config,
-        layout=MegatronLayout(norms=norms, kv_up=kv_up, down=down),
-        sizes=Sizes(tensor_parallel, pipeline_parallel),
-        stages=stages_of([layers] * pipeline_parallel),
-        mtp_stage=pipeline_parallel - 1,
-        down_projection=down_projection or by_norms,
-        vocab_rows=padded_size(config.vocab_size, vocab_multiple * tensor_parallel),
-    )
-
-
-def write_legacy(
-    folder: Path,
-    config: ModelConfig,
-    tensors: dict[str, Tensor] | dict[str, LazyTensor],
-    *,
     experts: str = "sequential",
     iteration: int | None = None,
-    **options,
-) -> Sharding:
+) -> None:
     """Write a checkpoint of one file per rank, as Megatron would have saved it.
 
     Args:
         folder: The folder of all iterations.
         config: The model's dimensions.
         tensors: Its weights under their Hugging Face names.
+        norms: Of the layout, as ``kv_up`` and ``down``.
+        kv_up: ``"combined"`` or ``"split"``.
+        down: ``"separate"`` or ``"fused"``.
+        tensor_parallel: Number of ranks.
+        pipeline_parallel: Number of stages.
+        cut_down: See :func:`shards`.
+        vocab_multiple: Rows of the vocabulary are a multiple of this for each rank.
         experts: ``"sequential"`` or ``"grouped"``: whose names the experts have.
         iteration: None for a release.
-        options: Of :func:`sharding_of`.
     """
-    sharding = sharding_of(config, **options)
-    lazy = {k: v for k, v in tensors.items() if isinstance(v, LazyTensor)}
-    lazy |= in_memory({k: v for k, v in tensors.items() if isinstance(v, Tensor)})
-    padded = with_padding(to_megatron(lazy, config), sharding.vocab_rows)
-    whole = laid_out_tensors(padded, sharding.layout, config)
-    sizes = sharding.sizes
-    for rank in sizes.ranks():
-        model: dict[str, Tensor | None] = {}
-        for name, share in sharding.shares(rank.pipeline).items():
-            shares = sharding.rule(share.whole).shard(whole[share.whole], sizes.tensor)
-            with ReadSession() as session:
-                model[as_stored(name, experts)] = shares[rank.tensor].load(session).clone()
-        # Modules without an FP8 state save None.
-        model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in list(model)}
-        content = {"args": _args(sharding, model), "checkpoint_version": 3.0, "model": model}
-        if iteration is not None:
-            content["iteration"] = iteration
-        save_rank(folder / inner_name(iteration) / sizes.folder(rank), content)
+    sizes = Sizes(tensor_parallel, pipeline_parallel)
+    rows = padded_size(config.vocab_size, vocab_multiple * tensor_parallel)
+    layout = MegatronLayout(norms=norms, kv_up=kv_up, down=down)
+    padded = with_padding(to_megatron(in_memory(tensors), config), rows)
+    whole = load_all(laid_out_tensors(padded, layout, config))
+    args = to_megatron_args(config, dtype=next(iter(whole.values())).dtype, padded_vocab_size=rows)
+    args.tensor_model_parallel_size = tensor_parallel
+    args.pipeline_model_parallel_size = pipeline_parallel
+    split = {
+        name: shards(name, value, config, tensor_parallel, cut_down)
+        for name, value in whole.items()
+    }
+    for stage in range(pipeline_parallel):
+        own = of_stage(split, config, stage, pipeline_parallel)
+        for rank in range(tensor_parallel):
+            model: dict[str, Tensor | None] = {
+                as_stored(name, experts): values[rank].clone() for name, values in own.items()
+            }
+            # Modules without an FP8 state save None.
+            model |= {f"{name.rpartition('.')[0]}._extra_state": None for name in list(model)}
+            content = {"args": args, "checkpoint_version": 3.0, "model": model}
+            if iteration is not None:
+                content["iteration"] = iteration
+            place = inner_name(iteration), sizes.folder(Rank(rank, stage))
+            save_rank(folder.joinpath(*place), content)
     write_around(folder, iteration, config, {})
-    return sharding
-
-
-def _args(sharding: Sharding, model: dict[str, Tensor | None]) -> argparse.Namespace:
-    dtype = next(value.dtype for value in model.values() if value is not None)
-    args = to_megatron_args(sharding.config, dtype=dtype, padded_vocab_size=sharding.vocab_rows)
-    args.tensor_model_parallel_size = sharding.sizes.tensor
-    args.pipeline_model_parallel_size = sharding.sizes.pipeline
-    return args
 
 
 def as_stored(name: str, experts: str) -> str:

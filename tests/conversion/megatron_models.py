@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
 
 from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
-from checkpoint_conversion.formats.legacy_sharding import as_mapped
+from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.model import ModelConfig
 from tests.support.cases import TINY, config_for
 from tests.support.models import BLOCK_SPECS, MIXED, TOKENS, VOCAB

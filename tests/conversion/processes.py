@@ -19,7 +19,7 @@ from checkpoint_conversion.cli import main
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Readers and writers are imported when a format is asked for, and torch's own take a second.
-_FORMATS = ("hugging_face", "hugging_face_writer", "torch_dist", "torch_dist_writer")
+_FORMATS = ("hugging_face", "torch_dist", "torch_dist_writer")
 _CONTEXT.set_forkserver_preload(
     [
         "checkpoint_conversion.convert",

@@ -1,9 +1,10 @@
-"""Small models, their tensors in memory, and plain Hugging Face folders of them."""
+"""Small models, their tensors in memory, and checkpoints of them in every format but per-rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,10 +12,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint_conversion.formats.base import PartResult, Writer
+from checkpoint_conversion.formats.base import PartResult, TargetOptions, Writer
+from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint, HuggingFaceWriter
+from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
+from checkpoint_conversion.formats.torch_dist_writer import TorchDistWriter
 from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession
+from checkpoint_conversion.manifest import RunningChecksum
 from checkpoint_conversion.mapping import duplicates, hugging_face_shapes
 from checkpoint_conversion.model import ModelConfig
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Small enough that a tiny model has many files.
+PART_BYTES = 1 << 14
 
 
 def hugging_face_config(**changes) -> dict:
@@ -146,6 +156,13 @@ def write_with(
     return ordered
 
 
+def tensor_checksum(tensor: Tensor) -> str:
+    """What the manifest holds of a tensor."""
+    running = RunningChecksum()
+    running.update(tensor)
+    return running.hexdigest()
+
+
 def assert_same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     """Same names, shapes, dtypes and bits."""
     assert set(a) == set(b)
@@ -178,3 +195,58 @@ def write_hugging_face(
 def without_mtp(config: ModelConfig) -> ModelConfig:
     """The same model without its MTP layers."""
     return dataclasses.replace(config, mtp_layers=0)
+
+
+def rewritten(
+    source: HuggingFaceCheckpoint,
+    folder: Path,
+    options: TargetOptions | None = None,
+    part_bytes: int = 1 << 20,
+) -> tuple[HuggingFaceWriter, list[PartResult]]:
+    """Write what a checkpoint holds to a new folder."""
+    options = options or TargetOptions()
+    folder.mkdir()
+    writer = HuggingFaceWriter(source.config, options)
+    tensors = source.hugging_face_tensors(options.dtype)
+    return writer, write_with(writer, folder, tensors, part_bytes, source.auxiliary)
+
+
+def safetensors_bytes(header: dict | bytes, data: bytes, header_size: int | None = None) -> bytes:
+    """A safetensors file, valid or not."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if header_size is None else header_size) + text + data
+
+
+def described(dtype: str, shape: list[int], begin: int, end: int) -> dict:
+    """One tensor of a safetensors header."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def change_json(path: Path, **changes) -> None:
+    """Replace fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def write_torch_dist(
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], to: str = "megatron", **options
+) -> list[PartResult]:
+    """Write a checkpoint with the package."""
+    return write_lazy(folder, config, in_memory(tensors), to, **options)
+
+
+def write_lazy(
+    folder: Path,
+    config: ModelConfig,
+    tensors: dict[str, LazyTensor],
+    to: str = "megatron",
+    part_bytes: int = PART_BYTES,
+    **options,
+) -> list[PartResult]:
+    """Write a checkpoint of tensors that need not be in memory."""
+    writer = TorchDistWriter(config, TargetOptions(**options), to)
+    return write_with(writer, folder, tensors, part_bytes)
+
+
+def read_torch_dist(folder: Path) -> dict[str, Tensor]:
+    """Hugging Face's tensors of a checkpoint."""
+    return load_all(TorchDistCheckpoint(folder).hugging_face_tensors())

@@ -19,7 +19,7 @@ from checkpoint_conversion.command_line import byte_count, flags
 from checkpoint_conversion.formats import FORMATS, TARGETS, open_checkpoint
 from checkpoint_conversion.progress import BarReporter, LineReporter, format_bytes, reporter_for
 from tests.conversion.legacy_support import write_legacy
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -231,7 +231,7 @@ class TestInspect:
             assert run("convert", source, tmp_path / "out", "--to", to)[0] == 0
         else:
             checkpoint = open_checkpoint(source)
-            tensors = checkpoint.hugging_face_tensors()
+            tensors = load_all(checkpoint.hugging_face_tensors())
             write_legacy(tmp_path / "out", checkpoint.config, tensors, tensor_parallel=2)
         code, out, _ = run("inspect", tmp_path / "out")
         assert code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,13 @@ import torch
 
 from checkpoint_conversion import checkpoint_folder, planning
 from checkpoint_conversion import convert as module
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.manifest import find_manifest, read_manifest
 from checkpoint_conversion.progress import Reporter
 from tests.conversion.fake_format import MemoryCheckpoint, RawWriter
-from tests.conversion.support import random_tensors, tiny_config
+from tests.conversion.support import random_tensors, tensor_checksum, tiny_config
 
 
 class Recorder(Reporter):
@@ -258,6 +258,8 @@ def test_worker_that_fails_stops_the_others(setting):
             both.wait()
         if name == "part-000":
             raise ValueError("damaged")
+        # Long enough for the other thread to fail, on a busy machine too.
+        time.sleep(0.5)
 
     setting.before = fail
     with pytest.raises(ValueError, match="damaged"):

@@ -22,8 +22,13 @@ from checkpoint_conversion.formats import safetensors_file
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
-from tests.conversion.hugging_face_support import INDEX, rewritten
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.conversion.support import (
+    INDEX,
+    random_tensors,
+    rewritten,
+    tiny_config,
+    write_hugging_face,
+)
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 SECRET = "secret.safetensors"

@@ -28,8 +28,7 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from tests.conversion.legacy_support import change_rank, only_args_config, write_legacy
 from tests.conversion.pt_support import records, write_records
-from tests.conversion.support import load_all, random_tensors, tiny_config
-from tests.conversion.torch_dist_support import write_torch_dist
+from tests.conversion.support import load_all, random_tensors, tiny_config, write_torch_dist
 
 # Few tensors and blocks, so that each checkpoint is read quickly.
 EXPERTS = tiny_config(num_hidden_layers=2, n_routed_experts=2, n_group=1, num_experts_per_tok=1)

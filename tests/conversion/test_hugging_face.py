@@ -15,10 +15,12 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
 from checkpoint_conversion.fp8 import FP8, quantise, scale_shape
 from checkpoint_conversion.lazy_tensor import ReadSession
-from tests.conversion.hugging_face_support import INDEX, SINGLE, change_json
 from tests.conversion.support import (
     CONFIGS,
+    INDEX,
+    SINGLE,
     assert_same_tensors,
+    change_json,
     hugging_face_config,
     load_all,
     random_tensors,

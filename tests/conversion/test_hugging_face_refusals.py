@@ -12,14 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
-from tests.conversion.hugging_face_support import (
+from tests.conversion.support import (
     INDEX,
     SINGLE,
     change_json,
     described,
+    random_tensors,
     safetensors_bytes,
+    tiny_config,
+    write_hugging_face,
 )
-from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 
 FIRST, SECOND = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
 
@@ -113,15 +115,10 @@ class TestNames:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("../secret.safetensors", "leads out of the folder"),
+            # All that a name can be is in test_safe_paths.
             ("sub/../../secret.safetensors", "leads out of the folder"),
             ("{outside}/secret.safetensors", "is an absolute path"),
-            ("", "is an empty name"),
-            (".", "is not a regular file"),
-            ("a\0b.safetensors", "cannot be printed"),
             ("\x1b]0;harm\x07", "cannot be printed"),
-            ("\udcff", "cannot be printed"),
-            ("n" * 300, "File name too long"),
         ],
     )
     @pytest.mark.parametrize("follow_links", [False, True])
@@ -143,30 +140,19 @@ class TestNames:
 
 
 F32 = described("F32", [2], 0, 8)
+# safetensors refuses many more by itself; fuzzing tries them.
 MALFORMED = {
     "empty": b"",
-    "short": b"abc",
     "no header": safetensors_bytes(b"", b"", 0),
-    "header beyond the file": safetensors_bytes({"x": F32}, bytes(8), 10_000),
-    "absurd header": safetensors_bytes({"x": F32}, bytes(8), 2**40),
     "largest header": safetensors_bytes({"x": F32}, bytes(8), 2**64 - 1),
     "no JSON": safetensors_bytes(b"{x}", b""),
-    "no UTF-8": safetensors_bytes(b'{"\xff": 1}', b""),
     "nested": safetensors_bytes(b'{"x":' * 100_000, b""),
     "truncated": safetensors_bytes({"x": F32}, bytes(7)),
-    "longer": safetensors_bytes({"x": F32}, bytes(9)),
     "overlapping": safetensors_bytes({"x": F32, "y": described("F32", [2], 4, 12)}, bytes(12)),
-    "same bytes": safetensors_bytes({"x": F32, "y": F32}, bytes(8)),
-    "gap": safetensors_bytes({"x": F32, "y": described("F32", [1], 12, 16)}, bytes(16)),
-    "out of range": safetensors_bytes({"x": described("F32", [2], 8, 16)}, bytes(8)),
-    "backwards": safetensors_bytes({"x": described("F32", [2], 8, 0)}, bytes(8)),
-    "negative": safetensors_bytes({"x": described("F32", [-2], 0, 8)}, bytes(8)),
     "shape and bytes": safetensors_bytes({"x": described("F32", [3], 0, 8)}, bytes(8)),
-    "overflow": safetensors_bytes({"x": described("F32", [2**62, 8], 0, 8)}, bytes(8)),
     "unknown dtype": safetensors_bytes({"x": described("Q3", [2], 0, 8)}, bytes(8)),
     "dtype torch has not": safetensors_bytes({"x": described("F6_E2M3", [8], 0, 6)}, bytes(6)),
     "size torch has not": safetensors_bytes({"x": described("F32", [0, 2**63], 0, 0)}, b""),
-    "metadata": safetensors_bytes({"__metadata__": {"a": 1}, "x": F32}, bytes(8)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -11,22 +12,23 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
-from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
-from checkpoint_conversion.formats.hugging_face_writer import HuggingFaceWriter
+from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint, HuggingFaceWriter
 from checkpoint_conversion.formats.safetensors_file import write_tensors
 from checkpoint_conversion.fp8 import is_quantised, quantise
 from checkpoint_conversion.lazy_tensor import ReadSession
+from checkpoint_conversion.manifest import tensor_record
 from checkpoint_conversion.mapping import hugging_face_shapes, to_hugging_face, to_megatron
-from tests.conversion.hugging_face_support import INDEX, rewritten
 from tests.conversion.support import (
     CONFIGS,
+    INDEX,
     assert_same_tensors,
     in_memory,
     load_all,
     random_tensors,
+    rewritten,
+    tensor_checksum,
     tiny_config,
     write_hugging_face,
     write_with,
@@ -60,7 +62,7 @@ class TestShards:
     def test_in_order_and_within_the_bound(self, tmp_path, source, part_bytes, most):
         options = TargetOptions(max_shard_bytes=most)
         _, results = rewritten(source, tmp_path / "b", options, part_bytes)
-        order = [record["key"] for result in results for record in result.tensors]
+        order = [record.key for result in results for record in result.tensors]
         assert order == list(hugging_face_shapes(source.config))
         count = len(results)
         assert count > 10
@@ -88,19 +90,14 @@ class TestShards:
     def test_records(self, tmp_path, source):
         _, results = rewritten(source, tmp_path / "b")
         index = json.loads((tmp_path / "b" / INDEX).read_text())
-        json.dumps([vars(result) for result in results])
-        records = {r["key"]: (r, result.name) for result in results for r in result.tensors}
+        json.dumps([dataclasses.asdict(result) for result in results])
+        records = {r.key: (r, result.name) for result in results for r in result.tensors}
         assert index["weight_map"] == {key: name for key, (_, name) in records.items()}
         tensors = load_all(source.hugging_face_tensors())
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
         for name, tensor in tensors.items():
-            assert records[name][0] == {
-                "key": name,
-                "offset": None,
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "checksum": tensor_checksum(tensor),
-            }
+            assert records[name][0] == tensor_record(name, tensor, records[name][1])
+            assert records[name][0].checksum == tensor_checksum(tensor)
         with safe_open(tmp_path / "b" / results[0].name, "pt") as file:
             assert file.metadata() == {"format": "pt"}
 
@@ -175,24 +172,24 @@ class TestFp8:
         assert f"{scales} scales" in str(back.layout["quantisation"])
         assert back.notes == []
         stored = load_all(dict(back.stored))
-        records = {r["key"]: r for result in results for r in result.tensors}
+        records = {r.key: r for result in results for r in result.tensors}
         for name, tensor in tensors.items():
             if is_quantised(name):
                 weight, scale, error = quantise(tensor, scales, name)
                 assert torch.equal(stored[name].view(torch.uint8), weight.view(torch.uint8))
                 assert torch.equal(stored[f"{name}_scale_inv"], scale)
-                assert records[name]["fp8_error"] == vars(error)
+                assert records[name].fp8_error == vars(error)
                 assert 0 < error.rms < 0.05
             else:
                 assert torch.equal(stored[name], tensor)
-                assert "fp8_error" not in records[name]
+                assert records[name].fp8_error is None
         assert stored.keys() == records.keys()
 
     def test_weight_and_scale_share_a_file(self, tmp_path, source):
         options = TargetOptions(fp8="float", max_shard_bytes=1)
         _, results = rewritten(source, tmp_path / "b", options)
         for result in results:
-            keys = {record["key"] for record in result.tensors}
+            keys = {record.key for record in result.tensors}
             assert len(keys) == 1 or {k.removesuffix("_scale_inv") for k in keys} <= keys
 
 

@@ -7,10 +7,12 @@ import os
 import resource
 
 import pytest
+import torch
 
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import PartResult
 from checkpoint_conversion.journal import Journal
+from checkpoint_conversion.manifest import tensor_record
 from checkpoint_conversion.planning import source_files
 
 FINGERPRINT = {"format": "hf", "source file": {"a": [1, 2]}, "option": {"dtype": None}}
@@ -18,7 +20,7 @@ RESULTS = [
     PartResult(
         f"part-{i}",
         {f"file-{i}": 4},
-        [{"key": f"k{i}", "offset": None, "shape": [2], "dtype": "float32", "checksum": "0"}],
+        [tensor_record(f"k{i}", torch.full((2,), i), f"file-{i}", (4,))],
         {"anything": [i]},
     )
     for i in range(3)
@@ -87,6 +89,7 @@ def test_another_conversion_is_refused_saying_what_differs(path):
         b'{"part": {}}',
         b'{"part": {"name": "x", "files": {"f": "4"}, "tensors": [], "storage": {}}}',
         b'{"part": {"name": 1, "files": {}, "tensors": [], "storage": {}}}',
+        b'{"part": {"name": "x", "files": {}, "tensors": [{"key": 1}], "storage": {}}}',
     ],
 )
 def test_damaged_lines_are_refused(path, line):

@@ -29,10 +29,10 @@ LAYOUTS = {
     "plain": {},
     "tp": {"tensor_parallel": 2},
     "tp x pp": {"tensor_parallel": 2, "pipeline_parallel": 3, "iteration": 100},
-    "local": {"norms": "separate", "tensor_parallel": 2, "experts": "grouped"},
-    "split": {"kv_up": "split", "tensor_parallel": 4, "down_projection": "column-parallel"},
+    "local": {"norms": "separate", "cut_down": True, "tensor_parallel": 2, "experts": "grouped"},
+    "split": {"kv_up": "split", "tensor_parallel": 4, "cut_down": True},
     "fused down": {"down": "fused", "tensor_parallel": 2, "pipeline_parallel": 3},
-    "fused down, cut": {"down": "fused", "tensor_parallel": 4, "norms": "separate"},
+    "fused down, cut": {"down": "fused", "cut_down": True, "tensor_parallel": 4},
 }
 
 
@@ -49,12 +49,16 @@ def test_every_model_and_layout_comes_back(tmp_path, name, layout):
     config = tiny_config(**CONFIGS[name])
     tensors = random_tensors(config)
     options = LAYOUTS[layout]
-    sharding = write_legacy(tmp_path, config, tensors, **options)
+    write_legacy(tmp_path, config, tensors, **options)
     checkpoint = LegacyCheckpoint(tmp_path)
     assert_same_tensors(read_legacy(tmp_path), tensors)
     assert checkpoint.config == config
-    experts = options.get("experts", "sequential")
-    assert checkpoint.layout == sharding.describe(experts, options.get("iteration"))
+    expected = {"norms": "fused", "kv_up": "combined", "down": "separate"}
+    expected |= {"experts": "sequential"} if config.num_experts else {}
+    expected |= {"tensor_parallel": 1, "pipeline_parallel": 1}
+    known = {*expected, "iteration"}
+    expected |= {option: value for option, value in options.items() if option in known}
+    assert checkpoint.layout == expected
     used = [tensor.leaves for tensor in checkpoint.hugging_face_tensors().values()]
     assert frozenset().union(*used) == set(checkpoint.stored)
 

@@ -15,8 +15,13 @@ from tests.conversion.megatron_models import (
     megatron_model,
     save_torch_dist,
 )
-from tests.conversion.support import assert_same_tensors, in_memory, load_all, tiny_config
-from tests.conversion.torch_dist_support import read_torch_dist
+from tests.conversion.support import (
+    assert_same_tensors,
+    in_memory,
+    load_all,
+    read_torch_dist,
+    tiny_config,
+)
 
 MODELS = {
     "dense": {"first_k_dense_replace": 3},

@@ -6,18 +6,16 @@ import pytest
 
 from checkpoint_conversion.checkpoint_folder import is_rank_folder
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.legacy import (
+    _DECODER_LAYER,
+    _count,
+    _whole_name,
+)
 from checkpoint_conversion.formats.legacy_ranks import (
     Rank,
     Sizes,
     folder_problems,
     sizes_of,
-    stages_of,
-)
-from checkpoint_conversion.formats.legacy_sharding import (
-    as_mapped,
-    layer_count,
-    mtp_layer_count,
-    name_on_rank,
 )
 
 
@@ -34,13 +32,6 @@ from checkpoint_conversion.formats.legacy_sharding import (
 def test_folders_have_megatrons_names(sizes, rank, folder):
     assert sizes.folder(rank) == folder
     assert is_rank_folder(folder)
-
-
-def test_every_rank_has_a_folder_of_its_own():
-    sizes = Sizes(2, 3, 4)
-    folders = {sizes.folder(rank) for rank in sizes.ranks()}
-    assert len(folders) == 24
-    assert not folder_problems(folders, sizes)
 
 
 @pytest.mark.parametrize("name", ["mp_rank_0", "mp_rank_00_1", "mp_rank_00_000_000_000", "rank_00"])
@@ -98,57 +89,17 @@ def test_without_experts_their_tensor_parallelism_does_not_matter():
     assert found == Sizes(4, 1, 1)
 
 
-def test_layers_of_stages():
-    assert stages_of([3, 0, 2]) == [range(3), range(3, 3), range(3, 5)]
+def test_layers_and_experts_are_numbered_from_0_on_the_rank():
+    expert = "mlp.experts.local_experts.{}.linear_fc1.weight"
+    for on_rank, in_model in (
+        ("decoder.layers.0.", "decoder.layers.10."),
+        ("mtp.layers.0.transformer_layer.",) * 2,
+    ):
+        found = _whole_name(on_rank + expert.format(3), 10, 20)
+        assert found == in_model + expert.format(23)
+    assert _whole_name("output_layer.weight", 10, 20) == "output_layer.weight"
 
 
-@pytest.mark.parametrize(
-    ("on_rank", "in_model"),
-    [
-        ("decoder.layers.1.input_layernorm.weight", "decoder.layers.11.input_layernorm.weight"),
-        (
-            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
-            "decoder.layers.10.mlp.experts.local_experts.23.linear_fc1.weight",
-        ),
-        (
-            "mtp.layers.0.transformer_layer.mlp.experts.local_experts.0.linear_fc2.weight",
-            "mtp.layers.0.transformer_layer.mlp.experts.local_experts.20.linear_fc2.weight",
-        ),
-        ("mtp.layers.0.enorm.weight", "mtp.layers.0.enorm.weight"),
-        ("output_layer.weight", "output_layer.weight"),
-    ],
-)
-def test_layers_and_experts_are_numbered_from_0_on_the_rank(on_rank, in_model):
-    assert name_on_rank(in_model, 10, 20) == on_rank
-
-
-@pytest.mark.parametrize(
-    ("stored", "mapped"),
-    [
-        (
-            "decoder.layers.0.mlp.experts.linear_fc1.weight12",
-            "decoder.layers.0.mlp.experts.local_experts.12.linear_fc1.weight",
-        ),
-        (
-            "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.1.linear_fc2.weight",
-            "mtp.layers.0.transformer_layer.mlp.experts.local_experts.1.linear_fc2.weight",
-        ),
-        (
-            "mtp.layers.1.mtp_model_layer.mlp.experts.linear_fc2.weight3",
-            "mtp.layers.1.transformer_layer.mlp.experts.local_experts.3.linear_fc2.weight",
-        ),
-        ("mtp.layers.1.eh_proj.weight", "mtp.layers.1.eh_proj.weight"),
-        # The name of older releases.
-        *[("mtp.layers.0.transformer_layer.input_layernorm.weight",) * 2],
-    ],
-)
-def test_names_of_modules(stored, mapped):
-    assert as_mapped(stored) == mapped
-
-
-def test_layers_are_counted():
-    names = ["decoder.layers.0.a", "decoder.layers.12.b", "mtp.layers.0.c", "decoder.norm"]
-    assert (layer_count(names), mtp_layer_count(names)) == (13, 1)
-    assert (layer_count([]), mtp_layer_count([])) == (0, 0)
-    # Nobody has so many, and counting to it would take forever.
-    assert layer_count(["decoder.layers.99999999999999.a"]) == 0
+def test_a_layer_number_that_no_model_has():
+    """Counting to it would take forever."""
+    assert _count(_DECODER_LAYER, ["decoder.layers.12.a", "decoder.layers.99999999999999.a"]) == 13

@@ -42,6 +42,7 @@ from tests.conversion.models import (
     with_rope,
 )
 from tests.conversion.support import (
+    load_all,
     random_tensors,
     tiny_config,
     write_hugging_face,
@@ -116,7 +117,7 @@ class TestAgrees:
     def test_files_per_rank(self, case):
         config, tensors = opened(case)
         ranks = {"tensor_parallel": 2, "pipeline_parallel": 3}
-        write_legacy(case.folder.parent / "legacy", config, tensors, **ranks)
+        write_legacy(case.folder.parent / "legacy", config, load_all(tensors), **ranks)
         checkpoint = open_checkpoint(case.folder.parent / "legacy")
         assert case.error(checkpoint_logits(checkpoint, case.tokens)) < TOLERANCE
 

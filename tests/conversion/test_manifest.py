@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_conversion.checkpoint_folder import TRACKER
 from checkpoint_conversion.errors import CheckpointError
-from checkpoint_conversion.formats.base import PartResult
 from checkpoint_conversion.manifest import (
     NAME,
     Manifest,
     find_manifest,
     read_manifest,
-    tensor_records,
+    tensor_record,
     weights_folder,
     write_manifest,
 )
 from tests.support.refusal import refusal
 
-RECORD = {
-    "key": "k",
-    "offset": [0, 4],
-    "shape": [2, 4],
-    "dtype": "torch.bfloat16",
-    "checksum": "0" * 32,
-    "fp8_error": {"max": 0.5},
-}
-RESULTS = [
-    PartResult("one", {"dir/a": 1}, [RECORD, {**RECORD, "offset": None}]),
-    PartResult("two", {"b": 1, "c": 2}, [{**RECORD, "file": "c"}]),
-]
+RECORD = tensor_record(
+    "k", torch.ones(2, 4, dtype=torch.bfloat16), "dir/a", (0, 4), fp8_error={"max": 0.5}
+)
 MANIFEST = Manifest(
     tool_version="1",
     source={"format": "hf"},
     target={"format": "megatron"},
     left_out={"x": "why"},
     files={"dir/a": 1},
-    tensors=tensor_records(RESULTS),
+    tensors=(RECORD, dataclasses.replace(RECORD, offset=None, file="c")),
     conversion="0" * 64,
 )
 
@@ -53,14 +45,6 @@ def document(tmp_path) -> dict:
 
 def test_comes_back(tmp_path):
     assert read_manifest(write_manifest(MANIFEST, tmp_path)) == MANIFEST
-
-
-def test_records(tmp_path):
-    records = tensor_records(RESULTS)
-    assert [record.file for record in records] == ["dir/a", "dir/a", "c"]
-    assert records[0].offset == (0, 4)
-    assert records[1].offset is None
-    assert records[0].dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.errors import CheckpointError, KnownNames
+from checkpoint_conversion.formats.legacy import as_mapped
 from checkpoint_conversion.layouts import (
     MegatronLayout,
     canonical_tensors,
@@ -22,7 +24,9 @@ from checkpoint_conversion.mapping import (
     to_hugging_face,
     to_megatron,
 )
-from checkpoint_conversion.transforms import GATED_ROWS, REPLICATED
+from checkpoint_conversion.mapping_table import GATED_ROWS, REPLICATED
+from tests.conversion.legacy_support import shards
+from tests.conversion.megatron_models import SAME, mapped_weights, megatron_model
 from tests.conversion.support import (
     CONFIGS,
     assert_same_tensors,
@@ -124,78 +128,27 @@ class TestValues:
 class TestAgainstMegatron:
     """Names, shapes and partition dims of a GPTModel that Megatron builds itself."""
 
+    CONFIG = tiny_config(**SAME, num_nextn_predict_layers=1)
+
     @pytest.fixture(scope="class")
     @staticmethod
     def model():
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+        return megatron_model(TestAgainstMegatron.CONFIG)
 
-        from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
-        from tests.support.cases import TINY, config_for
-
-        changes = {
-            "num_layers": 2,
-            "num_moe_experts": 4,
-            "moe_layer_freq": [0, 1],
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 16,
-            "moe_shared_expert_intermediate_size": 32,
-            "moe_router_enable_expert_bias": True,
-            "moe_router_score_function": "sigmoid",
-            "mtp_num_layers": 1,
-        }
-        config = config_for(TINY, torch.float32, **changes)
-        spec = get_standard_mla_decoder_block_spec(config, backend="local")
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=64,
-            max_sequence_length=16,
-            position_embedding_type="rope",
-            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
-        )
-
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def same_config(model):
-        config = model.config
-        return tiny_config(
-            num_hidden_layers=2,
-            num_nextn_predict_layers=1,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_head_dim,
-            qk_rope_head_dim=config.qk_pos_emb_head_dim,
-            v_head_dim=config.v_head_dim,
-        )
-
-    @staticmethod
-    def own_name(name: str) -> str:
-        return name.replace(".mtp_model_layer.", ".transformer_layer.")
-
-    def test_names_and_shapes(self, model, same_config):
-        real = {self.own_name(n): tuple(p.shape) for n, p in model.named_parameters()}
-        real |= {
-            self.own_name(n): tuple(b.shape)
-            for n, b in model.named_buffers()
-            if n.endswith("expert_bias")
-        }
-        assert real == megatron_shapes(same_config)
+    def test_names_and_shapes(self, model):
+        real = {name: tuple(t.shape) for name, t in mapped_weights(model).items()}
+        assert real == megatron_shapes(self.CONFIG)
 
     def test_partition_dims(self, model):
         for name, parameter in model.named_parameters():
-            rule = tensor_parallel_rule(self.own_name(name))
+            rule = tensor_parallel_rule(as_mapped(name))
             if "_down_proj" in name:
                 continue  # local layers cut them, TransformerEngine's do not
             if not getattr(parameter, "tensor_model_parallel", False):
                 assert rule is REPLICATED, name
-            elif rule is GATED_ROWS:
-                assert parameter.partition_dim == 0, name
             else:
                 assert rule.dim == parameter.partition_dim, name
+                assert (rule is GATED_ROWS) == ("linear_fc1" in name), name
 
 
 class TestRefusals:
@@ -270,15 +223,18 @@ class TestTensorParallel:
         megatron = to_megatron(in_memory(random_tensors(config)), config)
         for name, tensor in megatron.items():
             rule = tensor_parallel_rule(name)
-            shards = load_all({str(i): t for i, t in enumerate(rule.shard(tensor, size))})
-            merged = rule.merge([lazy(f"{name} of rank {i}", t) for i, t in shards.items()])
-            assert_same_tensors(load_all({name: merged}), load_all({name: tensor}))
+            (value,) = load_all({name: tensor}).values()
+            own = shards(name, value, config, size)
+            merged = rule.merge([lazy(f"{name} of rank {i}", t) for i, t in enumerate(own)])
+            assert_same_tensors(load_all({name: merged}), {name: value})
 
     def test_a_gated_shard_has_both_halves(self):
-        tensor = torch.arange(8.0).reshape(8, 1)  # gate 0..3, up 4..7
-        first, second = GATED_ROWS.shard(lazy("x", tensor), 2)
-        assert load_all({"x": first})["x"].flatten().tolist() == [0, 1, 4, 5]
-        assert load_all({"x": second})["x"].flatten().tolist() == [2, 3, 6, 7]
+        own = [torch.tensor([[0.0], [1], [4], [5]]), torch.tensor([[2.0], [3], [6], [7]])]
+        merged = GATED_ROWS.merge([lazy("first", own[0]), lazy("second", own[1])])
+        # gate 0..3, up 4..7
+        assert load_all({"x": merged})["x"].flatten().tolist() == list(range(8))
+        with pytest.raises(CheckpointError, match="3 rows, which cannot be divided"):
+            GATED_ROWS.merge([lazy("x", torch.ones(3, 1))])
 
     def test_copies_that_differ(self):
         copies = [lazy("a", torch.ones(4, 4)), lazy("b", torch.ones(4, 4))]
@@ -289,3 +245,35 @@ class TestTensorParallel:
 
     def test_unknown_names_have_no_rule(self):
         assert tensor_parallel_rule("decoder.layers.0.self_attention.linear_z.weight") is None
+
+
+class TestNearestName:
+    """Which known name a wrong one was meant to be."""
+
+    NAMES = tuple(
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(30)
+        for expert in range(64)
+        for part in ("gate", "up", "down")
+    )
+
+    @pytest.mark.parametrize(
+        ("wrong", "near"),
+        [
+            (NAMES[0].replace("gate", "gat"), NAMES[0]),
+            ("model.layers.7.mlp.experts.11.up_prj.weight", NAMES[3 * (7 * 64 + 11) + 1]),
+            # Numbers that no name has.
+            ("model.layers.99.mlp.experts.0.up_proj.weight", NAMES[1]),
+            ("qwertz", None),
+        ],
+    )
+    def test_nearest(self, wrong, near):
+        assert KnownNames(self.NAMES).nearest(wrong) == near
+        assert KnownNames(["a.{x}.weight"]).nearest("a.{x}.weigth") == "a.{x}.weight"
+
+    def test_a_whole_model_of_wrong_names_takes_no_time(self):
+        """A wrong config makes every name of a large checkpoint unknown."""
+        known, start = KnownNames(self.NAMES), time.process_time()
+        for name in self.NAMES:
+            assert known.nearest(name.replace("experts", "expertz")) == name
+        assert time.process_time() - start < 5

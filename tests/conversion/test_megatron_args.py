@@ -117,11 +117,10 @@ def test_parallel_sizes_dtype_and_padding():
     args = to_megatron_args(
         tiny_config(),
         tensor_parallel=4,
-        pipeline_parallel=2,
         dtype=torch.float16,
         padded_vocab_size=128,
     )
-    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 2)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 1)
     assert (args.params_dtype, args.fp16, args.bf16) == (torch.float16, True, False)
     assert (args.vocab_size, args.padded_vocab_size) == (64, 128)
     assert from_megatron_args(args).dtype == torch.float16

@@ -16,8 +16,13 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats import open_checkpoint
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.pt_support import Calls, saved
-from tests.conversion.support import load_all, random_tensors, tiny_config, write_hugging_face
-from tests.conversion.torch_dist_support import write_torch_dist
+from tests.conversion.support import (
+    load_all,
+    random_tensors,
+    tiny_config,
+    write_hugging_face,
+    write_torch_dist,
+)
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG)

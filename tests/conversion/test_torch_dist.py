@@ -12,7 +12,6 @@ from megatron.core import dist_checkpointing
 from torch.distributed import checkpoint as dcp
 
 from checkpoint_conversion.checkpoint_folder import kind_of
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
@@ -24,10 +23,9 @@ from tests.conversion.support import (
     in_memory,
     lazy,
     random_tensors,
-    tiny_config,
-)
-from tests.conversion.torch_dist_support import (
     read_torch_dist,
+    tensor_checksum,
+    tiny_config,
     write_lazy,
     write_torch_dist,
 )
@@ -114,12 +112,13 @@ def test_records_of_parts(tmp_path, config, tensors):
         assert name == f"release/__{number}_0.distcp" == f"release/{result.name}"
         assert (tmp_path / name).stat().st_size == result.files[name]
         for record in result.tensors:
-            values = state[record["key"]]
-            for dim, size in enumerate(record["shape"]):
-                values = values.narrow(dim, (record["offset"] or [0] * values.dim())[dim], size)
-            assert record["checksum"] == tensor_checksum(values), record["key"]
-            assert f"torch.{record['dtype']}" == str(values.dtype)
-            seen.add(record["key"])
+            values = state[record.key]
+            for dim, size in enumerate(record.shape):
+                values = values.narrow(dim, (record.offset or [0] * values.dim())[dim], size)
+            assert record.checksum == tensor_checksum(values), record.key
+            assert f"torch.{record.dtype}" == str(values.dtype)
+            assert record.file == name
+            seen.add(record.key)
     assert seen == set(state)
     assert json.dumps([dataclasses.asdict(result) for result in results])
 

@@ -28,8 +28,8 @@ from tests.conversion.support import (
     load_all,
     random_tensors,
     tiny_config,
+    write_torch_dist,
 )
-from tests.conversion.torch_dist_support import write_torch_dist
 
 # Fields of config.json, and whether Megatron stacks the layers.
 MODELS = {

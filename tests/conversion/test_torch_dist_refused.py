@@ -25,8 +25,7 @@ from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist import TorchDistCheckpoint
 from checkpoint_conversion.lazy_tensor import ReadSession
 from tests.conversion.pt_support import Calls, saved
-from tests.conversion.support import random_tensors, tiny_config
-from tests.conversion.torch_dist_support import read_torch_dist, write_torch_dist
+from tests.conversion.support import random_tensors, read_torch_dist, tiny_config, write_torch_dist
 
 NORM = "decoder.final_layernorm.weight"
 KV_UP = "decoder.layers.self_attention.linear_kv_up_proj.weight"

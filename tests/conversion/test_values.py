@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from checkpoint_conversion import cli
-from checkpoint_conversion.checksums import RunningChecksum
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import TARGETS
 from checkpoint_conversion.formats.base import TargetOptions
-from checkpoint_conversion.manifest import find_manifest, read_manifest
+from checkpoint_conversion.manifest import RunningChecksum, find_manifest, read_manifest
 from checkpoint_conversion.verify import verify
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support.refusal import refusal

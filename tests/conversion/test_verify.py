@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint_conversion.checksums import tensor_checksum
 from checkpoint_conversion.comparison import checksum, compare_tensors
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import TARGETS
@@ -23,6 +22,7 @@ from tests.conversion.support import (
     V2_LITE,
     lazy,
     random_tensors,
+    tensor_checksum,
     tiny_config,
     write_hugging_face,
 )

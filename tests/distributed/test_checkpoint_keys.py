@@ -17,7 +17,6 @@ from absorbed_mla.checkpoint.distributed import (
     model_sharded_state_dict,
     save_model_weights,
 )
-from tests.distributed.test_distributed_checkpoint import folder  # noqa: F401
 from tests.distributed.test_oracle_grid import backends
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -58,7 +57,7 @@ def test_keys_are_the_standards(backend):
 
 
 @BACKENDS
-def test_megatron_reads_it_strictly(backend, folder):  # noqa: F811
+def test_megatron_reads_it_strictly(backend, folder):
     """Megatron's own loading into its own model, extra states included."""
     source = build("absorbed", backend)
     save_model_weights(source, folder)
@@ -71,7 +70,7 @@ def test_megatron_reads_it_strictly(backend, folder):  # noqa: F811
 @pytest.mark.parametrize("reader", backends())
 @pytest.mark.parametrize("writer", backends())
 @pytest.mark.parametrize("kind", ["standard", "absorbed"])
-def test_any_layers_read_any_others(kind, writer, reader, folder):  # noqa: F811
+def test_any_layers_read_any_others(kind, writer, reader, folder):
     """Written at TP = world size and read at TP = 1, local layers and TransformerEngine's."""
     source = build(kind, writer)
     expected = logits(source).cpu()
@@ -82,7 +81,7 @@ def test_any_layers_read_any_others(kind, writer, reader, folder):  # noqa: F811
         assert relative_error(logits(target).cpu(), expected) < 1e-5
 
 
-def test_a_larger_models_checkpoint_is_refused(folder):  # noqa: F811
+def test_a_larger_models_checkpoint_is_refused(folder):
     """Weights that nobody asks for mean that this is not the model that was saved."""
     save_model_weights(build("absorbed", "local"), folder)
     smaller = gpt_model("absorbed", TINY, num_layers=1, **_parallel())
@@ -106,7 +105,7 @@ def test_all_stages_refuse_what_one_of_them_misses():
         _check_complete(requested, saved, "it", ())
 
 
-def test_only_the_common_state_of_a_training_checkpoint_is_dropped(folder):  # noqa: F811
+def test_only_the_common_state_of_a_training_checkpoint_is_dropped(folder):
     """Iteration, arguments and optimizer states are no weights; they must not get in the way."""
     source = build("absorbed", "local")
     entries = {**model_sharded_state_dict(source), "iteration": 7, "args": {"lr": 1.0}}

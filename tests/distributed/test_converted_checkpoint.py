@@ -5,7 +5,6 @@ And the other way: what the ranks of a model saved is read as one.
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,9 +22,15 @@ from tests.conversion.megatron_models import (
     megatron_model,
     save_torch_dist,
 )
-from tests.conversion.support import in_memory, load_all, random_tensors, tiny_config
-from tests.conversion.torch_dist_support import read_torch_dist, write_torch_dist
-from tests.distributed.test_distributed_checkpoint import gathered, shared_folder
+from tests.conversion.support import (
+    in_memory,
+    load_all,
+    random_tensors,
+    read_torch_dist,
+    tiny_config,
+    write_torch_dist,
+)
+from tests.distributed.whole import whole_tensors
 from tests.support import world
 from tests.support.combinations import grid
 
@@ -37,12 +42,6 @@ MODELS = {
 KINDS = ("standard", "absorbed")
 
 
-@pytest.fixture
-def folder():
-    with shared_folder() as path:
-        yield path
-
-
 def on_one_rank(function) -> None:
     """Call it on the first rank, and wait for it on the others."""
     if world.rank() == 0:
@@ -52,14 +51,7 @@ def on_one_rank(function) -> None:
 
 def whole_weights(model) -> dict[str, Tensor]:
     """Every tensor of the model over all ranks, under the mapping's names."""
-    whole = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if getattr(tensor, "tensor_model_parallel", False):
-            # Each rank has its rows of the gate above its rows of the up part.
-            parts = tensor.chunk(2) if name.endswith("linear_fc1.weight") else [tensor]
-            tensor = torch.cat([gathered(part, tensor.partition_dim) for part in parts])
-        whole[name] = tensor
-    return mapped_state(whole)
+    return mapped_state(whole_tensors(model.state_dict(keep_vars=True).items()))
 
 
 def check(model, tensors, config) -> None:

@@ -8,16 +8,10 @@ weights are compared bit for bit.
 from __future__ import annotations
 
 import itertools
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -29,6 +23,7 @@ from absorbed_mla.checkpoint.distributed import (
     model_sharded_state_dict,
     save_model_weights,
 )
+from tests.distributed.whole import whole_tensors
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY
@@ -50,25 +45,6 @@ NORMS = {
 }
 
 
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """An empty folder that all processes see."""
-    name = [tempfile.mkdtemp(prefix="absorbed_mla_checkpoint_") if world.rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    try:
-        yield Path(name[0])
-    finally:
-        dist.barrier()
-        if world.rank() == 0:
-            shutil.rmtree(name[0])
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with shared_folder() as path:
-        yield path
-
-
 def model(
     kind: str = "absorbed", layers: dict = MIXED, *, mla: OracleMLA = TINY, seed: int = 0
 ) -> nn.Module:
@@ -86,24 +62,13 @@ def model(
 
 def whole_attention_weights(made: nn.Module) -> dict[str, Tensor]:
     """Every attention weight over all ranks, under the standard's names."""
-    whole = {}
-    for name, parameter in made.named_parameters():
-        if ".self_attention." not in name and "norm" not in name:
-            continue
-        dim = (
-            parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-        )
-        whole[name] = parameter.detach() if dim is None else gathered(parameter, dim)
+    named = made.named_parameters()
+    whole = whole_tensors((n, p) for n, p in named if ".self_attention." in n or "norm" in n)
     for name in [n for n in whole if n.endswith("linear_k_up_proj.weight")]:
         values = whole.pop(name.replace("_k_", "_v_"))
         combined = interleave_heads(TINY, whole.pop(name), values)
         whole[name.replace("linear_k_up_proj.weight", KV_UP)] = combined
-    return {name: tensor.cpu() for name, tensor in whole.items()}
-
-
-def gathered(x: Tensor, dim: int) -> Tensor:
-    """Every tensor-parallel rank's ``x``, one after the other along ``dim``, where ``x`` is."""
-    return world.gather(x.to(world.device()), dim).to(x.device)
+    return {name: tensor.detach().cpu() for name, tensor in whole.items()}
 
 
 @dataclass(frozen=True)

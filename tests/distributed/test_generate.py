@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture, make_model, save
-from tests.distributed.test_distributed_checkpoint import shared_folder
+from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate

@@ -106,9 +106,13 @@ def steps():
 @pytest.fixture
 def from_the_host(monkeypatch):
     """``--cuda-graphs``, for which everything is done but the capture."""
-    return lambda: monkeypatch.setattr(
-        "absorbed_mla.generation.cuda_graphs.graph_fields", lambda scope: {}
-    )
+    module = "absorbed_mla.generation.cuda_graphs"
+
+    def patch() -> None:
+        monkeypatch.setattr(f"{module}.graph_fields", lambda scope: {})
+        monkeypatch.setattr(f"{module}.require_model_fields", lambda config: None)
+
+    return patch
 
 
 @needs.no_gpu

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.cases import TINY, random_weights, shapes
-from tests.support.harness import Setup, build_attention, parameters_by_oracle_name
-from tests.support.standard import rank_weights, standard_state_dict
+from tests.support.harness import Setup, build_attention, parameters_by_oracle_name, rank_weights
+from tests.support.standard import standard_state_dict
 
 DOWN = pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
 SHAPES = {"tiny": TINY, **{n: shapes(1)[n] for n in ("q_lora_none", "no_latent_norm", "no_rope")}}
@@ -42,7 +42,7 @@ def test_combined_kv_up_projection(shape, down_projection):
     mla, setup = SHAPES[shape], Setup(down_projection=down_projection)
     weights = random_weights(mla)
     parameters = loaded(mla, setup, standard_state_dict(mla, setup, weights))
-    assert_exact(parameters, rank_weights(mla, setup, weights))
+    assert_exact(parameters, rank_weights(setup, weights))
 
 
 @DOWN
@@ -53,7 +53,7 @@ def test_norms_fused_by_transformer_engine(down_projection):
     state = {FUSED_NORMS.get(name, name): t for name, t in state.items()}
     state["linear_q_up_proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
     state["linear_kv_up_proj._extra_state"] = torch.empty(0, dtype=torch.uint8)
-    assert_exact(loaded(TINY, setup, state), rank_weights(TINY, setup, weights))
+    assert_exact(loaded(TINY, setup, state), rank_weights(setup, weights))
 
 
 @DOWN
@@ -63,7 +63,7 @@ def test_fused_down_projection(down_projection):
     state = standard_state_dict(TINY, setup, weights)
     fused = [state.pop(f"linear_{name}_down_proj.weight") for name in ("q", "kv")]
     state["linear_qkv_down_proj.weight"] = torch.cat(fused)
-    assert_exact(loaded(TINY, setup, state), rank_weights(TINY, setup, weights))
+    assert_exact(loaded(TINY, setup, state), rank_weights(setup, weights))
 
 
 def test_own_state_dict_comes_back_as_a_standard_one():

@@ -26,7 +26,7 @@ FORMS = {"absorbed": AbsorbedForm(), "expanded": ExpandedForm(1)}
 
 @contextlib.contextmanager
 def determinism(demanded: bool, warn_only: bool = False) -> Iterator[None]:
-    """``torch.use_deterministic_algorithms`` for a while, then as it was."""
+    """Set ``torch.use_deterministic_algorithms`` inside the block."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(demanded, warn_only=warn_only)
@@ -38,9 +38,10 @@ def determinism(demanded: bool, warn_only: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def triton_interpreter() -> Iterator[None]:
-    """Triton's interpreter where there is no GPU; "auto" must not see it in other tests.
+    """Use Triton's interpreter inside the block on a machine without a GPU.
 
-    Triton decides when a kernel is decorated, so the kernels have to be imported in here.
+    Triton decides when a kernel is decorated, so kernels must be imported inside. In other tests
+    "auto" must not choose interpreted kernels.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
@@ -49,7 +50,7 @@ def triton_interpreter() -> Iterator[None]:
 
 
 def interpret_kernel(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
-    """Have the kernel of a module that is imported already run on a CPU, where there is no GPU."""
+    """Replace a kernel of an imported module by its interpreted form, without a GPU."""
     if world.device().type != "cuda":
         import triton
 
@@ -59,7 +60,7 @@ def interpret_kernel(patch: pytest.MonkeyPatch, module: ModuleType, name: str) -
 
 
 def multiply_in_one_order(patch: pytest.MonkeyPatch) -> None:
-    """Have interpreted kernels sum every element of a product in the same order, as a GPU does.
+    """Make interpreted matrix products sum every element in the same order, as a GPU does.
 
     The interpreter leaves products to numpy's BLAS, which on some CPUs gives a row other bits at
     another place in its block (OpenBLAS on AMD's).
@@ -103,11 +104,11 @@ class KernelCase:
 
     Attributes:
         form: Absorbed or expanded.
-        core_attention_backend: The only one that may run.
+        core_attention_backend: The backend that must run.
         mla: Shape of the layer.
-        dtype: Of all its tensors.
+        dtype: Type of all its tensors.
         layout: One of ``LAYOUTS``.
-        recomputes: Whether backward makes again everything that it can.
+        recomputes: Whether backward recomputes everything that can be recomputed.
     """
 
     form: str
@@ -161,10 +162,10 @@ def kernel_cases() -> list[KernelCase]:
 
 @contextlib.contextmanager
 def kernels_running(case: KernelCase) -> Iterator[None]:
-    """Set up what a kernel needs to run here; skips the test where it cannot run.
+    """Prepare this machine for a kernel; skips the test if the kernel cannot run here.
 
-    Deterministic algorithms only warn: otherwise "auto" would replace some kernels. Memory that
-    nobody wrote still holds NaN.
+    Deterministic algorithms only warn, because "auto" would replace some kernels otherwise. The
+    setting also fills uninitialised memory with NaN.
     """
     with triton_interpreter(), determinism(True, warn_only=True):
         reason = refusal_of(case.core_attention_backend, case.form, case.mla, case.dtype)

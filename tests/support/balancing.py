@@ -7,10 +7,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 
 def forget_balancing_losses() -> None:
-    """Reset it, as in a new process.
+    """Reset the state to that of a new process.
 
-    The metrics hold the layers of the first model of the process. The loss scale has the shape that
-    its first use gave it: of one element in Megatron's schedules, of none in a plain backward.
+    The metrics have the layers of the first model of the process. The loss scale has the shape of
+    its first use: one element in Megatron's schedules, a scalar in a plain backward.
     """
     destroy_moe_metrics_tracker()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None

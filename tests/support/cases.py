@@ -31,13 +31,13 @@ TINY = OracleMLA(
     mscale_all_dim=0.707,
 )
 
-# Widths that fused kernels take; with any others "auto" falls back.
+# Widths that fused kernels accept; others make "auto" choose another backend.
 FUSED = replace(TINY, nope=16, rope=8, v=24)
 
-# Widths that every kernel for GPUs takes: 128 for key and value of a head, 256 for the latent.
+# Widths that every kernel for GPUs accepts: 128 for key and value of a head, 256 for the latent.
 WIDE = replace(TINY, kv_lora_rank=256, nope=64, rope=64, v=128)
 
-# Widths that Triton's kernels take, and that its interpreter is quick with.
+# Widths that Triton's kernels accept and that its interpreter computes quickly.
 INTERPRETED = replace(TINY, kv_lora_rank=32, rope=16)
 
 _SHAPES = {
@@ -74,7 +74,7 @@ def config_for(
 ) -> MLATransformerConfig:
     """Megatron's config of one such layer.
 
-    Its ``layernorm_epsilon`` is not the latent norms': options must carry theirs.
+    Its ``layernorm_epsilon`` is not that of the latent norms, which is an option.
     """
     fields = {
         "num_layers": 1,

@@ -1,8 +1,8 @@
 """Parametrization by a grid: all combinations of its dimensions, or a covering array of them.
 
-With one or two processes, or on a GPU, all of them. More processes run the same code with other
-numbers of ranks, and each combination costs more: on a CPU they run a covering array, in which any
-two dimensions, or any three, still meet in every combination of their values.
+One or two processes, and GPUs, run all combinations. On a CPU more processes run a covering array,
+because each combination costs more there: any two (or three) dimensions still take all combinations
+of their values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from tests.support import world
 
-# 1: all combinations everywhere, as published figures have them.
+# Set to 1 to run all combinations everywhere, as for the published figures.
 VARIABLE = "ABSORBED_MLA_FULL_GRID"
 
 
@@ -29,9 +29,9 @@ def grid(
     """Parametrize a test with the combinations that are run.
 
     Args:
-        strength: How many dimensions still meet in all ways where not all combinations are run.
-        dimensions: Values by the name of the test's argument; a dict names them, too.
-        unless: Which combinations make no sense.
+        strength: Number of dimensions whose values are combined in all ways in a covering array.
+        dimensions: Values by argument of the test; a dict of values gives them labels.
+        unless: Whether a combination makes no sense, and is left out.
         indirect: Arguments that are fixtures.
     """
     named = {n: v if isinstance(v, dict) else {str(x): x for x in v} for n, v in dimensions.items()}
@@ -51,7 +51,7 @@ def grid(
 
 
 def thinned() -> bool:
-    """Whether less than all combinations are run."""
+    """Whether covering arrays are run instead of all combinations."""
     return world.size() > 2 and not torch.cuda.is_available() and os.environ.get(VARIABLE) != "1"
 
 
@@ -60,9 +60,9 @@ few_ranks = pytest.mark.skipif(thinned(), reason=f"needs 1 or 2 processes ({VARI
 
 
 def covering(rows: Sequence[tuple[str, ...]], strength: int) -> list[tuple[str, ...]]:
-    """Few of the rows, in which any ``strength`` columns hold whatever they hold in all rows.
+    """A few of the rows, in which any ``strength`` columns have all combinations of all rows.
 
-    They are taken one by one, always one that adds most.
+    Greedy: each row taken adds the most combinations that are missing.
     """
 
     def parts(row: tuple[str, ...]) -> set[tuple]:

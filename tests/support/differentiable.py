@@ -61,7 +61,7 @@ class _Attention(torch.autograd.Function):
         out, lse = backend.forward(AttentionInputs(*operands), rules)
         out = out.to(operands[0].dtype)
         ctx.call = (backend, rules)
-        # Backends have a way of their own where nobody used the LSE.
+        # Without a gradient of the LSE, backends take another code path.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out, lse, *operands)
         return out, lse

@@ -1,4 +1,4 @@
-"""Greedy requests of an engine, and what it must generate: the tokens of whole forwards."""
+"""Greedy requests to an engine, and the expected tokens, from forwards without a cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
-from tests.support.models import VOCAB
+from tests.support.models import VOCAB, gpt_model
 
 enable_cpu_inference()
 
@@ -32,7 +32,7 @@ enable_cpu_inference()
 _INIT_STD = 0.2
 # In fp32; measured errors were up to 2e-6.
 _LOG_PROB_TOLERANCE = 5e-5
-# Of the engines under test, unless a test changes them.
+# Options of the engines under test, unless a test changes them.
 _SIZES = {
     "max_sequence_length": 256,
     "max_requests": 8,
@@ -52,16 +52,16 @@ class Request:
 
     def sampling(self, *, log_probs: bool = False) -> SamplingParams:
         return SamplingParams(
-            num_tokens=self.num_tokens,
-            top_k=1,
-            stop_token=self.stop_token,
-            log_probs=log_probs,
+            max_tokens=self.num_tokens,
+            temperature=0,
+            stop_token_ids=() if self.stop_token is None else (self.stop_token,),
+            logprobs=0 if log_probs else None,
         )
 
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine did with requests."""
+    """Results of requests, and the statistics of the engine."""
 
     results: list[Result]
     statistics: Statistics
@@ -98,36 +98,24 @@ def generating_model(
     seed: int = 0,
     **config_changes,
 ) -> GPTModel:
-    """A model that caches latents; ``mtp_num_layers`` gives it layers that draft tokens."""
+    """A model that caches latents; with ``mtp_num_layers`` it has layers that draft tokens."""
     fields = {
         "num_layers": 2,
         "init_method_std": _INIT_STD,
         "cache_mla_latents": True,
         "tensor_model_parallel_size": world.tp_size(),
     }
-    config = config_for(mla, dtype, **{**fields, **config_changes})
+    fields |= config_changes
+    config = config_for(mla, dtype, **fields)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-    predicting = None
+    mtp = None
     if config.mtp_num_layers:
-        predicting = get_gpt_mtp_block_spec(
-            config, spec.layer_specs[-1], use_transformer_engine=False
-        )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.manual_seed(seed)
-    model = GPTModel(
-        config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=predicting,
-        vocab_size=VOCAB,
-        # Rotary positions have no end.
-        max_sequence_length=1,
-        position_embedding_type="rope",
-    )
-    return model.to(world.device(), dtype)
+        mtp = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+    return gpt_model(mla=mla, dtype=dtype, seed=seed, spec=spec, mtp_block_spec=mtp, **fields)
 
 
 def prompt(length: int, seed: int = 0, shared: int = 0) -> list[int]:
-    """Random tokens, of which the first ``shared`` are the same whatever the seed."""
+    """Random tokens; the first ``shared`` of them do not depend on the seed."""
     return [*_random(shared, seed=-1), *_random(length - shared, seed)]
 
 
@@ -137,7 +125,7 @@ def _random(length: int, seed: int) -> list[int]:
 
 
 def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Result]:
-    """Greedy generation that keeps nothing from one token to the next."""
+    """Greedy generation without a cache: a forward of the whole text for every token."""
     found: dict[int, Result] = {}
     sizes = {(len(request.prompt), request.num_tokens) for request in requests}
     for length, num_tokens in sizes:
@@ -153,7 +141,7 @@ def by_whole_forwards(model: GPTModel, requests: Sequence[Request]) -> list[Resu
 
 @torch.no_grad()
 def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
-    """Of texts [B, S]."""
+    """Continue texts [B, S]."""
     was_active, was_training = InferenceMode.is_active(), model.training
     InferenceMode.unset_active()
     model.eval()
@@ -169,7 +157,8 @@ def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
 
 
 def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
-    # Sequence parallelism cuts the tokens over the ranks; what comes after them is not seen.
+    # Sequence parallelism needs a number of tokens that divides by TP. Causal attention does not
+    # see the padding.
     ids = torch.nn.functional.pad(texts, (0, -texts.shape[1] % world.tp_size()))
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     logits = tensor_parallel.gather_from_tensor_model_parallel_region(model(ids, positions, None))
@@ -177,7 +166,7 @@ def _last_logits(model: GPTModel, texts: Tensor) -> Tensor:
 
 
 def assert_generates(run: Run, expected: list[Result]) -> None:
-    """Every request has its tokens, and their log-probabilities if they were recorded."""
+    """All requests have the expected tokens and, if recorded, log-probabilities."""
     assert len(run.results) == len(expected)
     for number, (got, want) in enumerate(zip(run.results, expected)):
         assert not got.error, f"request {number}: {got}"

@@ -1,4 +1,4 @@
-"""One execution of the layer on random weights and input, held to the oracle on the same."""
+"""Run the layer on random weights and input, and compare it with the oracle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.harness import (
 from tests.support.layouts import Layout
 from tests.support.numerics import Deviation, bounds_from_eager, compare
 
-# With the same rotary table; nothing hides behind rounding.
+# In float64, with the same rotary table.
 SAME_TABLE_BOUND = 1e-9
 # The module's table is float32: half an ulp of a cosine, 6e-8, on every rotary channel.
 OWN_TABLE_BOUND = 1e-6
@@ -58,7 +58,7 @@ class Execution:
 
     def oracle(self, table: Table | None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """The oracle's output and gradients by name; None for its own rotary table."""
-        # Executions of one shape and layout differ in how the layer gets to the same numbers.
+        # Executions of one shape and layout have the same expected result, whatever the setup.
         key = (self.mla, self.setup.dtype, dtype)
         known = self.tokens.truths.setdefault(key, [])
         for other, result in known:
@@ -85,18 +85,18 @@ class Execution:
     def check(
         self, error_table: ErrorTable | None = None, shape: str = "", layout: str = ""
     ) -> None:
-        """Hold the tensors to the oracle, all ranks together, and record the worst error."""
+        """Compare the tensors with the oracle on all ranks, and record the worst error."""
         table = self.table()
         deviation = compare(self.tensors, self.oracle(table), self.bounds(table))
         self.report(deviation, "module's float32", error_table, shape, layout)
 
     def check_own_table(self, error_table: ErrorTable, shape: str, layout: str) -> None:
-        """In float64, with the rotary table that the oracle makes itself."""
+        """Compare with the oracle and its own float64 rotary table."""
         deviation = compare(self.tensors, self.oracle(None), OWN_TABLE_BOUND)
         self.report(deviation, "oracle's float64", error_table, shape, layout)
 
     def report(self, deviation: Deviation, table: str, error_table, shape, layout) -> None:
-        """Record a deviation, and fail where it is out of bounds on any rank."""
+        """Record a deviation, and fail on all ranks if it is out of bounds on one."""
         deviation = worst_over_ranks(deviation)
         if error_table is not None:
             row = {"shape": shape, "layout": layout, **self.setup.describe()}
@@ -113,7 +113,7 @@ def same_table(one: Table | None, other: Table | None) -> bool:
 
 def execute(mla: OracleMLA, setup: Setup, tokens: Layout, **call) -> Execution:
     """Run the layer forward and backward; ``call`` goes on to ``harness.run``."""
-    # Rounded once, so that every evaluation starts from the same numbers.
+    # Rounded first, so that the layer and the oracle get the same numbers.
     weights = {n: w.to(setup.dtype).double() for n, w in random_weights(mla).items()}
     x, output_grad = (
         tokens.random_rows(mla.hidden, seed).to(setup.dtype).double() for seed in (1, 2)

@@ -1,11 +1,11 @@
 """Start ranks as torchrun does, forked from a process that has imported PyTorch and Megatron.
 
 PyTorch and Megatron take a process five seconds of a core to import, more than most tests run for.
-Here that happens once for all ranks of a job, and with ``--serve`` once for many jobs::
+This module imports them once for all ranks of a job, and with ``--serve`` once for many jobs::
 
     python -m tests.support.forked 4 -m pytest tests/distributed
 
-Only for machines without a GPU. Modules whose coverage is measured are left to the ranks.
+Only for machines without a GPU. Ranks import the modules whose coverage is measured themselves.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Job:
     """A program of one or more ranks.
 
     Attributes:
-        argv: What follows "python" on a command line: a script, or -m and a module, and arguments.
-        ranks: Number of processes; 0 for one that torchrun did not start.
+        argv: Command line after "python": a script, or -m and a module; then arguments.
+        ranks: Number of processes; 0: one process without torchrun's variables.
         folder: Working directory.
-        outputs: For each rank the files of stdout and stderr; none if they are this process's.
-        grace: Seconds that the others have when one has failed, before they are killed.
-        timeout: Seconds that all of them have.
+        outputs: For each rank the files of stdout and stderr; None: those of this process.
+        grace: Seconds until the other ranks are killed after one has failed.
+        timeout: Seconds until all ranks are killed.
     """
 
     argv: list[str]
@@ -64,7 +64,7 @@ def run(job: Job) -> list[int | None]:
     """Run a job to its end.
 
     Returns:
-        Exit codes by rank: minus the signal's number if one ended it, None if it was over time.
+        Exit codes by rank: minus the number of the signal that ended it; None if killed here.
     """
     running = []
     port = 0
@@ -170,7 +170,7 @@ def _wait(pids: list[int], grace: float, timeout: float) -> list[int | None]:
 
 
 def serve() -> None:
-    """Run the jobs that come as lines of JSON on stdin; their exit codes go to stdout."""
+    """Run jobs from stdin, one line of JSON each; print the exit codes of each as JSON."""
     for line in sys.stdin:
         print(json.dumps(run(Job(**json.loads(line)))), flush=True)
 
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     serving = arguments[0] == "--serve"
     for name in (*IMPORTS, *(arguments[1:] if serving else ())):
         importlib.import_module(name)
-    # Coverage asks modules for their __path__, and these make an operator of any name.
+    # Coverage reads __path__ of modules, and these two make an operator of any attribute.
     sys.modules["torch"].ops.__path__ = sys.modules["torch"].classes.__path__ = []
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -1,4 +1,4 @@
-"""Runs scripts/generate.py in the processes of the tests, as torchrun would in its own."""
+"""Run scripts/generate.py and scripts/train.py in the processes of the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.support.balancing import forget_balancing_losses
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
-# Here and not by the command: Megatron's engine asks for the real stderr.
+# Imported here and not by the command: Megatron's engine needs the real stderr on import.
+import absorbed_mla.llm.runner  # noqa: F401
 import generation.run  # noqa: F401
 import training.run  # noqa: F401
 from generation.entry import main
@@ -26,13 +27,7 @@ from training.entry import main as train_main
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left.
-
-    Attributes:
-        code: Of its exit.
-        out: Its stdout.
-        err: Its stderr.
-    """
+    """The result of a command: exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -40,7 +35,7 @@ class Done:
 
     @property
     def rows(self) -> list[dict]:
-        """Of --json, about the prompts in their order; the last is about all of them."""
+        """The objects of --json: one for each prompt in order, then the totals."""
         *prompts, totals = map(json.loads, self.out.splitlines())
         return [*sorted(prompts, key=lambda row: row["index"]), totals]
 
@@ -62,9 +57,9 @@ def _run(command, argv: tuple, stdin: bytes) -> Done:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "stdin", given),
-        # An error is the command's, and not that of the process that runs the tests.
+        # Otherwise an error would be written to the error file of this rank.
         mock.patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": ""}),
-        # The processes have joined already.
+        # The process group exists already.
         mock.patch.object(distributed, "initialize", lambda args: world.device()),
         mock.patch.object(distributed, "finish", lambda: None),
     ):

@@ -1,4 +1,4 @@
-"""Greedy generation from a live model, over Megatron's contexts: one way to call each."""
+"""Greedy generation without a context, over a static context, and over a dynamic one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from tests.support import world
 from tests.support.engine import Request, by_whole_forwards, engine_of, generate, prompt
 
-# Every text fits.
+# Longer than every text.
 _MAX_LENGTH = 256
 
 
@@ -72,9 +72,10 @@ def by_dynamic_context(
 
 @contextlib.contextmanager
 def without_sequence_parallelism(model: GPTModel) -> Iterator[None]:
-    """One token does not divide by TP: what Megatron's engine does to static batches, undone after.
+    """Switch sequence parallelism off inside the block: one token does not divide by TP.
 
-    Megatron's function remembers models by their ``id``, which another model may have later.
+    Megatron's engine does so for static batches, but remembers models by their ``id``, which a
+    later model may have, too.
     """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     holders = [model.config, *model.modules()]
@@ -95,7 +96,7 @@ def _requests(prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request
 def _last_logits(
     model: GPTModel, rows: Sequence[Sequence[int]], context: StaticInferenceContext
 ) -> Tensor:
-    """Of the whole vocabulary, after the last token of each row: [rows, vocabulary]."""
+    """Logits after the last token of each row, [rows, vocabulary]."""
     tokens = torch.tensor(rows, device=world.device())
     first = context.sequence_len_offset
     positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)

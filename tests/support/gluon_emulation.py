@@ -36,7 +36,7 @@ class Emulation:
         self.program = (0, 0, 0)
 
     def load(self, module: str) -> ModuleType:
-        """A fresh module of the package of kernels, which nobody else sees."""
+        """A new copy of a module of the kernels package, not shared with other code."""
         package = ModuleType(KERNELS)
         package.__path__ = list(importlib.import_module(KERNELS).__path__)
         with mock.patch.dict(sys.modules):
@@ -165,7 +165,7 @@ class _Constant(int):
 
 
 class _Kernel:
-    """A function of device code, which a grid of programs can be asked for."""
+    """A device function that can be launched on a grid of programs."""
 
     def __init__(self, function, emulation: Emulation):
         self.function, self.emulation = function, emulation
@@ -187,7 +187,7 @@ class _Kernel:
 
 
 def _argument(value):
-    """As device code gets it."""
+    """The value as device code receives it."""
     if isinstance(value, Tensor):
         return Pointer.to(value)
     return TensorMap(value) if hasattr(value, "block_shape") else value

@@ -162,7 +162,7 @@ class Pointer:
 
 
 class TensorMap:
-    """What the copy engine knows of a tensor; zeros beyond its end."""
+    """A tensor as the copy engine (TMA) reads it: zeros beyond its end."""
 
     def __init__(self, descriptor):
         self.base, self.block_shape = descriptor.base, list(descriptor.block_shape)

@@ -1,4 +1,4 @@
-"""Run the attention at any tensor-parallel size on whole weights, and gather whole gradients."""
+"""Run the attention on whole weights at any parallel layout, and gather whole gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Setup:
     backend: str = "local"
     core_attention_backend: str = "auto"
     cp_comm_type: str | None = None
-    # Shorter than the tests' sequences, so that attention takes several chunks.
+    # Smaller than the sequences of the tests, so that there are several chunks.
     query_chunk_size: int = 4
     expansion_chunk_size: int = 60
     context_chunk_size: int = 5
@@ -104,7 +104,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
 
 
 def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str, nn.Parameter]:
-    """The module's parameters; fails if they are not exactly the equations' weights."""
+    """The module's parameters; fails unless they are exactly the weights of the oracle."""
     found = dict(attention.named_parameters())
     named = {}
     for oracle_name in mla.weight_shapes():
@@ -113,25 +113,34 @@ def parameters_by_oracle_name(attention: nn.Module, mla: OracleMLA) -> dict[str,
             raise AssertionError(f"{oracle_name}: {PARAMETERS[oracle_name][0]} not in {[*found]}")
         named[oracle_name] = found.pop(candidates[0])
     if found:
-        raise AssertionError(f"parameters that no equation has: {[*found]}")
+        raise AssertionError(f"parameters that the oracle does not have: {[*found]}")
     return named
 
 
 def shard_dim(oracle_name: str, setup: Setup) -> int | None:
-    """The dim that a weight is cut over, None if every rank holds it whole."""
+    """The dimension along which a weight is sharded; None if every rank has all of it."""
     dim = PARAMETERS[oracle_name][1]
     if dim == "down":
         return 0 if setup.down_projection == "column_parallel" else None
     return dim
 
 
+def rank_weights(setup: Setup, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of every whole weight, by oracle name."""
+    dims = {name: shard_dim(name, setup) for name in weights}
+    return {
+        name: weight if dims[name] is None else world.own_part(weight, dims[name])
+        for name, weight in weights.items()
+    }
+
+
 def load_weights(
     attention: nn.Module, mla: OracleMLA, setup: Setup, weights: dict[str, Tensor]
 ) -> None:
     """Copy this rank's part of every whole weight into the module."""
+    parts = rank_weights(setup, weights)
     for name, parameter in parameters_by_oracle_name(attention, mla).items():
-        dim = shard_dim(name, setup)
-        part = weights[name] if dim is None else world.own_part(weights[name], dim)
+        part = parts[name]
         if parameter.shape != part.shape:
             raise AssertionError(f"{name}: {tuple(parameter.shape)}, not {tuple(part.shape)}")
         with torch.no_grad():
@@ -150,7 +159,7 @@ def run(
 ) -> OracleResult:
     """Forward and backward on whole ``x`` and ``output_grad`` [tokens, batch, hidden].
 
-    ``cp`` are fields of ``packed_seq_params`` that choose the context parallelism of the call.
+    ``cp`` has fields of ``packed_seq_params`` that select the context parallelism of this call.
 
     Returns:
         Whole output and gradients, as this rank sees them, rows [tokens * batch, hidden].
@@ -204,10 +213,10 @@ def all_tokens(x: Tensor, layout: Layout, setup: Setup, group: dist.ProcessGroup
 def whole_gradients(
     parameters: dict[str, nn.Parameter], setup: Setup, cp_group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """What the optimizer would see after Megatron's finalize_model_grads, over all shards.
+    """Whole gradients as the optimizer sees them after Megatron's finalize_model_grads.
 
-    That sums the gradients of parameters marked ``sequence_parallel`` over the tensor-parallel
-    group, and no others; before it, data parallelism has summed over context-parallel ranks.
+    That function sums the gradients of parameters marked ``sequence_parallel``, and no others, over
+    the tensor-parallel group; before it, DDP has summed over context-parallel ranks.
     """
     whole = {
         name: torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
@@ -225,7 +234,7 @@ def whole_gradients(
 
 
 def summed(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The sum of every tensor over a group, in one message: quicker than one each."""
+    """Every tensor summed over a group, in one all-reduce because that is faster."""
     return split_like(world.all_reduce(flat(tensors), group=group), tensors) if tensors else {}
 
 
@@ -241,7 +250,7 @@ def split_like(elements: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def named_tensors(mla: OracleMLA, result: OracleResult) -> dict[str, Tensor]:
-    """Output and gradients under the parameters' names; the rows of k_rope are apart."""
+    """Output and gradients by parameter name; the rows of k_rope have a name of their own."""
     named = {"output": result.output, "input gradient": result.input_grad}
     for name, gradient in result.weight_grads.items():
         parameter = PARAMETERS[name][0][0]
@@ -255,7 +264,7 @@ def named_tensors(mla: OracleMLA, result: OracleResult) -> dict[str, Tensor]:
 
 
 def module_table(attention: nn.Module, mla: OracleMLA, layout: Layout) -> Table | None:
-    """The module's own float32 rotary table, on the CPU; None without rotary channels."""
+    """The float32 rotary table of the module, on the CPU; None without RoPE."""
     if not mla.rope:
         return None
     cos, sin = attention.rotary.cos_sin(layout.tokens, world.device())
@@ -263,7 +272,7 @@ def module_table(attention: nn.Module, mla: OracleMLA, layout: Layout) -> Table 
 
 
 def worst_over_ranks(deviation: Deviation) -> Deviation:
-    """The largest error any rank sees, so that all ranks pass or fail together."""
+    """The largest errors over all ranks, so that all ranks pass or fail together."""
     names = sorted(deviation.errors)
     errors = torch.tensor([deviation.errors[n] for n in names], dtype=torch.float64)
     errors = world.all_reduce(errors, dist.ReduceOp.MAX).tolist()

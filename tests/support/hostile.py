@@ -1,4 +1,4 @@
-"""Inputs that kernels get wrong: memory full of NaN, odd strides, extreme scores, rows unseen."""
+"""Inputs that find mistakes in kernels: NaN in memory, odd strides, extreme scores, unseen rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """``torch.empty`` and the like give NaN (and the largest integer), as freed memory may."""
+    """Fill new uninitialised tensors with NaN, or the largest integer."""
 
     def poisoned(make):
         def poison(*args, **kwargs) -> Tensor:
@@ -42,12 +42,7 @@ def fill_with_poison(tensor: Tensor) -> Tensor:
 
 
 def amid_nan(tensor: Tensor, last: int = 1) -> Tensor:
-    """The same values as a view, with NaN before, between and after its rows.
-
-    Args:
-        tensor: Any.
-        last: Stride of the last dimension.
-    """
+    """A view with the values of ``tensor`` and NaN around its rows; ``last`` is its last stride."""
     around = [n + 3 for n in tensor.shape[:-1]] + [tensor.shape[-1] * last + 16]
     buffer = tensor.new_full(around, torch.nan)
     view = buffer[tuple(slice(1, 1 + n) for n in tensor.shape[:-1])]
@@ -69,7 +64,7 @@ class Case:
         rope: R.
         dtype: Of the operands.
         magnitude: Standard deviation of queries and keys.
-        lse_gradient: Whether the LSE was used.
+        lse_gradient: Whether there is a gradient of the LSE.
         last_stride: Stride of the operands' last dimension.
     """
 
@@ -90,7 +85,7 @@ class Case:
 
     @property
     def rules(self) -> ScoreRules:
-        """The rules of the call; a small chunk, so that the reference has several."""
+        """The rules of the call; chunks are small, so that the reference computes several."""
         scale = (self.content + self.rope) ** -0.5
         return ScoreRules(scale, self.spans, query_chunk_size=64)
 
@@ -124,7 +119,7 @@ class Case:
         return table
 
     def hide(self, operands: AttentionInputs, grad: OutputGradient) -> tuple:
-        """The same values inside buffers of NaN; tokens that are in no span hold NaN too."""
+        """The same values inside buffers of NaN; tokens in no span are NaN, too."""
         queries, keys = torch.ones(self.queries), torch.ones(self.keys)
         for span in self.spans:
             queries[span.queries], keys[span.keys] = 0, 0
@@ -145,7 +140,7 @@ class Case:
 def evaluate(
     case: Case, operands: AttentionInputs, grad: OutputGradient, dtype: torch.dtype
 ) -> dict:
-    """Output, LSE and gradients by PyTorch and its autograd, all of it in ``dtype``."""
+    """Output, LSE and gradients from PyTorch's autograd in ``dtype``."""
     qc, qr, kc, kr = (x.detach().to(dtype).requires_grad_() for x in operands[:4])
     scores = torch.einsum("qbnd,kbd->qbnk", qc, kc[:, :, 0])
     scores = (scores + torch.einsum("qbnr,kbr->qbnk", qr, kr)) * case.rules.scale

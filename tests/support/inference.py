@@ -1,4 +1,4 @@
-"""Run the attention over a cache, and caches that tests fill themselves."""
+"""Run the attention over a static context, or over a paged cache that a test fills."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def infer_in_steps(
 
 
 class PagedStep:
-    """A step over a cache of scattered blocks, all of whose unused places hold NaN.
+    """A step over a paged cache with blocks in random order and NaN in all unused places.
 
     Args:
-        lengths: Of the rows.
-        cached: [latent | k_rope] of each row's keys that are there already.
+        lengths: New tokens and keys of each row.
+        cached: [latent | k_rope] of the keys of each row that are cached already.
         block_size: Tokens in a block.
-        part_keys: Keys of a part; None: there is one part.
+        part_keys: Keys in a part of the cache; None: one part has all.
     """
 
     def __init__(

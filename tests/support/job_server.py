@@ -1,4 +1,4 @@
-"""A process that has made the long imports and forks the programs that tests run."""
+"""A process that has imported PyTorch and Megatron, and forks the programs that tests run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from console.parent import ends_with_this_process
+from tests.support.environment import without_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 _STARTING = 120.0
@@ -21,17 +22,15 @@ class JobServer:
     """Runs programs of one or more ranks, one job at a time. A context manager.
 
     Args:
-        modules: What the server imports besides PyTorch and Megatron.
-        paths: Where they are, besides the repository.
+        modules: More modules that the server imports.
+        paths: Folders of these modules, besides the repository.
     """
 
     def __init__(self, modules: list[str], paths: list[Path]) -> None:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-        environment = {k: v for k, v in os.environ.items() if k not in names}
         search = [str(ROOT), *map(str, paths), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.forked", "--serve", *modules],
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search)},
+            env=without_launcher(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(search)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -43,7 +42,7 @@ class JobServer:
         return self
 
     def __exit__(self, *_) -> None:
-        # It ends when there is nothing more to read, and its ranks end with their job.
+        # The server ends at the end of its input.
         self._process.stdin.close()
         try:
             self._process.wait(timeout=10)
@@ -61,7 +60,7 @@ class JobServer:
     ) -> tuple[list[int | None], list[str], list[str]]:
         """Run a program in ``folder``, as one process or as ``ranks`` like torchrun's.
 
-        The others are killed ``grace`` seconds after one has failed, all of them after ``timeout``.
+        The other ranks are killed ``grace`` seconds after one has failed, all after ``timeout``.
 
         Returns:
             By rank: exit codes as of :func:`tests.support.forked.run`, stdouts and stderrs.

@@ -26,7 +26,7 @@ class Layout:
         sequences: The same for the oracle, over rows ``token * batch + b``.
         lengths: Tokens of each packed sequence, None for a dense batch.
         slots: Tokens from each packed sequence's start to the next one's, None without padding.
-        truths: What the oracle computed on it, kept by ``Execution.oracle``.
+        truths: Cache of the oracle's results on this layout, for ``Execution.oracle``.
     """
 
     tokens: int
@@ -66,7 +66,7 @@ def dense(tokens: int, batch: int, visible: Tensor | None = None) -> Layout:
 
 
 def packed(lengths: Sequence[int], slots: Sequence[int] | None = None) -> Layout:
-    """Causal sequences one after the other, in slots that may be longer than they are."""
+    """A pack of causal sequences; ``slots`` are their lengths with padding."""
     return Layout(
         tokens=sum(slots or lengths),
         batch=1,
@@ -78,7 +78,7 @@ def packed(lengths: Sequence[int], slots: Sequence[int] | None = None) -> Layout
 
 @functools.cache
 def grid_layout(name: str, divisible: bool) -> Layout:
-    """The grid's layout of that name; ``divisible`` makes the token count a multiple of 4."""
+    """A layout of ``LAYOUTS``; with ``divisible`` its number of tokens is a multiple of 4."""
     if name == "sbhd":
         return dense(12 if divisible else 13, 2)
     # Odd lengths, a single token and an empty sequence; the last slot ends in padding too.
@@ -89,30 +89,31 @@ def grid_layout(name: str, divisible: bool) -> Layout:
 
 @functools.cache
 def cut_layout(name: str, cp_size: int) -> Layout:
-    """Like :func:`grid_layout`, of sequences that context parallelism can cut."""
+    """Like :func:`grid_layout`, with sequences that context parallelism can split."""
     chunks = 2 * cp_size
     if name == "sbhd":
         return dense(2 * chunks, 2)
     # An empty sequence, a chunk of one token, longer chunks.
     if name == "thd":
         return packed((chunks, 0, 3 * chunks, 2 * chunks))
-    # Padding in the last chunk, in all but the first, in all; from within a chunk and at its edge.
+    # Padding: part of the last chunk, all chunks but the first, all chunks; starting inside a
+    # chunk and at its boundary.
     slots = (2 * chunks, chunks, chunks, 3 * chunks, chunks)
     return packed((2 * chunks - 1, 1, 0, chunks + 1, chunks), slots)
 
 
 def cut_tokens(layout: Layout, cp_size: int, rank: int) -> list[int]:
-    """The tokens of one context-parallel rank, counted out one by one."""
+    """The tokens of one context-parallel rank, listed one by one."""
     if cp_size == 1:
         return [*range(layout.tokens)]
-    kept, start = [], 0
+    tokens_of_rank, start = [], 0
     for slot in layout.slots or layout.lengths or (layout.tokens,):
         tokens = [*range(start, start + slot)]
         size = slot // (2 * cp_size)
         chunks = [tokens[i * size : (i + 1) * size] for i in range(2 * cp_size)]
-        kept += chunks[rank] + chunks[2 * cp_size - 1 - rank]
+        tokens_of_rank += chunks[rank] + chunks[2 * cp_size - 1 - rank]
         start += slot
-    return kept
+    return tokens_of_rank
 
 
 def _boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Peak memory of tensors, counted from their storages; needs no GPU and no allocator."""
+"""Peak memory of tensors, counted from their storages, on any device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of all storages made inside the block and still alive: now, and at most."""
+    """Bytes of all storages that were created inside the block and are alive: now, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class PeakMemory(TorchDispatchMode):
         self._known = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # What an argument keeps was there before, whoever makes a view of it here.
+        # Storages of arguments existed before the call.
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor):
                 self._known.add(x.untyped_storage())

@@ -18,7 +18,7 @@ BLOCK_SPECS = {
     "absorbed": get_absorbed_mla_decoder_block_spec,
     "standard": get_standard_mla_decoder_block_spec,
 }
-# One dense layer and two mixtures of experts.
+# One dense layer and two MoE layers.
 MIXED = {
     "num_layers": 3,
     "num_moe_experts": 4,
@@ -36,9 +36,10 @@ def gpt_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     spec=None,
+    mtp_block_spec=None,
     **config_changes,
 ) -> GPTModel:
-    """A model on this process's device; ``seed`` decides its weights."""
+    """A model on this process's device; ``seed`` determines its weights."""
     config = config_for(mla, dtype, **config_changes)
     spec = spec or BLOCK_SPECS[kind](config, backend="local")
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -46,6 +47,7 @@ def gpt_model(
     model = GPTModel(
         config,
         transformer_layer_spec=spec,
+        mtp_block_spec=mtp_block_spec,
         vocab_size=VOCAB,
         max_sequence_length=TOKENS,
         position_embedding_type="rope",

@@ -1,4 +1,4 @@
-"""Skip markers: what a test needs of the machine or of the run, in the words of the summary."""
+"""Markers that skip a test, with the reason: what the machine or the run lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ no_gpu = pytest.mark.skipif(HAS_GPU, reason=NEEDS_NO_GPU)
 
 
 def gpu_with(what: str, refused: str | None = None) -> pytest.MarkDecorator:
-    """A GPU with a package; ``refused`` says why the package does not run on the GPU there is."""
+    """Needs a GPU with a package; ``refused``: why the package cannot run on this machine's GPU."""
     reason = f"needs a GPU with {what}"
     if HAS_GPU and refused:
         reason += f": {refused}"
@@ -24,7 +24,7 @@ def gpu_with(what: str, refused: str | None = None) -> pytest.MarkDecorator:
 
 
 def processes(*counts: int) -> pytest.MarkDecorator:
-    """One of these numbers of processes, which the layers of scripts/run_tests.sh differ in."""
+    """Needs one of these numbers of processes; see the layers of scripts/run_tests.sh."""
     *others, last = map(str, counts)
     named = f"{', '.join(others)} or {last}" if others else last
     return pytest.mark.skipif(world.size() not in counts, reason=f"needs {named} processes")

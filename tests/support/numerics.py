@@ -1,8 +1,8 @@
-"""Errors that see both direction and scale, and the bounds they are held to.
+"""Relative errors of tensors, and their bounds.
 
 The error of a tensor is |actual - expected| / |expected| in the Frobenius norm; the bound at a
-lower precision is what plain PyTorch makes of the oracle's equations there, three times over: the
-module rounds at other places (an absorbed query, partial sums over ranks), not much more often.
+lower precision is three times the error of the oracle's equations computed in plain PyTorch at that
+precision: the module rounds at other places (absorbed query, partial sums), not much more often.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def rounding_floor(dtype: torch.dtype) -> float:
-    """Two roundings of the result: what no evaluation at ``dtype`` can promise to beat."""
+    """Two roundings of the result, an error that every evaluation at ``dtype`` may have."""
     return 2 * torch.finfo(dtype).eps
 
 
@@ -65,6 +65,6 @@ def compare(
 def bounds_from_eager(
     eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, float]:
-    """Per tensor: three times the error of a plain evaluation at ``dtype``, plus the floor."""
+    """Bound of each tensor: three times the error of ``eager``, plus :func:`rounding_floor`."""
     floor = rounding_floor(dtype)
     return {n: EAGER_FACTOR * relative_error(eager[n], exact[n]) + floor for n in exact}

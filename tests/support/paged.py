@@ -1,4 +1,4 @@
-"""Paged caches with hostile contents, and attention over them written out."""
+"""Paged caches with NaN in all unused places, and attention over them in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from absorbed_mla.inference.rows import Rows
 
-# Where a read must not go: no cache has such a block.
+# Id of a block that does not exist, for entries of the table that must not be read.
 NO_BLOCK = 2**31 - 648
 
 
 @dataclass(frozen=True)
 class PagedCase:
-    """Rows of a cache whose blocks are scattered, and NaN wherever nothing may be read.
+    """Requests whose cache blocks are in random order, with NaN where nothing may be read.
 
     Attributes:
         query_lengths: New tokens of each row.
@@ -64,7 +64,7 @@ class PagedCase:
         return *query, cache.to(device), rows, self.scale
 
     def inputs_apart(self, starts: tuple[int, ...], device: torch.device | str = "cpu"):
-        """Likewise, with rows that start at these tokens; tokens between them are padding."""
+        """Like :meth:`inputs`, with rows that start at ``starts`` and padding between them."""
         *query, cache, rows, scale = self.inputs(device)
         query = [part.nan_to_num(0.5) for part in query]
         table = torch.tensor(starts, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The logits of some tokens, computed in every way there is."""
+"""Logits of the same tokens from training, prefill and decode, in many ways to split them."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def parity_model(
     options: dict | None = None,
     **config,
 ) -> GPTModel:
-    """A model whose logits depend much on the attention."""
-    # What the kernels for GPUs take has other widths.
+    """A model whose logits depend strongly on the attention."""
+    # The kernels for GPUs need other widths.
     mla = mla or (INTERPRETED if torch.cuda.is_available() else TINY)
-    asked = AbsorbedMLAOptions(batch_invariant=batch_invariant, **(options or {}))
+    options = AbsorbedMLAOptions(batch_invariant=batch_invariant, **(options or {}))
     config = {"init_method_std": 0.3, **config}
     spec = get_absorbed_mla_decoder_block_spec(
-        config_for(mla, dtype, **config), backend="local", options=asked
+        config_for(mla, dtype, **config), backend="local", options=options
     )
     return gpt_model(mla=mla, dtype=dtype, spec=spec, **config)
 
@@ -79,7 +79,7 @@ def packed_alone(model: GPTModel, tokens: Tensor, lengths: Sequence[int]) -> Ten
 
 @torch.inference_mode()
 def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Whole logits over a cache of latents, so many tokens of every row at a time."""
+    """Whole logits over a cache of latents, ``sizes`` tokens of every row at a time."""
     model.eval()
     context = StaticInferenceContext(len(tokens), tokens.shape[1] + 3)
     context.config.materialize_only_last_token_logits = False
@@ -96,7 +96,7 @@ def cached(model: GPTModel, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def chunkings(count: int = TOKENS) -> dict[str, list[int]]:
-    """Ways to cut so many tokens into forwards."""
+    """Ways to split ``count`` tokens into forwards, by name."""
     rng = random.Random(1)
     ways = {"prefill": [count], "halves": [count // 2, count - count // 2]}
     ways["random"] = []
@@ -107,7 +107,7 @@ def chunkings(count: int = TOKENS) -> dict[str, list[int]]:
 
 
 def differences(model: GPTModel) -> list[str]:
-    """Ways that do not give the bits of the training forward of the whole batch."""
+    """Names of the ways whose logits differ in a bit from a training forward of the whole batch."""
     tokens = tokens_of()
     expected = trained(model, tokens)
     ways = {

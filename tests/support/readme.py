@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Run by tests/readme in the order of the page.
+# Kinds of blocks that tests/readme runs, in the order of the page.
 EXECUTED = ("bash", "python")
-# Need a GPU, a download or much time.
+# Kinds that are not run: they need a GPU, a download or much time.
 SHOWN = ("console",)
 # Text, such as a tree of files.
 DRAWN = ("text",)
-# What a user's shell does not have, but that of a test run may.
+# Variables that a test run may have, but not a user's shell.
 _OF_A_TEST_RUN = re.compile(
     r"ABSORBED_MLA_\w+|PYTHON\w+|COV\w+|PYTEST\w+|TORCH\w+|OMP_NUM_THREADS|VIRTUAL_ENV"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_\w+|GLOO_SOCKET_IFNAME|CUDA_VISIBLE_DEVICES"
@@ -53,7 +53,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def script(page: list[Block]) -> str:
-    """A bash script that runs all blocks to be executed, in order, and says where it is."""
+    """A bash script that runs the ``EXECUTED`` blocks in order and prints the line of each."""
     parts = ["set -e"]
     for block in page:
         if block.kind not in EXECUTED:
@@ -67,12 +67,12 @@ def script(page: list[Block]) -> str:
 
 
 def user_environment() -> dict[str, str]:
-    """Variables of a shell in which nobody has prepared anything."""
+    """The environment variables of a user's new shell."""
     return {k: v for k, v in os.environ.items() if not _OF_A_TEST_RUN.fullmatch(k)}
 
 
 def checkout(folder: Path) -> Path:
-    """Copy what git tracks, or would track, to ``folder``, like a fresh clone."""
+    """Copy all files that git does not ignore to ``folder``, like a fresh clone."""
     names = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -90,7 +90,7 @@ def checkout(folder: Path) -> Path:
 
 
 def new_files(folder: Path) -> list[str]:
-    """What a ``checkout`` has since then and git does not ignore."""
+    """Files that were created in a ``checkout`` and that git does not ignore."""
     command = ["git", "ls-files", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
     return done.stdout.splitlines()

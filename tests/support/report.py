@@ -22,7 +22,7 @@ SLOWEST = 15
 
 
 class Recorder:
-    """A pytest plugin that appends a line for every test that is skipped or takes time."""
+    """A pytest plugin that writes the slowest tests, and the reasons of skips, to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,21 +30,21 @@ class Recorder:
         self.skips: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report) -> None:
-        """A phase of a test is over."""
+        """Count a phase of a test: setup, call or teardown."""
         self.seconds[report.nodeid] += report.duration
         self._count(report)
 
     def pytest_collectreport(self, report) -> None:
-        """A file has been read; it may be skipped as a whole."""
+        """Count a file that is skipped as a whole."""
         self._count(report)
 
     def _count(self, report) -> None:
-        # An expected failure is reported as skipped, but lacks nothing.
+        # Expected failures are reported as skipped, too.
         if report.skipped and not hasattr(report, "wasxfail"):
             self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write."""
+        """Write the file."""
         with self.path.open("a") as file:
             for reason, count in self.skips.items():
                 print(json.dumps({"reason": reason, "count": count}), file=file)
@@ -54,13 +54,13 @@ class Recorder:
 
 def record(config: pytest.Config) -> None:
     """Record this run where ``VARIABLE`` names a file."""
-    # The processes of pytest-xdist tell the one that started them.
+    # The workers of pytest-xdist send their reports to the process that started them.
     if os.environ.get(VARIABLE) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(Path(os.environ[VARIABLE])))
 
 
 def summary(paths: Iterable[Path]) -> list[str]:
-    """The lines to print; the names of the files are those of the layers."""
+    """The lines to print; each file has the name of its layer."""
     slow, skips = [], Counter()
     for path in paths:
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Spans of queries and keys: hard ones by name, any by Hypothesis, and the pairs that they show."""
+"""Spans of queries and keys: difficult ones by name, random ones, and their visible pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPANS = {
 
 
 def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
-    """(query, key) of every span, on the axes of the spans."""
+    """The visible (query, key) pairs of all spans."""
     pairs = []
     for span in spans:
         assert span.query_start < span.query_end and span.key_start < span.key_end
@@ -46,7 +46,7 @@ def pairs_in(spans: tuple[Span, ...]) -> list[tuple[int, int]]:
 
 @st.composite
 def any_span(draw) -> Span:
-    """One that shows at least one pair."""
+    """A span with at least one visible pair."""
     query_start, key_start = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     queries, keys = draw(st.integers(1, 7)), draw(st.integers(1, 7))
     offset = draw(st.none() | st.integers(0, 8))
@@ -58,7 +58,7 @@ def any_span(draw) -> Span:
 
 @st.composite
 def any_spans(draw) -> tuple[Span, ...]:
-    """Queries one span after the other, keys anywhere."""
+    """Spans in the order of their queries, with any keys."""
     found, first = [], 0
     for span in draw(st.lists(any_span(), min_size=1, max_size=6)):
         size = span.query_end - span.query_start

@@ -1,4 +1,4 @@
-"""Megatron's own MLA, and whole weights in its layout, as its checkpoints hold them."""
+"""Megatron's own MLA, and whole weights in the layout of its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from tests.oracle import OracleMLA, OracleResult
 from tests.support import world
 from tests.support.cases import config_for
-from tests.support.harness import PARAMETERS, Setup, shard_dim
+from tests.support.harness import PARAMETERS, Setup, rank_weights
 from tests.support.layouts import Layout
 
 KV_UP = "linear_kv_up_proj.weight"
-# Where TransformerEngine's layers keep the latent norms.
+# Names of the latent norms in TransformerEngine's fused layers.
 FUSED = {
     "q_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
     "kv_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
@@ -37,26 +37,17 @@ def separate_heads(mla: OracleMLA, kv_up: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(per_head[0::2]), torch.cat(per_head[1::2])
 
 
-def rank_weights(mla: OracleMLA, setup: Setup, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of every weight, by oracle name."""
-    parts = {}
-    for name, weight in weights.items():
-        dim = shard_dim(name, setup)
-        parts[name] = weight if dim is None else world.own_part(weight, dim)
-    return parts
-
-
 def standard_state_dict(
     mla: OracleMLA, setup: Setup, weights: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """This rank's state dict of MLASelfAttention with local norms."""
-    parts = {n: p.to(setup.dtype) for n, p in rank_weights(mla, setup, weights).items()}
+    parts = {n: p.to(setup.dtype) for n, p in rank_weights(setup, weights).items()}
     combined = interleave_heads(mla, parts.pop("w_uk"), parts.pop("w_uv"))
     return {**{PARAMETERS[n][0][0]: p.clone() for n, p in parts.items()}, KV_UP: combined}
 
 
 def build_standard(mla: OracleMLA, setup: Setup) -> nn.Module:
-    """Megatron's attention; its latent norms know no epsilon but the config's."""
+    """Megatron's attention; its latent norms use the epsilon of the config."""
     config = config_for(
         mla,
         setup.dtype,
@@ -74,7 +65,7 @@ def build_standard(mla: OracleMLA, setup: Setup) -> nn.Module:
 def load_standard(
     attention: nn.Module, mla: OracleMLA, setup: Setup, weights: dict[str, Tensor]
 ) -> None:
-    """Give Megatron's attention this rank's part of every whole weight."""
+    """Load this rank's part of every whole weight into Megatron's attention."""
     names = dict(attention.named_parameters())
     state = standard_state_dict(mla, setup, weights)
     state = {FUSED[n] if FUSED.get(n) in names else n: part for n, part in state.items()}
@@ -87,7 +78,7 @@ def load_standard(
 def run_standard(
     attention: nn.Module, mla: OracleMLA, layout: Layout, x: Tensor, output_grad: Tensor
 ) -> OracleResult:
-    """Forward and backward of Megatron's attention in one process; the oracle's names."""
+    """Forward and backward of Megatron's attention in one process; gradients by oracle name."""
     parameters = dict(attention.named_parameters())
     dtype = next(iter(parameters.values())).dtype
     x = x.to(world.device(), dtype).clone().requires_grad_()

@@ -43,7 +43,7 @@ class Training:
 
     def __init__(self, model: GPTModel) -> None:
         self.model = model
-        # Megatron's record of balancing losses keeps the layers of the first model of the process.
+        # Megatron's metrics of balancing losses have the layers of the process's first model.
         destroy_moe_metrics_tracker()
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self._wrapped = DistributedDataParallel(model.config, config, model)
@@ -82,7 +82,7 @@ class Training:
 
 
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Names of what is not the same to the bit, or not there."""
+    """Names of tensors that differ in a bit, or that one side lacks."""
     return [
         name
         for name in sorted(ours.keys() | theirs.keys())

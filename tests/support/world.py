@@ -1,6 +1,6 @@
 """The processes a test runs in: one under plain pytest, N under torchrun.
 
-They are tensor-parallel over all of them, but for what runs within :func:`parallel`.
+All of them are tensor-parallel, except inside :func:`parallel`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ def start() -> None:
     _enter(tp=dist.get_world_size())
 
 
-# Sizes -> Megatron's process groups. They are kept, and made once only: each holds threads and
-# sockets until the job ends.
+# Megatron's process groups by sizes, created once: each has threads and sockets until the job ends.
 _GROUPS: dict[tuple, dict] = {}
 _entered: list[dict] = []
 
 
 @contextlib.contextmanager
 def parallel(**sizes) -> Iterator[None]:
-    """Other sizes for a while, ``tp`` and ``cp`` (1 each unless given), then the former ones again.
+    """Use other parallel sizes inside the block: ``tp``, ``cp``, and others that Megatron takes.
 
-    What is left of the processes is data-parallel. More arguments go to Megatron.
+    Sizes that are not given are 1; the remaining ranks are data-parallel.
     """
     [former] = _entered
     _enter(**sizes)
@@ -59,7 +58,7 @@ def _enter(*, tp: int = 1, cp: int = 1, **more) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, context_parallel_size=cp, **more
         )
-        # Everything that this sets.
+        # All that initialize_model_parallel sets.
         state = vars(parallel_state)
         _GROUPS[key] = {n: v for n, v in state.items() if n.startswith("_") and n.isupper()}
     vars(parallel_state).update(_GROUPS[key])
@@ -74,7 +73,7 @@ def stop() -> None:
 
 
 def size() -> int:
-    """Number of processes; known before they have joined."""
+    """Number of processes; known before the process group exists."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
@@ -84,7 +83,7 @@ def rank() -> int:
 
 
 def device() -> torch.device:
-    """Where modules live."""
+    """The device of modules under test."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -120,7 +119,7 @@ def all_reduce(
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Every tensor-parallel (or group's) process's ``x``, one after the other along ``dim``."""
+    """``x`` of all ranks of a group, by default the tensor-parallel one, joined along ``dim``."""
     group = group or tp_group()
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
@@ -128,7 +127,7 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tenso
 
 
 def own_part(x: Tensor, dim: int) -> Tensor:
-    """This process's tensor-parallel share of ``x`` when it is cut evenly along ``dim``."""
+    """This rank's part of ``x``, split evenly along ``dim`` over the tensor-parallel ranks."""
     if x.shape[dim] % tp_size():
         raise ValueError(f"dim {dim} of {tuple(x.shape)} does not divide by {tp_size()}")
     return x.chunk(tp_size(), dim=dim)[parallel_state.get_tensor_model_parallel_rank()]

@@ -1,7 +1,7 @@
-"""A context-parallel rank that dies, or sends something else: an error everywhere, never a hang.
+"""If a context-parallel rank dies or sends another shape, all ranks fail and none hangs.
 
-Two processes each time, with a process-group timeout of a few seconds. On a GPU the same waits end
-in NCCL's watchdog, which ends the process.
+Two processes, with a process-group timeout of a few seconds. On a GPU the watchdog of NCCL ends
+processes that wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
 if fault == "unseen_shape":
-    # As where known shapes are not compared again.
+    # As on a GPU, which compares only new layouts before communication.
     strategy.require_equal_shapes = lambda *args: None
 attention = build_attention(TINY, Setup(cp_comm_type=cp_comm_type))
 x = torch.randn(8, 1, TINY.hidden, dtype=torch.float64, requires_grad=True)
@@ -54,11 +54,11 @@ try:
     if fault == "backward":
         die()
     output.sum().backward()
-    # What a rank sent may be gone before the other one is.
+    # Data that a rank has sent may be lost if it exits before the other rank has received it.
     dist.barrier()
 except Exception as error:
     print("error:", error, flush=True)
-    # Not the ordinary way out, which would wait for the others.
+    # Exit handlers would wait for the other rank.
     os._exit(3)
 """
 
@@ -75,7 +75,7 @@ def outcome(server: JobServer, tmp_path: Path) -> Callable[..., tuple[list[int],
             [script, fault, cp_comm_type, TIMEOUT], tmp_path, 2, timeout=seconds, grace=seconds
         )
         assert None not in codes, [outputs, errors]
-        # Before the fault everything went well.
+        # The forward and backward before the fault worked.
         assert all("started" in output for output in outputs), [outputs, errors]
         return codes, outputs
 

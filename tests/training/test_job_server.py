@@ -1,4 +1,4 @@
-"""Programs that tests fork: what they see, and that no other way to end is taken for success."""
+"""The job server: environment of the programs that it forks, and their exit codes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_process(server, tmp_path, program, last):
 
 
 def test_ranks_meet(server, tmp_path, program):
-    """As torchrun's do, through the variables that it sets."""
+    """They form a process group from the variables that torchrun sets."""
     meet = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -61,8 +61,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("how", [{"grace": 0.2}, {"timeout": 0.2}])
-def test_who_is_over_time_is_killed(server, tmp_path, program, how):
-    """After one has failed, or all of them; it has no exit code."""
+def test_ranks_over_time_are_killed(server, tmp_path, program, how):
+    """After the grace period of a failure, or the timeout of all; the exit code is None."""
     start = time.monotonic()
     last = "time.sleep(60 * (rank == 0)); sys.exit(3)" if "grace" in how else "time.sleep(60)"
     codes, _, _ = server.run([program(last)], tmp_path, ranks=2, **how)

@@ -1,7 +1,7 @@
-"""Two tensor-parallel processes, killed at any moment and resumed, train as if nothing happened.
+"""Two tensor-parallel processes that are killed and resumed train as if they had not been.
 
-Losses and gradient norms must agree to the last bit: a resumed run that only nearly continues has
-lost data order, dropout, the optimizer's state or a part of the weights.
+Losses and gradient norms must be equal to the last bit: any difference means that data order,
+dropout, the optimizer's state or some weights were lost.
 """
 
 from __future__ import annotations
@@ -9,51 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
+from counting import count_from
 from training.metrics import read_metrics, series
 
-REPO = Path(__file__).resolve().parents[2]
 ITERATIONS = 12
 RUN = (
     "--preset tiny --num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 "
     "--seq-length 32 --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.1 "
     "--attention-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel "
     "--recompute-granularity selective --recompute-modules mla_up_proj core_attn "
-    f"--train-iters {ITERATIONS} --save-interval 1 --no-progress"
+    f"--train-iters {ITERATIONS} --save-interval 1"
 )
 
 
-def start(folder: Path, options: str) -> subprocess.Popen:
-    """Torchrun, which nothing but this test ends."""
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {k: v for k, v in os.environ.items() if k not in names}
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *launcher.split(),
-            str(REPO / "scripts" / "train.py"),
-            *RUN.split(),
-            *options.split(),
-        ],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def processes() -> dict[int, int]:
-    """Every process that has not ended, and the one that started it."""
+    """Ids of all running processes, with the ids of their parents."""
     listing = subprocess.run(
         ["ps", "-e", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
     )
@@ -62,7 +35,7 @@ def processes() -> dict[int, int]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """SIGKILL to torchrun alone; its ranks, in sessions of their own, must not live on."""
+    """Kill torchrun alone by SIGKILL; its ranks must end, too."""
     ranks = [pid for pid, parent in processes().items() if parent == process.pid]
     assert len(ranks) == 2
     process.kill()
@@ -86,26 +59,23 @@ def iterations_logged(path: Path) -> int:
     return len(series(read_metrics(path), "train_loss")) if path.exists() else 0
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    (folder / "text.txt").write_text(Path(__file__).read_text())
-    finish(start(folder, "--data text.txt --metrics whole.jsonl --save whole"))
-    return folder
+def test_resumed_after_kills_is_bitwise_the_same(torchrun, tmp_path):
+    def start(options: str) -> subprocess.Popen:
+        return torchrun(f"{RUN} {options}", 2, cwd=tmp_path, stderr=subprocess.STDOUT)
 
-
-def test_resumed_after_kills_is_bitwise_the_same(uninterrupted):
-    folder = uninterrupted
+    (tmp_path / "text.txt").write_text(count_from(0, 700))
+    finish(start("--data text.txt --metrics whole.jsonl --save whole"))
     options = "--data text.txt --metrics killed.jsonl --save killed"
-    process = start(folder, options)
+    metrics = tmp_path / "killed.jsonl"
+    process = start(options)
     for killed_after in (2, 5):
-        while iterations_logged(folder / "killed.jsonl") < killed_after and process.poll() is None:
+        while iterations_logged(metrics) < killed_after and process.poll() is None:
             time.sleep(0.05)
         assert process.poll() is None, "it finished before it was killed"
         kill(process)
-        process = start(folder, f"{options} --load killed")
+        process = start(f"{options} --load killed")
     assert "resumed at iteration" in finish(process)
-    whole, parts = (read_metrics(folder / f"{n}.jsonl") for n in ("whole", "killed"))
+    whole, parts = (read_metrics(tmp_path / f"{n}.jsonl") for n in ("whole", "killed"))
     for key in ("train_loss", "grad_norm"):
         assert len(series(whole, key)) == ITERATIONS
         assert series(parts, key) == series(whole, key)

@@ -6,21 +6,14 @@ If these fail, a run that was interrupted does not continue as if it had not bee
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from megatron.core import dist_checkpointing
 
 from checkpoint_conversion.megatron_args import from_megatron_args
-from tests.support.job_server import JobServer
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
-
+from counting import count_from
 from training.metrics import read_metrics, series
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train.py"
 
 _SMALL = (
     "--num-layers 2 --moe-layer-freq [0,1] --hidden-size 32 --ffn-hidden-size 64 --seq-length 32"
@@ -28,18 +21,6 @@ _SMALL = (
 _RUN = f"{_SMALL} --micro-batch-size 2 --global-batch-size 4 --hidden-dropout 0.1 --train-iters 6"
 
 _FROM_ARGS = "--use-checkpoint-args --load"
-
-
-@pytest.fixture(scope="module")
-def train(server: JobServer) -> Callable[..., str]:
-    """Run scripts/train.py in a folder; what it printed, on stderr if it shall fail."""
-
-    def run(folder: Path, options: str, expect: int = 0) -> str:
-        [code], [out], [err] = server.run([SCRIPT, *options.split(), "--no-progress"], folder)
-        assert code == expect, err[-3000:]
-        return err if expect else out
-
-    return run
 
 
 def _losses(tmp_path: Path, name: str) -> list[dict]:
@@ -50,7 +31,7 @@ def _losses(tmp_path: Path, name: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, train) -> Path:
     folder = tmp_path_factory.mktemp("training")
-    (folder / "text.txt").write_text(Path(__file__).read_text())
+    (folder / "text.txt").write_text(count_from(0, 700))
     run = f"{_RUN} --data text.txt --metrics whole.jsonl --save whole --save-interval 3"
     train(folder, run)
     return folder
@@ -66,7 +47,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(uninterrupted, train)
 
 
 def test_bf16_is_resumed_as_exactly(uninterrupted, train):
-    """Its fp32 copies are no part of the model."""
+    """Including the fp32 copies of the parameters, which are not part of the model."""
     folder = uninterrupted
     for name, stop in (("bf16", ""), ("halves", "--exit-interval 4")):
         run = f"{_RUN} --data text.txt --bf16 --metrics {name}.jsonl --save {name}"
@@ -76,7 +57,7 @@ def test_bf16_is_resumed_as_exactly(uninterrupted, train):
 
 
 def test_the_optimizers_options_may_change(uninterrupted, train):
-    """They are no part of the run that must be the same; the new ones are used."""
+    """They need not be those of the first run; the new ones are used."""
     folder = uninterrupted
     options = "--lr 3e-4 --adam-beta2 0.5 --weight-decay 0 --lr-warmup-iters 0 --eval-iters 0"
     run = f"{_RUN} --data text.txt --load whole --train-iters 8 --metrics changed.jsonl"
@@ -93,18 +74,20 @@ def test_a_run_saved_before_its_first_step(uninterrupted, train):
 
 
 def test_weights_taken_in_bf16_stay(uninterrupted, train):
-    """The optimizer has copies in fp32, which were made of the model as it was before."""
+    """The optimizer's fp32 copies must be made of the loaded weights, not of the initial ones."""
     folder = uninterrupted
     run = "--seq-length 32 --micro-batch-size 2 --train-iters 2 --data text.txt --eval-interval 1"
     load = f"{_FROM_ARGS} whole --finetune --bf16 --lr 0 --metrics bf16-weights.jsonl"
     train(folder, f"{run} {load}")
     losses = series(read_metrics(folder / "bf16-weights.jsonl"), "valid_loss")
     trained = series(read_metrics(folder / "whole.jsonl"), "valid_loss")[6]
-    assert losses[2] == losses[1] == pytest.approx(trained, abs=0.01)
+    assert losses[1] == pytest.approx(trained, abs=0.01)
+    # The biases that balance the experts do not depend on the learning rate.
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_checkpoint_says_what_its_model_is(uninterrupted, train):
-    """Resumed without a word about the model; the conversion and Megatron know it as well."""
+    """A run is resumed without options of the model; the converter reads the model, too."""
     folder = uninterrupted
     data = "--data text.txt --metrics said.jsonl --save said"
     train(folder, f"{_RUN} {data} --exit-interval 4")

@@ -76,7 +76,9 @@ class DynamicStep:
             )
         self.context, self.layer_number = context, layer_number
         self.block_size = int(context.block_size_tokens)
-        self.max_position = int(context.max_sequence_length)
+        # Drafts after the last token of a full context are computed, and then discarded.
+        drafts = getattr(context, "num_speculative_tokens", 0)
+        self.max_position = int(context.max_sequence_length) + drafts
         table = context.active_attn_metadata["mha_metadata"].state_data
         cu_query_lengths, max_query_length = context.cu_query_lengths()
         _, kv_lengths, max_kv_length = context.cu_kv_lengths()

@@ -1,4 +1,4 @@
-"""Time and memory of a command that reads and writes files, beginning with a cold page cache."""
+"""Commands that benchmarks run: time and memory with a cold page cache, or output in a log."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 from console.parent import ends_with_this_process
 
 SAMPLE_SECONDS = 0.05
+# Environment of a job of one process without torchrun, whose port nobody connects to.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 class CommandError(RuntimeError):
@@ -26,7 +29,7 @@ class Run:
     Attributes:
         seconds: From its start until its output is on disk.
         peak_bytes: Most resident memory of its processes together, mapped files included.
-        anonymous_bytes: The most that was not mapped files, by samples.
+        anonymous_bytes: Most resident memory without mapped files, by samples.
     """
 
     seconds: float
@@ -67,6 +70,37 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
     return Run(seconds, peak, anonymous)
 
 
+def run_to_log(command: Sequence[str], log: Path, timeout: float) -> int | None:
+    """Run a job of one process, or torchrun with one of several, with its output in a file.
+
+    Args:
+        command: With its arguments.
+        log: File that takes the output.
+        timeout: Seconds after which it is ended.
+
+    Returns:
+        The exit code; None if it was ended.
+    """
+    environment = {**ALONE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=ends_with_this_process(),
+        )
+        try:
+            return process.wait(timeout)
+        except BaseException as reason:
+            # SIGTERM, not SIGKILL: torchrun must end its workers.
+            process.terminate()
+            process.wait()
+            if not isinstance(reason, subprocess.TimeoutExpired):
+                raise
+            return None
+
+
 def forget(folder: Path) -> None:
     """Write everything to disk, then drop the files of ``folder`` from the page cache."""
     sync(folder)
@@ -98,8 +132,9 @@ def _wait(process: subprocess.Popen) -> tuple[int, int]:
         process.wait()
         raise
     process.returncode = os.waitstatus_to_exitcode(status)
-    # The kernel's own high-water mark misses nothing between samples, but knows one process, and
-    # begins with that of the one that started it: this one. Without a sample, too much is better.
+    # The kernel's high-water mark sees what happens between samples. But it is of one process, and
+    # starts at the mark of the process that forked it, this one: it counts only where it is above
+    # that, or where there was no sample (better too much than nothing).
     if not peak or usage.ru_maxrss * 1024 > _status(os.getpid(), "VmHWM")[0]:
         peak = max(peak, usage.ru_maxrss * 1024)
     return peak, anonymous

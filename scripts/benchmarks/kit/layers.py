@@ -1,4 +1,4 @@
-"""One attention layer, ours or Megatron's, with its input; memory and traffic of a step."""
+"""An attention layer, ours or Megatron's, with its input; memory and traffic of one step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -143,52 +144,69 @@ def layer_config(
     heads: int,
     recompute: str | None,
     cp_comm_type: str | None = None,
-    rope_fusion: bool = False,
 ) -> MLATransformerConfig:
-    """Megatron's config of the layer.
+    """Megatron's config of one layer.
 
     Args:
-        args: For the dimensions and ``rope_type``.
+        args: For the dimensions.
         processes: For device, dtype and context-parallel size.
         heads: Of the layer.
         recompute: Module that is recomputed in backward, or None.
         cp_comm_type: How ranks exchange keys under context parallelism.
-        rope_fusion: Whether Megatron's layer rotates by a kernel.
     """
-    return MLATransformerConfig(
+    return mla_config(
+        args,
+        processes,
+        processes.dtype,
         recompute_granularity=None if recompute is None else "selective",
         recompute_modules=None if recompute is None else [recompute],
         num_layers=1,
-        hidden_size=args.hidden_size,
         ffn_hidden_size=args.hidden_size,
         num_attention_heads=heads,
+        rotary_scaling_factor=40,
+        original_max_position_embeddings=4096,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        context_parallel_size=processes.size,
+        cp_comm_type=cp_comm_type,
+    )
+
+
+def mla_config(
+    args: argparse.Namespace, processes: Processes, dtype: torch.dtype, **more: Any
+) -> MLATransformerConfig:
+    """Megatron's config of layers with MLA: TransformerEngine's on a GPU, local ones on a CPU.
+
+    Args:
+        args: For the dimensions.
+        processes: For the device.
+        dtype: Of the weights.
+        more: The other fields.
+    """
+    return MLATransformerConfig(
+        hidden_size=args.hidden_size,
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,
         qk_head_dim=args.qk_head_dim,
         qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
         v_head_dim=args.v_head_dim,
         qk_layernorm=True,
-        rope_type=args.rope_type,
+        rope_type="rope",
         rotary_base=10000,
-        rotary_scaling_factor=40,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=1.0,
         normalization="RMSNorm",
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        params_dtype=processes.dtype,
-        bf16=processes.dtype == torch.bfloat16,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         transformer_impl="transformer_engine" if HAVE_TE and processes.on_gpu else "local",
         use_cpu_initialization=not processes.on_gpu,
-        context_parallel_size=processes.size,
-        cp_comm_type=cp_comm_type,
-        apply_rope_fusion=rope_fusion,
+        apply_rope_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **more,
     )
 
 

@@ -1,19 +1,26 @@
-"""How much of the communication kernels' time other kernels run."""
+"""Overlap of communication with computation: the time of NCCL kernels that others run in."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+from benchmarks.kit.processes import CaseError, Processes
+
+if TYPE_CHECKING:
+    from benchmarks.kit.layers import Subject
 
 Interval = tuple[float, float]
 # The profiler also shows ranges that are no kernels, named like "nccl:_all_gather_base".
 _COMMUNICATION = ("ncclDevKernel", "ncclKernel")
-# As in training, the GPU is busy with what came before while the host queues the step; on an idle
-# one every kernel would run alone, as soon as it is queued.
+# Keeps the GPU busy while the host queues the step, as earlier work does in training; on an idle
+# GPU every kernel would run alone, as soon as it is queued.
 _BUSY_CYCLES = 400_000_000
 _BUSY_KERNEL = "spin_kernel"
 
@@ -32,6 +39,23 @@ def overlap_fraction(function: Callable[[], object]) -> float | None:
     return covered_fraction(*kernels(events))
 
 
+def least_overlaps(subject: Subject, processes: Processes) -> tuple[float | None, float | None]:
+    """Least overlap fraction over the ranks, of a forward and of its backward."""
+    outputs: list = []
+    steps = (lambda: outputs.append(subject.forward()), lambda: subject.backward(outputs[0]))
+    try:
+        both = [processes.together(partial(overlap_fraction, step)) for step in steps]
+    except CaseError as error:
+        # The other figures of the case are still right.
+        if processes.rank == 0:
+            print(f"No overlap: {error}")
+        return None, None
+    # -1, below every fraction, stands for None, so that one rank's None makes the result None.
+    least = processes.maximum([-(-1.0 if one is None else one) for one in both])
+    forward, backward = (None if value == 1 else -value for value in least)
+    return forward, backward
+
+
 def kernels(events: Iterable[dict]) -> tuple[list[Interval], list[Interval]]:
     """NCCL's kernels and all others of a Chrome trace, as (start, end) in us."""
     communication: list[Interval] = []
@@ -45,7 +69,9 @@ def kernels(events: Iterable[dict]) -> tuple[list[Interval], list[Interval]]:
 
 
 def covered_fraction(these: Iterable[Interval], others: Iterable[Interval]) -> float | None:
-    """The fraction of the time covered by ``these`` that ``others`` cover too; None of no time.
+    """The fraction of the time covered by ``these`` that ``others`` cover, too.
+
+    None if ``these`` cover no time.
 
     Intervals of one kind may overlap each other; time counts once.
     """

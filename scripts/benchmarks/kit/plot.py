@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.kit.tables import tokens_text
 from console.figure import figure
 
-# More panels than that cannot be read.
+# More panels would be too small to read.
 MOST_PANELS = 16
 Points = list[tuple[float, float]]
 
@@ -43,7 +43,7 @@ class Panel:
 def collected(
     points: Iterable[tuple[str, str, float, float]], xlabel: str, **options: Any
 ) -> list[Panel]:
-    """Panels of points, each with the title of its panel and the name of its line before it."""
+    """Panels of points (title of the panel, name of the line, x, y)."""
     panels: dict[str, Panel] = {}
     for title, name, x, y in points:
         panel = panels.setdefault(title, Panel(title, xlabel, **options))

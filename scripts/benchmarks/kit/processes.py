@@ -13,15 +13,13 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from absorbed_mla.cpu_host import enable_cpu_host
-from benchmarks.kit.report import reason
+from benchmarks.kit.command import ALONE
+from benchmarks.kit.report import Refused, reason
 
 _Result = TypeVar("_Result")
-# A world of one process, where nobody listens.
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-ALONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-class CaseError(Exception):
+class CaseError(Refused):
     """A case that failed on some rank, raised on all of them."""
 
 
@@ -63,6 +61,10 @@ class Processes:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._host_group)
         return tensor.tolist()
+
+    def largest(self, value: int | None) -> int | None:
+        """Largest over the ranks of what every rank has, or None where none has it."""
+        return None if value is None else int(self.maximum([value])[0])
 
     def first_error(self, error: str) -> str:
         """The first rank's error that has one; "" if no rank has."""

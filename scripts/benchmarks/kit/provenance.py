@@ -1,4 +1,4 @@
-"""Where a figure comes from: device, versions, date, commit and command line."""
+"""Where results come from: device, versions, date, commit and command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-# What the time of an attention on a GPU depends on.
+# Packages that the time of an attention on a GPU depends on.
 ATTENTION_PACKAGES = (
     "torch",
     "megatron-core",
@@ -30,12 +30,12 @@ _LAUNCHED = "TORCHELASTIC_RUN_ID"
 
 
 def describe(on_gpu: bool, dtype: Any, **more: Any) -> dict:
-    """What every benchmark on a device records.
+    """The environment of a benchmark's report.
 
     Args:
         on_gpu: Whether a GPU is measured.
         dtype: Of torch, of weights and activations.
-        more: What the cases of this benchmark have in common.
+        more: What else all cases have in common.
     """
     import torch
 
@@ -53,7 +53,9 @@ def source() -> dict[str, str]:
     launcher = ["python"]
     if _LAUNCHED in os.environ:
         launcher = ["torchrun", f"--nproc-per-node={os.environ['WORLD_SIZE']}"]
-    command = shlex.join([*launcher, *sys.argv])
+    # Results are published: folders of this machine are not for them.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
+    command = shlex.join([*launcher, *words])
     return {"date": today(), "command": command, "commit": commit()}
 
 
@@ -79,7 +81,7 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Of the checkout, or as ``GIT_COMMIT`` names it for a copy that is none."""
+    """Of the checkout; the variable ``GIT_COMMIT`` takes precedence, for copies without git."""
     if os.environ.get("GIT_COMMIT"):
         return os.environ["GIT_COMMIT"]
     if not shutil.which("git"):

@@ -1,17 +1,16 @@
-"""Results of a benchmark: rows, the JSON file that keeps them, and what is shown of them."""
+"""Results of a benchmark: rows with figures, and the JSON file that holds them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self, TextIO, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
-from benchmarks.kit import plot, provenance
+from benchmarks.kit.plot import Panel
 from benchmarks.kit.tables import shortened
 
 _Built = TypeVar("_Built")
@@ -68,7 +67,7 @@ class Report:
     environment_key: ClassVar[str] = "environment"
 
     def figures(self, row: Any) -> dict[str, float]:
-        """What follows from a row with figures, by name: rates, ratios, milliseconds."""
+        """Rates, ratios, milliseconds and so on of a row without an error, by name."""
         raise NotImplementedError
 
     def as_json(self, row: Any) -> dict:
@@ -100,18 +99,14 @@ class Report:
         return read_json(path, build)
 
     @classmethod
-    def show_again(cls, files: Iterable[Path], stream: TextIO | None = None) -> list[Self]:
-        """Former results of ``--render``; prints their conditions and rows.
+    def panels(cls, reports: Sequence[Self]) -> list[Panel]:
+        """Of the plot of these reports."""
+        return []
 
-        Raises:
-            ValueError: If a file is not one of this script's.
-        """
-        reports = [cls.read(file) for file in files]
-        for report in reports:
-            lines = (report.line(row) for row in report.measured)
-            about = provenance.sentence(report.environment)
-            print("", about, *lines, sep="\n", file=stream or sys.stdout)
-        return reports
+    @classmethod
+    def notes(cls, reports: Sequence[Self]) -> list[str]:
+        """Paragraphs to print after the rows; empty ones are left out."""
+        return []
 
     def line(self, row: Any) -> str:
         """A row in one line."""
@@ -139,10 +134,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path, build: Callable[[Any], _Built]) -> _Built:
-    """What ``build`` makes of the content of a file that was given by ``--render``.
+    """A file that was given by ``--render``, as ``build`` makes an object of its content.
 
     Raises:
-        ValueError: If it cannot make anything of it.
+        ValueError: If ``build`` cannot read it.
     """
     try:
         return build(json.loads(path.read_text()))
@@ -155,7 +150,7 @@ def read_json(path: Path, build: Callable[[Any], _Built]) -> _Built:
 def read_dataclass(kind: type, content: dict) -> Any:
     """A dataclass from JSON, the inverse of ``asdict``.
 
-    Fields that are missing take their defaults; what is no field is ignored.
+    Missing fields take their defaults; unknown ones are ignored.
     """
     hints = get_type_hints(kind)
     known = {one.name: one for one in fields(kind) if one.name in content}
@@ -194,36 +189,31 @@ def not_measured(reports: Iterable[Report], most: int = 4) -> str:
     return "\n".join(["Not measured:", "", *lines]) if lines else ""
 
 
-@dataclass(frozen=True)
-class Results:
-    """What is shown of reports besides their rows.
+class ComparedReport(Report):
+    """A report whose rows of ``"ours"`` are compared with Megatron's on the same input.
 
-    Attributes:
-        reports: What was measured.
-        panels: Of the plot.
-        notes: Printed; empty ones are left out.
+    Rows have a property ``compared``, which is equal for rows that may be compared.
     """
 
-    reports: Sequence[Report]
-    panels: Sequence[plot.Panel] = ()
-    notes: Sequence[str] = ()
+    def quantities(self, row: Any) -> dict[str, float | None]:
+        """What is divided by the peer's, by name; None where it is unknown."""
+        raise NotImplementedError
 
-    def print(self, stream: TextIO | None = None) -> None:
-        """Notes to ``stream``, and a last line of JSON to stdout."""
-        stream = stream or sys.stdout
-        for part in filter(None, [*self.notes, not_measured(self.reports)]):
-            print(f"\n{part}", file=stream)
-        stream.flush()
-        print(json.dumps([report.summary() for report in self.reports]), flush=True)
+    def peer(self, row: Any) -> Any:
+        """Megatron's row to compare with, None if it was not measured."""
+        for other in self.measured:
+            if other.case.implementation == "megatron" and other.compared == row.compared:
+                return other
+        return None
 
-    def publish(self, folder: Path, name: str) -> None:
-        """Draw NAME.png, and print."""
-        self.draw(folder / f"{name}.png")
-        print(f"Written to {folder}")
-        self.print()
-
-    def draw(self, path: Path, stream: TextIO | None = None) -> None:
-        """Write the plot, or say why there is none."""
-        if not plot.draw(self.panels, path):
-            message = "No plot: matplotlib is missing, or nothing was measured."
-            print(message, file=stream or sys.stdout)
+    def ratios(self, row: Any) -> dict[str, float]:
+        """Every quantity divided by the peer's; empty without a peer, and for the peer itself."""
+        peer = self.peer(row)
+        if peer is None or peer is row:
+            return {}
+        theirs = self.quantities(peer)
+        return {
+            name: own / theirs[name]
+            for name, own in self.quantities(row).items()
+            if own and theirs[name]
+        }

@@ -1,34 +1,9 @@
-"""Tables as Markdown and as text, and numbers as people read them."""
+"""Tables in Markdown, and numbers as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Table:
-    """A titled table for a terminal.
-
-    Attributes:
-        title: Above it.
-        head: Names of the columns.
-        lines: Cells.
-    """
-
-    title: str
-    head: Sequence[str]
-    lines: Sequence[Sequence[str]]
-
-    def text(self) -> str:
-        """In columns, flush right."""
-        widths = [max(map(len, column)) for column in zip(self.head, *self.lines)]
-        lines = (
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip()
-            for line in (self.head, *self.lines)
-        )
-        return "\n".join([self.title, *lines])
 
 
 def markdown_table(

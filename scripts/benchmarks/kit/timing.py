@@ -1,20 +1,23 @@
-"""Times of repeated forwards and backwards on one device."""
+"""Timing of repeated forwards and backwards."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.kit.report import Times
 
+if TYPE_CHECKING:
+    from benchmarks.kit.processes import Processes
+
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
 
 
 def repetitions(seconds: float, budget: float) -> int:
-    """How many steps of ``seconds`` to time: for ``budget`` seconds, within limits."""
+    """How many steps of ``seconds`` fit ``budget`` seconds: 3 to 100, or 1 if one is longer."""
     if seconds > budget:
         return 1
     return max(LEAST_REPETITIONS, min(MOST_REPETITIONS, int(budget / seconds)))
@@ -85,6 +88,32 @@ class Repeated:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def repeat_together(
+    repeated: Repeated, budget: float, processes: Processes
+) -> tuple[list[float], list[float]]:
+    """Repeat a step on all ranks, which begin each repetition together.
+
+    Args:
+        repeated: The step of this rank.
+        budget: Seconds for all repetitions.
+        processes: All ranks.
+
+    Returns:
+        The slowest rank's seconds of every forward, and of every forward and backward.
+    """
+    forward: list[float] = []
+    step: list[float] = []
+    wanted = 1
+    while len(step) < wanted:
+        [times] = processes.together(lambda: repeated.steps(1))
+        slowest = processes.maximum([times[0], times[2]])
+        forward.append(slowest[0])
+        step.append(slowest[1])
+        # Equal on all ranks, because the times are.
+        wanted = max(wanted, repetitions(step[0], budget))
+    return forward, step
 
 
 def _between(begin: Any, end: Any) -> float:

@@ -70,7 +70,6 @@ class Choice:
         dense_layers: How many of the first layers are dense.
         mtp: Whether there is a multi-token-prediction layer.
         fp8: Whether linear weights are block-scaled FP8.
-        dtype: Of the rest, as config.json calls it.
         vocab_size: None: the model's own.
         scale_down: Every width (not those of a head) is divided by this.
     """
@@ -81,7 +80,6 @@ class Choice:
     dense_layers: int = 1
     mtp: bool = False
     fp8: bool = False
-    dtype: str = "bfloat16"
     vocab_size: int | None = None
     scale_down: int = 1
 
@@ -107,7 +105,7 @@ def model_config(choice: Choice) -> dict:
     Raises:
         ValueError: If the choice makes no model, naming the option.
     """
-    config = {**MODELS[choice.model], "torch_dtype": choice.dtype}
+    config = {**MODELS[choice.model], "torch_dtype": "bfloat16"}
     _check(choice, config)
     for key in SCALED:
         if config[key] is not None:

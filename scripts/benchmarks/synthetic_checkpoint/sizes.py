@@ -16,7 +16,8 @@ from benchmarks.synthetic_checkpoint.models import (
 )
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Of a value by the role of its tensor; all others are bfloat16.
+ITEM_BYTES = {"fp8": 1, "scale": 4, "bias": 4}
 # Sizes that are this close to the one asked for are equally good.
 TOLERANCE = 0.03
 # How much larger than asked for the smallest model of real widths may be.
@@ -31,15 +32,14 @@ def parse_size(text: str) -> int:
     return round(float(match[1]) * UNITS[match[2].upper()])
 
 
-def stored_bytes(tensor: Stored, config: dict) -> int:
+def stored_bytes(tensor: Stored) -> int:
     """Bytes of one tensor's values."""
-    item = {"fp8": 1, "scale": 4, "bias": 4}.get(tensor.role, ITEM_BYTES[config["torch_dtype"]])
-    return math.prod(tensor.shape) * item
+    return math.prod(tensor.shape) * ITEM_BYTES.get(tensor.role, 2)
 
 
 def total_bytes(config: dict) -> int:
     """Bytes of all values."""
-    return sum(stored_bytes(tensor, config) for tensor in stored_tensors(config))
+    return sum(stored_bytes(tensor) for tensor in stored_tensors(config))
 
 
 def fit_size(choice: Choice, target: int) -> Choice:

@@ -24,14 +24,11 @@ class Values:
 
     Args:
         tensors: All tensors, in order; tensor i starts at i * STRIDE.
-        dtype: Of weights and norms.
-        seed: Of the block.
     """
 
-    def __init__(self, tensors: Iterable[Stored], dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, tensors: Iterable[Stored]) -> None:
         self._start = {t.name: i * STRIDE % BLOCK_VALUES for i, t in enumerate(tensors)}
-        self._dtype = dtype
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         self._normal = torch.randn(BLOCK_VALUES, generator=generator)
         self._blocks: dict[str, Tensor] = {}
 
@@ -52,8 +49,8 @@ class Values:
         if role not in self._blocks:
             normal = self._normal
             self._blocks[role] = {
-                "weight": lambda: (0.02 * normal).to(self._dtype),
-                "norm": lambda: (1 + 0.02 * normal).to(self._dtype),
+                "weight": lambda: (0.02 * normal).bfloat16(),
+                "norm": lambda: (1 + 0.02 * normal).bfloat16(),
                 "bias": lambda: 0.1 * normal,
                 # e4m3 ends at 448; a weight is its values times a scale of about 2e-4.
                 "fp8": lambda: (100 * normal).clamp(-448, 448).to(torch.float8_e4m3fn),
@@ -62,12 +59,12 @@ class Values:
         return self._blocks[role]
 
 
-def shards(tensors: Iterable[Stored], config: dict, limit: int) -> list[list[Stored]]:
+def shards(tensors: Iterable[Stored], limit: int) -> list[list[Stored]]:
     """Tensors in order, grouped so that no shard but one of a single tensor is above ``limit``."""
     result: list[list[Stored]] = []
     used = 0
     for tensor in tensors:
-        nbytes = stored_bytes(tensor, config)
+        nbytes = stored_bytes(tensor)
         if not result or used + nbytes > limit:
             result.append([])
             used = 0
@@ -98,7 +95,7 @@ def write_checkpoint(
         file = f"model-{number:05d}-of-{len(shard_list):05d}.safetensors"
         save_file({t.name: values.make(t) for t in shard}, folder / file, {"format": "pt"})
         weight_map.update((t.name, file) for t in shard)
-        total += sum(stored_bytes(t, config) for t in shard)
+        total += sum(stored_bytes(t) for t in shard)
         progress(file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)

@@ -58,7 +58,7 @@ class FusedAttention(ModuleType):
         return out, [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
 
     def fused_attn_bwd(self, *positional, attn_scale, deterministic, **layout):
-        """Gradients of q, k and v, zero between sequences, and two that nobody asked for."""
+        """Gradients of q, k and v, zero between sequences, and two unused results."""
         *lengths, q, k, v, o, d_o, fake_dtype, dqkv_dtype, (stats, state), backend = positional
         assert fake_dtype == q.dtype == d_o.dtype == o.dtype
         assert backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
@@ -112,7 +112,7 @@ class _Layout:
         used = [x.diff() for x in lengths[:2]]
         assert longest == tuple(int(x.max()) for x in used)
         if kind == "causal_bottom_right":
-            # cuDNN is told of all rows of a pack as of one sequence.
+            # cuDNN gets all rows of a pack as one sequence.
             assert longest[0] <= longest[1] and len(q) <= len(k)
         if self.packed:
             heads = q.shape[1]

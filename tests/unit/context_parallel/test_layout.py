@@ -89,30 +89,29 @@ def test_gathering_and_putting_back(cp_size, name):
         assert everything[part.sequence_order()].tolist() == list(range(layout.tokens))
 
 
-@every_mask
-@every_case
-def test_what_ranks_see_of_gathered_keys(cp_size, name, causal):
-    layout = layouts(cp_size)[name]
-    seen = []
-    for part in ranks_of(cp_size, layout):
-        spans, tokens = part.gathered_spans(causal), part.tokens().tolist()
-        assert_each_query_once(spans)
-        seen += [(tokens[query], key) for query, key in pairs_in(spans)]
-    assert len(seen) == len(set(seen))
-    assert set(seen) == visible_pairs(layout, causal)
+def gathered(part: ContextParallelLayout, cp_size: int, causal: bool):
+    """Spans over the keys of all ranks in their order, and the tokens of those keys."""
+    yield part.gathered_spans(causal), range(part.num_local_tokens * cp_size)
 
 
+def by_rank(part: ContextParallelLayout, cp_size: int, causal: bool):
+    """Likewise over the keys of one rank after the other."""
+    for key_rank in range(cp_size):
+        yield part.block_spans(key_rank, causal), part.tokens(key_rank).tolist()
+
+
+@pytest.mark.parametrize("keys", [gathered, by_rank])
 @every_mask
 @every_case
-def test_what_ranks_see_of_each_other(cp_size, name, causal):
+def test_what_ranks_see(cp_size, name, causal, keys):
+    """All ranks together see every visible pair once."""
     layout = layouts(cp_size)[name]
     seen = []
     for part in ranks_of(cp_size, layout):
         queries = part.tokens().tolist()
-        for key_rank in range(cp_size):
-            spans, keys = part.block_spans(key_rank, causal), part.tokens(key_rank).tolist()
+        for spans, key_tokens in keys(part, cp_size, causal):
             assert_each_query_once(spans)
-            seen += [(queries[query], keys[key]) for query, key in pairs_in(spans)]
+            seen += [(queries[query], key_tokens[key]) for query, key in pairs_in(spans)]
     assert len(seen) == len(set(seen))
     assert set(seen) == visible_pairs(layout, causal)
 

@@ -36,7 +36,7 @@ CROSSING = [Request(prompt(58, seed), 12) for seed in range(8)]
 CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
 PREFIX = {"prefix_caching": True}
 GRAPHS = {"num_cuda_graphs": 4}
-GREEDY = SamplingParams(num_tokens=6, top_k=1)
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +142,20 @@ def test_speculative_decoding(drafts):
     """Rejected drafts leave their latents behind in the cache, where nothing may see them."""
     model = generating_model(mtp_num_layers=2)
     requests = [Request(prompt(60, seed), 20) for seed in range(3)]
-    engine = engine_of(model, inference_config={"num_speculative_tokens": drafts})
+    engine = engine_of(model, num_speculative_tokens=drafts)
     run = generate(engine, requests)
-    proposed = int(engine.host._spec_tokens_proposed_per_pos[-1])
-    accepted = int(engine.host._spec_tokens_accepted_per_pos[0])
     assert run.tokens == [result.tokens for result in by_whole_forwards(model, requests)]
-    assert 0 < accepted < proposed
+    assert 0 < run.statistics.accepted < run.statistics.drafted
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_drafts_beyond_the_end_of_the_context(drafts):
+    model = generating_model(mtp_num_layers=2)
+    requests = [Request(prompt(length), 76 - length) for length in (60, 70)]
+    run = generate(
+        engine_of(model, max_sequence_length=76, num_speculative_tokens=drafts), requests
+    )
+    assert_generates(run, by_whole_forwards(model, requests))
 
 
 def test_progress_reports_every_token_once(model):
@@ -175,7 +183,7 @@ def test_progress_reports_every_token_once(model):
 class TestSampling:
     def test_seeds(self, model):
         prompts = [prompt(3), prompt(17)]
-        params = SamplingParams(num_tokens=20, temperature=2.0)
+        params = SamplingParams(max_tokens=20, temperature=2.0)
 
         def tokens_of(engine):
             return [result.tokens for result in engine.generate(prompts, params)]

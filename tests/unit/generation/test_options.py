@@ -1,11 +1,10 @@
-"""Options and sampling parameters: what they refuse, and what Megatron gets of them."""
+"""Options of the engine: what they refuse, and what Megatron gets of them."""
 
 from __future__ import annotations
 
 import pytest
 
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.sampling import SamplingParams
 from tests.support.engine import generating_model
 
 SIZES = {"max_sequence_length": 100, "max_requests": 3}
@@ -40,20 +39,3 @@ def test_sizes_of_megatron(changes, tp, requests, tokens, blocks):
     assert (host.max_requests, host.max_tokens) == (requests, tokens)
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     assert host.buffer_size_gb * 2**30 == pytest.approx((blocks + 1) * 64 * 5 * width * 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0"),
-        ({"num_tokens": -5}, "num_tokens must be at least 1, got -5"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"temperature": float("nan")}, "temperature must be above 0"),
-        ({"top_k": -1}, "top_k must be at least 0"),
-        ({"top_p": 1.5}, "top_p must be from 0 to 1"),
-        ({"top_k": 2, "top_p": 0.5}, "exclude each other"),
-    ],
-)
-def test_refused_sampling(changes, error):
-    with pytest.raises(ValueError, match=error):
-        SamplingParams(**{"num_tokens": 1, **changes})

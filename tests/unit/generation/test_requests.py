@@ -57,10 +57,17 @@ def test_refused(model, expected, refused, options, error, place):
     assert_generates(run, expected)
 
 
-def test_top_k_of_the_whole_vocabulary(model):
-    params = SamplingParams(num_tokens=1, top_k=VOCAB)
-    [result] = engine_of(model).generate([[1]], params)
-    assert result.error == f"top_k must be below the vocabulary's {VOCAB}"
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"prompt_logprobs": 1}, "prompt_logprobs needs an engine with prompt_logprobs=True"),
+        ({"n": 2}, "n and stop are for LLM"),
+        ({"stop": "x"}, "n and stop are for LLM"),
+    ],
+)
+def test_what_this_engine_has_not(model, asked, error):
+    [result] = engine_of(model).generate([[1]], SamplingParams(**asked))
+    assert error in result.error
 
 
 def test_refused_by_megatron(model, expected, monkeypatch):

@@ -121,13 +121,6 @@ class TestValues:
             out = attend(MIXED, AbsorbedMLAOptions(context_chunk_size=4), made)
             torch.testing.assert_close(out[:, 0], want, atol=1e-12, rtol=0)
 
-    def test_expanded_form_under_a_graph_is_refused(self):
-        step = PagedStep(MIXED, tensors(MIXED)["cached"])
-        step.lengths = None
-        attention = CachedAttention(DIMS, SCALE, AbsorbedMLAOptions(form="expanded"))
-        with pytest.raises(ValueError, match="form='expanded' cannot be captured"):
-            attention(step, torch.zeros(16, 1, 30), None, None, (None, None))
-
 
 class TestChoice:
     @pytest.mark.parametrize("keys", [8192, 131072])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
-from absorbed_mla.inference import backend
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths, choose_cache
 from absorbed_mla.registry import LATENT_CACHES, PAGED_BACKENDS
@@ -141,26 +138,3 @@ class TestDecode:
         calls.clear()
         self.forward(layer, StaticInferenceContext(1, 32), 1)
         assert [request.block_size for _, request in calls] == [32]
-
-    def test_few_files(self):
-        """A reader of a decode opens three files of this folder, besides those of one context."""
-        layer = self.layer()
-        context = self.prefilled(layer)
-        self.forward(layer, context, 1)
-        folder = os.path.dirname(backend.__file__) + os.sep
-        entered = set()
-
-        def enter(frame, event, arg) -> None:
-            if event == "call" and frame.f_code.co_filename.startswith(folder):
-                entered.add(frame.f_code.co_filename.removeprefix(folder))
-
-        sys.setprofile(enter)
-        try:
-            self.forward(layer, context, 1)
-        finally:
-            sys.setprofile(None)
-        assert entered - {"caches/static.py", "latent_memory.py"} <= {
-            "attention.py",
-            "backends/reference.py",
-            "rows.py",
-        }

@@ -136,8 +136,3 @@ class TestStaticContext:
         context = SimpleNamespace(is_static_batching=lambda: False)
         with refusal("latent_cache_tokens needs a StaticInferenceContext"):
             self.open(context, batch=1, latent_cache_tokens=4)
-
-    def test_dynamic_context_without_latents(self):
-        context = SimpleNamespace(is_static_batching=lambda: False, cache_mla_latent=False)
-        with refusal("cache_mla_latents=True"):
-            self.open(context, batch=1)

@@ -5,7 +5,6 @@ Without a GPU the ``triton`` kernels run in Triton's interpreter, on the same bl
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.backends import triton
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
@@ -23,6 +21,7 @@ from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, 
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import needs
+from tests.support.backends import attention_request, determinism, triton_interpreter
 from tests.support.hostile import Case, evaluate, named, poisoned_memory
 from tests.support.numerics import relative_error
 
@@ -30,17 +29,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 
 
-@contextlib.contextmanager
-def interpreter():
-    """Triton's interpreter where there is no GPU; other tests must not choose it by themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
-
-
 # Triton decides when a kernel is decorated.
-with interpreter():
+with triton_interpreter():
     import absorbed_mla.kernels.triton.backward
     import absorbed_mla.kernels.triton.forward  # noqa: F401
     from absorbed_mla.kernels.triton.launch import launch_for
@@ -49,25 +39,20 @@ with interpreter():
 @pytest.fixture(autouse=True)
 def _settings():
     """Without the suite's deterministic mode, in which one backend leaves backward to the other."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    with interpreter():
+    with determinism(demanded=False), triton_interpreter():
         yield
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
 TRITON, HOPPER = ATTENTION_BACKENDS["triton"], ATTENTION_BACKENDS["hopper"]
 
 
 def refuses(name: str, case: Case) -> str | None:
-    request = AttentionRequest(
+    request = attention_request(
+        "absorbed",
         device=DEVICE,
         dtype=case.dtype,
         key_width=case.content + case.rope,
         value_width=case.content,
-        form="absorbed",
-        masked=False,
-        dropout=False,
     )
     if name == "triton" and case.dtype == torch.float32:
         return None  # refused on a GPU for its speed alone
@@ -303,60 +288,19 @@ class TestOperators:
         torch.library.opcheck(ops.latent_attention_backward.default, backward)
 
 
-class TestRefusals:
-    REQUEST = AttentionRequest(
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
-        key_width=576,
-        value_width=512,
-        form="absorbed",
-        masked=False,
-        dropout=False,
-    )
+def test_the_interpreter_is_chosen_by_nobody_else(monkeypatch):
+    """A CPU has the reference, unless TRITON_INTERPRET asks for the interpreter."""
+    request = attention_request("absorbed", device=torch.device("cpu"))
+    if not ON_GPU:
+        assert TRITON.why_not(request) is None
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert TRITON.why_not(request) == "it needs a GPU"
 
-    @pytest.mark.parametrize("refuses", [TRITON.why_not, HOPPER.why_not])
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            ({"dtype": torch.float64}, "fp16 and bf16"),
-            ({"form": "expanded"}, "form='absorbed'"),
-            ({"masked": True}, "attention_mask"),
-            ({"dropout": True}, "attention_dropout=0"),
-            ({"key_width": 500, "value_width": 436}, "widths 436"),
-            ({"key_width": 520}, "8 (rope)"),
-            ({"device": torch.device("meta")}, "needs a GPU"),
-        ],
-    )
-    def test_reason(self, refuses, change, reason):
-        assert reason in refuses(replace(self.REQUEST, **change))
 
-    def test_the_interpreter_is_chosen_by_nobody_else(self, monkeypatch):
-        """A CPU has the reference, unless TRITON_INTERPRET asks for the interpreter."""
-        request = replace(self.REQUEST, device=torch.device("cpu"))
-        if not ON_GPU:
-            assert TRITON.why_not(request) is None
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        assert TRITON.why_not(request) == "it needs a GPU"
-
-    @pytest.mark.parametrize("version", ["3.5.1", "2.0.0"])
-    def test_old_triton(self, monkeypatch, version):
-        monkeypatch.setattr("triton.__version__", version)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for refuses in (TRITON.why_not, HOPPER.why_not):
-            assert f"{version} is installed" in refuses(self.REQUEST)
-
-    @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])
-    def test_capability(self, monkeypatch, capability):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(triton.launch, "launch_for", lambda *what: None)
-        monkeypatch.setattr("triton.__version__", "3.6.0")
-        assert (TRITON.why_not(self.REQUEST) is None) == (capability >= (8, 0))
-        assert (HOPPER.why_not(self.REQUEST) is None) == (capability == (9, 0))
-
-    def test_rows_too_long_for_shared_memory(self, monkeypatch):
-        """512 + 64 in fp32 on a GPU with 99 KiB, for example."""
-        monkeypatch.setattr(triton.launch, "shared_memory", lambda device: (101376, False))
-        launch = triton.launch.launch_for.__wrapped__
-        assert launch(torch.bfloat16, 512, 64, DEVICE).query.rows == 16
-        with pytest.raises(ValueError, match="too long for shared memory"):
-            launch(torch.float32, 512, 64, DEVICE)
+def test_rows_too_long_for_shared_memory(monkeypatch):
+    """512 + 64 in fp32 on a GPU with 99 KiB, for example."""
+    monkeypatch.setattr(triton.launch, "shared_memory", lambda device: (101376, False))
+    launch = triton.launch.launch_for.__wrapped__
+    assert launch(torch.bfloat16, 512, 64, DEVICE).query.rows == 16
+    with pytest.raises(ValueError, match="too long for shared memory"):
+        launch(torch.float32, 512, 64, DEVICE)

@@ -11,6 +11,7 @@ import torch
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from tests.support import needs
+from tests.support.backends import determinism
 from tests.support.hostile import Case, named
 from tests.unit.kernels.test_latent_kernels import DEVICE, backend_for, compute
 
@@ -27,10 +28,8 @@ ORDER = {"triton": 0.0, "hopper": 2e-4}
 @pytest.fixture(autouse=True)
 def _settings():
     """Without the suite's deterministic mode, in which one backend leaves backward to the other."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    with determinism(demanded=False):
+        yield
 
 
 def inputs(seed: int = 0) -> tuple[AttentionInputs, OutputGradient]:

@@ -15,26 +15,23 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from absorbed_mla.core_attention.masks.spans import Span
-from absorbed_mla.inference.backends.reference import paged_reference
-from absorbed_mla.inference.rows import Rows
+from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
 from tests.support.paged import PagedCase
+from tests.unit.kernels.paged import (
+    DEVICE,
+    ON_GPU,
+    assert_chunks_have_the_same_bits,
+    assert_equals_reference,
+    assert_reads_lengths_from_the_device,
+    assert_same_bits,
+    training_operands,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type == "cuda"
 if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("it needs compute capability 9.0, or no GPU", allow_module_level=True)
-
-
-@contextlib.contextmanager
-def interpreter():
-    """Triton's, where there is no GPU, for the schedule and the combining of splits."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
 
 
 def run(launcher, kernel: str, seed: int = 0):
@@ -44,8 +41,8 @@ def run(launcher, kernel: str, seed: int = 0):
     return emulated(launcher, f"attend_{kernel}", f"{kernel}_kernel", seed)
 
 
-# Triton decides when a kernel is decorated.
-with interpreter():
+# Triton decides when a kernel is decorated: here those of the schedule and of combining splits.
+with triton_interpreter():
     import absorbed_mla.kernels.paged.forward  # noqa: F401
     from absorbed_mla.core_attention.masks.tiles import query_tiles
     from absorbed_mla.kernels.hopper import decode, forward
@@ -53,7 +50,7 @@ with interpreter():
 
 @pytest.fixture(autouse=True)
 def _interpreted():
-    with interpreter():
+    with triton_interpreter():
         yield
 
 
@@ -68,19 +65,8 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, see
 
 
 def check(case: PagedCase, **how) -> None:
-    """As near as rounding the probabilities and the output allows; exact where nothing is seen."""
     inputs, window = case.inputs(DEVICE), case.window or (0, None)
-    out, lse = attend(inputs, window, **how)
-    q_content, q_rope, cache, rows, scale = inputs
-    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
-    expected, expected_lse = paged_reference(*double, *window)
-    assert (out.dtype, lse.dtype) == (case.dtype, FP32)
-    blind = expected_lse == -torch.inf
-    assert (lse[blind] == -torch.inf).all() and not out[blind].any()
-    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
-    assert error <= torch.finfo(case.dtype).eps, error
-    seen = ~blind
-    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-4, rtol=1e-5)
+    assert_equals_reference(attend(inputs, window, **how), inputs, window)
 
 
 MIXED = PagedCase((1, 3, 0, 5), (200, 3, 9, 150), 16, 64, 128, 32, padding=2)
@@ -133,7 +119,7 @@ def test_any_order():
     expected = attend(inputs, num_splits=1)
     for seed in range(1, 13):
         found = attend(inputs, num_splits=1, seed=seed)
-        assert all(torch.equal(*pair) for pair in zip(found, expected)), seed
+        assert_same_bits(found, expected)
 
 
 def test_reads_no_entry_beyond_the_table():
@@ -144,7 +130,7 @@ def test_reads_no_entry_beyond_the_table():
     exact = replace(rows, block_table=rows.block_table[:, :-1].contiguous())
     expected = attend((q_content, q_rope, cache, rows, scale))
     found = attend((q_content, q_rope, cache, exact, scale))
-    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    assert_same_bits(found, expected)
 
 
 def test_a_batch_that_grows_in_step():
@@ -158,44 +144,27 @@ def test_a_batch_that_grows_in_step():
     batch = replace(rows, block_table=table)
     found = attend((q_content, q_rope, token_major.transpose(0, 1), batch, scale))
     expected = attend((q_content, q_rope, cache, rows, scale))
-    assert all(torch.equal(*pair) for pair in zip(found, expected))
+    assert_same_bits(found, expected)
 
 
 def test_lengths_come_from_the_device():
-    """A CUDA graph is recorded with bounds, and replayed with any lengths below them."""
-    q_content, q_rope, cache, rows, scale = MIXED.inputs(DEVICE)
-    wide = torch.nn.functional.pad(rows.block_table, (0, 20), value=2**31 - 648)
-    bounds = replace(rows, block_table=wide, max_query_length=8, max_kv_length=400)
-    expected = paged_reference(q_content, q_rope, cache, rows, scale)
-    found = attend((q_content, q_rope, cache, bounds, scale))
-    torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+    assert_reads_lengths_from_the_device(attend, MIXED)
 
 
 class TestBatchInvariance:
     CASE = PagedCase((90,), (90,), 8, 64, 128, 32)
 
     def test_any_chunks(self):
-        q_content, q_rope, cache, rows, scale = self.CASE.inputs(DEVICE)
-        whole = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
-        for start, end in ((0, 1), (1, 70), (89, 90)):
-            part = Rows.of((end - start,), (end,), rows.block_table)
-            query = q_content[start:end], q_rope[start:end]
-            found = attend((*query, cache, part, scale), batch_invariant=True)
-            assert all(torch.equal(one, every[start:end]) for one, every in zip(found, whole))
+        inputs = self.CASE.inputs(DEVICE)
+        assert_chunks_have_the_same_bits(attend, inputs, ((0, 1), (1, 70), (89, 90)))
 
     def test_training_forward_gives_the_same_bits(self):
         """The same source, with another table and other copies."""
-        q_content, q_rope, cache, rows, scale = self.CASE.inputs(DEVICE)
-        expected = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
-        position = torch.arange(90, device=DEVICE)
-        keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
+        inputs = self.CASE.inputs(DEVICE)
         tiles = query_tiles([Span(0, 90, 0, 90, 0)], 8, 90).to(DEVICE)
         with run(forward, "forward"):
-            out, lse = forward.forward(
-                q_content[:, None], q_rope[:, None], keys[..., :128], keys[..., 128:], tiles, scale
-            )
-        assert torch.equal(out[:, 0], expected[0]) and torch.equal(lse[:, 0], expected[1])
+            trained = forward.forward(*training_operands(inputs), tiles, self.CASE.scale)
+        assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
 
 
 class TestRefused:

@@ -19,7 +19,13 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels.hopper import forward
 from absorbed_mla.kernels.hopper.tile import tile_shape
 from tests.support.paged import PagedCase
-from tests.unit.kernels.test_paged_hopper import DEVICE, FP16, attend, check
+from tests.unit.kernels.paged import (
+    DEVICE,
+    assert_chunks_have_the_same_bits,
+    assert_same_bits,
+    training_operands,
+)
+from tests.unit.kernels.test_paged_hopper import FP16, attend, check
 
 DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), 16, 64, 512, 64, padding=3)
 CASES = {
@@ -48,7 +54,7 @@ def test_same_bits_in_every_run(name):
     inputs = CASES[name].inputs(DEVICE)
     expected = attend(inputs)
     for _ in range(50):
-        assert all(torch.equal(*pair) for pair in zip(attend(inputs), expected))
+        assert_same_bits(attend(inputs), expected)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -56,22 +62,11 @@ def test_training_and_decode_agree_to_the_bit(heads):
     """batch_invariant: the training forward, the whole prompt, and parts of it alone."""
     length = 1000
     case = replace(DEEP, query_lengths=(length,), kv_lengths=(length,), heads=heads, padding=0)
-    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
-    whole = attend((q_content, q_rope, cache, rows, scale), batch_invariant=True)
-    for start, end in ((0, 1), (1, 700), (700, 999), (999, 1000)):
-        part = Rows.of((end - start,), (end,), rows.block_table)
-        query = (q_content[start:end], q_rope[start:end])
-        found = attend((*query, cache, part, scale), batch_invariant=True)
-        assert all(torch.equal(one, every[start:end]) for one, every in zip(found, whole))
-    position = torch.arange(length, device=DEVICE)
-    keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
+    inputs = case.inputs(DEVICE)
+    assert_chunks_have_the_same_bits(attend, inputs, ((0, 1), (1, 700), (700, 999), (999, 1000)))
     tiles = query_tiles([Span(0, length, 0, length, 0)], tile_shape(heads)[0], length)
-    out, lse = forward.forward(
-        *(q_content[:, None], q_rope[:, None], keys[..., :512], keys[..., 512:]),
-        tiles.to(DEVICE),
-        scale,
-    )
-    assert torch.equal(out[:, 0], whole[0]) and torch.equal(lse[:, 0], whole[1])
+    trained = forward.forward(*training_operands(inputs), tiles.to(DEVICE), case.scale)
+    assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
 
 
 def test_the_static_context_at_its_size():

@@ -5,7 +5,6 @@ Without a GPU they run in Triton's interpreter, on the same blocks.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import random
 from collections import defaultdict
@@ -18,26 +17,23 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
-from tests.support.backends import multiply_in_one_order
+from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.hostile import poisoned_memory
 from tests.support.paged import PagedCase
+from tests.unit.kernels.paged import (
+    DEVICE,
+    ON_GPU,
+    assert_equals_reference,
+    assert_reads_lengths_from_the_device,
+    assert_same_bits,
+    training_operands,
+)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ON_GPU = DEVICE.type == "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@contextlib.contextmanager
-def interpreter():
-    """Triton's interpreter where there is no GPU; other tests must not choose it by themselves."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
-
-
 # Triton decides when a kernel is decorated.
-with interpreter():
+with triton_interpreter():
     import absorbed_mla.kernels.paged.forward  # noqa: F401
     from absorbed_mla.core_attention.masks.tiles import query_tiles
     from absorbed_mla.kernels import operators
@@ -48,7 +44,7 @@ with interpreter():
 
 @pytest.fixture(autouse=True)
 def _interpreted():
-    with interpreter():
+    with triton_interpreter():
         yield
 
 
@@ -73,21 +69,10 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None):
 
 
 def check(case: PagedCase, **how) -> None:
-    """As near as rounding the probabilities and the output allows; exact where nothing is seen."""
     inputs, window = case.inputs(DEVICE), case.window or (0, None)
     with poisoned_memory():
-        out, lse = attend(inputs, window, **how)
-    q_content, q_rope, cache, rows, scale = inputs
-    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
-    expected, expected_lse = paged_reference(*double, *window)
-    assert (out.dtype, lse.dtype) == (case.dtype, FP32)
-    blind = expected_lse == -torch.inf
-    assert (lse[blind] == -torch.inf).all() and not out[blind].any()
-    eps = torch.finfo(case.dtype).eps
-    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
-    assert error <= max(eps, 2e-6), error
-    seen = ~blind
-    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-4, rtol=1e-5)
+        found = attend(inputs, window, **how)
+    assert_equals_reference(found, inputs, window)
 
 
 MIXED = PagedCase((1, 3, 0, 5), (70, 3, 9, 150), padding=2)
@@ -166,14 +151,7 @@ def test_rows_in_any_order_with_padding_between():
 
 
 def test_lengths_come_from_the_device():
-    """A CUDA graph is recorded with bounds, and replayed with any lengths below them."""
-    q_content, q_rope, cache, rows, scale = MIXED.inputs(DEVICE)
-    wide = torch.nn.functional.pad(rows.block_table, (0, 20), value=2**31 - 648)
-    bounds = replace(rows, block_table=wide, max_query_length=8, max_kv_length=400)
-    expected = paged_reference(q_content, q_rope, cache, rows, scale)
-    found = attend((q_content, q_rope, cache, bounds, scale))
-    torch.testing.assert_close(found[0], expected[0], atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-5)
+    assert_reads_lengths_from_the_device(attend, MIXED)
 
 
 class TestSchedule:
@@ -370,13 +348,10 @@ class TestBatchInvariance:
     def _products(self, monkeypatch):
         multiply_in_one_order(monkeypatch)
 
-    def alone(self):
-        inputs = self.CASE.inputs(DEVICE)
-        return inputs, attend(inputs, batch_invariant=True)
-
     def test_any_chunks_and_neighbours(self):
         """Every chunk of the prompt on its own, behind rows of others, gives the same bits."""
-        (q_content, q_rope, cache, rows, scale), expected = self.alone()
+        inputs = q_content, q_rope, cache, rows, scale = self.CASE.inputs(DEVICE)
+        expected = attend(inputs, batch_invariant=True)
         others = torch.randn_like(q_content[:9]), torch.randn_like(q_rope[:9])
         for start, end in ((0, 1), (1, 17), (17, 40), (39, 40)):
             mine = slice(start, end)
@@ -384,35 +359,21 @@ class TestBatchInvariance:
             lengths = (9, end - start), (60, 50 + end)
             both = Rows.of(*lengths, table)
             query = (torch.cat((o, q[mine])) for o, q in zip(others, (q_content, q_rope)))
-            out, lse = attend((*query, cache, both, scale), batch_invariant=True)
-            assert torch.equal(out[9:], expected[0][mine])
-            assert torch.equal(lse[9:], expected[1][mine])
+            found = attend((*query, cache, both, scale), batch_invariant=True)
+            assert_same_bits([x[9:] for x in found], [x[mine] for x in expected])
 
     def test_training_forward_gives_the_same_bits(self):
         """Of the whole sequence at once, from keys that are not paged."""
         case = PagedCase((40,), (40,), heads=4, block_size=16)
         inputs = case.inputs(DEVICE)
-        expected = attend(inputs, batch_invariant=True)
-        q_content, q_rope, cache, rows, scale = inputs
-        position = torch.arange(40, device=DEVICE)
-        keys = cache[rows.block_table[0][position // 16].long(), position % 16]
-        out, lse = self.train(q_content, q_rope, keys, scale)
-        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-
-    def train(self, q_content, q_rope, keys, scale):
-        tokens, heads, width = q_content.shape
+        q_content, q_rope, latent, k_rope = training_operands(inputs)
+        tokens, _, heads, width = q_content.shape
         launch = launch_for(q_content.dtype, width, q_rope.shape[-1], DEVICE)
         tiles = query_tiles([Span(0, tokens, 0, tokens, 0)], launch.query_tokens(heads)).to(DEVICE)
-        out, lse = operators.latent_attention_forward(
-            q_content[:, None],
-            q_rope[:, None],
-            keys[:, None, :width],
-            keys[:, None, width:],
-            tiles,
-            scale,
-            "triton",
+        trained = operators.latent_attention_forward(
+            q_content, q_rope, latent, k_rope, tiles, case.scale, "triton"
         )
-        return out[:, 0], lse[:, 0]
+        assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
 
 
 def test_opcheck():

@@ -12,7 +12,14 @@ from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support import needs
+from tests.support.backends import determinism
 from tests.support.paged import PagedCase
+from tests.unit.kernels.paged import (
+    assert_chunks_have_the_same_bits,
+    assert_equals_reference,
+    assert_same_bits,
+    training_operands,
+)
 
 pytestmark = needs.gpu
 
@@ -39,27 +46,13 @@ def backend(request):
 @pytest.fixture(autouse=True)
 def _settings():
     """Without the suite's deterministic mode, in which PyTorch's own operators may wait."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-
-
-def assert_near(found, inputs) -> None:
-    q_content, q_rope, cache, rows, scale = inputs
-    double = (q_content.double(), q_rope.double(), cache.double(), rows, scale)
-    expected, expected_lse = paged_reference(*double)
-    error = (found[0].double() - expected).norm() / expected.norm()
-    assert error < 2**-7, error
-    blind = expected_lse == -torch.inf
-    assert (found[1][blind] == -torch.inf).all() and not found[0][blind].any()
-    difference = (found[1][~blind].double() - expected_lse[~blind]).abs().max()
-    assert difference < 2e-3, difference
+    with determinism(demanded=False):
+        yield
 
 
 def test_equals_the_reference(backend):
     inputs = CASE.inputs(DEVICE)
-    assert_near(backend.forward(*inputs), inputs)
+    assert_equals_reference(backend.forward(*inputs), inputs, lse_tolerance=2e-3)
 
 
 def test_cuda_graph(backend):
@@ -84,7 +77,7 @@ def test_cuda_graph(backend):
         _replace(recorded, others)
         graph.replay()
         torch.cuda.synchronize()
-        assert_near(found, recorded)
+        assert_equals_reference(found, recorded, lse_tolerance=2e-3)
 
 
 def _replace(recorded, others) -> None:
@@ -113,7 +106,7 @@ def test_streams(backend):
                 found[index] = backend.forward(*sets[index])
     torch.cuda.synchronize()
     for one, other in zip(found, expected):
-        assert all(torch.equal(*pair) for pair in zip(one, other))
+        assert_same_bits(one, other)
 
 
 def test_no_synchronisation(backend):
@@ -156,19 +149,16 @@ def test_training_and_decode_agree_to_the_bit(heads):
 
     length = 1000
     case = replace(CASE, query_lengths=(length,), kv_lengths=(length,), heads=heads, padding=0)
-    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    inputs = case.inputs(DEVICE)
     triton = choose("triton", replace(REQUEST, num_heads=heads, batch_invariant=True))
-    whole = triton.forward(q_content, q_rope, cache, rows, scale, batch_invariant=True)
-    for start, end in ((0, 1), (1, 700), (700, 999), (999, 1000)):
-        part = Rows.of((end - start,), (end,), rows.block_table)
-        query = (q_content[start:end], q_rope[start:end])
-        found = triton.forward(*query, cache, part, scale, batch_invariant=True)
-        assert all(torch.equal(one, all_[start:end]) for one, all_ in zip(found, whole))
-    position = torch.arange(length, device=DEVICE)
-    keys = cache[rows.block_table[0][position // 64].long(), position % 64][:, None]
-    operands = AttentionInputs(
-        q_content[:, None], q_rope[:, None], keys[..., None, :512], keys[..., 512:], None
-    )
-    rules = ScoreRules(scale=scale, spans=(Span(0, length, 0, length, 0),))
+
+    def attend(inputs, batch_invariant):
+        return triton.forward(*inputs, batch_invariant=batch_invariant)
+
+    assert_chunks_have_the_same_bits(attend, inputs, ((0, 1), (1, 700), (700, 999), (999, 1000)))
+    q_content, q_rope, latent, k_rope = training_operands(inputs)
+    operands = AttentionInputs(q_content, q_rope, latent[:, :, None], k_rope, None)
+    rules = ScoreRules(scale=case.scale, spans=(Span(0, length, 0, length, 0),))
     trained = TRITON.forward(operands, rules)
-    assert torch.equal(trained.out[:, 0], whole[0]) and torch.equal(trained.lse[:, 0], whole[1])
+    whole = attend(inputs, batch_invariant=True)
+    assert_same_bits((trained.out[:, 0], trained.lse[:, 0]), whole)

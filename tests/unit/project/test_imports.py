@@ -31,14 +31,19 @@ print(json.dumps({"seconds": seconds, "added": added, "cuda": torch.cuda.is_init
 """
 
 
-@pytest.fixture(scope="module")
-def fresh_process() -> dict:
+def answer_of(code: str, *words: str, **environment: str) -> dict:
+    """What Python prints as JSON when it runs ``code`` in a process of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-c", FRESH_PROCESS]
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    env = {**os.environ, "PYTHONPATH": path, **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def fresh_process() -> dict:
+    return answer_of(FRESH_PROCESS, CUDA_VISIBLE_DEVICES="")
 
 
 class TestCost:
@@ -93,12 +98,7 @@ class TestConversion:
     @pytest.fixture(scope="class")
     def loaded(self) -> dict:
         paths = [p for p in CONVERSION.rglob("*.py") if p.stem != "__main__"]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-c", CONVERSION_PROCESS, *sorted(map(module_name, paths))]
-        env = {**os.environ, "PYTHONPATH": path}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout)
+        return answer_of(CONVERSION_PROCESS, *sorted(map(module_name, paths)))
 
     def test_help_is_quick(self, loaded):
         """Torch takes a second, and nothing of it is needed to say what the options are."""
@@ -212,7 +212,10 @@ LEVELS = [
     {"attention"},
     {"cpu_host", "generation", "packed_router", "standard_mla"},
     {"testing"},
+    # Above specs and conversion, too: it puts everything together.
+    {"llm"},
 ]
+TOP = "absorbed_mla.llm"
 GRAPH = import_graph(ROOT)
 
 
@@ -226,10 +229,17 @@ class TestGraph:
         package = module.split(".")[0]
         used = {name for name in GRAPH[module] if name.split(".")[0] in PRODUCT}
         if package == "absorbed_mla":
+            if module.startswith(TOP):
+                return
             inside = {name for name in used if name.startswith("absorbed_mla.")}
             assert used == inside, "the package stands on nothing else of the product"
             above = {name for name in inside if level_of(name) > level_of(module)}
             assert not above
+
+    def test_nothing_stands_on_the_top(self):
+        outside = [name for name in GRAPH if not name.startswith(TOP)]
+        users = {name for name in outside if any(one.startswith(TOP) for one in GRAPH[name])}
+        assert users <= {"absorbed_mla"}, "the package gives LLM its name"
 
     def test_every_file_has_a_level(self):
         modules = {name.split(".")[1] for name in GRAPH if name.startswith("absorbed_mla.")}

@@ -4,7 +4,6 @@ Nothing here needs a network or pip: the build backend is called directly, in a 
 and imports are looked up in interpreters that see no other site-packages (-S).
 """
 
-import ast
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_conversion.cli
+from tests.unit.project.test_imports import GRAPH
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"absorbed_mla", "specs", "checkpoint_conversion"}
@@ -149,29 +149,34 @@ class TestImportPaths:
 
 class TestDependencies:
     @staticmethod
-    def imported_by(package: str) -> set[str]:
-        """Top-level names imported anywhere in the package."""
-        names = set()
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    names.update(alias.name.split(".")[0] for alias in node.names)
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    names.add(node.module.split(".")[0])
-        return names
+    def imported_by(package: str, but_not: str = " ") -> set[str]:
+        """Top-level names of other packages that are imported anywhere in the package."""
+        modules = [name for name in GRAPH if f"{name}.".startswith(f"{package}.")]
+        modules = [name for name in modules if not f"{name}.".startswith(f"{but_not}.")]
+        found = {name.split(".")[0] for module in modules for name in GRAPH[module]}
+        return found - set(sys.stdlib_module_names)
+
+    @staticmethod
+    def extra(*names: str) -> set[str]:
+        """Names of the modules that optional dependencies bring."""
+        lines = [line for name in names for line in PROJECT["optional-dependencies"][name]]
+        return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+    DECLARED = frozenset({"torch", "megatron", "einops", "packaging", "triton"})
 
     @pytest.mark.parametrize("package", ["absorbed_mla", "specs"])
     def test_nothing_undeclared_is_imported(self, package):
-        declared = {"torch", "megatron", "einops", "packaging", "triton"}
-        declared |= {"transformer_engine", "flash_attn"}
-        assert self.imported_by(package) - PACKAGES - set(sys.stdlib_module_names) <= declared
+        imported = self.imported_by(package, but_not="absorbed_mla.llm") - PACKAGES
+        assert imported <= self.DECLARED | {"transformer_engine", "flash_attn"}
+
+    def test_generation_and_server_import_their_extras(self):
+        allowed = self.DECLARED | PACKAGES | self.extra("generate")
+        assert self.imported_by("absorbed_mla.llm", but_not="absorbed_mla.llm.server") <= allowed
+        assert self.imported_by("absorbed_mla.llm.server") <= allowed | self.extra("serve")
 
     def test_conversion_imports_its_extra_alone(self):
         """Whoever only converts needs nothing of Megatron's; comparing logits needs everything."""
-        imported = self.imported_by("checkpoint_conversion") - set(sys.stdlib_module_names)
-        extra = {
-            re.split(r"\W", name)[0] for name in PROJECT["optional-dependencies"]["conversion"]
-        }
+        imported = self.imported_by("checkpoint_conversion")
         # numpy comes with torch's tensors, tokenizers with transformers.
-        known = extra | {"torch", "numpy", "tokenizers", "megatron"} | PACKAGES
+        known = self.extra("conversion") | {"torch", "numpy", "tokenizers", "megatron"} | PACKAGES
         assert {"torch", "safetensors", "xxhash", "rich"} <= imported <= known

@@ -1,6 +1,6 @@
-"""The two commands on machines that lack something: python, disk, network, a free folder.
+"""quickstart.sh and run_tests.sh on machines without Python, disk space, network or a free folder.
 
-The environment is made by stubs that stand in for python and df; nothing is installed.
+Stubs stand in for python and df; nothing is installed.
 """
 
 import os
@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 TOOLS = ("awk", "bash", "cat", "cp", "df", "dirname", "flock", "getent", "grep", "ls", "mkdir")
 TOOLS += ("rm", "tail", "touch", "uname")
 
-# Answers the questions that environment.sh asks, and keeps pip's command lines.
+# Answers what environment.sh asks Python, and logs the command lines of pip.
 PYTHON = """#!/bin/bash
 case "$*" in
   *version_info*) echo "$STUB_VERSION" ;;
@@ -28,7 +28,7 @@ esac
 
 
 class Machine:
-    """A PATH with a few tools and, if there is one, a python."""
+    """A PATH with a few tools, to which a test adds stubs of Python."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
@@ -63,7 +63,7 @@ class Machine:
         )
 
     def prepare(self) -> subprocess.CompletedProcess:
-        """Make or find the environment and print its interpreter."""
+        """Run prepare_environment; its interpreter is the last line of stdout."""
         script = f'set -euo pipefail; source "{SCRIPTS}/environment.sh"; prepare_environment; '
         return self.bash("-c", script + 'printf "%s\\n" "$PYTHON"')
 
@@ -140,7 +140,7 @@ class TestEnvironment:
         assert project.endswith(str(SCRIPTS.parent))
 
     @pytest.mark.parametrize("other", ["none", "another checkout's", "another version's"])
-    def test_the_project_comes_into_an_older_environment(self, machine, other):
+    def test_the_project_is_installed_into_an_older_environment(self, machine, other):
         machine.add_python("3.11")
         machine.prepare()
         before = machine.pip_calls()

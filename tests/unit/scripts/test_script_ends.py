@@ -1,6 +1,6 @@
-"""How scripts end: one mistake is one line and said once, Ctrl-C is one line, nobody is orphaned.
+"""How scripts end: a mistake is printed once, as one line; so is Ctrl-C; no process is orphaned.
 
-The processes here are small programs around ``console.script``, with torchrun's environment.
+The processes are small programs that use ``console.script``, with torchrun's environment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def program(work: str) -> list[str]:
 
 
 class Job:
-    """Ranks of one machine, as torchrun starts them, with files for what went wrong."""
+    """Ranks of one machine with the environment and error files that torchrun gives them."""
 
     def __init__(self, folder: Path, work: str, ranks: int) -> None:
         self.files = [folder / "attempt_0" / str(rank) / "error.json" for rank in range(ranks)]
@@ -57,18 +57,18 @@ class Job:
             self.processes.append(subprocess.Popen(program(work), env=env, **options))
 
     def end(self) -> tuple[list[int], list[str]]:
-        """Exit codes and what was printed to stderr, by rank."""
+        """Exit codes and stderrs by rank."""
         errors = [process.communicate(timeout=60)[1] for process in self.processes]
         return [process.returncode for process in self.processes], errors
 
     def reason(self, rank: int) -> str:
-        """As torchrun's report shows it."""
+        """The reason in the error file of a rank, which torchrun's report shows."""
         return json.loads(self.files[rank].read_text())["message"]["extraInfo"]["py_callstack"]
 
 
 class TestErrors:
-    def test_of_all_processes_is_said_by_the_first(self, tmp_path):
-        """However much later it comes; the others do not appear in torchrun's report."""
+    def test_of_all_ranks_is_printed_by_the_first(self, tmp_path):
+        """Also if the first one fails last; the others exit with 0 and are not reported."""
         work = "time.sleep(1 - rank / 4)\nraise ValueError('--lr is\\n   wrong')"
         job = Job(tmp_path, work, 4)
         codes, errors = job.end()
@@ -76,22 +76,22 @@ class TestErrors:
         assert codes == [2, 0, 0, 0]
         assert job.reason(0) == "it.py: error: --lr is wrong"
 
-    def test_of_one_process_is_said_by_it(self, tmp_path, monkeypatch):
-        work = "import console.last_words as w; w._BEFORE_MEETING = 0.5\n"
+    def test_of_one_rank_is_printed_by_it(self, tmp_path, monkeypatch):
+        work = "import console.errors as e; e._WAIT_FOR_FIRST = 0.5\n"
         work += "if rank == 1: raise OSError('no disk')\ntime.sleep(1.5)"
         job = Job(tmp_path, work, 2)
         codes, errors = job.end()
         assert (codes, errors) == ([0, 1], ["", "it.py: error (rank 1): no disk\n"])
         assert job.reason(1) == "it.py: error (rank 1): no disk"
 
-    def test_of_the_first_process_alone(self, tmp_path):
-        """The others, which would only wait for it, end before torchrun has to end them."""
+    def test_of_the_first_rank_alone(self, tmp_path):
+        """The others, which would wait for it, exit before torchrun ends and reports them."""
         job = Job(tmp_path, "if not rank: raise ValueError('x')\ntime.sleep(30)", 3)
         assert job.end() == ([2, 0, 0], ["it.py: error: x\n", "", ""])
         assert all(file.exists() for file in job.files)
 
-    def test_ranks_that_have_met_are_left_to_torchrun(self, tmp_path):
-        """They may be in the middle of a save, which the first one's error does not concern."""
+    def test_ranks_of_a_process_group_are_left_to_torchrun(self, tmp_path):
+        """They may be saving, which an error of the first rank must not interrupt."""
         met = "import types\nnamed = 'torch.distributed.distributed_c10d'\n"
         met += "sys.modules[named] = types.SimpleNamespace(is_initialized=lambda: True)\n"
         work = (
@@ -128,12 +128,12 @@ class TestErrors:
         said = "interrupted" if error is KeyboardInterrupt else "error: reason"
         assert capsys.readouterr().err == f"it.py: {said}\n"
 
-    def test_other_errors_are_ours_and_keep_their_traceback(self):
+    def test_unexpected_errors_keep_their_traceback(self):
         with pytest.raises(ZeroDivisionError):
             run_script("it.py", lambda: 1 // 0)
 
-    def test_nobody_reads(self):
-        """As ``it.py | head -1``."""
+    def test_a_closed_pipe(self):
+        """As in ``it.py | head -1``."""
         command = program("for _ in range(10**6): print('x' * 100)")
         process = subprocess.Popen(
             command, env=without_launcher(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -145,21 +145,21 @@ class TestErrors:
 
 
 class TestSignals:
-    def test_a_library_cannot_ask_for_stacks(self):
-        """Megatron's inference does, on Ctrl-C and when torchrun ends the other ranks."""
+    def test_libraries_cannot_have_stacks_printed(self):
+        """Megatron's inference wants them on Ctrl-C and SIGTERM."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            faulthandler.unregister(number)  # another test may have imported it
+            faulthandler.unregister(number)  # Megatron may have registered it in another test
 
         def work():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 faulthandler.register(number, file=sys.__stderr__)
 
         run_script("it.py", work)
-        asked = [
+        was_registered = [
             faulthandler.unregister(number)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         ]
-        assert asked == [False, False, True]
+        assert was_registered == [False, False, True]
         assert faulthandler.register.__name__ == "register"
 
     def test_ctrl_c(self):
@@ -177,7 +177,7 @@ class TestSignals:
 
 
 def ends(pid: int, seconds: float = 20) -> bool:
-    """Whether a process that is no child of this one ends in time."""
+    """Whether a process, which need not be a child, ends in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -198,7 +198,7 @@ child.wait()
 
 
 def orphan_of(start: str, **variables: str) -> int:
-    """Kill -9 a process that has started another one; the other one's id."""
+    """Start a process that starts a child, kill it by SIGKILL, and return the child's id."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(start=start)],
         env=without_launcher(PYTHONPATH=str(SCRIPTS), **variables),
@@ -212,7 +212,7 @@ def orphan_of(start: str, **variables: str) -> int:
 
 
 class TestKilled:
-    """By SIGKILL, which the one that is killed cannot pass on."""
+    """By SIGKILL, which a process cannot pass on to its children."""
 
     SLEEP = "print(os.getpid(), flush=True)\ntime.sleep(300)"
 
@@ -221,21 +221,21 @@ class TestKilled:
         assert ends(orphan_of(start, TORCHELASTIC_RUN_ID="none"))
 
     def test_a_script_outlives_the_shell_that_started_it(self):
-        """As with nohup: nothing but torchrun is its launcher."""
+        """As with nohup: only torchrun takes a script with it."""
         start = f"child = subprocess.Popen({program(self.SLEEP)!r}, stdout=-1, text=True)"
         child = orphan_of(start)
         assert not ends(child, 1)
         os.kill(child, signal.SIGKILL)
 
     def test_what_scripts_start_ends_with_them(self):
-        """Though it knows nothing of it."""
+        """The child itself does nothing for that."""
         command = [sys.executable, "-c", f"import os, time\n{self.SLEEP}"]
         start = "from console.parent import ends_with_this_process as bind\n"
         start += f"child = subprocess.Popen({command!r}, preexec_fn=bind(), stdout=-1, text=True)"
         assert ends(orphan_of(start))
 
     def test_too_late(self):
-        """The parent has ended before its child can ask to end with it."""
+        """The parent ends before its child asks the kernel to be killed with it."""
         late = """
 import os
 from console.parent import ends_with_this_process

@@ -1,7 +1,7 @@
-"""``--help`` of every script: at once, and about every option.
+"""``--help`` of every script comes at once, and explains every option.
 
-A user who asks for help, or mistypes an option, must not wait for PyTorch and Megatron, which take
-seconds to import.
+Neither help nor a mistyped option may wait for the imports of PyTorch and Megatron, which take
+seconds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tests.support.environment import without_launcher
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
-# Its own shell command parses for it; Megatron parses for it.
+# Their options are parsed elsewhere: by quickstart.sh, and by Megatron.
 ELSEWHERE = {"quickstart", "benchmarks/pretrain_gpt"}
 FILES = [path for path in SCRIPTS.rglob("*.py") if "__main__" in path.read_text()]
 NAMES = sorted({str(path.relative_to(SCRIPTS).with_suffix("")) for path in FILES} - ELSEWHERE)
-# Imported by scripts, and not to be started.
+# Modules in the folder of the scripts.
 NO_SCRIPTS = {"counting"}
 COMMANDS = [name for name in NAMES if name not in NO_SCRIPTS]
 
-# Runs a script with --help, and says what it imported and which options its parser has.
+# Runs a script with --help; reports the modules it imported and the options of its parser.
 PROBE = """
 import argparse, json, os, runpy, sys
 report, script = sys.argv[1:]
@@ -58,7 +58,7 @@ with open(report, "w") as file:
 
 @pytest.fixture(scope="module")
 def helped(tmp_path_factory):
-    """By script, what its --help printed and what the probe saw; asked once."""
+    """Output of a script's --help and report of the probe; run once for each script."""
     folder, known = tmp_path_factory.mktemp("help"), {}
 
     def run(name: str) -> tuple[str, dict]:
@@ -96,7 +96,7 @@ def test_every_option_says_what_it_means_and_its_default(helped, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_typo_is_one_line(name):
-    """Without PyTorch, by an interpreter that cannot import it."""
+    """In an interpreter that cannot import PyTorch."""
     block = "import sys; sys.modules.update(torch=None, megatron=None, numpy=None); import runpy; "
     script = SCRIPTS / f"{name}.py"
     block += f"sys.argv = [{str(script)!r}, '--no-such-option']; "

@@ -1,6 +1,6 @@
-"""Everything that a script writes is tried before it begins to work.
+"""Scripts check before they begin to work that all their output files can be written.
 
-If these fail, a run of hours is lost at its end for a mistyped folder.
+If these fail, a mistyped folder loses the results of a run of hours.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import (
-    attention,
-    cached_attention,
-    context_parallel,
-    conversion,
-    decode,
-    engine,
-    pretraining,
-)
+from benchmarks.attention import AttentionBenchmark
+from benchmarks.cached_attention import CachedBenchmark
+from benchmarks.context_parallel import CPBenchmark
+from benchmarks.conversion import ConversionBenchmark
+from benchmarks.decode import DecodeBenchmark
+from benchmarks.engine import EngineBenchmark
+from benchmarks.pretraining import PretrainingBenchmark
 from checks import logits_table, oracle_report, parity_report
 from console.outputs import require_writable
 from rollout import gap_entry
@@ -30,7 +28,7 @@ from training.entry import main as train
 
 @pytest.fixture
 def file(tmp_path) -> Path:
-    """A file that is there, where a folder is needed."""
+    """An existing file, for options that need a folder."""
     path = tmp_path / "file"
     path.write_text("mine")
     return path
@@ -51,9 +49,9 @@ class TestRequireWritable:
     @pytest.mark.parametrize(
         ("path", "reason"),
         [
-            ("file/inside", "no folder|Not a directory"),
+            ("file/inside", "not a folder|Not a directory"),
             ("/proc/no/where", "No such file"),
-            ("", "empty"),
+            ("", "empty string"),
         ],
     )
     def test_refused(self, file, monkeypatch, kind, path, reason):
@@ -62,13 +60,13 @@ class TestRequireWritable:
             require_writable(**{kind: {"--out": path}})
 
     def test_a_file_is_no_folder_and_a_folder_no_file(self, file):
-        with pytest.raises(ValueError, match=r"--save .*file cannot be written: it is no folder"):
+        with pytest.raises(ValueError, match=r"--save .*file cannot be written: not a folder"):
             require_writable(folders={"--save": file})
         with pytest.raises(ValueError, match=r"--json .* cannot be written: Is a directory"):
             require_writable(files={"--json": file.parent})
 
     def test_a_disk_without_room(self, tmp_path, monkeypatch):
-        """Names can still be made there."""
+        """Empty files can still be created there."""
 
         class Full:
             def __enter__(self):
@@ -93,14 +91,14 @@ class TestRequireWritable:
         with pytest.raises(ValueError, match=r"--save .* cannot be written: Permission denied$"):
             require_writable(folders={"--save": tmp_path})
 
-    def test_the_first_process_tries_for_all(self, file, monkeypatch):
-        """Others may be on machines without that disk, and would undo each other's folders."""
+    def test_only_rank_0_tries(self, file, monkeypatch):
+        """Others may be on machines without that disk, and would remove each other's folders."""
         monkeypatch.setenv("RANK", "1")
         require_writable(folders={"--save": file})
 
 
 def script(main, *argv: str):
-    """Of one script: what it is started with, its last word the bad path."""
+    """A function that runs a script with a path as its last argument."""
     return lambda path: main([*argv, str(path)])
 
 
@@ -123,26 +121,26 @@ FILES = {
     "rollout_train --metrics": script(rollout_train, "--metrics"),
     "rollout_train --plot": script(rollout_train, "--plot"),
     "rollout_gap --json": script(gap_entry.main, "--json"),
-    "decode --json": script(decode.main, "--device", "cpu", "--json"),
-    "decode --plot": script(decode.main, "--device", "cpu", "--plot"),
-    "engine --json": script(engine.main, "--json"),
+    "decode --json": script(DecodeBenchmark.main, "--device", "cpu", "--json"),
+    "decode --plot": script(DecodeBenchmark.main, "--device", "cpu", "--plot"),
+    "engine --json": script(EngineBenchmark.main, "--json"),
     "parity_report --json": script(parity_report.main, "--device", "cpu", "--json"),
 }
 FOLDERS = {
     "train --save": script(train, "--save"),
     "rollout_train --save": script(rollout_train, "--save"),
-    "attention": folder_first(attention.main, "--device", "cpu"),
-    "cached_attention": folder_first(cached_attention.main, "--device", "cpu"),
-    "context_parallel": folder_first(context_parallel.main),
-    "conversion": folder_first(conversion.main, "--sizes", "3MB"),
-    "pretraining": folder_first(pretraining.main),
+    "attention": folder_first(AttentionBenchmark.main, "--device", "cpu"),
+    "cached_attention": folder_first(CachedBenchmark.main, "--device", "cpu"),
+    "context_parallel": folder_first(CPBenchmark.main),
+    "conversion": folder_first(ConversionBenchmark.main, "--sizes", "3MB"),
+    "pretraining": folder_first(PretrainingBenchmark.main),
     "logits_table": by_sys_argv(logits_table),
 }
 
 
 @pytest.fixture
 def one_line(file, capsys, monkeypatch):
-    """Runs a script with a path that cannot be written; it must say so and nothing else."""
+    """Run a script with a path that cannot be written; that must be the only line it prints."""
     monkeypatch.delenv("RANK", raising=False)
 
     def run(start, path: Path) -> None:

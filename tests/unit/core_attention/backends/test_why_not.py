@@ -30,28 +30,42 @@ from tests.support.refusal import refusal
 
 CPU = torch.device("cpu")
 DIMS = MLADims.from_config(config_for(TINY), 1)
-FORM = {"cudnn": "expanded", "transformer_engine": "expanded", "flash_attention_4": "expanded"}
-FORM |= {"flash_attention_3": "absorbed"}
+FORM = dict.fromkeys(("cudnn", "transformer_engine", "flash_attention_4"), "expanded")
+FORM |= dict.fromkeys(("flash_attention_3", "hopper", "triton"), "absorbed")
+# The least compute capability, and whether newer GPUs will do.
+CAPABILITY = dict.fromkeys(("flash_attention_3", "flash_attention_4", "hopper"), ((9, 0), False))
+CAPABILITY |= dict.fromkeys(("cudnn", "transformer_engine"), ((9, 0), True))
+CAPABILITY["triton"] = (8, 0), True
 ANY_KERNEL = [
     ({"device": CPU}, "needs a GPU"),
+    ({"device": torch.device("meta")}, "needs a GPU"),
     ({"dtype": torch.float32}, "fp16 and bf16"),
+    ({"dtype": torch.float64}, "fp16 and bf16"),
     ({"masked": True}, "attention_mask"),
     ({"dropout": True}, "attention_dropout=0"),
 ]
-EXPANDED = [
-    ({"form": "absorbed"}, "form='expanded'"),
+OTHER_FORM = {
+    "expanded": ({"form": "absorbed"}, "form='expanded'"),
+    "absorbed": ({"form": "expanded", "key_width": 192, "value_width": 128}, "form='absorbed'"),
+}
+EXPANDED_WIDTHS = [
     ({"key_width": 260}, "(260, 128) are not multiples of 8 up to 256"),
     ({"value_width": 264}, "(192, 264) are not multiples of 8 up to 256"),
 ]
-ABSORBED = [
-    ({"form": "expanded", "key_width": 192, "value_width": 128}, "form='absorbed'"),
+LATENT_WIDTHS = [
+    ({"key_width": 500, "value_width": 436}, "widths 436"),
+    ({"key_width": 520}, "8 (rope)"),
+]
+WIDTHS = {name: EXPANDED_WIDTHS for name, form in FORM.items() if form == "expanded"}
+WIDTHS |= {"hopper": LATENT_WIDTHS, "triton": LATENT_WIDTHS}
+WIDTHS["flash_attention_3"] = [
     ({"key_width": 192, "value_width": 128}, "widths 128 (latent) and 64 (rope)"),
     ({"key_width": 544}, "32 (rope) are not among (256, 512) and 64"),
 ]
 REFUSED = [
     (name, changes, reason)
     for name, form in FORM.items()
-    for changes, reason in ANY_KERNEL + (EXPANDED if form == "expanded" else ABSORBED)
+    for changes, reason in [*ANY_KERNEL, OTHER_FORM[form], *WIDTHS[name]]
 ]
 
 
@@ -111,15 +125,23 @@ def test_options_know_which_form_it_computes(name, form):
         AbsorbedMLAOptions(form=form, core_attention_backend=name)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize("name", FORM)
 def test_another_gpu(name, capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = why_not(name, attention_request(FORM[name]))
-    if capability == (10, 0) and name in ("cudnn", "transformer_engine"):
+    least, newer_too = CAPABILITY[name]
+    if capability == least or (newer_too and capability > least):
         assert reason is None
     else:
-        assert "compute capability 9.0" in reason
+        assert "compute capability {}.{}".format(*least) in reason
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.0.0"])
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_old_triton(name, version, monkeypatch):
+    monkeypatch.setattr("triton.__version__", version)
+    assert f"{version} is installed" in why_not(name, attention_request("absorbed"))
 
 
 def test_deterministic_algorithms():

@@ -64,29 +64,33 @@ def random_spans(seed: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def tiles(kind: str, spans, tokens: int, total: int | None = None):
+    """(queries, keys, offset) of every tile of queries, or of keys."""
+    for row in (query_tiles if kind == "query" else key_tiles)(spans, tokens, total).tolist():
+        own, others, offset = row[:2], row[2:4], row[4]
+        assert 0 < own[1] - own[0] <= tokens and others[0] <= others[1]
+        yield (own, others, offset) if kind == "query" else (others, own, offset)
+
+
 EVERY = [*CASES.values(), *map(random_spans, range(20))]
 IDS = [*CASES, *(f"random {seed}" for seed in range(20))]
+kinds = pytest.mark.parametrize(("kind", "total"), [("query", QUERIES), ("key", KEYS)])
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7, 64])
 @pytest.mark.parametrize("spans", EVERY, ids=IDS)
 class TestVisibility:
-    def test_query_tiles(self, spans, tokens):
+    @kinds
+    @pytest.mark.parametrize("covering", [False, True])
+    def test_every_visible_pair_once(self, spans, tokens, kind, total, covering):
+        """Also where tiles cover tokens that are in no span."""
         shown = torch.zeros(QUERIES, KEYS, dtype=torch.int32)
-        for q0, q1, k0, k1, offset in query_tiles(spans, tokens).tolist():
-            assert 0 < q1 - q0 <= tokens and k0 <= k1
-            shown += pairs((q0, q1), (k0, k1), offset)
-            if k0 < k1:
-                assert shown[q1 - 1, k1 - 1], "the last query sees the last key"
-        assert torch.equal(shown, visible(spans).int())
-
-    def test_key_tiles(self, spans, tokens):
-        shown = torch.zeros(QUERIES, KEYS, dtype=torch.int32)
-        for k0, k1, q0, q1, offset, _ in key_tiles(spans, tokens).tolist():
-            assert 0 < k1 - k0 <= tokens and q0 <= q1
-            shown += pairs((q0, q1), (k0, k1), offset)
-            if q0 < q1:
-                assert shown[q0, k0], "the first query sees the first key"
+        for queries, keys, offset in tiles(kind, spans, tokens, total if covering else None):
+            shown += pairs(queries, keys, offset)
+            # The last query sees the last key, the first key is seen by the first query.
+            seen = (queries[1] - 1, keys[1] - 1) if kind == "query" else (queries[0], keys[0])
+            if not covering and queries[0] < queries[1] and keys[0] < keys[1]:
+                assert shown[seen]
         assert torch.equal(shown, visible(spans).int())
 
     def test_every_query_is_in_one_tile(self, spans, tokens):
@@ -104,19 +108,10 @@ class TestVisibility:
             seen[layer, k0:k1] += 1
         assert (seen == 1).all()
 
-    def test_covering_shows_no_other_pair(self, spans, tokens):
-        shown = torch.zeros(2, QUERIES, KEYS, dtype=torch.int32)
-        for q0, q1, k0, k1, offset in query_tiles(spans, tokens, QUERIES).tolist():
-            shown[0] += pairs((q0, q1), (k0, k1), offset)
-        for k0, k1, q0, q1, offset, _ in key_tiles(spans, tokens, KEYS).tolist():
-            shown[1] += pairs((q0, q1), (k0, k1), offset)
-        assert (shown == visible(spans).int()).all()
-
-    def test_mask_is_skipped_where_it_hides_nothing(self, spans, tokens):
+    @kinds
+    def test_mask_is_skipped_where_it_hides_nothing(self, spans, tokens, kind, total):
         """Most tiles of a long sequence, where the kernel saves the comparison."""
-        tables = [(row[:2], row[2:4], row[4]) for row in query_tiles(spans, tokens).tolist()]
-        tables += [(row[2:4], row[:2], row[4]) for row in key_tiles(spans, tokens).tolist()]
-        for queries, keys, offset in tables:
+        for queries, keys, offset in tiles(kind, spans, tokens):
             block = pairs(queries, keys, offset)[slice(*queries), slice(*keys)]
             if block.numel():
                 assert (offset == SEES_ALL) == bool(block.all())

@@ -7,29 +7,28 @@ import json
 import os
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import attention
+from benchmarks import attention, core_attention
 from benchmarks.attention import (
-    PEERS,
+    AttentionBenchmark,
     AttentionReport,
-    Bench,
-    CoreCase,
     LayerCase,
     Row,
-    attention_flops,
     cases,
     document_lengths,
-    parse_arguments,
 )
+from benchmarks.core_attention import CoreCase, attention_flops
+from benchmarks.kit import processes
 from benchmarks.kit.arguments import DIMS, dims_of
 from benchmarks.kit.report import Refused, Times
+from benchmarks.peers.attention import PEERS
 from tests.support.numerics import relative_error
 
+parse_arguments = AttentionBenchmark.parse
 # Options for a CPU.
 TINY = ["--device", "cpu", "--form", "expanded", "--heads", "2", "--seq-lens", "48"]
 TINY += ["--seconds-per-row", "0.01", "--hidden-size", "32", "--q-lora-rank", "16"]
@@ -140,13 +139,6 @@ class TestCases:
         assert {case.implementation for case in only} == {"ours, cudnn", "torch, cudnn"}
         assert {type(c) for c in cases(parse_arguments(["out", "--suite", "layer"]))} == {LayerCase}
 
-    def test_quick_is_what_is_not_given(self):
-        quick = parse_arguments(["out", "--quick"])
-        assert (quick.seq_lens, quick.seconds_per_row) == ([4096, 8192], 0.1)
-        given = parse_arguments(["out", "--quick", "--seq-lens", "1k", "--seconds-per-row", "1"])
-        assert (given.seq_lens, given.seconds_per_row) == ([1024], 1.0)
-        assert max(case.tokens for case in cases(parse_arguments(["out"]))) == 64 * 1024
-
     def test_flops_of_a_pair(self):
         for form, forward, backward in (("expanded", 640, 1664), ("absorbed", 2176, 5504)):
             pairs = 16 * 8192 * 8192 / 2
@@ -166,41 +158,41 @@ class TestBench:
     """The loop around measurements."""
 
     @pytest.fixture
-    def bench(self) -> Bench:
-        args = parse_arguments(["out", "--longest-step", "1"])
-        return Bench(args, SimpleNamespace(), time.monotonic())
+    def bench(self, monkeypatch) -> AttentionBenchmark:
+        monkeypatch.setattr(processes, "Processes", lambda seed: None)
+        return AttentionBenchmark(parse_arguments(["out", "--time-limit", "240"]))
 
     def test_a_case_that_fails_is_a_row_and_the_next_is_measured(self, bench, monkeypatch):
-        def measure(case, args, processes):
+        def measure_layer(case, args, processes):
             if case.implementation == "megatron":
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return dataclasses.replace(OURS, case=case)
+            return {"step": OURS.step, "ran": "form, backend"}
 
-        monkeypatch.setattr(attention, "measure_layer", measure)
-        first, second = (bench.measure(row.case) for row in (MEGATRON, OURS))
+        monkeypatch.setattr(attention, "measure_layer", measure_layer)
+        first, second = (bench.row(row.case) for row in (MEGATRON, OURS))
         assert first == Row(case=MEGATRON.case, error="OutOfMemoryError: CUDA out of memory")
-        assert second == OURS
+        assert second == Row(case=OURS.case, step=OURS.step, ran="form, backend")
 
     def test_a_long_case_is_left_out(self, bench, monkeypatch):
-        measure = lambda case, *_: dataclasses.replace(CORE, case=case)  # noqa: E731
-        monkeypatch.setattr(attention, "measure_core", measure)
-        bench.measure(CORE.case)
-        # 0.003 s at 8k are 3 s at 256k.
-        left_out = bench.measure(changed(CORE, tokens=2**18).case)
-        assert left_out.error == "left out: a step would take about 3 s (--longest-step)"
-        assert not bench.measure(changed(CORE, tokens=2**18, form="absorbed").case).error
+        monkeypatch.setattr(core_attention, "measure_core", lambda *_: {"step": CORE.step})
+        bench.row(CORE.case)
+        # 0.003 s at 8k are 12 s at 512k.
+        left_out = bench.row(changed(CORE, tokens=2**19).case)
+        assert left_out.error == "left out: a step would take about 12 s"
+        assert not bench.row(changed(CORE, tokens=2**19, form="absorbed").case).error
 
     def test_late_cases_are_left_out(self, bench):
-        bench.begin -= 241
-        assert bench.measure(CORE.case).error == "left out: 240 s are over (--time-limit)"
+        bench.args.begin -= 241
+        assert bench.row(CORE.case).error == "left out: 240 s are over (--time-limit)"
 
     def test_a_device_that_is_lost_ends_no_script(self, bench, monkeypatch):
         def gone(*args):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-        monkeypatch.setattr(attention, "measure_core", gone)
+        monkeypatch.setattr(core_attention, "measure_core", gone)
         monkeypatch.setattr(torch.cuda, "empty_cache", gone)
-        assert "illegal memory access" in bench.measure(CORE.case).error
+        assert "illegal memory access" in bench.row(CORE.case).error
+        assert bench.row(OURS.case).error.startswith(f"left out: {CORE.case} took the device away")
 
 
 def tiny_processes() -> SimpleNamespace:
@@ -216,7 +208,8 @@ def tiny_processes() -> SimpleNamespace:
 
 def measure_tiny(implementation: str, form: str) -> Row:
     case = CoreCase(implementation, form, 2, 8)
-    return attention.measure_core(case, parse_arguments(["out", *TINY]), tiny_processes())
+    args = parse_arguments(["out", *TINY])
+    return Row(case=case, **core_attention.measure_core(case, args, tiny_processes()))
 
 
 class FusedAttention(torch.nn.Module):
@@ -251,7 +244,7 @@ class TestPeers:
         results = []
         for implementation in ("ours, reference", "torch, efficient"):
             case = CoreCase(implementation, form, 2, 48)
-            subject = attention.build_core(case, args, tiny_processes())
+            subject = core_attention.build_core(case, args, tiny_processes())
             out = subject.forward()
             results.append((out, subject.backward(out)))
         (ours, grads), (theirs, their_grads) = results
@@ -269,7 +262,7 @@ class TestPeers:
     def test_nothing_is_joined_while_the_expanded_form_is_timed(self):
         dims = dims_of(parse_arguments(["out", *TINY]))
         case = CoreCase("", "expanded", 2, 8)
-        inputs = attention.random_inputs(case, dims, tiny_processes())
+        inputs = core_attention.random_inputs(case, dims, tiny_processes())
         q, k, v = inputs.as_multi_head()
         assert q is inputs.q_content and k is inputs.k_content and v is inputs.value
         assert [x.shape for x in (q, k, v)] == [(8, 1, 2, 24), (8, 1, 2, 24), (8, 1, 2, 16)]
@@ -301,7 +294,7 @@ class TestPeers:
         processes = SimpleNamespace(random=lambda *shape: torch.empty(1, 1, 576))
         case = CoreCase("ours, reference", "absorbed", 128, 8192)
         with pytest.raises(Refused, match="small sizes only"):
-            attention.measure_core(case, parse_arguments(["out"]), processes)
+            core_attention.measure_core(case, parse_arguments(["out"]), processes)
 
 
 class TestReport:
@@ -321,13 +314,3 @@ class TestReport:
         """16 heads x 8192^2 / 2 pairs x 640 or 1664, in 1 and 2 ms."""
         rates = report(CORE).tflops(CORE)
         assert [round(rate) for rate in rates.values()] == [344, 447, 412]
-
-    @pytest.mark.parametrize(
-        "step, kept, met", ((0.04, 1010, True), (0.041, 1, False), (0.01, 1011, False))
-    )
-    def test_targets(self, step, kept, met):
-        row = dataclasses.replace(OURS, step=times(step), kept_bytes=kept * 2**20)
-        line = attention.targets([report(MEGATRON, row)]).splitlines()[-1]
-        verdict = "met" if met else "missed"
-        assert line.startswith(f"- {verdict}: ours recompute n=128 S=8192 thd: step")
-        assert not attention.targets([report(MEGATRON)])

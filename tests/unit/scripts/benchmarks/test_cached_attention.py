@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
-from benchmarks import cached_attention
-from benchmarks.cached_attention import Case, flops, offloaded_bytes
+from benchmarks.cached_attention import CachedBenchmark, Case, flops, offloaded_bytes
 from benchmarks.kit.arguments import DIMS
 
 TINY = shlex.split(
@@ -31,7 +30,7 @@ def test_counts():
 
 def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cached_attention.main([str(tmp_path), *TINY]) == 0
+    assert CachedBenchmark.main([str(tmp_path), *TINY]) == 0
     rows = json.loads((tmp_path / "cached.json").read_text())["rows"]
     assert [row["case"]["suite"] for row in rows] == ["prefill", "offload"]
     assert [row["error"] for row in rows] == ["", ""]

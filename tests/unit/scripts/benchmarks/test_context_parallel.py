@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import context_parallel
-from benchmarks.context_parallel import Case, CPReport, Row, build, cases, parse_arguments
+from benchmarks.context_parallel import Case, CPBenchmark, CPReport, Row, build, cases
 from benchmarks.kit import layers
 
+parse_arguments = CPBenchmark.parse
 OURS = Row(
     case=Case("ours", "all_gather", "expanded", 16384, 128, "sbhd", 1, "none"),
     cp_size=2,
@@ -69,7 +70,7 @@ def test_both_layers_recompute():
 def test_sizes_that_do_not_divide(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     options = ["--layouts", "sbhd,thd", "--documents", "3", "--sizes", "16,48"]
-    assert context_parallel.main(["out", *options]) == 2
+    assert CPBenchmark.main(["out", *options]) == 2
     expected = "--sizes: 16 tokens do not divide into 3 document(s) of 2 x 4 chunks"
     assert f"{expected}; give multiples of 24" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import conversion
-from benchmarks.conversion import ConversionReport, Row, describe, filesystem, results
+from benchmarks.conversion import ConversionBenchmark, ConversionReport, Row, describe, filesystem
 from benchmarks.kit import command
 from benchmarks.kit.command import CommandError, Run, forget, measure
 
@@ -171,9 +171,8 @@ def test_report(tmp_path):
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["rows"][0]["missed"] and not content["rows"][1]["missed"]
     assert content["machine"]["cores"] > 0 and content["machine"]["versions"]["torch"] != "unknown"
-    text = "\n".join(results([found]).notes)
+    text = "\n".join(ConversionReport.notes([found]))
     assert "missed: hf → megatron at 20.00 GB: 1200 MB resident, at most 1100 MB" in text
-    assert "4.0 x the size, 1.09 x the peak memory, 1.0 x the time" in text
 
 
 # Long enough for a sample.
@@ -187,7 +186,7 @@ def test_the_whole_measurement(tmp_path, monkeypatch, capfd):
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()
     options = ["--sizes", "3MB", "--repeat", "1", "--work-folder", str(work)]
-    assert conversion.main([str(out), *options]) == 0
+    assert ConversionBenchmark.main([str(out), *options]) == 0
     rows = json.loads((out / "benchmark.json").read_text())["rows"]
     sources = ["hf", "hf", "megatron", "hf (FP8)"]
     assert [row["path"].split(" → ")[0] for row in rows] == sources
@@ -204,16 +203,15 @@ def test_a_tool_that_fails(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(conversion, "TOOL", python("raise SystemExit('the reason')"))
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     options = ["--sizes", "3MB", "--repeat", "1", "--work-folder", str(tmp_path)]
-    assert conversion.main([str(tmp_path / "out"), *options]) == 1
+    assert ConversionBenchmark.main([str(tmp_path / "out"), *options]) == 1
     assert "the reason" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missed_bound_is_the_exit_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", "")
+    bench = ConversionBenchmark(ConversionBenchmark.parse([str(tmp_path), "--sizes", "3MB"]))
     slow = dataclasses.replace(ROW, tool_seconds=(20.0, 21.0))
-    found = ConversionReport(describe(tmp_path), [ROW, slow])
-    monkeypatch.setattr(conversion, "measure_all", lambda args: found)
-    assert conversion.main([str(tmp_path / "out")]) == 1
+    assert bench.exit_code(ConversionReport({}, [ROW, slow])) == 1
     assert capsys.readouterr().err.startswith("missed: hf → megatron at 5.00 GB: 0.59 of cp's")
-    del found.rows[1]
-    assert conversion.main([str(tmp_path / "out")]) == 0
+    assert bench.exit_code(ConversionReport({}, [ROW])) == 0

@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from absorbed_mla.inference.backends.reference import paged_reference
-from benchmarks import decode
-from benchmarks.decode import (
-    IMPLEMENTATIONS,
-    OURS,
-    PEERS,
-    Case,
-    DecodeReport,
-    cases,
-    parse_arguments,
-)
+from benchmarks.decode import IMPLEMENTATIONS, OURS, Case, DecodeBenchmark, DecodeReport, cases
+from benchmarks.kit.report import Refused
+from benchmarks.peers.decode import PEERS, Inputs, flash_mla
 from tests.support.paged import PagedCase
 from tests.unit.inference.test_paged_backends import decode_of_flash_mla
 
+parse_arguments = DecodeBenchmark.parse
 TINY = (
     "--device cpu --heads 2 --batches 2 --kv 40 --query-lengths 2 --block-sizes 16 "
     "--kv-lora-rank 16 --qk-pos-emb-head-dim 8 --seconds-per-row 0.01"
@@ -35,8 +29,8 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     files = tmp_path / "decode.json", tmp_path / "decode.png"
     more = ["--json", str(files[0]), "--plot", str(files[1])]
-    assert decode.main([*TINY.split(), *more]) == 0
-    out, err = capsys.readouterr()
+    assert DecodeBenchmark.main([*TINY.split(), *more]) == 0
+    out = capsys.readouterr().out
     [last] = json.loads(out.splitlines()[-1])
     assert last["environment"]["commit"] == "abc"
     assert last["environment"]["ceilings"]["copy_tbps"] > 0
@@ -45,27 +39,11 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert measured["implementation"] == "ours, reference" and measured["tbps"] > 0
     assert measured["difference"] == 0.0 and not measured["graph"]
 
-    assert "- it needs a GPU: FlashMLA n=2" in err and "ours, reference" in err
+    assert "- it needs a GPU: FlashMLA n=2" in out and "ours, reference" in out
     assert len(DecodeReport.read(files[0]).measured) == 1
     assert files[1].stat().st_size > 1000
-    assert decode.main(["--render", str(files[0])]) == 0
-    again, _ = capsys.readouterr()
-    assert again == out.splitlines(keepends=True)[-1]
-
-
-def test_a_device_that_is_lost(capsys, monkeypatch):
-    """What comes after it says whose fault it is."""
-
-    def fail(self, case):
-        raise torch.AcceleratorError("an illegal memory access was encountered")
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(decode.Bench, "_measure", fail)
-    assert decode.main([*TINY.split(), "--implementations", "FlashMLA;FlashInfer"]) == 0
-    [last] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    first, second = last["rows"]
-    assert first["error"].startswith("AcceleratorError: an illegal memory access")
-    assert second["error"].startswith("left out: FlashMLA n=2 b=2 kv=40")
+    assert DecodeBenchmark.main(["--render", str(files[0])]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
 
 
 def test_counts_are_those_of_published_figures():
@@ -84,12 +62,13 @@ def test_uneven_requests():
     assert sorted(case.kv_lengths) == [12, 21, 31, 40] and "kv=<=40" in str(case)
     assert case.latent_bytes(3, 1, 2) == (12 + 21 + 31 + 40) * 4 * 2
     assert case.flops(1, 0) == (2 * 104 - 4) * 2 * 2
-    args = parse_arguments(["--quick", "--uneven", "--heads", "16"])
+    args = parse_arguments(["--uneven", "--heads", "16"])
     assert [case.uneven for case in cases(args, "cuda")].count(True) == len(cases(args, "cuda")) / 2
 
 
 def test_cases():
-    args = parse_arguments(["--quick", "--heads", "16", "--query-lengths", "1"])
+    sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
+    args = parse_arguments(sizes.split())
     found = cases(args, "cuda")
     assert {case.implementation for case in found} == {*OURS, *PEERS} - {"ours, reference"}
     assert "ours, hopper" in OURS and "ours, auto" not in OURS
@@ -103,7 +82,7 @@ def test_cases():
 
 
 class TestPeers:
-    INPUTS = decode.Inputs(*PagedCase((2, 2), (70, 40), heads=4, dtype=torch.float32).inputs())
+    INPUTS = Inputs(*PagedCase((2, 2), (70, 40), heads=4, dtype=torch.float32).inputs())
 
     def test_flash_mla(self, monkeypatch):
         """Query and output in its layout."""
@@ -112,12 +91,12 @@ class TestPeers:
             flash_mla_with_kvcache=decode_of_flash_mla,
         )
         monkeypatch.setitem(sys.modules, "flash_mla", package)
-        found = decode.flash_mla(self.INPUTS)()
+        found = flash_mla(self.INPUTS)()
         torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
 
     @pytest.mark.parametrize("name", PEERS)
     def test_what_is_not_installed_says_so(self, monkeypatch, name):
         for module in ("flash_mla", "flashinfer", "vllm"):
             monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(decode.Refused, match="cannot be imported"):
+        with pytest.raises(Refused, match="cannot be imported"):
             PEERS[name](self.INPUTS)

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -15,18 +14,20 @@ import torch
 from absorbed_mla.generation.requests import Result, Statistics
 from benchmarks import engine
 from benchmarks.engine import (
-    Bench,
     Case,
-    Comparison,
+    EngineBenchmark,
     EngineReport,
-    Request,
     Row,
     cases,
-    compare,
     errors,
-    longest,
     missing,
-    parse_arguments,
+    tie,
+)
+from benchmarks.engine_requests import (
+    Comparison,
+    Request,
+    compare,
+    longest,
     scarce_blocks,
     workload,
 )
@@ -43,7 +44,7 @@ SMALL = shlex.split(
 
 
 def arguments(*more: str):
-    return parse_arguments([*DIMS, *SMALL, *more])
+    return EngineBenchmark.parse([*DIMS, *SMALL, *more])
 
 
 class TestOnTheCpu:
@@ -59,7 +60,7 @@ class TestOnTheCpu:
             text=True,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        last = json.loads(done.stdout.splitlines()[-1])
+        [last] = json.loads(done.stdout.splitlines()[-1])
         assert json.loads(file.read_text()) == last
         return last
 
@@ -68,8 +69,8 @@ class TestOnTheCpu:
             if row["case"]["implementation"] != "ours":
                 continue
             assert row["ok"] and not row["missing"]
-            assert row["generated"] == report["asked_for"]
-            assert row["comparison"]["equal"] == report["requests"] == 12
+            assert row["generated"] == report["environment"]["asked_for"]
+            assert row["comparison"]["equal"] == report["environment"]["requests"] == 12
             assert row["tokens_per_second"] > 0
             graphs = row["engine"]["graph_steps"]
             assert graphs == (row["engine"]["steps"] if row["case"]["graphs"] else 0)
@@ -109,17 +110,15 @@ class TestComparison:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "tie"),
+    ("flags", "dtype", "expected"),
     [
         ([], torch.bfloat16, 0.1),
         ([], torch.float32, 1e-3),
         (["--batch-invariant"], torch.bfloat16, 0.0),
-        (["--batch-invariant", "--tie", "0.5"], torch.float32, 0.5),
     ],
 )
-def test_what_is_a_tie(flags, dtype, tie):
-    processes = types.SimpleNamespace(dtype=dtype)
-    assert Bench(arguments(*flags), processes, [Request([1], 1)], 0.0).tie == tie
+def test_what_is_a_tie(flags, dtype, expected):
+    assert tie(arguments(*flags), dtype) == expected
 
 
 class TestRow:

@@ -6,18 +6,19 @@ import dataclasses
 import json
 import os
 import sys
+from argparse import Namespace
 from dataclasses import dataclass
 from unittest import mock
 
 import pytest
 import torch
 
-from benchmarks.kit import provenance, timing
-from benchmarks.kit.arguments import parse_sizes, use_device
+from benchmarks.kit import provenance, run, timing
+from benchmarks.kit.arguments import add_common, parse_sizes, use_device
 from benchmarks.kit.overlap import covered_fraction, kernels, merged
 from benchmarks.kit.plot import Panel, collected, draw
 from benchmarks.kit.processes import CaseError, Processes
-from benchmarks.kit.report import Refused, Report, Results, Times, not_measured, reason
+from benchmarks.kit.report import Refused, Report, Times, not_measured, reason
 from benchmarks.kit.tables import shortened, tokens_text
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
@@ -52,6 +53,24 @@ class SomeReport(Report):
 
     def figures(self, row):
         return {"ms": 1e3 * row.times.median}
+
+    @classmethod
+    def notes(cls, reports):
+        return ["a note", ""]
+
+    @classmethod
+    def panels(cls, reports):
+        panels = collected([("a", "good", 1024, 3), ("b", "good", 2048, 4)], "tokens")
+        return [*panels, Panel("c", "iteration", {"x": [(1, 2), (2, 1)]}, sizes=False, marker="")]
+
+
+class SomeBenchmark(run.Benchmark):
+    script, description = "it.py", "A benchmark."
+    report = SomeReport
+
+    @classmethod
+    def add_options(cls, parser):
+        add_common(parser, render=None, json=None)
 
 
 TIMES = Times(0.0123456, 0.01, 0.02, 3)
@@ -95,23 +114,21 @@ class TestReport:
     def test_results(self, plotted, tmp_path, capsys, monkeypatch):
         if not plotted:
             monkeypatch.setitem(sys.modules, "matplotlib", None)
-        reports = [SomeReport(ENVIRONMENT, [GOOD, BAD[0]])]
-        panels = collected([("a", "good", 1024, 3), ("b", "good", 2048, 4)], "tokens")
-        panels.append(Panel("c", "iteration", {"x": [(1, 2), (2, 1)]}, sizes=False, marker=""))
-        Results(reports, panels, ["a note"]).publish(tmp_path / "new", "it")
+        png = tmp_path / "new" / "it.png"
+        run.publish([SomeReport(ENVIRONMENT, [GOOD, BAD[0]])], Namespace(plot=png))
         output = capsys.readouterr().out
         assert "a note" in output and "Not measured:" in output
-        assert (tmp_path / "new" / "it.png").exists() == plotted
+        assert png.exists() == plotted
         assert ("No plot: matplotlib is missing" in output) != plotted
         [last] = json.loads(output.splitlines()[-1])
         assert last["rows"][0] == {"name": "good", "ms": pytest.approx(12.3456)}
         assert last["rows"][1]["error"].startswith("too wide")
 
     def test_former_results(self, tmp_path, capsys):
-        SomeReport(ENVIRONMENT, [GOOD, BAD[0]]).write(tmp_path / "a.json")
-        [found] = SomeReport.show_again([tmp_path / "a.json"])
-        assert found.rows == [GOOD, BAD[0]]
-        about, row = capsys.readouterr().out.splitlines()[1:]
+        file = tmp_path / "a.json"
+        SomeReport(ENVIRONMENT, [GOOD, BAD[0]]).write(file)
+        assert SomeBenchmark.main(["--render", str(file)]) == 0
+        about, row = capsys.readouterr().out.splitlines()[1:3]
         assert about.startswith("Measured on 2026-01-01 by `python it.py` at abc: a device, bf")
         assert about.endswith("; kv-lora-rank 512; link 5.55e+10; torch 2.")
         assert row == f"{GOOD.case} (expanded, cudnn): ms 12.35"

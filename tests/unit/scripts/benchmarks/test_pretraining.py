@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import pretraining
+from benchmarks import megatron_log, pretraining
+from benchmarks.kit.command import run_to_log
+from benchmarks.megatron_log import Iteration
 from benchmarks.pretraining import (
-    Iteration,
+    PretrainingBenchmark,
     PretrainingReport,
     Run,
     megatron_arguments,
-    parse_arguments,
 )
 
+parse_arguments = PretrainingBenchmark.parse
 ENVIRONMENT = {
     "date": "2026-01-01",
     "command": "python pretraining.py",
@@ -50,8 +52,8 @@ LOG = "\n".join(
         LINE.format(n=3, ms=100, loss=8.5),
     ]
 )
-STANDARD = Run("standard", "standard", list(pretraining.iterations(LOG)), 1, 99_000_000, 2**31)
-CHOSEN = f"a line\n{pretraining.CHOSEN} expanded, cudnn\nanother"
+STANDARD = Run("standard", "standard", list(megatron_log.iterations(LOG)), 1, 99_000_000, 2**31)
+CHOSEN = f"a line\n{megatron_log.CHOSEN} expanded, cudnn\nanother"
 ABSORBED = dataclasses.replace(
     STANDARD,
     name="absorbed",
@@ -76,7 +78,7 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         for name, value in {"CUDA_VISIBLE_DEVICES": "", "GIT_COMMIT": "abc"}.items():
             patch.setenv(name, value)
-        assert pretraining.main([str(folder), *TINY]) == 0, output.getvalue()
+        assert PretrainingBenchmark.main([str(folder), *TINY]) == 0, output.getvalue()
     return folder, output.getvalue()
 
 
@@ -106,7 +108,7 @@ def test_only_one_of_them_is_absorbed(trained):
 def test_a_training_is_rendered_again(trained, tmp_path, capsys):
     folder, output = trained
     source = str(folder / "pretraining.json")
-    assert pretraining.main([str(tmp_path / "again"), "--render", source]) == 0
+    assert PretrainingBenchmark.main([str(tmp_path / "again"), "--render", source]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == output.splitlines()[-1]
     assert (tmp_path / "again" / "pretraining.png").stat().st_size > 10_000
 
@@ -115,11 +117,11 @@ def test_log():
     found = STANDARD.iterations
     assert [one.iteration for one in found] == [1, 2, 3]
     assert found[1] == Iteration(2, 9.0, 0.5, 321.5, 1.045)
-    assert pretraining.parameters(LOG) == 99 and pretraining.peak_bytes(LOG) == 2**31
-    assert pretraining.chosen_backends(CHOSEN) == "expanded, cudnn"
-    assert pretraining.chosen_backends(LOG) == ""
-    assert pretraining.parameters("") is None and pretraining.peak_bytes("") is None
-    assert not list(pretraining.iterations(" iteration        1/       4 | no figures"))
+    assert megatron_log.parameters(LOG) == 99 and megatron_log.peak_bytes(LOG) == 2**31
+    assert megatron_log.chosen_backends(CHOSEN) == "expanded, cudnn"
+    assert megatron_log.chosen_backends(LOG) == ""
+    assert megatron_log.parameters("") is None and megatron_log.peak_bytes("") is None
+    assert not list(megatron_log.iterations(" iteration        1/       4 | no figures"))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_log():
     ),
 )
 def test_what_went_wrong(text, found):
-    assert pretraining.problem(text) == found
+    assert megatron_log.problem(text) == found
 
 
 def test_megatrons_arguments_differ_in_the_attention_only():
@@ -148,7 +150,7 @@ def test_megatrons_arguments_differ_in_the_attention_only():
 def test_a_gpu_without_transformer_engine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(pretraining, "find_spec", lambda name: None)
-    assert pretraining.main([str(tmp_path / "out")]) == 2
+    assert PretrainingBenchmark.main([str(tmp_path / "out")]) == 2
     assert "on a GPU needs transformer-engine, not installed here" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -173,39 +175,50 @@ def test_report():
     assert gap["largest"] == pytest.approx(0.01) and gap["last"] == pytest.approx(0.01)
 
 
-def test_processes_that_fail_say_why(tmp_path):
-    """The whole output is in the log; a run that takes too long is ended."""
+def test_output_of_processes(tmp_path):
+    """All of it is in the log; a run that takes too long is ended."""
     log_file = tmp_path / "a.log"
     program = "import sys, time; print('begun', flush=True); "
     end = [sys.executable, "-c", program + "raise KeyError('why')"]
-    assert pretraining.run_command(end, log_file, 60.0) == "KeyError: 'why'"
+    assert run_to_log(end, log_file, 60.0) == 1
     assert log_file.read_text().startswith("begun\nTraceback")
     endless = [sys.executable, "-c", program + "time.sleep(60)"]
-    assert pretraining.run_command(endless, log_file, 0.5) == "not over after 0.5 s"
-    assert not pretraining.run_command([sys.executable, "-c", program], log_file, 60.0)
+    assert run_to_log(endless, log_file, 0.5) is None
+    assert run_to_log([sys.executable, "-c", program], log_file, 60.0) == 0
 
 
-def test_a_log_without_all_iterations_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        pretraining, "run_command", lambda command, path, timeout: path.write_text(LOG) and ""
-    )
+@pytest.mark.parametrize(
+    ("code", "more", "error"),
+    [
+        (0, "", "the log has 3 of 4 iterations"),
+        (1, "\nKeyError: 'why'", "KeyError: 'why'"),
+        (None, "", "not over after 600 s"),
+        (0, "\n" + LINE.format(n=4, ms=100, loss=8.0), ""),
+    ],
+)
+def test_runs_that_fail_say_why(code, more, error, tmp_path, monkeypatch):
+    def run(command, log, timeout):
+        log.write_text(LOG + more)
+        return code
+
+    monkeypatch.setattr(pretraining, "run_to_log", run)
     args = parse_arguments([str(tmp_path), "--skip", "1", "--iterations", "4"])
-    run = pretraining.train("standard", "standard", tmp_path / "weights", args, True)
-    assert run.error == "the log has 3 of 4 iterations" and run.peak_bytes == 2**31
+    run = pretraining.train("standard", tmp_path / "weights", args, True)
+    assert run.error == error and run.peak_bytes == 2**31
 
 
 def test_the_second_run_begins_with_the_weights_of_the_first(tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(
         pretraining,
-        "run_command",
-        lambda command, path, timeout: commands.append(command) or path.touch() or "",
+        "run_to_log",
+        lambda command, log, timeout: commands.append(command) or log.touch() or 0,
     )
     args = parse_arguments([str(tmp_path), "--gpus", "2", "--global-batch-size", "2"])
     weights = tmp_path / "weights"
-    pretraining.train("standard", "standard", weights, args, True)
+    pretraining.train("standard", weights, args, True)
     weights.touch()
-    pretraining.train("absorbed", "absorbed", weights, args, True)
+    pretraining.train("absorbed", weights, args, True)
     assert commands[0][-2:] == ["--save-first-weights", str(weights)]
     assert commands[1][-2:] == ["--first-weights", str(weights)]
     assert commands[0][1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

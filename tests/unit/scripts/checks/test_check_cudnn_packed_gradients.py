@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from functools import partial
 
@@ -10,29 +11,12 @@ import pytest
 import torch
 
 from absorbed_mla import standard_mla
-from benchmarks.kit import provenance
 from checks import check_cudnn_packed_gradients as check
-from checks.check_cudnn_packed_gradients import Findings, LayerRow
+from checks.check_cudnn_packed_gradients import LayerRow
 from tests.support import world
 from tests.support.cases import TINY
 from tests.support.fake_packages import transformer_engine as fake_transformer_engine
 
-VERSIONS = {
-    "torch": "2.11.0",
-    provenance.CUDNN_OF_TORCH: "9.19.0",
-    provenance.CUDNN_OF_TE: "9.14.0",
-}
-ENVIRONMENT = {
-    "date": "2026-01-01",
-    "command": "python check_cudnn_packed_gradients.py out",
-    "commit": "abc",
-    "device": "a device",
-    "dtype": "bfloat16",
-    "tokens": 48,
-    "heads": 4,
-    "dims": {"hidden-size": 32},
-    "versions": VERSIONS,
-}
 PACKS = ["thd, 1 document", "thd, 2 documents", "thd, 5 documents"]
 
 
@@ -98,10 +82,8 @@ def test_a_wrong_gradient_of_packs_is_found(wrong_packs, measured):
         assert "input gradient" in found[layout].out_of_bounds
         assert "output" not in found[layout].out_of_bounds
     assert not any(row.out_of_bounds for row in of(rows, "ours").values())
-    said = check.verdict(Findings(ENVIRONMENT, rows, []))
-    assert said[0] == "TransformerEngine runs cuDNN 9.14.0."
-    assert said[1].startswith("megatron: within bounds on sbhd; WRONG on thd, 1 document (")
-    assert said[2].startswith("ours: within bounds on sbhd, thd of 1 document, thd of 2")
+    assert str(found["sbhd"]).startswith("megatron, sbhd: right (worst: ")
+    assert str(found[PACKS[0]]).startswith("megatron, thd, 1 document: WRONG (worst: ")
 
 
 @pytest.fixture
@@ -128,16 +110,15 @@ def test_widths(fused, monkeypatch):
         assert row.errors["output"] < 1e-2 and row.errors["dq"] < 1e-2
 
 
-def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch, capsys):
+def test_a_width_that_cannot_run_has_its_error(fused, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("cuDNN has no plan")
 
     monkeypatch.setattr(fused, "fused_attn_bwd", fails)
     rows = list(check.measure_widths(2, 32, torch.device("cpu"), torch.bfloat16))
+    expected = "attention alone, widths 64/64, sbhd: RuntimeError: cuDNN has no plan"
+    assert str(rows[0]) == expected
     assert all(row.error == "RuntimeError: cuDNN has no plan" for row in rows)
-    check.show([Findings(ENVIRONMENT, [], rows)])
-    expected = "Not measured: 64/64, sbhd: RuntimeError: cuDNN has no plan"
-    assert expected in capsys.readouterr().out
 
 
 def row(implementation="ours", error="", **errors) -> LayerRow:
@@ -158,7 +139,7 @@ def row(implementation="ours", error="", **errors) -> LayerRow:
     ],
 )
 def test_when_ours_is_off(rows, off):
-    assert check.ours_is_off(Findings(ENVIRONMENT, rows, [])) is off
+    assert check.ours_is_wrong(rows) is off
 
 
 class TestCommand:
@@ -166,22 +147,24 @@ class TestCommand:
     def runs(self, monkeypatch, fused):
         """As on a GPU, whose work a CPU does."""
         monkeypatch.setattr(check, "_require_machine", lambda: "9.14.0")
-        monkeypatch.setattr(check, "_environment", lambda args: ENVIRONMENT)
+        monkeypatch.setattr(check, "_environment", lambda: {"device": "a device"})
+        monkeypatch.setattr(check, "_dimensions", lambda: TINY)
         monkeypatch.setattr(world, "start", lambda: None)
         monkeypatch.setattr(world, "stop", lambda: None)
-        monkeypatch.setattr(check, "WIDTHS", ((192, 128),))
+        for name, value in {"WIDTHS": ((192, 128),), "TOKENS": 32, "HEADS": 2}.items():
+            monkeypatch.setattr(check, name, value)
         small = partial(check.measure_layers, layers="local", only=contextlib.nullcontext)
         monkeypatch.setattr(check, "measure_layers", small)
-        dims = ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "24"]
-        dims += ["--qk-head-dim", "12", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "20"]
-        return lambda folder: check.main([str(folder), "--tokens", "32", "--heads", "2", *dims])
+        return lambda folder: check.main([str(folder)])
 
     def test_megatrons_fault_is_no_failure(self, runs, wrong_packs, tmp_path, capsys):
         assert runs(tmp_path / "new") == 0
-        found = check.read(tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json")
-        assert {row.implementation for row in found.layers} == {"megatron", *check.OURS}
-        assert len(found.widths) == 2
-        assert "megatron: within bounds on sbhd; WRONG on thd" in capsys.readouterr().out
+        file = tmp_path / "new" / "packed_gradients-cudnn-9.14.0.json"
+        found = json.loads(file.read_text())
+        assert {row["implementation"] for row in found["layers"]} == {"megatron", *check.OURS}
+        assert len(found["widths"]) == 2
+        out = capsys.readouterr().out
+        assert "megatron, sbhd: right" in out and "megatron, thd, 2 documents: WRONG" in out
 
     def test_ours_being_off_is(self, runs, monkeypatch, tmp_path):
         def off(self):
@@ -190,38 +173,13 @@ class TestCommand:
         monkeypatch.setattr(LayerRow, "out_of_bounds", property(off))
         assert runs(tmp_path) == 1
 
-    def test_renders_several(self, tmp_path, capsys):
-        other = {**ENVIRONMENT, "versions": {**VERSIONS, provenance.CUDNN_OF_TE: "9.19.0"}}
-        files = [
-            check.write(
-                Findings(about, [row("megatron", output=x), row(output=0.01)], []), tmp_path
-            )
-            for about, x in ((ENVIRONMENT, 0.3), (other, 0.02))
-        ]
-        assert [file.name for file in files] == [
-            "packed_gradients-cudnn-9.14.0.json",
-            "packed_gradients-cudnn-9.19.0.json",
-        ]
-        assert check.main([str(tmp_path / "new"), "--render", *map(str, files)]) == 0
-        before, after = capsys.readouterr().out.split("TransformerEngine runs cuDNN 9.14.0.")
-        assert "3.0e-01 !" in before and "2.0e-02" in after and "!" not in after
-
-    def test_json_keeps_everything(self, tmp_path):
-        findings = Findings(ENVIRONMENT, [row(output=0.1), row("megatron", "no")], [])
-        assert check.read(check.write(findings, tmp_path)) == findings
-
-    def test_another_file(self, tmp_path, capsys):
-        (tmp_path / "other.json").write_text('{"environment": {}, "layers": [{}]}')
-        assert check.main([str(tmp_path), "--render", str(tmp_path / "other.json")]) == 2
-        assert "--render must be JSON that this script wrote" in capsys.readouterr().err
-
 
 @pytest.mark.parametrize(
     ("argv", "gpu", "message"),
     [
         ([], False, "needs a GPU that PyTorch can use"),
         ([], True, "needs TransformerEngine: not installed"),
-        (["--tokens", "15"], True, "at least 16, got 15"),
+        (["--tokens", "15"], True, "unrecognized arguments: --tokens 15"),
     ],
 )
 def test_refusals_are_one_line(argv, gpu, message, capsys, monkeypatch):

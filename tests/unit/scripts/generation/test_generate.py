@@ -13,6 +13,7 @@ import pytest
 import torch
 from megatron.core.inference.engines import DynamicInferenceEngine
 
+from absorbed_mla.generation.engine import Engine
 from tests.support import needs
 from tests.support.environment import without_launcher
 from tests.support.generate import generate, train
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory) -> Path:
     """What train.py saved."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("the quick brown fox\n" * 100)
-    options = "--init-method-std 0.4 --train-iters 1 --eval-iters 0 --seq-length 16 --no-progress"
+    options = "--init-method-std 0.4 --train-iters 1 --eval-iters 0 --seq-length 16"
     files = ("--data", folder / "text.txt", "--save", folder / "saved")
     done = train(*SMALL, *options.split(), *files)
     assert done.code == 0, done.err
@@ -76,6 +77,11 @@ class TestOutput:
         )
         assert done.err.startswith("3 prompts, 24 tokens in ")
         assert done.err.endswith(" tokens/s\n")
+
+    def test_the_end_of_the_context(self, run):
+        words = ("--prompt", "abcd", "--max-sequence-length", 10, "--ignore-eos", "--json")
+        [row, _] = run(*words).rows
+        assert (len(row["tokens"]), row["finish_reason"]) == (6, "context")
 
     def test_text_grows(self, run):
         """Tokens are written as they come, not at the end."""
@@ -123,50 +129,83 @@ class TestPrompts:
         assert [row.get("error") for row in done.rows[:-1]] == [None, "the prompt is empty", None]
 
 
-def test_options_reach_megatron(run):
+def test_options_reach_the_requests(run):
     with mock.patch.object(
-        DynamicInferenceEngine, "add_request", autospec=True, side_effect=InterruptedError
+        Engine, "add_request", autospec=True, side_effect=InterruptedError
     ) as add:
         run("--prompt", "ab", "--temperature", 0.5, "--top-p", 0.25, "--ignore-eos", *FEW)
-        run("--prompt", "ab", "--top-k", 3, *FEW)
-        run("--prompt", "ab", "--greedy")
-    found = [call.args[3] for call in add.call_args_list]
+        run("--prompt", "ab", "--top-k", 3, "--top-p", 0.5, *FEW)
+        run("--prompt", "ab", "--greedy", "--json", "--return-log-probs")
+    _, prompts, found = zip(*(call.args for call in add.call_args_list))
+    assert prompts == ([97, 98],) * 3
     assert [(s.temperature, s.top_k, s.top_p) for s in found] == [
         (0.5, 0, 0.25),
-        (1.0, 3, 0.0),
-        (1.0, 1, 0.0),
+        (1.0, 3, 0.5),
+        (0, 0, 1.0),
     ]
-    assert [s.termination_id for s in found] == [-1, 256, 256]
-    assert [s.num_tokens_to_generate for s in found] == [8, 8, 128]
-    context = add.call_args.args[0].context
-    assert context.config.enable_chunked_prefill
-    assert context.config.enable_prefix_caching
+    assert [s.stop_token_ids for s in found] == [(), (256,), (256,)]
+    assert [s.max_tokens for s in found] == [8, 8, 128]
+    assert [s.logprobs for s in found] == [None, None, 0]
 
 
-def test_options_reach_the_attention(run):
-    words = "--form expanded --context-chunk-size 17 --paged-attention-backend reference"
-    with mock.patch("generation.run.Engine", side_effect=InterruptedError) as engine:
-        run("--prompt", "a", *words.split(), "--bf16")
-        run("--prompt", "a", "--batch-invariant")
-    attention, invariant = (
-        call.args[0].decoder.layers[0].self_attention for call in engine.call_args_list
+@pytest.fixture
+def made(run):
+    """Model and options with which an engine is made for a command."""
+
+    def find(*words: object):
+        with mock.patch("absorbed_mla.llm.runner.Engine", side_effect=InterruptedError) as engine:
+            run(*words)
+        return engine.call_args.args
+
+    return find
+
+
+def test_options_reach_the_attention(made):
+    expanded, invariant = (
+        made("--prompt", "a", *words.split())[0].decoder.layers[0].self_attention
+        for words in (
+            "--form expanded --down-projection column_parallel --bf16",
+            "--batch-invariant",
+        )
     )
-    options = attention.options
-    assert (options.form, options.context_chunk_size) == ("expanded", 17)
-    assert (options.paged_attention_backend, options.batch_invariant) == ("reference", False)
-    assert attention.linear_proj.weight.dtype == torch.bfloat16
+    options = expanded.options
+    assert (options.form, options.down_projection) == ("expanded", "column_parallel")
+    assert not options.batch_invariant
+    assert expanded.linear_proj.weight.dtype == torch.bfloat16
     assert invariant.options.batch_invariant
     assert invariant.linear_proj.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "options", ["--form expanded", "--form absorbed --context-chunk-size 3", "--batch-invariant"]
-)
-def test_the_attentions_options_change_no_token(run, options):
+class TestOptionsOfTheEngine:
+    def test_given(self, made):
+        words = "--max-sequence-length 100 --max-requests 2 --cache-tokens 640 --step-tokens 128"
+        three = ["--prompt", "a"] * 3
+        _, options = made(*three, *words.split(), "--no-prefix-caching", "--seed", 7)
+        assert (options.max_sequence_length, options.max_requests) == (100, 2)
+        assert (options.cache_tokens, options.step_tokens, options.seed) == (640, 128, 7)
+        assert options.vocab_size == 257
+        assert options.chunked_prefill and not options.prefix_caching
+
+    def test_no_larger_than_prompts_need(self, made):
+        _, options = made("--prompt", "a", "--prompt", "ab", *FEW)
+        assert (options.max_sequence_length, options.max_requests) == (10, 2)
+        assert options.cache_tokens == 2 * 64
+        assert options.chunked_prefill and options.prefix_caching
+        # The second is refused.
+        _, options = made("--prompt", "a", "--prompt", "x" * 512, *FEW)
+        assert (options.max_sequence_length, options.cache_tokens) == (512, 64)
+
+    def test_no_chunks(self, run):
+        done = run("--prompt", "x" * 65, *GREEDY, "--step-tokens", 64, "--no-chunked-prefill")
+        assert done.code == 1
+        assert done.rows[0]["error"] == "the prompt has 65 tokens, a step without chunks 64"
+
+
+def test_parity_mode_changes_no_token(run):
     prompts = ("--prompt", "def f(x):", "--prompt", "y" * 90)
     expected, found = (
         [row["tokens"] for row in run(*prompts, *GREEDY, *more).rows[:-1]]
-        for more in ([], options.split())
+        for more in ([], ["--batch-invariant"])
     )
     assert found == expected
 
@@ -198,13 +237,6 @@ class TestFaults:
         assert "4 prompts (2 failed), 16 tokens" in done.err
         assert f"== 4: import os\n{continuation(run, 'import os')}\n" in done.out
 
-    def test_too_long_prompts_take_no_room(self, run):
-        for prompts, tokens in ((("--prompt", "a"), 64), ((), 64)):
-            with mock.patch("generation.run.Engine", side_effect=InterruptedError) as e:
-                run(*prompts, "--prompt", "x" * 512, *FEW)
-            assert e.call_args.args[1].cache_tokens == tokens
-            assert e.call_args.args[1].max_sequence_length == 512
-
     def test_a_cache_that_is_too_small(self, run):
         done = run("--prompt", "x" * 100, "--prompt", "a", *GREEDY, "--cache-tokens", 64)
         assert done.code == 1
@@ -218,17 +250,20 @@ class TestFaults:
         [
             ("--num-tokens-to-generate 0", "--num-tokens-to-generate must be at least 1, got 0"),
             ("--num-tokens-to-generate -3", "--num-tokens-to-generate must be at least 1, got -3"),
-            ("--temperature 0", "--temperature must be above 0"),
-            ("--top-k 2 --top-p 0.5", "exclude each other"),
+            ("--temperature -1", "--temperature must be at least 0"),
+            ("--top-k -2", "--top-k must be an integer of at least 1"),
+            ("--top-p 2", "--top-p must be above 0 and at most 1"),
             ("--greedy --top-k 2", "--greedy excludes"),
             ("--seed -1", "--seed must be at least 0"),
-            ("--max-requests 0", "--max-requests must be at least 1"),
+            ("--max-requests 0", "--max-requests must be an integer of at least 1"),
+            ("--cache-tokens 63", "--cache-tokens must be an integer of at least 64"),
+            ("--step-tokens 0", "--step-tokens must be an integer of at least 1"),
+            ("--max-sequence-length 1", "--max-sequence-length must be an integer of at least 2"),
             ("--max-sequence-length 513", "--max-position-embeddings 512, got 513"),
-            ("--tokenizer absent", "--tokenizer: there is no folder absent"),
+            ("--tokenizer absent", "--tokenizer must be a folder or 'bytes', got 'absent'"),
             ("--return-log-probs", "--return-log-probs needs --json"),
             ("--tensor-model-parallel-size 2", "must be the number of processes"),
             ("--sequence-parallel", "--sequence-parallel needs more than one process"),
-            ("--context-chunk-size 0", "--context-chunk-size must be"),
             ("--lr 1", "unrecognized arguments: --lr"),
             ("--prompt-file x", "not allowed with argument --prompt"),
             ("--fp16", "--fp16 needs a GPU"),
@@ -265,7 +300,7 @@ class TestFaults:
 
     def test_a_tokenizer_that_seems_too_small_is_mentioned(self, run):
         """Bytes, for a model of a hundred thousand tokens; here, for fewer."""
-        with mock.patch("generation.run._USUAL_PADDING", -600):
+        with mock.patch("generation.model._USUAL_PADDING", -600):
             done = run("--prompt", "a", *FEW)
         assert done.code == 0
         assert "warning: bytes (no --tokenizer) has 257 tokens, but the model 320" in done.err
@@ -279,7 +314,7 @@ class TestFaults:
 
     def test_nobody_reads(self, run):
         with (
-            mock.patch("generation.output.TextOutput._show", side_effect=BrokenPipeError),
+            mock.patch("generation.output.TextOutput._write", side_effect=BrokenPipeError),
             mock.patch("console.script._discard_output"),
         ):
             done = run("--prompt", "a", *FEW)

@@ -1,6 +1,6 @@
-"""Which tokens a context-parallel rank of scripts/train.py gets, against an obvious computation.
+"""The tokens of each context-parallel rank of scripts/train.py, against a simple computation.
 
-No model and no processes. If these fail, cutting changes what is learnt.
+If these fail, a model learns something else under context parallelism.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from training import loop
-from training.batch import BatchSource, ContextParallelPart, make_batch, padded_slots
+from training.batch import BatchSource, ContextParallelPart, make_batch
 from training.data import Windows
 
 CPU = torch.device("cpu")
@@ -114,12 +114,6 @@ def test_without_context_parallelism_nothing_is_padded():
     assert batch.tokens.shape == (1, 37)
     assert batch.padding_mask is None
     assert batch.packed_seq_params.cu_seqlens_q_padded is None
-
-
-def test_padded_slots():
-    assert padded_slots([1, 4, 6], 4, 4) == [4, 4, 8]
-    assert padded_slots([1, 4, 3], 4, 8) == [4, 4, 8]
-    assert padded_slots([5, 2], 1, 1) == [5, 2]
 
 
 def test_context_parallel_ranks_read_the_same_windows():

@@ -14,9 +14,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from checkpoint_conversion.megatron_args import from_megatron_args, to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from tests.conversion.released import RELEASED
-from training.arguments import _OF_THE_CHECKPOINT, parse_arguments
+from training.arguments import parse_arguments
 from training.checkpoint_args import checkpoint_args, preset_from_args
-from training.model_options import MODEL_OPTIONS, padded_vocab_size, resolve_model
+from training.model_options import NOT_WITH_CHECKPOINT_ARGS, padded_vocab_size, resolve_model
+from training.options_named import flag_of
 from training.presets import PRESETS, ModelPreset, get_preset
 from training.start import load_model_args
 
@@ -157,10 +158,10 @@ def test_the_model_cannot_be_said_twice(argv):
 
 
 def test_options_that_go_with_a_checkpoints_model():
-    beside = {option.name for option in MODEL_OPTIONS} - set(_OF_THE_CHECKPOINT)
-    assert beside == {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_epsilon"}
-    fields = {field.name for field in dataclasses.fields(ModelPreset)}
-    assert {option.field_name for option in MODEL_OPTIONS} < fields
+    flags = {flag_of(field.name) for field in dataclasses.fields(ModelPreset)}
+    assert flags - set(NOT_WITH_CHECKPOINT_ARGS) == {
+        *("--max-position-embeddings", "--moe-aux-loss-coeff", "--latent-norm-epsilon")
+    }
 
 
 def test_checkpoint_args_need_a_checkpoint():
@@ -185,6 +186,6 @@ def test_arguments_are_read_from_a_checkpoint(tmp_path):
 def test_a_checkpoint_without_arguments(tmp_path):
     _save_checkpoint(tmp_path / "iter_0000001", iteration=1)
     with pytest.raises(
-        ValueError, match="iter_0000001 carries no arguments that say what its model is"
+        ValueError, match="iter_0000001 contains no arguments that describe its model"
     ):
         load_model_args(str(tmp_path / "iter_0000001"))

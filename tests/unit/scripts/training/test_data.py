@@ -1,6 +1,6 @@
-"""Data of scripts/train.py: what it reads, and that its order depends on nothing but the position.
+"""Data of scripts/train.py: which files it reads, and in which order it trains on them.
 
-No model. If these fail, a resumed run trains on other text than the interrupted one would have.
+If these fail, a resumed run trains on other text than the interrupted run would have.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from training.batch import document_starts, make_batch
-from training.data import Windows, find_files, read_corpus, split_corpus, window_indices
+from training.batch import BatchSource, make_batch
+from training.data import Windows, find_files, read_corpus, split_corpus
 from training.tokenizers import ByteTokenizer, build_tokenizer
 
 
@@ -111,19 +111,14 @@ def test_too_little_text_is_an_error():
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_a_global_batch_is_the_same_at_every_data_parallel_size(dp_size, micro_batch_size):
-    global_batch_size = 8
+    windows = Windows(np.arange(1001, dtype=np.int32), 10, seed=1, name="training")
+    sizes = {"micro_batch_size": micro_batch_size, "global_batch_size": 8, "dp_size": dp_size}
+    device = {"device": torch.device("cpu"), "packed_eod": None}
     seen = []
     for rank in range(dp_size):
-        for microbatch in range(global_batch_size // (micro_batch_size * dp_size)):
-            seen += window_indices(
-                5,
-                microbatch,
-                rank,
-                dp_size=dp_size,
-                micro_batch_size=micro_batch_size,
-                global_batch_size=global_batch_size,
-            )
-    assert sorted(seen) == list(range(40, 48))
+        source = BatchSource(windows, dp_rank=rank, **sizes, **device)
+        seen += [row for batch in source.iteration(5) for row in batch.tokens.tolist()]
+    assert sorted(seen) == sorted(windows[index][:-1].tolist() for index in range(40, 48))
 
 
 def test_labels_are_the_next_tokens():
@@ -142,8 +137,3 @@ def test_packed_documents_are_sequences_of_their_own():
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
     # What follows an end token is another document's first token: nothing to learn from.
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0]]
-
-
-def test_document_starts():
-    assert document_starts([1, 2, 3], 9) == [0]
-    assert document_starts([9, 2, 9], 9) == [0, 1]

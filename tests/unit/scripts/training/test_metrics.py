@@ -7,7 +7,6 @@ import pytest
 from training.metrics import (
     MetricsFile,
     absolute_differences,
-    comparison_table,
     plot_losses,
     read_metrics,
     series,
@@ -34,12 +33,7 @@ def test_resuming_replaces_what_runs_again(tmp_path):
         file.write('{"iteration": 8, "train')  # killed while writing
     _write(path, range(6, 11), resumed_at=5)
     assert [r["iteration"] for r in read_metrics(path)] == list(range(1, 11))
-
-
-def test_a_new_run_starts_a_new_file(tmp_path):
-    path = tmp_path / "sub" / "m.jsonl"
-    _write(path, [1, 2])
-    _write(path, [1])
+    _write(path, [1])  # a new run
     assert len(read_metrics(path)) == 1
 
 
@@ -48,13 +42,6 @@ def test_other_files_are_errors(tmp_path):
     path.write_text("hello\nworld\n")
     with pytest.raises(ValueError, match="line 1 is no metrics record: 'hello'"):
         read_metrics(path)
-
-
-def test_without_a_file_records_stay_in_memory():
-    metrics = MetricsFile(None, 0)
-    metrics.write(iteration=1, train_loss=2.0)
-    metrics.close()
-    assert metrics.records == [{"iteration": 1, "train_loss": 2.0}]
 
 
 RUN = [{"iteration": i, "train_loss": 1 / i} for i in range(1, 5)]
@@ -68,14 +55,6 @@ def test_plot(tmp_path, runs):
     pytest.importorskip("matplotlib")
     plot_losses(runs, tmp_path / "plots" / "loss.png", title="Two runs")
     assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_comparison_table():
-    a = [{"iteration": i, "train_loss": 2.0} for i in range(1, 101)]
-    b = [{"iteration": i, "train_loss": 1.5} for i in range(1, 51)]
-    lines = comparison_table({"a": a, "b": b}).splitlines()
-    assert lines[1].split() == ["1", "2.0000", "1.5000", "+5.0e-01"]
-    assert lines[-1].split()[0] == "50" and len(lines) < 20
 
 
 def test_differences_of_common_iterations():

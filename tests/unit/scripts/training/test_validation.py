@@ -1,4 +1,4 @@
-"""Errors that scripts/train.py reports before any work, and defaults that follow from options."""
+"""Mistakes that scripts/train.py reports before any work, and defaults that depend on options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _validate(*argv: str, world_size: int = 1):
 
 _TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 _CP2 = ["--context-parallel-size", "2"]
-# Packs differ in length, which the other dispatcher supports.
+# The allgather dispatcher does not support packs of different lengths.
 _PACKED_CP2 = [*_CP2, "--packed", "--moe-token-dispatcher-type", "allgather"]
 _PACKED_CP2_PP2 = [*_PACKED_CP2, "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
 _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
@@ -56,7 +56,6 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
         (["--recompute-modules", "mlp"], 1, "needs --recompute-granularity selective"),
         (["--save-interval", "5"], 1, "--save-interval needs --save"),
         (["--finetune"], 1, "--finetune needs --load"),
-        (["--compare-metrics", "absent.jsonl"], 1, "there is no file absent.jsonl"),
         (["--context-parallel-size", "0"], 1, "--context-parallel-size must be at least 1, got 0"),
         (_CP2, 3, "x --context-parallel-size 2 = 2 must divide the number of processes"),
         ([*_CP2, *_TP2], 6, "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 x"),
@@ -68,7 +67,7 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
             "--context-parallel-size 2 x --tensor-model-parallel-size 4 = 8, got 132",
         ),
         ([*_CP2, "--cp-comm-type", "a2a"], 2, "must be one of all_gather, p2p, got 'a2a': a2a and"),
-        (["--cp-comm-type", "a2a+p2p"], 1, "the latent is one head for all"),
+        (["--cp-comm-type", "a2a+p2p"], 1, "all heads share one latent"),
         (
             [*_CP2, "--cp-comm-type", "p2p", "p2p"],
             2,

@@ -1,0 +1,320 @@
+"""Draws the next token of every request, each by its own parameters, seed and position.
+
+A request's token does not depend on what else is in the batch: every number that decides is
+either compared, or an integer, whose sums are exact in any order. With equal logits (parity mode)
+the tokens are therefore equal to the bit, alone or in a batch, evicted or not, with drafts or
+without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.inference.contexts import DynamicInferenceContext
+from megatron.core.inference.sampling import Sampling
+from torch import Tensor
+
+from absorbed_mla.generation.sampling import SamplingParams
+
+# Probabilities are integers of this scale, relative to the most likely token's. The sum of 2**20
+# tokens fits an int64; tokens 2**40 times less likely than the first are never drawn.
+_SCALE = 2.0**40
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed that looks unrelated to ``seed``, for the ``index``-th of something."""
+    return int.from_bytes(_hash(seed, index), "little", signed=True)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of a seed's token at a position: 53 bits."""
+    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
+
+
+def _hash(seed: int, index: int) -> bytes:
+    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+
+
+@dataclass
+class _Request:
+    """What the sampler knows of a running request."""
+
+    params: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    generated: list[int] = field(default_factory=list)
+    # Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a penalty asks.
+    in_prompt: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of logits: its request, the position of the token to draw, drafts before that."""
+
+    request: _Request
+    position: int
+    drafts: Sequence[int] = ()
+
+    @property
+    def known(self) -> int | None:
+        """The token, if it is there already: a chunk that ends inside of a prompt.
+
+        Megatron discards what is drawn there, but returns its log-probability as the prompt's.
+        """
+        prompt, generated = self.request.prompt, self.request.generated
+        if self.position < len(prompt):
+            return prompt[self.position]
+        after = self.position - len(prompt)
+        return generated[after] if after < len(generated) else None
+
+
+class RequestSampler(Sampling):
+    """Megatron's interface of a sampler, for requests with parameters of their own.
+
+    Args:
+        num_speculative_tokens: Tokens that MTP layers draft for every request and step.
+    """
+
+    def __init__(self, num_speculative_tokens: int = 0) -> None:
+        self._num_drafts = num_speculative_tokens
+        self._requests: dict[int, _Request] = {}
+        # Of the MTP layers that have drafted a token in this step.
+        self._depth = 0
+
+    def add(self, number: int, params: SamplingParams, seed: int, prompt: Sequence[int]) -> None:
+        """Make a request known before its first step."""
+        self._requests[number] = _Request(params, seed, prompt)
+
+    def extend(self, number: int, tokens: Iterable[int]) -> None:
+        """Record tokens that a request has generated."""
+        self._requests[number].generated.extend(tokens)
+
+    def remove(self, number: int) -> None:
+        """Forget a request that has ended."""
+        self._requests.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._requests.clear()
+
+    def sample_kernel(
+        self,
+        logits: Tensor,
+        n: int,
+        context: DynamicInferenceContext,
+        *,
+        gather_indices: Tensor | None = None,
+        output: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        """Draw one token for each of the first ``n`` running requests; see Megatron's class.
+
+        With speculative decoding, Megatron calls this for drafts only, once for each MTP layer.
+        """
+        ahead = 0
+        if self._num_drafts:
+            self._depth += 1
+            ahead = self._depth
+        rows = [_Row(request, end + ahead) for request, _, end in self._running(context)[:n]]
+        picked = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        tokens = draw(picked, rows)
+        if output is None:
+            return tokens
+        return output.copy_(tokens)
+
+    def sample_speculative(
+        self,
+        required_logits: Tensor,
+        num_decode: int,
+        num_prefill: int,
+        num_speculative_tokens: int,
+        context: DynamicInferenceContext,
+        *,
+        gather_indices: Tensor | None = None,
+        **_,
+    ) -> Tensor:
+        """Draw a token after each draft of the decoding requests, and one for each other request.
+
+        A draft is right if it is the token drawn at its position, so the tokens that are accepted
+        are those of decoding without drafts.
+        """
+        self._depth = 0
+        running = self._running(context)[: num_decode + num_prefill]
+        width = num_speculative_tokens + 1
+        inputs: list[list[int]] = []
+        if any(request.params.has_penalties for request, *_ in running[:num_decode]):
+            tokens = context.gpu_view.token_to_input_ids[: num_decode * width]
+            inputs = tokens.view(num_decode, width).tolist()
+        rows = []
+        for i, (request, start, end) in enumerate(running):
+            if i < num_decode:
+                drafts = inputs[i][1:] if inputs else ()
+                rows += [_Row(request, start + 1 + j, drafts[:j]) for j in range(width)]
+            else:
+                rows.append(_Row(request, end))
+        n = len(rows)
+        picked = required_logits[:n]
+        if gather_indices is not None:
+            picked = required_logits[gather_indices[:n]]
+        return draw(picked, rows)
+
+    def log_probs_kernel(
+        self,
+        logits: Tensor,
+        context: DynamicInferenceContext,
+        *,
+        token_to_request_index: Tensor | None = None,
+    ) -> Tensor:
+        """Not available: log-probabilities are the model's, before penalties and filters.
+
+        Raises:
+            ValueError: Always; Megatron calls it with ``logprobs_mode="processed_logprobs"`` only.
+        """
+        raise ValueError(
+            f"logprobs_mode must be 'raw_logprobs', got {context.config.logprobs_mode!r}"
+        )
+
+    def _running(self, context: DynamicInferenceContext) -> list[tuple[_Request, int, int]]:
+        """Running requests in the order of their rows, with the tokens before and after a step."""
+        rows = slice(context.paused_request_count, context.total_request_count)
+        numbers = context.request_ids[rows].tolist()
+        starts = context.request_kv_length_offsets[rows].tolist()
+        lengths = context.request_query_lengths[rows].tolist()
+        return [
+            (self._requests[number], start, start + length)
+            for number, start, length in zip(numbers, starts, lengths)
+        ]
+
+
+def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Draw a token for each row.
+
+    Args:
+        logits: [rows, vocabulary], any floating dtype; not changed.
+        rows: Their requests.
+
+    Returns:
+        int64 [rows].
+    """
+    logits = _without_stop_tokens(logits.float(), rows)
+    penalised = [i for i, row in enumerate(rows) if row.request.params.has_penalties]
+    if penalised:
+        index = torch.tensor(penalised, device=logits.device)
+        values = _penalised(logits[index], [rows[i] for i in penalised])
+        logits = logits.index_copy(0, index, values)
+    tokens = logits.argmax(-1)
+    # Filters sort the tokens, which would give rows without them other tokens.
+    sampled = [i for i, row in enumerate(rows) if not row.request.params.is_greedy]
+    filtered = [i for i in sampled if _has_filters(rows[i].request.params)]
+    plain = [i for i in sampled if not _has_filters(rows[i].request.params)]
+    for numbers, filters in ((plain, False), (filtered, True)):
+        if numbers:
+            index = torch.tensor(numbers, device=logits.device)
+            chosen = [rows[i] for i in numbers]
+            tokens[index] = _draw_by_weight(logits[index], chosen, filters=filters)
+    for i, row in enumerate(rows):
+        if row.known is not None:
+            tokens[i] = row.known
+    return tokens
+
+
+def _has_filters(params: SamplingParams) -> bool:
+    return bool(params.top_k) or params.top_p < 1
+
+
+def _without_stop_tokens(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits in which requests that are too short yet cannot draw a token that stops them."""
+    places = [
+        (i, token)
+        for i, row in enumerate(rows)
+        if row.position - len(row.request.prompt) < row.request.params.min_tokens
+        for token in row.request.params.stop_token_ids
+        if token < logits.shape[-1]
+    ]
+    if not places:
+        return logits
+    index = torch.tensor(places, device=logits.device).unbind(-1)
+    return logits.index_put(index, logits.new_tensor(-torch.inf))
+
+
+def _penalised(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+    """Logits [rows, vocabulary] with the penalties of their requests."""
+    params = [row.request.params for row in rows]
+    output = _counts([[*row.request.generated, *row.drafts] for row in rows], logits)
+    in_prompt = torch.stack([_in_prompt(row.request, logits) for row in rows])
+    seen = in_prompt | (output > 0)
+    factor = _column((p.repetition_penalty for p in params), logits)
+    logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+    frequency = _column((p.frequency_penalty for p in params), logits)
+    presence = _column((p.presence_penalty for p in params), logits)
+    return logits - frequency * output - presence * (output > 0)
+
+
+def _in_prompt(request: _Request, logits: Tensor) -> Tensor:
+    """Computed once, because a prompt may be long."""
+    if request.in_prompt is None:
+        [counts] = _counts([request.prompt], logits[:1])
+        request.in_prompt = counts > 0
+    return request.in_prompt
+
+
+def _counts(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+    """How often each token of the vocabulary is in each text, float32 [texts, vocabulary]."""
+    tokens = [token for text in texts for token in text]
+    row = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text) for text in texts]))
+    index = (row.to(logits.device), torch.tensor(tokens, dtype=torch.int64, device=logits.device))
+    # Sums of ones are exact in any order.
+    one = logits.new_ones(())
+    return torch.zeros_like(logits).index_put_(index, one, accumulate=True)
+
+
+def _column(values: Iterable[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """One value per row, [rows, 1]."""
+    found = torch.tensor(list(values), dtype=dtype or like.dtype, device=like.device)
+    return found.unsqueeze(-1)
+
+
+def _draw_by_weight(logits: Tensor, rows: Sequence[_Row], *, filters: bool) -> Tensor:
+    """Draw a token for each row [rows, vocabulary] by its probability."""
+    params = [row.request.params for row in rows]
+    weights = _weights(logits, _column(map(_temperature, params), logits))
+    if any(p.min_p for p in params):
+        weights = weights.where(
+            weights >= _SCALE * _column((p.min_p for p in params), logits, torch.float64), 0
+        )
+    order = None
+    if filters:
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(weights.shape[-1], device=logits.device)
+        top_k = _column((min(p.top_k or len(rank), len(rank)) for p in params), logits, torch.int64)
+        weights = weights.where(rank < top_k, 0)
+        before = weights.cumsum(-1) - weights
+        total = weights.sum(-1, keepdim=True)
+        # The token that crosses the limit is left in, so that there is always one.
+        kept = before < _column((p.top_p for p in params), logits, torch.float64) * total
+        weights = weights.where(kept, 0)
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    numbers = (uniform(row.request.seed, row.position) for row in rows)
+    random = _column(numbers, logits, torch.float64)
+    target = (random * total).long().clamp(max=total - 1)
+    chosen = torch.searchsorted(sums, target, right=True)
+    return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
+
+
+def _temperature(params: SamplingParams) -> float:
+    """One that float32 can divide by: neither 0 nor infinity."""
+    return min(max(params.temperature, 1e-30), 1e30)
+
+
+def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Probabilities relative to the most likely token's, as integers of ``_SCALE``, int64."""
+    relative = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if relative.is_cuda:
+        return (relative.exp() * _SCALE).long()
+    # On a CPU, exp rounds otherwise at the end of a tensor than inside it: rows one by one.
+    return torch.stack([(row.exp() * _SCALE).long() for row in relative])

@@ -1,0 +1,257 @@
+"""The model of a checkpoint in any format, converted in memory while it is read.
+
+Every rank reads its share of each tensor, one tensor after the other, with the readers of the
+converter, which run no code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
+from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.options import AbsorbedMLAOptions
+from checkpoint_conversion.formats import open_checkpoint
+from checkpoint_conversion.formats.base import Checkpoint
+from checkpoint_conversion.formats.legacy import as_mapped
+from checkpoint_conversion.layouts import (
+    MegatronLayout,
+    laid_out_tensors,
+    tensor_parallel_rule,
+    with_padding,
+)
+from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession, concat
+from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
+from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.model import DTYPES, ModelConfig
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+
+_CONFIG_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+# Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
+_FUSED_PARTS = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+)
+
+
+def open_model(folder: Path) -> Checkpoint:
+    """Read the headers of a checkpoint.
+
+    Raises:
+        ValueError: If there is no checkpoint that can be read.
+    """
+    if not folder.exists():
+        raise ValueError(
+            f"model must be a folder with a checkpoint, and there is no {folder} "
+            "('hf download NAME --local-dir FOLDER' gets one from Hugging Face)"
+        )
+    return open_checkpoint(folder)
+
+
+def tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
+    """Where the model's tokenizer is, if the checkpoint came with one."""
+    parents = {path.parent for path in checkpoint.auxiliary.values()}
+    return min(parents, default=None)
+
+
+def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Tokens that end the model's texts, by its generation_config.json and config.json."""
+    found: list[int] = []
+    path = checkpoint.auxiliary.get("generation_config.json")
+    for fields in (json.loads(path.read_text()) if path else {}, checkpoint.config.hugging_face):
+        value = fields.get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def model_dtype(options: LLMOptions, checkpoint: Checkpoint) -> torch.dtype:
+    """Dtype of weights and computation; FP8 checkpoints are dequantised to bfloat16."""
+    if options.dtype != "auto":
+        return DTYPES[options.dtype]
+    return checkpoint.config.dtype or torch.bfloat16
+
+
+def require_model(checkpoint: Checkpoint, options: LLMOptions, tp: int) -> None:
+    """Check that the ranks can share the model, and that it has what options ask for.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and the model's size.
+    """
+    config = checkpoint.config
+    sizes = {"attention heads": config.num_attention_heads, "MLP channels": config.ffn_hidden_size}
+    if config.num_experts:
+        sizes["channels of an expert"] = config.moe_ffn_hidden_size
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"tensor_parallel_size must divide the model's {size} {name}, got {tp}"
+            )
+    drafts = options.num_speculative_tokens
+    if drafts and not config.mtp_layers:
+        raise ValueError(
+            f"num_speculative_tokens {drafts} needs a checkpoint with a multi-token-prediction "
+            "(MTP) layer, and this one has none"
+        )
+
+
+def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device) -> GPTModel:
+    """This rank's share of the model, in evaluation mode; collective.
+
+    Megatron's tensor-parallel groups must exist.
+
+    Raises:
+        ValueError: If Megatron refuses the options.
+        CheckpointError: If the tensors do not fit the model.
+    """
+    config, tensors = checkpoint.config, checkpoint.hugging_face_tensors()
+    if not options.num_speculative_tokens:
+        tensors = without_mtp_layers(tensors, config)
+        config = dataclasses.replace(config, mtp_layers=0)
+    dtype = model_dtype(options, checkpoint)
+    args = to_megatron_args(config, dtype=dtype)
+    try:
+        megatron_config = _megatron_config(args, config, options, device)
+    except AssertionError as error:
+        raise ValueError(f"Megatron refuses these options: {error}") from error
+    seed_generators(options.seed, graphs=options.cuda_graphs)
+    model = _build(megatron_config, args, config, options).to(device)
+    if dtype != torch.float32:
+        # Rounds the parameters, except those that Megatron keeps in fp32.
+        model = Float16Module(megatron_config, model).module
+    _load_weights(model, config, tensors)
+    return model.eval()
+
+
+def _megatron_config(
+    args: argparse.Namespace, config: ModelConfig, options: LLMOptions, device: torch.device
+) -> MLATransformerConfig:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    on_gpu = device.type == "cuda"
+    fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
+    drafts = options.num_speculative_tokens
+    fields |= {
+        # Arguments with another name in the config, or that only work with a second one.
+        "num_query_groups": None,
+        "num_moe_experts": args.num_experts,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "pipeline_dtype": args.params_dtype,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE else "local",
+        # One MTP layer may draft several tokens, one after the other.
+        "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
+        "cache_mla_latents": True,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,
+        **dict.fromkeys(_FUSED_PARTS, False),
+    }
+    if options.cuda_graphs:
+        fields |= model_fields(args.num_experts)
+    return MLATransformerConfig(**fields)
+
+
+def _build(
+    megatron_config: MLATransformerConfig,
+    args: argparse.Namespace,
+    config: ModelConfig,
+    options: LLMOptions,
+) -> GPTModel:
+    attention = AbsorbedMLAOptions(
+        form=options.form,
+        latent_norm_eps=args.latent_norm_epsilon,
+        batch_invariant=options.parity,
+    )
+    backend = megatron_config.transformer_impl
+    spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)
+    drafting = None
+    if config.mtp_layers:
+        drafting = get_gpt_mtp_block_spec(
+            megatron_config, spec, use_transformer_engine=backend == "transformer_engine"
+        )
+    tp = megatron_config.tensor_model_parallel_size
+    return GPTModel(
+        megatron_config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=drafting,
+        vocab_size=-(-config.vocab_size // tp) * tp,
+        max_sequence_length=args.max_position_embeddings,
+        # MLA has its own rotary embedding; "rope" only says that there is no learned table.
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=config.tied_embeddings,
+    )
+
+
+@torch.no_grad()
+def _load_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTensor]) -> None:
+    """Set every weight of this rank's model.
+
+    Args:
+        model: Its weights are set in place.
+        config: Of the whole model.
+        tensors: Under Hugging Face's names.
+
+    Raises:
+        CheckpointError: If the tensors do not fit the config.
+    """
+    state = model.state_dict().items()
+    # Live MTP layers have another name than those of checkpoints.
+    own = {as_mapped(name): v for name, v in state if not name.endswith("_extra_state")}
+    whole = _in_layout_of(own, to_megatron(tensors, config), config)
+    whole = with_padding(whole, model.vocab_size)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, weight in own.items():
+        share = _share(name, whole[name], tuple(weight.shape), rank, size)
+        with ReadSession() as session:
+            weight.copy_(share.load(session))
+
+
+def _in_layout_of(
+    own: Collection[str], tensors: dict[str, LazyTensor], config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """Whole tensors under the names of a live model.
+
+    Args:
+        own: Names of the model's weights.
+        tensors: All weights under Megatron's names, in the default layout.
+        config: Of the model.
+    """
+    choices = MegatronLayout.recognise(own).choices
+    named: dict[str, LazyTensor] = {}
+    # With TransformerEngine's layers, the norm of the MLP is fused and those of our attention not.
+    for norms in ("separate", "fused"):
+        named |= laid_out_tensors(tensors, MegatronLayout(**{**choices, "norms": norms}), config)
+    found = {name: named[name] for name in own}
+    used = frozenset[str]().union(*(tensor.leaves for tensor in found.values()))
+    unused = frozenset[str]().union(*(tensor.leaves for tensor in tensors.values())) - used
+    assert not unused, f"the model has no place for {sorted(unused)}"
+    return found
+
+
+def _share(name: str, tensor: LazyTensor, shape: Sequence[int], rank: int, size: int) -> LazyTensor:
+    """A rank's share, of ``shape``, of a whole tensor."""
+    rule = tensor_parallel_rule(name)
+    if tensor.shape == shape or rule is None:
+        return tensor
+    # Local layers cut down-projections by rows, TransformerEngine's do not cut them.
+    dim = 0 if rule.dim is None else rule.dim
+    whole = sum(rule.stacked)
+    sizes = [tensor.shape[dim] * part // whole for part in rule.stacked]
+    return concat([part.chunk(size, dim)[rank] for part in tensor.split(sizes, dim)], dim)

@@ -1,0 +1,145 @@
+"""Options of ``LLM``, checked before anything that takes long is imported or started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from absorbed_mla.generation.options import EngineOptions
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cuda", "cpu")
+# Tokens that the cache holds where no GPU's memory says how many fit.
+_CPU_CACHE_TOKENS = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions:
+    """Options of :class:`absorbed_mla.llm.llm.LLM`, under vLLM's names where vLLM has them.
+
+    Attributes:
+        tensor_parallel_size: Number of processes, each with its share of every layer. None: 1, or
+            all that torchrun started.
+        dtype: Of weights and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``;
+            ``"auto"`` is the checkpoint's.
+        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for a GPU where there is one.
+        max_model_len: Maximum number of tokens of a prompt and what is generated after it; None:
+            the model's.
+        max_num_seqs: Maximum number of requests that run together; others wait.
+        max_num_batched_tokens: Maximum number of tokens of a forward pass.
+        cache_tokens: Tokens of all requests that the latent cache holds. None: on a GPU what fits
+            beside the model, on a CPU 65,536, in both cases at most ``max_num_seqs`` times
+            ``max_model_len``.
+        gpu_memory_utilization: Share of the GPU's memory that model and cache take, if
+            ``cache_tokens`` is None.
+        enable_prefix_caching: Whether requests share the cache of equal beginnings, also with
+            requests that have ended.
+        enable_chunked_prefill: Whether prompts longer than ``max_num_batched_tokens`` are read in
+            chunks; if not, they are refused.
+        prompt_logprobs: Whether requests may ask for log-probabilities of their prompts.
+        num_speculative_tokens: Tokens that the checkpoint's MTP layer drafts per request and step;
+            0 loads no MTP layer. Tokens generated are the same.
+        seed: Of requests without a seed of their own.
+        parity: Parity mode: a request's tokens are equal to the bit whatever runs beside it, and
+            its log-probs to those of training; slower (``docs/parity.md``).
+        form: ``"absorbed"``, ``"expanded"`` or ``"auto"``; see ``AbsorbedMLAOptions``.
+        cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
+            on a CPU.
+
+    Raises:
+        ValueError: On construction, naming the option, what it got and what it accepts.
+    """
+
+    tensor_parallel_size: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    cache_tokens: int | None = None
+    gpu_memory_utilization: float = 0.85
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    prompt_logprobs: bool = False
+    num_speculative_tokens: int = 0
+    seed: int = 0
+    parity: bool = False
+    form: str = "auto"
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("tensor_parallel_size", 1),
+            ("max_model_len", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("cache_tokens", 64),
+            ("num_speculative_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and getattr(LLMOptions, name) is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name, accepted in (
+            ("dtype", DTYPES),
+            ("device", DEVICES),
+            ("form", ("auto", "absorbed", "expanded")),
+        ):
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                "gpu_memory_utilization must be above 0 and at most 1, got "
+                f"{self.gpu_memory_utilization}"
+            )
+        if self.parity and self.form == "expanded":
+            raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
+        if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
+            raise ValueError(
+                f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "
+                f"{self.device!r} and form {self.form!r}"
+            )
+
+    def engine_options(
+        self, max_model_len: int, vocab_size: int | None, fitting_tokens: int | None
+    ) -> EngineOptions:
+        """Options of the engine.
+
+        Args:
+            max_model_len: Of the model.
+            vocab_size: Token ids that may be generated; None: all rows of the embedding.
+            fitting_tokens: Tokens whose cache fits beside the model; None if nothing says so.
+
+        Raises:
+            ValueError: If the model has fewer positions than ``max_model_len``.
+        """
+        from megatron.core.inference.config import PrefixCachingEvictionPolicy
+
+        from absorbed_mla.generation.cuda_graphs import NUM_CUDA_GRAPHS
+        from absorbed_mla.generation.options import EngineOptions
+
+        longest = self.max_model_len or max_model_len
+        if longest > max_model_len:
+            raise ValueError(
+                f"max_model_len must be at most the model's {max_model_len}, got {longest}"
+            )
+        useful = self.max_num_seqs * -(-longest // 64) * 64
+        fitting = _CPU_CACHE_TOKENS if fitting_tokens is None else fitting_tokens
+        return EngineOptions(
+            max_sequence_length=longest,
+            max_requests=self.max_num_seqs,
+            cache_tokens=self.cache_tokens or min(useful, fitting),
+            step_tokens=self.max_num_batched_tokens,
+            vocab_size=vocab_size,
+            seed=self.seed,
+            prompt_logprobs=self.prompt_logprobs,
+            num_speculative_tokens=self.num_speculative_tokens,
+            chunked_prefill=self.enable_chunked_prefill,
+            prefix_caching=self.enable_prefix_caching,
+            num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,
+            # What ended requests leave in the cache is kept until the room is needed.
+            inference_config={"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
+        )

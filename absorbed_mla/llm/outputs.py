@@ -1,0 +1,79 @@
+"""What ``LLM`` returns, in the shape that vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        logprob: Before penalties, temperature and filters.
+        rank: 1 for the most likely token; None for the generated token if it is not among the
+            most likely ones that were asked for.
+        decoded_token: Text of the token alone; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# The token of a position and the most likely ones there, by token id.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass
+class CompletionOutput:
+    """One generated text.
+
+    Attributes:
+        index: From 0 to ``SamplingParams.n`` - 1.
+        text: So far; empty without a tokenizer.
+        token_ids: So far, the token that ended the text included.
+        cumulative_logprob: Sum over ``token_ids``; None unless ``logprobs`` asked for them.
+        logprobs: One entry per token; None unless asked for.
+        finish_reason: ``"stop"`` (end token, stop token or stop string), ``"length"``
+            (``max_tokens`` or the end of the context), ``"abort"``, or None while it runs.
+        stop_reason: The string of ``stop``, or the token of ``stop_token_ids``, that ended it; None
+            for the model's own end token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def token_logprobs(self) -> list[float] | None:
+        """Log-probability of each generated token; None unless ``logprobs`` asked for them."""
+        if self.logprobs is None:
+            return None
+        return [place[token].logprob for token, place in zip(self.token_ids, self.logprobs)]
+
+
+@dataclass
+class RequestOutput:
+    """The outputs of one prompt.
+
+    Attributes:
+        request_id: As ``add_request`` returned it.
+        prompt: Its text; None if it was given as token ids.
+        prompt_token_ids: Token ids of the prompt.
+        outputs: ``SamplingParams.n`` of them.
+        finished: Whether all outputs have ended.
+        prompt_logprobs: One entry per token of the prompt, None for the first; None as a whole
+            unless ``prompt_logprobs`` asked for them, and before the first output has ended.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[PositionLogprobs | None] | None = None

@@ -1,0 +1,209 @@
+"""Runs the steps of an engine in this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import Progress, Statistics
+from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.load import load_model, open_model, require_model
+from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.llm.ranks import join
+
+
+@dataclass(frozen=True)
+class Add:
+    """Command: queue a request. Requests are numbered from 0 in the order of these commands."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Command: end a request."""
+
+    number: int
+
+
+class Runner(Protocol):
+    """What ``LLM`` drives; every method is collective over the ranks."""
+
+    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+        """Carry out commands, then one step if there is anything to do."""
+        ...
+
+    def sleep(self, free_cache: bool) -> None:
+        """End all requests, forget what is cached, and let the model be trained."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready for requests, numbered from 0; the weights may have changed."""
+        ...
+
+    def options(self) -> EngineOptions:
+        """Sizes of the engine."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Counters since the last ``wake``."""
+        ...
+
+    def require_no_leak(self) -> None:
+        """Check, without requests, that no block of the cache is lost."""
+        ...
+
+    def check(self) -> None:
+        """Check that no process of the model has ended; not collective."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; the runner cannot be used again."""
+        ...
+
+
+class LocalRunner:
+    """A runner in this process; every rank has its own and makes the same calls.
+
+    Args:
+        model: Of this rank.
+        options: Of the engine.
+    """
+
+    def __init__(self, model: GPTModel, options: EngineOptions) -> None:
+        self._model, self._options = model, options
+        self._engine: Engine | None = None
+
+    @classmethod
+    def of_checkpoint(
+        cls, folder: Path, options: LLMOptions, rank: int, world: int, store: dist.Store | None
+    ) -> LocalRunner:
+        """Join the other ranks and load this rank's share of a checkpoint; awake.
+
+        Raises:
+            ValueError: If checkpoint, options and machine do not fit each other.
+        """
+        checkpoint = open_model(folder)
+        assert options.tensor_parallel_size is not None
+        require_model(checkpoint, options, options.tensor_parallel_size)
+        device = join(options, rank, world, store)
+        if options.parity:
+            enable_batch_invariant_mode(device.type)
+        model = load_model(checkpoint, options, device)
+        sizes = options.engine_options(
+            model.max_sequence_length,
+            checkpoint.config.vocab_size,
+            fitting_tokens(model, options),
+        )
+        runner = cls(model, sizes)
+        runner.wake()
+        return runner
+
+    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+        """See :class:`Runner`."""
+        engine = self._awake()
+        for command in commands:
+            if isinstance(command, Add):
+                engine.add_request(command.prompt, command.params)
+            else:
+                engine.abort(command.number)
+        progress = engine.step() if engine.is_busy() else []
+        # Results are in the progress; those of a server must not pile up.
+        for one in progress:
+            if one.result is not None:
+                engine.results.pop(one.number)
+        return progress
+
+    def sleep(self, free_cache: bool = True) -> None:
+        """See :class:`Runner`."""
+        if self._engine is None:
+            return
+        if not free_cache:
+            self._engine.stop()
+            return
+        self._engine.close()
+        self._engine = None
+        if self._options.num_cuda_graphs:
+            delete_cuda_graphs()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See :class:`Runner`."""
+        if self._engine is None:
+            try:
+                self._engine = Engine(self._model, self._options)
+            except torch.OutOfMemoryError as error:
+                raise ValueError(
+                    f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit "
+                    "into this GPU's memory; fewer do, or a smaller max_num_seqs"
+                ) from error
+        self._engine.start()
+
+    def options(self) -> EngineOptions:
+        """See :class:`Runner`."""
+        return self._options
+
+    def statistics(self) -> Statistics:
+        """See :class:`Runner`."""
+        return self._awake().statistics
+
+    def require_no_leak(self) -> None:
+        """See :class:`Runner`."""
+        self._awake().require_no_leak()
+
+    def check(self) -> None:
+        """See :class:`Runner`; this process runs."""
+
+    def close(self) -> None:
+        """See :class:`Runner`."""
+        self.sleep()
+
+    def _awake(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+
+def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
+    """Tokens whose latents fit beside the model on every rank.
+
+    Args:
+        model: On its device.
+        options: Say what share of the memory to use.
+
+    Returns:
+        None on a CPU, and where ``cache_tokens`` is given.
+
+    Raises:
+        ValueError: If not one block fits.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda" or options.cache_tokens is not None:
+        return None
+    utilization = options.gpu_memory_utilization
+    free, total = torch.cuda.mem_get_info(device)
+    room = free - (1 - utilization) * total
+    tokens = int(room // block_bytes(model.config, len(model.decoder.layers))) * BLOCK_SIZE
+    least = torch.tensor(tokens, device=device)
+    group = parallel_state.get_model_parallel_group()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    if least < BLOCK_SIZE:
+        raise ValueError(
+            f"gpu_memory_utilization {utilization} leaves no memory for a cache: of "
+            f"{total / 2**30:.0f} GiB, {free / 2**30:.1f} are free beside the model"
+        )
+    return int(least)

@@ -1,0 +1,149 @@
+"""``absorbed-mla-serve FOLDER``: serve a model over OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absorbed_mla.llm.options import DEVICES, DTYPES, LLMOptions
+
+_API_KEY = "ABSORBED_MLA_API_KEY"
+# Option, type, help; the names are those of LLMOptions.
+_NUMBERS = (
+    ("tensor-parallel-size", int, "processes that share the model (default: 1)"),
+    ("max-model-len", int, "tokens of a prompt and its answer (default: the model's)"),
+    ("max-num-seqs", int, "requests that run together; others wait"),
+    ("max-num-batched-tokens", int, "tokens of a forward pass; longer prompts are read in chunks"),
+    ("cache-tokens", int, "tokens that the latent cache holds (default: what fits)"),
+    ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
+    ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
+    ("seed", int, "of requests without a seed"),
+)
+_SWITCHES = (
+    ("prompt-logprobs", "allow log-probabilities of prompts"),
+    ("parity", "equal tokens to the bit whatever runs beside a request; slower"),
+    ("cuda-graphs", "capture decode steps as CUDA graphs"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0 after a signal, 1 if the model has died, 2 after wrong input.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        given = {name: value for name, value in vars(args).items() if hasattr(LLMOptions, name)}
+        options = LLMOptions(**{k: v for k, v in given.items() if v is not None})
+        key = _api_key(args)
+        return _serve(args, options, key)
+    except ValueError as error:
+        print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="absorbed-mla-serve",
+        description="Serve a model over OpenAI's HTTP interface: /v1/completions, "
+        "/v1/chat/completions, /v1/models, /health, /metrics.",
+    )
+    parser.add_argument(
+        "model", type=Path, help="folder with a checkpoint: Hugging Face's, Megatron's or absorbed"
+    )
+    parser.add_argument("--tokenizer", help="folder, or 'bytes' (default: the model's own)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="default: the folder's name")
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 is all (default: this machine only)",
+    )
+    network.add_argument(
+        "--port", type=int, default=8000, help="default: 8000; 0: any that is free"
+    )
+    network.add_argument(
+        "--api-key", metavar="KEY", help=f"that clients must send (default: ${_API_KEY}, if set)"
+    )
+    model = parser.add_argument_group("model")
+    for name, kind, text in _NUMBERS:
+        default = getattr(LLMOptions, name.replace("-", "_"))
+        shown = text if default is None else f"{text} (default: {default})"
+        model.add_argument(f"--{name}", type=kind, metavar="N", help=shown)
+    model.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    model.add_argument("--device", choices=DEVICES, help="default: a GPU where there is one")
+    model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
+    for name, text in _SWITCHES:
+        model.add_argument(f"--{name}", action="store_true", help=text)
+    model.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="share no cache between requests",
+    )
+    return parser
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """The key that clients must send.
+
+    Raises:
+        ValueError: If it is empty.
+    """
+    key = args.api_key if args.api_key is not None else os.environ.get(_API_KEY)
+    if key is not None and not key.strip():
+        raise ValueError(f"--api-key (or ${_API_KEY}) must not be empty")
+    return key
+
+
+def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -> int:
+    try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: pip install 'absorbed-mla[serve]'") from error
+    from absorbed_mla.llm.llm import LLM
+    from absorbed_mla.llm.server.app import build_app
+    from absorbed_mla.llm.server.http_server import HTTPServer, require_free
+    from absorbed_mla.llm.server.metrics import Metrics
+    from absorbed_mla.llm.server.service import Service
+    from absorbed_mla.llm.workers import EngineDeadError
+
+    require_free(args.host, args.port)
+    name = args.served_model_name or args.model.resolve().name
+    metrics, died = Metrics(), []
+
+    def on_death() -> None:
+        died.append(True)
+        server.should_exit = True
+
+    try:
+        llm = LLM(args.model, tokenizer=args.tokenizer, **vars(options))
+    except EngineDeadError as error:
+        print(f"absorbed-mla-serve: error: {error}", file=sys.stderr)
+        return 1
+    with llm:
+        service = Service(llm, metrics, on_death)
+        app = build_app(service, metrics, name, api_key)
+        server = HTTPServer(app, service, args.host, args.port)
+        service.start()
+        # uvicorn ends at these signals, and then raises them once more.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            server.run()
+        finally:
+            service.stop()
+    return 1 if died else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Requests of engine.py, and whether they get the tokens that each has alone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+# Different beginnings that prompts share: like the instructions of several applications.
+PREFIXES = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """A greedy request.
+
+    Attributes:
+        prompt: Token ids.
+        num_tokens: To generate.
+    """
+
+    prompt: Sequence[int]
+    num_tokens: int
+
+
+def workload(args: argparse.Namespace) -> list[Request]:
+    """Requests of mixed lengths, the same for every case.
+
+    The logarithm of a prompt's length is uniform, from 4 to ``--longest-prompt``; every other
+    prompt begins with one of four prefixes. As many tokens as asked for are generated: there is no
+    stop token.
+    """
+    rng = random.Random(args.seed)
+
+    def tokens(number: int) -> list[int]:
+        return [rng.randrange(args.vocab_size) for _ in range(number)]
+
+    prefixes = [tokens(args.shared_prefix) for _ in range(PREFIXES)]
+    requests = []
+    for number in range(args.requests):
+        prefix = rng.choice(prefixes) if number % 2 else []
+        own = round(math.exp(rng.uniform(math.log(4), math.log(args.longest_prompt))))
+        own = min(own, args.longest_prompt - len(prefix))
+        requests.append(Request([*prefix, *tokens(own)], rng.randint(1, args.longest_output)))
+    return requests
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Tokens of the longest request, with what it generates."""
+    return max(len(request.prompt) + request.num_tokens for request in requests)
+
+
+def scarce_blocks(requests: Sequence[Request], max_requests: int) -> int:
+    """Three fifths of what ``max_requests`` average requests need at their ends.
+
+    Enough for the longest one by itself, which the host otherwise refuses.
+    """
+    needed = [_blocks(len(request.prompt) + request.num_tokens) for request in requests]
+    together = min(max_requests, len(requests)) * sum(needed) / len(needed)
+    return max(round(0.6 * together), 2 * max(needed))
+
+
+def _blocks(tokens: int) -> int:
+    from absorbed_mla.generation.blocks import BLOCK_SIZE
+
+    return -(-tokens // BLOCK_SIZE)
+
+
+@dataclass
+class Comparison:
+    """Of all requests, together and alone.
+
+    Attributes:
+        equal: Requests with the same tokens.
+        ties: Requests whose first different tokens are both within the tie of the likeliest.
+        different: The other requests.
+        worst_gap: Furthest that a chosen token was from the likeliest, in log-probability.
+        examples: Numbers of some of the different ones.
+    """
+
+    equal: int = 0
+    ties: int = 0
+    different: int = 0
+    worst_gap: float = 0.0
+    examples: tuple[int, ...] = ()
+
+
+def compare(
+    model: GPTModel,
+    requests: Sequence[Request],
+    together: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[int]],
+    tie: float,
+) -> Comparison:
+    """Compare the tokens of every request.
+
+    Args:
+        model: That generated both.
+        requests: Their prompts.
+        together: Tokens by request.
+        alone: Likewise.
+        tie: Log-probability by which a chosen token may be below the likeliest.
+    """
+    found = Comparison()
+    for number, (request, batched, single) in enumerate(zip(requests, together, alone)):
+        if list(batched) == list(single):
+            found.equal += 1
+            continue
+        gap = _gap(model, request, batched, single)
+        found.worst_gap = max(found.worst_gap, gap)
+        if gap <= tie:
+            found.ties += 1
+        else:
+            found.different += 1
+            found.examples = (*found.examples, number)[:8]
+    return found
+
+
+def _gap(model: GPTModel, request: Request, batched: Sequence[int], single: Sequence[int]) -> float:
+    """How far the less likely of the first two different tokens is below the likeliest."""
+    import torch
+    from megatron.core.inference.utils import InferenceMode
+
+    if len(batched) != len(single):
+        return float("inf")
+    at = next(i for i, (one, other) in enumerate(zip(batched, single)) if one != other)
+    device = next(model.parameters()).device
+    ids = torch.tensor([[*request.prompt, *batched[:at]]], device=device)
+    positions = torch.arange(ids.shape[1], device=device)[None]
+    was_active = InferenceMode.is_active()
+    # A forward without a context is no inference to Megatron.
+    InferenceMode.unset_active()
+    with torch.inference_mode():
+        scores = model(ids, positions, None)[0, -1].float().log_softmax(-1)
+    if was_active:
+        InferenceMode.set_active()
+    return float(scores.max() - scores[[batched[at], single[at]]].min())

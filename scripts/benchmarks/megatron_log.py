@@ -1,0 +1,85 @@
+"""Reading the log of Megatron's training loop, as pretrain_gpt.py runs it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_NUMBER = r"([-+0-9.eE]+|nan|inf)"
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
+_VALUES = {
+    "seconds": re.compile(rf"elapsed time per iteration \(ms\): {_NUMBER}"),
+    "tflops": re.compile(rf"throughput per GPU \(TFLOP/s/GPU\): {_NUMBER}"),
+    "loss": re.compile(rf"lm loss: {_NUMBER}"),
+    "grad_norm": re.compile(rf"grad norm: {_NUMBER}"),
+}
+_PEAK = re.compile(rf"max allocated: {_NUMBER}")
+_PARAMETERS = re.compile(r"model parallel rank \(.*\): (\d+)")
+# Printed by pretrain_gpt.py.
+CHOSEN = "Core attention of ours ran:"
+_CHOSEN = re.compile(rf"^{re.escape(CHOSEN)} (.+)$", re.MULTILINE)
+# The line of Python that says what went wrong, with torchrun's prefix or without.
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of the log.
+
+    Attributes:
+        iteration: From 1.
+        loss: Per token, nats.
+        seconds: Of the iteration.
+        tflops: Of one GPU, by Megatron's count of operations.
+        grad_norm: None where gradients are not clipped.
+    """
+
+    iteration: int
+    loss: float
+    seconds: float
+    tflops: float
+    grad_norm: float | None = None
+
+
+def iterations(text: str) -> Iterator[Iteration]:
+    """All lines of ``text`` that are of an iteration.
+
+    After the first iteration Megatron prints a time without resetting it: the second's holds both.
+    """
+    for line in text.splitlines():
+        head = _ITERATION.search(line)
+        found = {name: pattern.search(line) for name, pattern in _VALUES.items()}
+        if not head or found["loss"] is None or found["seconds"] is None:
+            continue
+        values = {name: float(match[1]) for name, match in found.items() if match}
+        values["seconds"] /= 1e3
+        yield Iteration(int(head[1]), **{"tflops": 0.0, **values})
+
+
+def peak_bytes(text: str) -> int | None:
+    """Most memory allocated on the GPU so far when Megatron last said so."""
+    found = _PEAK.findall(text)
+    return int(float(found[-1]) * 2**20) if found else None
+
+
+def parameters(text: str) -> int | None:
+    """Of the model."""
+    found = _PARAMETERS.search(text)
+    return int(found[1]) if found else None
+
+
+def chosen_backends(text: str) -> str:
+    """Form and backend of our attentions; empty for another's."""
+    found = _CHOSEN.search(text)
+    return found[1] if found else ""
+
+
+def problem(text: str) -> str:
+    """The first error's message, or the last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in lines:
+        found = _ERROR.match(line)
+        if found:
+            return found[1]
+    return lines[-1] if lines else "no output"

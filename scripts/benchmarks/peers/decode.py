@@ -1,0 +1,150 @@
+"""Decode attention of FlashMLA, FlashInfer and vLLM over a paged latent cache.
+
+Each function takes the query, the cache and the rows, and returns a function without arguments that
+computes the output [T, N, kv_lora_rank]. What it does before, a server does once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.kit.report import Refused
+from benchmarks.peers import first_module
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from absorbed_mla.inference.rows import Rows
+
+
+class Inputs(NamedTuple):
+    """Of one call; see ``paged_reference``."""
+
+    q_content: Tensor
+    q_rope: Tensor
+    cache: Tensor
+    rows: Rows
+    scale: float
+
+
+Attend = Callable[[], "Tensor"]
+
+
+def flash_mla(inputs: Inputs) -> Attend:
+    """FlashMLA's own package, or the copy in vLLM's."""
+    import torch
+
+    package = first_module("flash_mla", "vllm.v1.attention.ops.flashmla")
+    q_content, q_rope, cache, rows, scale = inputs
+    new, (_, heads, width) = rows.max_query_length, q_content.shape
+    query = torch.cat((q_content, q_rope), dim=-1).view(len(rows), new, heads, -1)
+    schedule, splits = package.get_mla_metadata(rows.kv_lengths, new * heads, 1)
+
+    def attend() -> Tensor:
+        out, _ = package.flash_mla_with_kvcache(
+            query,
+            cache.unsqueeze(2),
+            rows.block_table,
+            rows.kv_lengths,
+            width,
+            schedule,
+            splits,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out.view(-1, heads, width)
+
+    return attend
+
+
+def flash_infer(inputs: Inputs) -> Attend:
+    """FlashInfer's paged MLA; it compiles its kernels with the first call."""
+    import torch
+
+    package = first_module("flashinfer.mla")
+    q_content, q_rope, cache, rows, scale = inputs
+    (_, heads, width), rope, size = q_content.shape, q_rope.shape[-1], cache.shape[1]
+    workspace = torch.empty(128 * 2**20, dtype=torch.int8, device=cache.device)
+    wrapper = package.BatchMLAPagedAttentionWrapper(workspace)
+    blocks = -(-rows.max_kv_length // size)
+    count = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
+    wrapper.plan(
+        count * rows.max_query_length,
+        count * blocks,
+        rows.block_table[:, :blocks].flatten().contiguous(),
+        rows.kv_lengths,
+        heads,
+        width,
+        rope,
+        size,
+        True,  # causal
+        scale,
+        q_content.dtype,
+        cache.dtype,
+    )
+    return lambda: wrapper.run(q_content, q_rope, cache[..., :width], cache[..., width:])
+
+
+def vllm_flash_attention_3(inputs: Inputs) -> Attend:
+    """FlashAttention-3 with a value part of the query, as vLLM's MLA calls it."""
+    import torch
+
+    package = first_module("vllm.vllm_flash_attn")
+    q_content, q_rope, cache, rows, scale = inputs
+    width = q_content.shape[-1]
+    ends = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
+    return lambda: package.flash_attn_varlen_func(
+        q=q_rope,
+        k=cache[..., None, width:],
+        v=cache[..., None, :width],
+        q_v=q_content,
+        max_seqlen_q=rows.max_query_length,
+        cu_seqlens_q=ends * rows.max_query_length,
+        max_seqlen_k=rows.max_kv_length,
+        seqused_k=rows.kv_lengths,
+        block_table=rows.block_table,
+        softmax_scale=scale,
+        causal=True,
+        fa_version=3,
+    )
+
+
+def vllm_triton(inputs: Inputs) -> Attend:
+    """The Triton kernel of vLLM, with the four splits that it always has."""
+    import torch
+
+    package = first_module("vllm.v1.attention.ops.triton_decode_attention")
+    q_content, q_rope, cache, rows, scale = inputs
+    if rows.max_query_length > 1:
+        raise Refused("it takes one new token of a request")
+    tokens, heads, width = q_content.shape
+    query, out = torch.cat((q_content, q_rope), dim=-1), torch.empty_like(q_content)
+    lse, splits = out.new_empty(tokens, heads), 4
+    logits = out.new_empty(tokens, heads, splits, width + 1, dtype=torch.float32)
+
+    def attend() -> Tensor:
+        package.decode_attention_fwd(
+            query,
+            cache.unsqueeze(2),
+            cache[..., None, :width],
+            out,
+            lse,
+            rows.block_table,
+            rows.kv_lengths,
+            logits,
+            splits,
+            scale,
+            cache.shape[1],
+        )
+        return out
+
+    return attend
+
+
+PEERS: dict[str, Callable[[Inputs], Attend]] = {
+    "FlashMLA": flash_mla,
+    "FlashInfer": flash_infer,
+    "vLLM, FlashAttention-3": vllm_flash_attention_3,
+    "vLLM, Triton": vllm_triton,
+}

@@ -1,0 +1,215 @@
+"""``LLM`` without a model, and the server around it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.requests import Progress, Result, Statistics
+from absorbed_mla.llm.runner import Abort, Add
+from absorbed_mla.llm.server.app import build_app
+from absorbed_mla.llm.server.http_server import HTTPServer
+from absorbed_mla.llm.server.metrics import Metrics
+from absorbed_mla.llm.server.service import Service
+from absorbed_mla.llm.tokenizers import ByteTokenizer
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+
+MAX_MODEL_LEN = 512
+# Of every token, and of the next one in the order of the bytes.
+LOGPROB, SECOND = -0.25, -1.5
+
+
+def expected_text(prompt: str, index: int = 0, tokens: int = 16) -> str:
+    """What the fake model says: the prompt backwards, again and again, from ``index`` on."""
+    backwards = prompt[::-1]
+    return "".join(backwards[(index + k) % len(prompt)] for k in range(tokens))
+
+
+class ChatBytes(ByteTokenizer):
+    """Bytes with a chat template, which refuses a system's message as templates do."""
+
+    def chat(self, messages, **options):
+        if messages[0]["role"] == "system":
+            raise KeyError("only users")
+        return self.encode("".join(f"{one['role']}:{one['content']};" for one in messages))
+
+
+@dataclass
+class _Running:
+    prompt: Sequence[int]
+    params: SamplingParams
+    index: int
+    tokens: list[int]
+
+
+class FakeRunner:
+    """A runner whose tokens are those of :func:`expected_text`, one per request and step.
+
+    Attributes:
+        go: Steps wait for it.
+        error: That the next step raises.
+        dead: That the next check raises.
+        step_seconds: Of a step.
+        aborted: Numbers of requests that were aborted.
+        started: Set by the first step.
+        num_steps: That have begun.
+        num_added: Requests.
+    """
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.num_steps = 0
+        self.started = threading.Event()
+        self.error: Exception | None = None
+        self.dead: Exception | None = None
+        self.step_seconds = 0.0
+        self.aborted: list[int] = []
+        self._running: dict[int, _Running] = {}
+        self.num_added = 0
+
+    def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
+        self.started.set()
+        self.num_steps += 1
+        time.sleep(self.step_seconds)
+        self.go.wait()
+        if self.error is not None:
+            raise self.error
+        ended = []
+        for command in commands:
+            if isinstance(command, Add):
+                # Outputs of one prompt come together; index by what is there.
+                index = sum(one.prompt is command.prompt for one in self._running.values())
+                running = _Running(command.prompt, command.params, index, [])
+                self._running[self.num_added] = running
+                self.num_added += 1
+            elif command.number in self._running:
+                self.aborted.append(command.number)
+                del self._running[command.number]
+                ended.append(Progress(command.number, [], result=Result(finish="abort")))
+        return ended + [self._advance(number) for number in list(self._running)]
+
+    def has_running(self) -> bool:
+        return bool(self._running)
+
+    def _advance(self, number: int) -> Progress:
+        one = self._running[number]
+        place = (one.index + len(one.tokens)) % len(one.prompt)
+        token = one.prompt[len(one.prompt) - 1 - place]
+        one.tokens.append(token)
+        room = MAX_MODEL_LEN - len(one.prompt)
+        stops = token in one.params.stop_token_ids
+        result = None
+        if stops or len(one.tokens) >= min(one.params.max_tokens or room, room):
+            result = Result(one.tokens, finish="stop" if stops else "length")
+            del self._running[number]
+        top = {token: LOGPROB, (token + 1) % 256: SECOND}
+        return Progress(number, [token], [LOGPROB], [top], result)
+
+    def options(self) -> EngineOptions:
+        return EngineOptions(
+            max_sequence_length=MAX_MODEL_LEN,
+            max_requests=1024,
+            cache_tokens=1024 * MAX_MODEL_LEN,
+            vocab_size=257,
+        )
+
+    def sleep(self, free_cache: bool = True) -> None:
+        self._running.clear()
+
+    def wake(self) -> None:
+        pass
+
+    def statistics(self) -> Statistics:
+        return Statistics()
+
+    def require_no_leak(self) -> None:
+        assert not self._running
+
+    def check(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    def close(self) -> None:
+        pass
+
+
+def fake_llm(runner: FakeRunner | None = None) -> LLM:
+    """``LLM`` itself, without a model."""
+    llm = LLM.__new__(LLM)
+    llm._set_up(runner or FakeRunner(), ChatBytes(), (), awake=True)
+    return llm
+
+
+@dataclass
+class Served:
+    """A server in this process.
+
+    Attributes:
+        runner: Of its ``LLM``.
+        service: Of the server.
+        http: The HTTP server.
+        url: Where it is.
+        port: Its port.
+        deaths: An entry for each call of ``on_death``.
+    """
+
+    runner: FakeRunner
+    service: Service
+    http: HTTPServer
+    url: str
+    port: int
+    deaths: list[str]
+
+
+@contextlib.contextmanager
+def serving(api_key: str | None = None) -> Iterator[Served]:
+    """A server around a fake model, on a free port, in a thread."""
+    runner, deaths = FakeRunner(), []
+    llm = fake_llm(runner)
+    metrics = Metrics()
+    service = Service(llm, metrics, lambda: deaths.append("died"))
+    http = HTTPServer(build_app(service, metrics, "tiny", api_key), service, "127.0.0.1", 0)
+    service.start()
+    thread = threading.Thread(target=http.run)
+    thread.start()
+    try:
+        until(lambda: http.started)
+        port = http.servers[0].sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        yield Served(runner, service, http, url, port, deaths)
+    finally:
+        runner.go.set()
+        http.should_exit = True
+        thread.join(20)
+        service.stop()
+    assert not thread.is_alive()
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    """Wait for something that another thread or process does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def tiny_folder(path: Path) -> Path:
+    """A Hugging Face checkpoint of a tiny model, in float32, whose tokens are bytes."""
+    config = tiny_config(
+        vocab_size=257,
+        num_hidden_layers=2,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rope_scaling=None,
+        torch_dtype="float32",
+    )
+    tensors = {name: x * 0.2 for name, x in random_tensors(config, torch.float32).items()}
+    return write_hugging_face(path, config, tensors)
