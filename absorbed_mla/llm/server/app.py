@@ -18,7 +18,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.llm.llm import LLM, Prompt
 from absorbed_mla.llm.outputs import RequestOutput
 from absorbed_mla.llm.server.metrics import Metrics
 from absorbed_mla.llm.server.protocol import (
@@ -28,14 +27,13 @@ from absorbed_mla.llm.server.protocol import (
     GenerationRequest,
     error_body,
 )
-from absorbed_mla.llm.server.service import Service, ServiceStopped, Snapshot, Update
+from absorbed_mla.llm.server.service import MakePrompt, Service, ServiceStopped, Snapshot, Update
 
 # A prompt of the longest models takes about a megabyte.
 _MAX_BODY_BYTES = 16 << 20
-_MakePrompt = Callable[[LLM], Prompt]
 _Body = TypeVar("_Body", bound=BaseModel)
 # (prompt, its update)
-_Merged = AsyncGenerator[tuple[int, Update], None]
+_Updates = AsyncGenerator[tuple[int, Update], None]
 _Result = TypeVar("_Result")
 
 
@@ -114,25 +112,25 @@ class _Routes:
         self,
         request: Request,
         body: GenerationRequest,
-        prompts: Sequence[_MakePrompt],
+        prompts: Sequence[MakePrompt],
         params: SamplingParams,
         kind: str,
     ) -> Response:
         if body.model not in (None, self._name):
             raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
         answer = Answer(kind, self._name)
-        merged = _merge([self._service.updates(prompt, params) for prompt in prompts])
+        updates = self._service.updates(prompts, params)
         if not body.stream:
-            async with contextlib.aclosing(merged):
-                done = await _unless_disconnected(request, _last(merged, len(prompts)))
+            async with contextlib.aclosing(updates):
+                done = await _unless_disconnected(request, _last(updates, len(prompts)))
             return JSONResponse(answer.whole(done))
         # The first update, before the head of the answer is sent: a prompt may be refused.
         try:
-            first = await _unless_disconnected(request, anext(merged))
+            first = await _unless_disconnected(request, anext(updates))
         except BaseException:
-            await merged.aclose()
+            await updates.aclose()
             raise
-        return _EventStream(_events(answer, first, merged, params.n, body.with_usage), merged)
+        return _EventStream(_events(answer, first, updates, params.n, body.with_usage), updates)
 
 
 class _EventStream(StreamingResponse):
@@ -140,12 +138,12 @@ class _EventStream(StreamingResponse):
 
     Args:
         events: Server-sent events.
-        merged: The updates that they are made of.
+        updates: The updates that they are made of.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], merged: _Merged) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], updates: _Updates) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._events, self._merged = events, merged
+        self._events, self._updates = events, updates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Starlette's class."""
@@ -153,7 +151,7 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
-            await self._merged.aclose()
+            await self._updates.aclose()
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
@@ -181,30 +179,10 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         raise ValueError("; ".join(problems)) from error
 
 
-async def _merge(streams: Sequence[AsyncGenerator[Update, None]]) -> _Merged:
-    """Updates of several prompts as they come; leaving early ends all of them."""
-    pending = {asyncio.ensure_future(anext(one)): i for i, one in enumerate(streams)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = pending.pop(task)
-                update = task.result()
-                yield i, update
-                if not update.finished:
-                    pending[asyncio.ensure_future(anext(streams[i]))] = i
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-async def _last(merged: _Merged, count: int) -> list[RequestOutput]:
+async def _last(updates: _Updates, count: int) -> list[RequestOutput]:
     """The outputs of all prompts at their ends."""
     found: dict[int, RequestOutput] = {}
-    async for i, update in merged:
+    async for i, update in updates:
         found[i] = update.request
     return [found[i] for i in range(count)]
 
@@ -229,14 +207,14 @@ async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _R
 
 
 async def _events(
-    answer: Answer, first: tuple[int, Update], merged: _Merged, n: int, with_usage: bool
+    answer: Answer, first: tuple[int, Update], updates: _Updates, n: int, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer."""
     sent: dict[int, Snapshot] = {}
     requests: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(merged):
+    async with contextlib.aclosing(updates):
         try:
-            async for i, update in _with_first(first, merged):
+            async for i, update in _with_first(first, updates):
                 requests[i] = update.request
                 for j, now in enumerate(update.outputs):
                     before = sent.get(i * n + j)
@@ -246,16 +224,12 @@ async def _events(
         except ServiceStopped as error:
             yield _event(error_body(str(error), "server_error", 503))
             return
-        except ValueError as error:
-            # Of a prompt that was not the first to be read.
-            yield _event(error_body(str(error), "invalid_request_error", 400))
-            return
         if with_usage:
             yield _event(answer.last_piece(list(requests.values())))
         yield b"data: [DONE]\n\n"
 
 
-async def _with_first(first: tuple[int, Update], rest: _Merged) -> _Merged:
+async def _with_first(first: tuple[int, Update], rest: _Updates) -> _Updates:
     yield first
     async for one in rest:
         yield one

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ from absorbed_mla.llm.server.metrics import Metrics
 _CHECK = 1.0
 # Seconds that the end of the server waits for a step.
 _LONGEST_STEP = 10.0
+
+
+# Makes a prompt; called in the model's thread, which owns the tokenizer.
+MakePrompt = Callable[[LLM], Prompt]
 
 
 class ServiceStopped(RuntimeError):
@@ -53,58 +57,64 @@ class Update:
 
 
 class Ticket:
-    """A request of an asynchronous caller.
+    """What an asynchronous caller waits for: the prompts of one call.
 
-    The newest update replaces one that was not read, so that a slow reader costs no memory.
+    The newest update of a prompt replaces one that was not read, so that a slow reader costs no
+    memory.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._event = asyncio.Event()
-        self._update: Update | None = None
+        self._updates: dict[int, Update] = {}
         self._error: Exception | None = None
 
-    def publish(self, update: Update) -> None:
-        """Called by the model's thread."""
-        self._update = update
-        self._wake()
+    def publish(self, i: int, update: Update) -> None:
+        """Called by the model's thread: prompt ``i`` has grown."""
+        self._call(self._updates.__setitem__, i, update)
 
     def fail(self, error: Exception) -> None:
-        """Called by the model's thread."""
-        self._error = error
-        self._wake()
+        """Called by the model's thread: all prompts have failed."""
+        self._call(setattr, self, "_error", error)
 
-    async def next(self) -> Update:
-        """Wait for the next update.
+    async def next(self) -> dict[int, Update]:
+        """Wait for news of some prompts.
 
         Raises:
-            ValueError: If the request cannot run.
+            ValueError: If one of the prompts cannot run.
             ServiceStopped: If the model has stopped.
         """
         await self._event.wait()
         self._event.clear()
         if self._error is not None:
             raise self._error
-        assert self._update is not None
-        return self._update
+        found = self._updates.copy()
+        self._updates.clear()
+        return found
 
-    def _wake(self) -> None:
+    def _call(self, change: Callable[..., Any], *args: Any) -> None:
+        """Make a change in the loop's thread, which is the only one that reads."""
+
+        def run() -> None:
+            change(*args)
+            self._event.set()
+
         # The loop is closed when the server has ended before its model.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._event.set)
+            self._loop.call_soon_threadsafe(run)
 
 
 @dataclass(frozen=True)
 class _Submit:
-    name: str
-    prompt: Callable[[LLM], Prompt]
+    # By the name of its request.
+    prompts: dict[str, MakePrompt]
     params: SamplingParams
     ticket: Ticket
 
 
 @dataclass(frozen=True)
 class _Abort:
-    name: str
+    names: list[str]
 
 
 class Service:
@@ -120,7 +130,8 @@ class Service:
         self.llm = llm
         self._metrics, self._on_death = metrics, on_death
         self._commands: queue.SimpleQueue[_Submit | _Abort | None] = queue.SimpleQueue()
-        self._tickets: dict[str, Ticket] = {}
+        # By the name of a request, with the number of its prompt.
+        self._tickets: dict[str, tuple[Ticket, int]] = {}
         self._names = itertools.count()
         self._stopped: ServiceStopped | None = None
         self._lock = threading.Lock()
@@ -145,32 +156,37 @@ class Service:
         return self._stopped is None
 
     async def updates(
-        self, prompt: Callable[[LLM], Prompt], params: SamplingParams
-    ) -> AsyncGenerator[Update, None]:
-        """Run a request; the caller that leaves early aborts it.
+        self, prompts: Sequence[MakePrompt], params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, Update], None]:
+        """Run prompts; the caller that leaves early aborts them.
 
         Args:
-            prompt: Makes the prompt; called in the model's thread, which owns the tokenizer.
-            params: Of the request.
+            prompts: Queued together; if one is refused, none runs.
+            params: Of each of them.
+
+        Yields:
+            The number of a prompt, and what it has so far.
 
         Raises:
-            ValueError: If the request cannot run.
+            ValueError: If one of the prompts cannot run, before the first is yielded.
             ServiceStopped: If the model has stopped.
         """
-        name, ticket = f"request-{next(self._names)}", Ticket(asyncio.get_running_loop())
+        names = [f"request-{next(self._names)}" for _ in prompts]
+        ticket = Ticket(asyncio.get_running_loop())
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
-            self._commands.put(_Submit(name, prompt, params, ticket))
-        finished = False
+            self._commands.put(_Submit(dict(zip(names, prompts)), params, ticket))
+        running = set(range(len(names)))
         try:
-            while not finished:
-                update = await ticket.next()
-                finished = update.finished
-                yield update
+            while running:
+                for i, update in (await ticket.next()).items():
+                    if update.finished:
+                        running.remove(i)
+                    yield i, update
         finally:
-            if not finished:
-                self._commands.put(_Abort(name))
+            if running:
+                self._commands.put(_Abort([names[i] for i in running]))
 
     def _run(self) -> None:
         try:
@@ -198,37 +214,52 @@ class Service:
             if command is None:
                 return False
             if isinstance(command, _Abort):
-                self._tickets.pop(command.name, None)
-                self.llm.abort(command.name)
+                for name in command.names:
+                    self._tickets.pop(name, None)
+                    self.llm.abort(name)
                 continue
             self._submit(command)
 
     def _submit(self, command: _Submit) -> None:
-        """Queue a request; whatever its prompt does to tokenizer or template, others run on."""
+        """Queue prompts; whatever one does to tokenizer or template, others run on."""
         try:
-            prompt = command.prompt(self.llm)
-            self.llm.add_request(prompt, command.params, command.name)
+            self._add_all(command)
         except ValueError as error:
             command.ticket.fail(error)
         except Exception as error:
             reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
             command.ticket.fail(ValueError(reason))
         else:
-            self._tickets[command.name] = command.ticket
-            self._metrics.begin(command.name)
+            for i, name in enumerate(command.prompts):
+                self._tickets[name] = command.ticket, i
+                self._metrics.begin(name)
+
+    def _add_all(self, command: _Submit) -> None:
+        """Add all prompts of a call to the model, or none."""
+        prompts = {name: make(self.llm) for name, make in command.prompts.items()}
+        added: list[str] = []
+        try:
+            for name, prompt in prompts.items():
+                self.llm.add_request(prompt, command.params, name)
+                added.append(name)
+        except BaseException:
+            for name in added:
+                self.llm.abort(name)
+            raise
 
     def _publish(self, output: RequestOutput) -> None:
         self._metrics.observe(output)
-        ticket = self._tickets.get(output.request_id)
+        found = self._tickets.get(output.request_id)
         if output.finished:
             self._tickets.pop(output.request_id, None)
-        if ticket is None:
+        if found is None:
             return
         snapshots = [
             Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
             for one in output.outputs
         ]
-        ticket.publish(Update(output, snapshots, output.finished))
+        ticket, i = found
+        ticket.publish(i, Update(output, snapshots, output.finished))
 
     def _end(self, reason: ServiceStopped) -> None:
         """Tell every caller, also those whose requests were never taken."""
@@ -237,7 +268,7 @@ class Service:
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
-                    self._tickets[command.name] = command.ticket
-        for ticket in self._tickets.values():
+                    command.ticket.fail(reason)
+        for ticket, _ in self._tickets.values():
             ticket.fail(reason)
         self._tickets.clear()
