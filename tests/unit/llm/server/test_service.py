@@ -27,8 +27,10 @@ class CountingLLM:
         self.requests.append(name)
 
     def abort(self, name):
-        self.aborted.append(name)
-        self.requests.remove(name)
+        # As the real one: of a request that has ended, nothing is left to do.
+        if name in self.requests:
+            self.aborted.append(name)
+            self.requests.remove(name)
 
     def has_unfinished_requests(self):
         return bool(self.requests)
