@@ -16,8 +16,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "multi_latent_attention": ((True,), "AbsorbedMLASelfAttention is an MLA layer"),
     "fp8": ((None, False), "train in fp32, fp16 or bf16"),
     "fp4": ((None, False), "train in fp32, fp16 or bf16"),
-    "qk_clip": ((False,), "QK-clip is not supported yet"),
-    "log_max_attention_logit": ((False,), "attention logits are not recorded yet"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
     "experimental_attention_variant": ((None,), "attention is dense"),
     "apply_rope_fusion": ((False,), "RoPE is computed unfused, in fp32"),

@@ -203,10 +203,10 @@ def project_query(mla: OracleMLA, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return query.view(len(x), mla.heads, mla.nope + mla.rope)
 
 
-def attend(
-    mla: OracleMLA, w: dict[str, Tensor], x: Tensor, visible: Tensor, table: Table
-) -> Tensor:
-    """The layer on one sequence: [S, hidden] -> [S, hidden]. Rows that see nothing give zero."""
+def scores_and_values(
+    mla: OracleMLA, w: dict[str, Tensor], x: Tensor, table: Table
+) -> tuple[Tensor, Tensor]:
+    """Scaled scores [H, S, S] of one sequence [S, hidden], and values [S, H, v]."""
     length = len(x)
     q_nope, q_rope = project_query(mla, w, x).split([mla.nope, mla.rope], dim=-1)
     latent, k_rope = (x @ w["w_dkv"].T).split([mla.kv_lora_rank, mla.rope], dim=-1)
@@ -221,11 +221,35 @@ def attend(
     key = torch.cat((k_nope, k_rope[:, None].expand(-1, mla.heads, -1)), dim=-1)
     query = torch.cat((q_nope, q_rope), dim=-1)
     scores = at_least_float32(torch.einsum("ihd,jhd->hij", query, key)) * mla.softmax_scale()
+    return scores, value
+
+
+def attend(
+    mla: OracleMLA, w: dict[str, Tensor], x: Tensor, visible: Tensor, table: Table
+) -> Tensor:
+    """The layer on one sequence: [S, hidden] -> [S, hidden]. Rows that see nothing give zero."""
+    scores, value = scores_and_values(mla, w, x, table)
     sees_something = visible.any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~visible & sees_something, -torch.inf)
     weights = torch.softmax(scores, dim=-1) * sees_something
     heads = torch.einsum("hij,jhv->ihv", weights.to(value.dtype), value)
-    return heads.reshape(length, mla.heads * mla.v) @ w["w_o"].T
+    return heads.reshape(len(x), mla.heads * mla.v) @ w["w_o"].T
+
+
+def max_logits(
+    mla: OracleMLA,
+    w: dict[str, Tensor],
+    x: Tensor,
+    sequences: Sequence[TokenSequence],
+    table: Table,
+) -> Tensor:
+    """The largest scaled score of each head that some token sees, [H], over rows [R, hidden]."""
+    found = [torch.full((mla.heads,), -torch.inf, dtype=x.dtype)]
+    for sequence in sequences:
+        if len(sequence.rows):
+            scores, _ = scores_and_values(mla, w, x[sequence.rows], table)
+            found.append(scores.masked_fill(~sequence.visible, -torch.inf).amax((1, 2)))
+    return torch.stack(found).amax(0)
 
 
 def forward(

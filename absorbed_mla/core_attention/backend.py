@@ -33,6 +33,7 @@ class AttentionRequest:
             are wanted: packs and context parallelism. Over a cache there are no gradients.
         deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
             run.
+        max_logits: Whether the largest score of every head is wanted (``ScoreRules.max_logits``).
     """
 
     form: str
@@ -44,6 +45,7 @@ class AttentionRequest:
     dropout: bool
     packed: bool = False
     deterministic: bool = False
+    max_logits: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -84,6 +86,10 @@ class AttentionBackend(Protocol):
         ...
 
 
+# What kernels of other packages say where the largest scores are wanted.
+NO_MAX_LOGITS = "it does not return the largest scores (qk_clip, log_max_attention_logit)"
+
+
 def why_not_fused(request: AttentionRequest) -> str | None:
     """Why no fused multi-head kernel can do what is requested, or None.
 
@@ -96,6 +102,7 @@ def why_not_fused(request: AttentionRequest) -> str | None:
         "it needs keys and values of every head (form='expanded')": request.form != "expanded",
         "it takes no attention_mask here": request.masked,
         "it drops nothing here (attention_dropout=0)": request.dropout,
+        NO_MAX_LOGITS: request.max_logits,
         f"head widths {widths} are not multiples of 8 up to 256": any(
             width % 8 or width > 256 for width in widths
         ),

@@ -22,6 +22,7 @@ from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.key_source import TrainableKeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.selection import candidates, choose_batch_invariant, fastest
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -38,11 +39,16 @@ class LatentCoreAttention(nn.Module):
     It chooses the form: to absorb W_UK into the query, or to expand keys and values.
 
     Args:
-        config: Read for ``attention_dropout``.
+        config: Read for ``attention_dropout``, ``qk_clip`` and ``log_max_attention_logit``.
         dims: Dimensions of the layer on this rank.
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
         options: Form, backend and chunk sizes.
+
+    Attributes:
+        current_max_attn_logits: The largest scaled score of each head of this rank over its tokens,
+            in all training forwards since this was None: [N] fp32 (fp64). Megatron's name. None
+            unless ``qk_clip`` or ``log_max_attention_logit`` asks for it.
     """
 
     def __init__(
@@ -60,6 +66,10 @@ class LatentCoreAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.attention_dropout = config.attention_dropout
         self.options = options
+        self.current_max_attn_logits: Tensor | None = None
+        self._records_max_logits = bool(
+            getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
+        )
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(options.expansion_chunk_size),
@@ -100,6 +110,7 @@ class LatentCoreAttention(nn.Module):
             dropout_seed=_draw_dropout_seed(device) if dropout else 0,
             query_tokens=keys.query_tokens(device) if dropout else None,
             query_chunk_size=self.options.query_chunk_size,
+            max_logits=self._max_logits(hidden_states),
         )
         request = {
             "device": device,
@@ -109,6 +120,7 @@ class LatentCoreAttention(nn.Module):
             # Under context parallelism a rank has two parts of each sequence.
             "packed": layout.packed or (cp_size > 1 and batch == 1),
             "deterministic": torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
+            "max_logits": rules.max_logits is not None,
         }
         empty = not hidden_states.numel()
         form, backend = self._choices.get(
@@ -116,6 +128,16 @@ class LatentCoreAttention(nn.Module):
             lambda: self._choose(keys, layout, batch, cp_size, empty, request),
         )
         return AttentionPlan(form, backend, keys, rules)
+
+    def _max_logits(self, hidden_states: Tensor) -> MaxLogits | None:
+        """Where this forward records the largest scores, with those of the forwards before it."""
+        if not (self._records_max_logits and self.training):
+            return None
+        if self.current_max_attn_logits is None:
+            heads = self.dims.num_heads_per_rank
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            self.current_max_attn_logits = hidden_states.new_full((heads,), -torch.inf, dtype=dtype)
+        return MaxLogits(self.current_max_attn_logits)
 
     def _choose(
         self,

@@ -26,7 +26,7 @@ _CACHE_LINE = 64
 
 def attend_to_tiles(
     query: Tensor, tiles: Iterator[tuple[Tensor, Tensor]], scale: float, width: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention with an online softmax (FlashAttention, arXiv:2205.14135), without autograd.
 
     Args:
@@ -37,7 +37,8 @@ def attend_to_tiles(
         width: The first channels of a key are its value.
 
     Returns:
-        Output [T, N, width] and natural-log LSE [T, N]; 0 and -inf for a token that sees no key.
+        Output [T, N, width], natural-log LSE [T, N] and largest score [T, N]; 0, -inf and -inf for
+        a token that sees no key.
     """
     shape = query.shape[:2]
     query = _padded(query)
@@ -57,7 +58,7 @@ def attend_to_tiles(
         largest = larger
     blind = total == 0
     out = acc[..., :width] / total.masked_fill(blind, 1.0)[..., None]
-    return out, largest + total.log()
+    return out, largest + total.log(), largest
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -99,9 +100,10 @@ class TiledReferenceBackend:
                 part = slice(start, start + CHUNK_TOKENS)
                 query = torch.cat((q_content[part, entry], q_rope[part, entry]), dim=-1)
                 tiles = _tiles(kv[:, entry], first[part], last[part])
-                out[part, entry], lse[part, entry] = attend_to_tiles(
+                out[part, entry], lse[part, entry], largest = attend_to_tiles(
                     query.to(compute), tiles, rules.scale, width
                 )
+                rules.record(largest.unsqueeze(1))
         return AttentionOutput(out, lse)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=())
+@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=("largest",))
 def latent_attention_forward(
     q_content: Tensor,
     q_rope: Tensor,
@@ -21,16 +21,20 @@ def latent_attention_forward(
     query_tiles: Tensor,
     scale: float,
     kernel: str,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [S_q, B, N, C] and LSE [S_q, B, N] of ``kernels/<kernel>/forward.py``."""
+    """Output [S_q, B, N, C] and LSE [S_q, B, N] of ``kernels/<kernel>/forward.py``.
+
+    ``largest`` [S_q, B, N] fp32, if given, gets the largest score of every row.
+    """
     module = _kernel_module(kernel, "forward")
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(q_content):
-        return module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale)
+        return module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale, largest)
 
 
 @latent_attention_forward.register_fake
-def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel):
+def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, largest=None):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
 

@@ -353,7 +353,7 @@ MUTATIONS = {
     ),
     "disconnected_client_goes_on": Mutation(
         "absorbed_mla/llm/server/service.py",
-        "            if not finished:\n                self._commands.put(_Abort(name))",
+        "self._commands.put(_Abort([names[i] for i in running]))",
         "            pass",
     ),
     "nobody_hears_of_the_death": Mutation(

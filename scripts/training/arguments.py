@@ -239,6 +239,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         ("--adam-beta2", float, 0.95, "beta2 of AdamW"),
         ("--adam-eps", float, 1e-8, "epsilon of AdamW"),
         ("--clip-grad", float, 1.0, "maximum gradient norm; 0: no clipping"),
+        ("--qk-clip-threshold", float, 100.0, "largest attention score that --qk-clip allows"),
+        ("--qk-clip-alpha", float, 0.5, "share of the query in --qk-clip's scaling of q_nope"),
         ("--seed", int, 1234, "seed of weights, data order and dropout"),
     )
     group.add_argument(
@@ -246,6 +248,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         choices=DECAY_STYLES,
         default="cosine",
         help="shape of the decay from --lr to --min-lr",
+    )
+    _add_switches(
+        group.add_argument,
+        ("--qk-clip", "scale query and key weights of heads with larger scores after each step"),
+        ("--log-max-attention-logit", "report the largest attention score of each iteration"),
     )
     _add_switches(
         group.add_mutually_exclusive_group().add_argument,

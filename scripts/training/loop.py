@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from absorbed_mla.qk_clip import clip_qk
 from training import distributed
 from training.batch import Batch, BatchSource
 from training.checkpoint import Checkpointer
@@ -94,6 +95,7 @@ class Trainer:
         )
         loss, tokens = global_batch_loss(self._model, self._train, self._done, backward=True)
         norm = self._optimizer.step(lr)
+        largest_score = self._clip_qk()
         # Megatron collects balancing losses until they are reported, which they are not here.
         get_moe_metrics_tracker().clear()
         self._done += 1
@@ -105,13 +107,26 @@ class Trainer:
             grad_norm=norm,
             tokens=tokens,
             seconds=round(seconds, 4),
+            **({} if largest_score is None else {"max_attention_logit": largest_score}),
         )
         if self._is_due(args.log_interval, also_last=True) or self._done == 1:
             shown_norm = "skipped (fp16 overflow)" if norm is None else f"{norm:.3f}"
+            shown_score = "" if largest_score is None else f" | largest score {largest_score:.2f}"
             _log(
                 f"iteration {self._done:6d}/{args.train_iters} | train loss {loss:.4f} | "
-                f"lr {lr:.2e} | gradient norm {shown_norm} | {tokens / seconds:.0f} tokens/s"
+                f"lr {lr:.2e} | gradient norm {shown_norm}{shown_score} | "
+                f"{tokens / seconds:.0f} tokens/s"
             )
+
+    def _clip_qk(self) -> float | None:
+        """QK-clip if asked for; the largest score of the whole model, or None if not recorded."""
+        args = self._args
+        if not (args.qk_clip or args.log_max_attention_logit):
+            return None
+        largest = torch.tensor(clip_qk(self._model, log_max_only=not args.qk_clip))
+        largest = largest.to(next(self._model.parameters()).device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
 
     def _validate(self) -> None:
         self._model.eval()

@@ -49,7 +49,15 @@ def train(args: argparse.Namespace) -> None:
         valid_windows = Windows(valid_tokens, args.seq_length, 0, "validation (--split)")
 
     device = distributed.initialize(args)
-    config = build_config(args, preset, device)
+    config = build_config(
+        args,
+        preset,
+        device,
+        qk_clip=args.qk_clip,
+        qk_clip_threshold=args.qk_clip_threshold,
+        qk_clip_alpha=args.qk_clip_alpha,
+        log_max_attention_logit=args.log_max_attention_logit,
+    )
     model = build_model(args, config, preset, device)
     optimizer = Optimizer(args, model)
     checkpointer = Checkpointer(args, preset, model, optimizer, corpus.fingerprint)

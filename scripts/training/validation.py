@@ -59,6 +59,7 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
     _check_batch(args, world_size)
     check_device(args)
     _check_recompute(args)
+    _check_qk_clip(args)
     args.split_percent = parse_split(args.split)
     _check_files(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
@@ -153,6 +154,19 @@ def _check_recompute(args: argparse.Namespace) -> None:
             "--recompute-modules needs --recompute-granularity selective, "
             f"got {args.recompute_granularity}"
         )
+
+
+def _check_qk_clip(args: argparse.Namespace) -> None:
+    asked_for = [name for name in ("qk_clip", "log_max_attention_logit") if getattr(args, name)]
+    if asked_for and args.attention != "absorbed":
+        raise ValueError(
+            f"{flag_of(asked_for[0])} needs --attention absorbed, which records its largest "
+            f"scores; got {args.attention}"
+        )
+    if not args.qk_clip_threshold > 0:
+        raise ValueError(f"--qk-clip-threshold must be above 0, got {args.qk_clip_threshold}")
+    if not 0 <= args.qk_clip_alpha <= 1:
+        raise ValueError(f"--qk-clip-alpha must be from 0 to 1, got {args.qk_clip_alpha}")
 
 
 def _check_files(args: argparse.Namespace) -> None:

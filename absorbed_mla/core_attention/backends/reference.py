@@ -35,7 +35,10 @@ def reference_forward(inputs: AttentionInputs, rules: ScoreRules) -> AttentionOu
         scores = _scores(
             q_content[q].to(compute), q_rope[q].to(compute), k_content[k], k_rope[k], rules.scale
         )
-        chunk_lse, probs = _softmax(rules.mask(scores, chunk))
+        scores = rules.mask(scores, chunk)
+        if rules.max_logits is not None and scores.shape[-1]:
+            rules.record(scores.amax(-1).permute(2, 0, 1))
+        chunk_lse, probs = _softmax(scores)
         keep = rules.keep_mask(probs, chunk)
         if keep is not None:
             probs = probs * keep

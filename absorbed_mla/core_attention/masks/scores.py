@@ -10,6 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.dropout import keep_factors
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.max_logits import MaxLogits
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ScoreRules:
         key_tokens: int64 [S_k], likewise.
         first_head: Index of the first head among those of the tensor-parallel rank.
         query_chunk_size: Largest number of query tokens in a chunk.
+        max_logits: Where forward records the largest scores, or None.
     """
 
     scale: float
@@ -38,6 +40,7 @@ class ScoreRules:
     key_tokens: Tensor | None = None
     first_head: int = 0
     query_chunk_size: int = 256
+    max_logits: MaxLogits | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", Spans(self.spans))
@@ -68,6 +71,11 @@ class ScoreRules:
     def for_heads(self, first: int) -> ScoreRules:
         """The rules for the heads from ``first`` on."""
         return replace(self, first_head=self.first_head + first) if first else self
+
+    def record(self, rows: Tensor) -> None:
+        """Record the largest scores of rows [S_q, B, heads], if they are wanted."""
+        if self.max_logits is not None:
+            self.max_logits.update(self.first_head, rows)
 
     def mask(self, scores: Tensor, chunk: Span) -> Tensor:
         """Set hidden scores of a chunk [B, N, Q, K] to -inf."""

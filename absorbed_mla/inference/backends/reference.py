@@ -58,7 +58,7 @@ def paged_reference(
         table = rows.block_table[row[chunk]].long()
         keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start)
         tiles = map(keys.tile, keys.tiles)
-        out[chunk], lse[chunk] = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
+        out[chunk], lse[chunk], _ = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
     return out, lse
 
 

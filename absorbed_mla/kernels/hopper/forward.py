@@ -24,6 +24,7 @@ def forward(
     k_rope: Tensor,
     tiles: Tensor,
     scale: float,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
 
@@ -35,6 +36,8 @@ def forward(
         tiles: Of ``query_tiles`` with the tokens of ``tile_shape`` and the length of the query
             axis, int32 [tiles, 5] on the device: what is in no tile is not written.
         scale: Multiplies the scores.
+        largest: Gets the largest score of every row, -inf where it sees no key: [S_q, B, N] fp32,
+            contiguous; or None.
 
     Returns:
         Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
@@ -50,6 +53,8 @@ def forward(
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = torch.empty(queries, batch, heads, dtype=torch.float32, device=q_content.device)
     if not len(latent):
+        if largest is not None:
+            largest.fill_(-math.inf)
         return out.zero_(), lse.fill_(-math.inf)
     tokens, packed = tile_shape(heads)
     programs = len(tiles) * batch * (heads // packed)
@@ -64,12 +69,14 @@ def forward(
         tiles,
         out,
         lse,
+        lse if largest is None else largest,
         batch,
         heads,
         scale / math.log(2),
         HEADS=packed,
         C=kv_lora_rank,
         R=rope,
+        RECORD=largest is not None,
         num_warps=4,
     )
     return out, lse

@@ -100,13 +100,15 @@ def _load_chunk(tile, shared, half, latent, stage, key, column: gl.constexpr):
 
 
 @gluon.jit
-def _score_role(tile, shared, out, lse, batches, heads, scale):
-    """Compute all scores, the LSE and the left half of the output."""
+def _score_role(tile, shared, out, lse, largest, batches, heads, scale, RECORD: gl.constexpr):
+    """Compute all scores, the LSE and, if wanted, the largest, and the left half of the output."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o, top, total, norm = start_left(tile, shared, scale)
     index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
     value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, value, mask=inside)
+    if RECORD:
+        gl.store(largest + index, top * (scale * LN_2), mask=inside)
     store_half(out, tile, finish_left(o, norm), batches, heads, 0)
 
 
@@ -220,12 +222,14 @@ def attend_forward(
     tiles,
     out,
     lse,
+    largest,
     batches,
     heads,
     scale,
     HEADS: gl.constexpr,
     C: gl.constexpr,
     R: gl.constexpr,
+    RECORD: gl.constexpr,
 ):
     """Attention of every tile; one program for each tile, entry of the batch and group of heads.
 
@@ -237,18 +241,23 @@ def attend_forward(
         tiles: int32 [tiles, 5], see ``query_tiles`` in tiles.py.
         out: [S_q, B, N, C], contiguous.
         lse: [S_q, B, N] fp32, contiguous.
+        largest: Likewise; not written without RECORD.
         batches: B.
         heads: N.
         scale: Of the scores, positive, times log2(e).
         HEADS: Heads in a tile.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
+        RECORD: Whether the largest score of every row is wanted.
     """
     tile = read_tile(tiles, batches, heads, HEADS)
     shared = allocate(q_content, q_rope, latent, k_rope, C, R)
     gl.warp_specialize(
         [
-            (_score_role, (tile, shared, out, lse, batches, heads, scale)),
+            (
+                _score_role,
+                (tile, shared, out, lse, largest, batches, heads, scale, RECORD),
+            ),
             (_value_role, (tile, shared, out, batches, heads)),
             (_load_role, (tile, shared, q_content, q_rope, latent, k_rope)),
         ],

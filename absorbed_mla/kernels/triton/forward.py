@@ -28,7 +28,13 @@ from absorbed_mla.kernels.triton.launch import launch_for, pack
 
 
 def forward(
-    q_content: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, tiles: Tensor, scale: float
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    tiles: Tensor,
+    scale: float,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
 
@@ -40,6 +46,8 @@ def forward(
         tiles: Of ``query_tiles`` with ``query_tokens`` tokens and the length of the query axis,
             int32 [tiles, 5] on the device: they must cover every query.
         scale: Multiplies the scores.
+        largest: Gets the largest score of every row, -inf where it sees no key: [S_q, B, N] fp32,
+            contiguous; or None.
 
     Returns:
         Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
@@ -62,6 +70,7 @@ def forward(
         k_rope,
         out,
         lse,
+        lse if largest is None else largest,
         tiles,
         *q_content.stride()[:3],
         *q_rope.stride()[:3],
@@ -77,6 +86,7 @@ def forward(
         BLOCK_M=rows,
         BLOCK_N=keys,
         PRECISION=precision(q_content.dtype),
+        RECORD=largest is not None,
         INTERPRETED=interpreted(),
         num_warps=launch.warps,
         num_stages=stages,
@@ -92,6 +102,7 @@ def _forward_kernel(
     k_rope_ptr,
     out_ptr,
     lse_ptr,
+    largest_ptr,
     tiles_ptr,
     stride_qc_s,
     stride_qc_b,
@@ -116,6 +127,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    RECORD: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     tile = tiles_ptr + (tl.program_id(0) // head_blocks).to(tl.int64) * 5
@@ -162,7 +174,10 @@ def _forward_kernel(
     acc, lse = normalised(largest, total, acc)
     out_rows = batch * stride_o_b + token * stride_o_s + head * stride_o_n
     store_rows(out_ptr, out_rows, valid, acc, C, INTERPRETED)
-    tl.store(lse_ptr + batch * stride_l_b + token * stride_l_s + head, lse * LN_2, mask=valid)
+    index = batch * stride_l_b + token * stride_l_s + head
+    tl.store(lse_ptr + index, lse * LN_2, mask=valid)
+    if RECORD:
+        tl.store(largest_ptr + index, largest * LN_2, mask=valid)
 
 
 @triton.jit

@@ -112,8 +112,6 @@ UNSUPPORTED = {
     "hierarchical_context_parallel_sizes": ([2, 2], "None"),
     "fp8": ("hybrid", "None"),
     "fp4": ("e2m1", "None"),
-    "qk_clip": (True, "False"),
-    "log_max_attention_logit": (True, "False"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("dsa", "None"),
     "apply_rope_fusion": (True, "False"),

@@ -17,6 +17,7 @@ from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
 from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
+from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.registry import ATTENTION_BACKENDS
@@ -74,6 +75,15 @@ def compute(
 ) -> dict[str, Tensor]:
     attended = backend.forward(operands, case.rules)
     return named(attended, backend.backward(grad, attended, operands, case.rules))
+
+
+def largest_scores(
+    backend, case: Case, operands: AttentionInputs
+) -> tuple[Tensor, AttentionOutput]:
+    """The largest score of each head, and the attention's result."""
+    recorded = MaxLogits(torch.full((case.heads,), -torch.inf, device=DEVICE))
+    output = backend.forward(operands, replace(case.rules, max_logits=recorded))
+    return recorded.of_heads, output
 
 
 @functools.lru_cache(maxsize=1)
@@ -178,6 +188,26 @@ class TestEveryCase:
         with poisoned_memory():
             actual = compute(backend, case, *inputs)
         check(actual, case)
+
+    @pytest.mark.no_cover
+    @pytest.mark.parametrize(
+        ("kernel", "name"),
+        [("triton", name) for name in ("padding_between_sequences", "zigzag", "no_sequence")]
+        + [("triton", "first_queries_see_nothing"), ("triton", "huge_scores")]
+        + [("hopper", name) for name in CASES if name.startswith("deep")],
+    )
+    def test_largest_scores(self, kernel, name):
+        """Those of all heads, each of some queries and keys that see each other."""
+        case = CASES[name]
+        backend = backend_for(kernel, case)
+        operands, _ = case.hide(case.operands(DEVICE), case.gradient(DEVICE))
+        with poisoned_memory():
+            found, output = largest_scores(backend, case, operands)
+        double = AttentionInputs(*(x.double() for x in operands[:4]), None)
+        expected, _ = largest_scores(ReferenceBackend(), case, double)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        without = backend.forward(operands, case.rules)
+        assert all(map(torch.equal, output, without)), "other results, because they are recorded"
 
     @KERNELS
     def test_parts_of_the_keys(self, kernel):
@@ -285,6 +315,8 @@ class TestOperators:
         forward, backward = self.arguments(kernel)
         ops = torch.ops.absorbed_mla
         torch.library.opcheck(ops.latent_attention_forward.default, forward)
+        largest = torch.empty(forward[0].shape[:3], device=DEVICE)
+        torch.library.opcheck(ops.latent_attention_forward.default, (*forward, largest))
         torch.library.opcheck(ops.latent_attention_backward.default, backward)
 
 

@@ -162,9 +162,26 @@ class TestBatchInvariance:
         """The same source, with another table and other copies."""
         inputs = self.CASE.inputs(DEVICE)
         tiles = query_tiles([Span(0, 90, 0, 90, 0)], 8, 90).to(DEVICE)
+        operands = training_operands(inputs)
         with run(forward, "forward"):
-            trained = forward.forward(*training_operands(inputs), tiles, self.CASE.scale)
+            trained = forward.forward(*operands, tiles, self.CASE.scale)
         assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
+
+    def test_training_forward_records_the_largest_scores(self):
+        inputs = self.CASE.inputs(DEVICE)
+        tiles = query_tiles([Span(0, 90, 0, 90, 0)], 8, 90).to(DEVICE)
+        operands = training_operands(inputs)
+        largest = torch.empty(operands[0].shape[:3], device=DEVICE)
+        with run(forward, "forward"), poisoned_memory():
+            recorded = forward.forward(*operands, tiles, self.CASE.scale, largest)
+            plain = forward.forward(*operands, tiles, self.CASE.scale)
+        assert_same_bits(recorded, plain)
+        qc, qr, latent, k_rope = (x.double() for x in operands)
+        scores = torch.einsum("qbnc,kbc->qbnk", qc, latent)
+        scores = (scores + torch.einsum("qbnr,kbr->qbnk", qr, k_rope)) * self.CASE.scale
+        hidden = torch.ones(90, 90, dtype=torch.bool, device=DEVICE).triu(1)[:, None, None]
+        expected = scores.masked_fill(hidden, -torch.inf).amax(-1)
+        torch.testing.assert_close(largest.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 class TestRefused:

@@ -205,7 +205,7 @@ LEVELS = [
     {"registry", "caching", "log_once", "first_order", "dims", "naive"},
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"},
+    {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections", "qk_clip"},
     {"unsupported", "checkpoint"},
     {"core_attention"},
     {"context_parallel", "inference"},

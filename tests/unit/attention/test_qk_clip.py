@@ -1,0 +1,226 @@
+"""QK-clip in one process: its formula, fp32 copies of the weights, and what is recorded when.
+
+Layouts and parallel ranks: tests/distributed/test_qk_clip.py; kernels: tests/unit/kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.optimizer import qk_clip as megatron_qk_clip
+from torch import nn
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.qk_clip import clip_qk
+from tests import oracle
+from tests.support import world
+from tests.support.cases import TINY, random_weights
+from tests.support.harness import Setup, build_attention, load_weights, module_table
+from tests.support.layouts import dense
+from tests.support.refusal import refusal
+from tests.support.standard import build_standard, load_standard
+
+TAU = 2.5
+# Above tau, below it, never positive, and what is no number.
+MAX_LOGITS = torch.tensor([7.5, 2.0, -3.0, math.nan])
+NO_QUERY_COMPRESSION = replace(TINY, q_lora_rank=None, latent_norm=False)
+pytestmark = pytest.mark.skipif(world.size() > 1, reason="tests/distributed has more processes")
+
+
+def clipping(mla=TINY, setup=None, alpha=0.5, **fields):
+    """The attention with random weights, and these."""
+    setup = setup or Setup(dtype=torch.float32)
+    fields = {"qk_clip": True, "qk_clip_threshold": TAU, "qk_clip_alpha": alpha, **fields}
+    attention = build_attention(mla, setup, **fields)
+    weights = random_weights(mla)
+    load_weights(attention, mla, setup, weights)
+    return attention, weights
+
+
+def forward(attention, tokens=6, seed=1, **arguments):
+    dtype = attention.linear_proj.weight.dtype
+    x = dense(tokens, 2).random_rows(TINY.hidden, seed).to(world.device(), dtype)
+    attention(x, None, **arguments)
+    return x
+
+
+@pytest.mark.parametrize("mla", [TINY, NO_QUERY_COMPRESSION], ids=["q_lora", "no_q_lora"])
+@pytest.mark.parametrize("alpha", [0.5, 0.25])
+def test_equals_megatrons_on_standard_weights(mla, alpha):
+    """Where Megatron's is right: every largest score is positive and a number."""
+    attention, weights = clipping(mla, alpha=alpha)
+    standard = build_standard(mla, Setup(dtype=torch.float32))
+    load_standard(standard, mla, Setup(dtype=torch.float32), weights)
+    before = copy.deepcopy(attention.state_dict())
+    found = torch.tensor([7.5, 2.0, 0.5, 1e4], device=world.device())
+    for layer in (attention, standard):
+        layer.config.qk_clip = True
+        layer.config.qk_clip_threshold, layer.config.qk_clip_alpha = TAU, alpha
+        layer.core_attention.current_max_attn_logits = found.clone()
+        with torch.no_grad():
+            layer.clip_qk()
+        assert layer.core_attention.current_max_attn_logits is None
+    converted, _ = clipping(mla)
+    converted.load_state_dict(standard.state_dict())
+    expected, changed = converted.state_dict(), []
+    for name, tensor in attention.state_dict().items():
+        if torch.is_tensor(tensor):
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=0)
+            changed += [] if torch.equal(tensor, before[name]) else [name]
+    query = "linear_q_up_proj" if mla.q_lora_rank else "linear_q_proj"
+    assert changed == [f"{query}.weight", "linear_k_up_proj.weight"]
+
+
+@pytest.mark.parametrize("keeps", ["no copy", "a copy"])
+def test_heads_that_are_not_clipped_keep_their_bits(keeps):
+    attention, _ = clipping(setup=Setup(dtype=torch.bfloat16))
+    query, key = attention.linear_q_up_proj.weight, attention.linear_k_up_proj.weight
+    for weight in (query, key):
+        if keeps == "a copy":
+            # As in Megatron's mixed-precision optimizer.
+            weight.main_param = nn.Parameter(weight.detach().float() * 1.001)
+    tensors = [(w, w.detach().clone()) for w in (query, key)]
+    if keeps == "a copy":
+        tensors += [(w.main_param, w.main_param.detach().clone()) for w in (query, key)]
+    attention.core_attention.current_max_attn_logits = MAX_LOGITS.to(world.device())
+    attention.clip_qk()
+    gamma = TAU / 7.5
+    for tensor, before in tensors:
+        heads, former = (x.detach().unflatten(0, (TINY.heads, -1)) for x in (tensor, before))
+        assert torch.equal(heads[1:], former[1:])
+        close = {"rtol": 2**-8 if tensor.dtype == torch.bfloat16 else 1e-6, "atol": 0}
+        nope = former[0, : TINY.nope] * gamma**0.5
+        torch.testing.assert_close(heads[0, : TINY.nope], nope, **close)
+        rope = former[0, TINY.nope :] * gamma
+        torch.testing.assert_close(heads[0, TINY.nope :], rope, **close)
+
+
+def test_infinity_and_never():
+    """A factor of 0 would erase the head."""
+    attention, _ = clipping()
+    before = {name: p.detach().clone() for name, p in attention.named_parameters()}
+    for values in ([math.inf] * 4, [-math.inf] * 4, [0.0] * 4, [TAU] * 4):
+        attention.core_attention.current_max_attn_logits = torch.tensor(values)
+        attention.clip_qk()
+        for name, parameter in attention.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+
+
+class TestRecorded:
+    def expected(self, attention, weights, x):
+        layout = dense(len(x), 2)
+        table = module_table(attention, TINY, layout)
+        rows = x.cpu().double().flatten(0, 1)
+        return oracle.max_logits(TINY, weights, rows, layout.sequences, table)
+
+    def test_over_several_forwards(self):
+        """As over micro-batches; evaluation in between does not count."""
+        attention, weights = clipping(setup=Setup())
+        found = [self.expected(attention, weights, forward(attention, 6, seed)) for seed in (1, 2)]
+        attention.eval()
+        forward(attention, 40, seed=3)
+        recorded = attention.core_attention.current_max_attn_logits.cpu()
+        torch.testing.assert_close(recorded, torch.maximum(*found), rtol=1e-9, atol=0)
+
+    def test_with_dropout(self):
+        """A probability is dropped, not its score."""
+        attention, weights = clipping(setup=Setup(), attention_dropout=0.5)
+        expected = self.expected(attention, weights, forward(attention))
+        recorded = attention.core_attention.current_max_attn_logits.cpu()
+        torch.testing.assert_close(recorded, expected, rtol=1e-9, atol=0)
+
+    def test_in_batch_invariant_mode(self):
+        setup = Setup(batch_invariant=True, dtype=torch.float32)
+        with batch_invariant_mode():
+            attention, weights = clipping(setup=setup)
+            expected = self.expected(attention, weights, forward(attention))
+        recorded = attention.core_attention.current_max_attn_logits.cpu()
+        torch.testing.assert_close(recorded.double(), expected, rtol=1e-5, atol=0)
+
+    def test_only_for_logs(self):
+        """Megatron's function, as its training loop calls it."""
+        attention, weights = clipping(setup=Setup(), qk_clip=False, log_max_attention_logit=True)
+        expected = self.expected(attention, weights, forward(attention))
+        before = attention.linear_q_up_proj.weight.detach().clone()
+        assert clip_qk(attention, log_max_only=True) == pytest.approx(float(expected.max()))
+        assert attention.core_attention.current_max_attn_logits is None
+        assert torch.equal(attention.linear_q_up_proj.weight, before)
+        assert clip_qk(attention, log_max_only=True) == 0
+
+    def test_not_at_all(self):
+        attention, _ = clipping(qk_clip=False)
+        forward(attention)
+        assert attention.core_attention.current_max_attn_logits is None
+
+
+class _Wrapped(nn.Module):
+    """As Megatron's DDP around its mixed-precision module."""
+
+    def __init__(self, attention):
+        super().__init__()
+        layer = nn.Module()
+        layer.self_attention = attention
+        decoder = nn.Module()
+        decoder.layers = nn.ModuleList([layer])
+        model = nn.Module()
+        model.decoder = decoder
+        self.module = nn.Module()
+        self.module.module = model
+
+
+def test_megatrons_function():
+    """It and ours clip alike."""
+    results = []
+    for function in (lambda m: megatron_qk_clip.clip_qk([m]), clip_qk):
+        attention, _ = clipping(setup=Setup())
+        forward(attention)
+        largest = function(_Wrapped(attention))
+        state = attention.linear_q_up_proj.weight.detach(), attention.linear_k_up_proj.weight
+        results.append((largest, *state))
+    (one, *first), (other, *second) = results
+    assert one == pytest.approx(other) and one > TAU
+    assert all(map(torch.equal, first, second))
+
+
+class TestRefused:
+    def test_without_the_option(self):
+        attention, _ = clipping(qk_clip=False)
+        with refusal("needs qk_clip=True in the config, got False"):
+            attention.clip_qk()
+
+    def test_without_a_forward(self):
+        attention, _ = clipping()
+        with refusal("needs a training forward"):
+            attention.clip_qk()
+
+    def test_a_threshold_of_nothing(self):
+        attention, _ = clipping(qk_clip_threshold=0.0)
+        forward(attention)
+        with refusal("qk_clip_threshold must be positive, got 0.0"):
+            attention.clip_qk()
+
+
+def test_the_largest_score_is_held():
+    """A training run that pushes scores up: with QK-clip they stay about tau, without they grow."""
+    largest = {}
+    for on in (True, False):
+        attention, _ = clipping(qk_clip=on, log_max_attention_logit=True, qk_clip_threshold=8.0)
+        optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+        seen = []
+        for step in range(60):
+            x = dense(8, 2).random_rows(TINY.hidden, seed=step % 3).to(world.device()).float()
+            output, _ = attention(x, None)
+            # Nothing bounds the output's size, so it grows, and scores with it.
+            loss = -output.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(attention.parameters(), 1.0)
+            optimizer.step()
+            seen.append(clip_qk(attention, log_max_only=not on))
+        largest[on] = seen
+    # By one step of every batch at most.
+    assert max(largest[True]) < 1.15 * 8 and max(largest[False]) > 1.5 * 8
