@@ -25,6 +25,8 @@ Layers:
   training       tests/training
   old-megatron   tests/old_megatron with megatron-core 0.18.0, installed once beside the environment;
                  without a package index skipped, but an error where CI is set
+  newest-megatron  what --quick runs, with the newest release of megatron-core where that is not the
+                 one of the environment, likewise installed beside it
   readme         tests/readme: the commands of README.md in a fresh checkout
 
 Options:
@@ -41,10 +43,10 @@ TEXT
 }
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-source "$ROOT/scripts/old_megatron.sh"
+source "$ROOT/scripts/other_megatron.sh"
 
 ALL_LAYERS=(lint unit conversion distributed-1 distributed-2 distributed-4 distributed-8 training
-  old-megatron readme)
+  old-megatron newest-megatron readme)
 
 parse_arguments() {
   LAYERS=() FAIL_UNDER=95 PYTEST_ARGS=()
@@ -97,12 +99,22 @@ run_layer() {
     # These tests start processes themselves.
     training | readme) run_pytest "$1" "tests/$1" ;;
     old-megatron) if find_old_megatron; then run_pytest "$1" tests/old_megatron; fi ;;
+    newest-megatron) if find_newest_megatron; then run_with_megatron "$MEGATRON_FOLDER"; fi ;;
     # Only context parallelism is tested with 8 processes.
     distributed-8) run_distributed "$1" 8 tests/distributed/test_context_parallel_grid.py ;;
     distributed-*) run_distributed "$1" "${1#distributed-}" tests/distributed ;;
     quick-1) run_in_parallel "$1" "${QUICK_1[@]}" ;;
     quick-2) run_distributed "$1" 2 "${QUICK_2[@]}" ;;
   esac
+}
+
+# run_with_megatron FOLDER runs the quick tests with the megatron-core of that folder.
+run_with_megatron() {
+  local before=$PYTHONPATH TRACE=()
+  export PYTHONPATH="$1:$PYTHONPATH"
+  run_in_parallel newest-megatron-1 "${QUICK_1[@]}"
+  run_distributed newest-megatron-2 2 "${QUICK_2[@]}"
+  export PYTHONPATH=$before
 }
 
 run_lint() {

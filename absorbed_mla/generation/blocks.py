@@ -43,6 +43,17 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
     allocator.register_kv_block_hashes = register_new
 
 
+def pool_of(allocator: KVBlockAllocator) -> tuple[int, int]:
+    """Number of blocks, the dummy one included, and of free ones.
+
+    Core 0.19 calls them ``total_count`` and ``total_avail``, later ones ``pool_size`` and
+    ``pool_avail``.
+    """
+    if hasattr(allocator, "pool_size"):
+        return allocator.pool_size, allocator.pool_avail
+    return allocator.total_count, allocator.total_avail
+
+
 def require_no_leak(context: DynamicInferenceContext) -> None:
     """Check the block allocator of a context without requests.
 
@@ -52,8 +63,9 @@ def require_no_leak(context: DynamicInferenceContext) -> None:
         RuntimeError: Naming the blocks that are not.
     """
     allocator = context.kv_block_allocator
-    free = allocator.block_bag[: allocator.total_avail].tolist()
-    usable = set(range(allocator.total_count)) - {allocator.dummy_block_idx}
+    count, available = pool_of(allocator)
+    free = allocator.block_bag[:available].tolist()
+    usable = set(range(count)) - {allocator.dummy_block_idx}
     cached: set[int] = set()
     if allocator.enable_prefix_caching:
         cached = set(allocator.kv_hash_to_block_id.values())
@@ -62,6 +74,6 @@ def require_no_leak(context: DynamicInferenceContext) -> None:
             raise RuntimeError(f"blocks {used} are referred to, but there is no request")
     if len(set(free)) != len(free) or set(free) & cached or (set(free) | cached) != usable:
         raise RuntimeError(
-            f"of blocks 0 to {allocator.total_count - 2}, {sorted(free)} are free and "
+            f"of blocks 0 to {count - 2}, {sorted(free)} are free and "
             f"{sorted(cached)} in the prefix cache"
         )

@@ -10,6 +10,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -21,6 +22,7 @@ from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from absorbed_mla.projections import ProjectionBuilder
 from absorbed_mla.unsupported import refuse_unsupported_config
+from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
 from tests.support.refusal import refusal
@@ -114,7 +116,6 @@ UNSUPPORTED = {
     "fp4": ("e2m1", "None"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("dsa", "None"),
-    "apply_rope_fusion": (True, "False"),
     "mla_down_proj_fusion": (True, "False"),
     "attention_output_gate": (True, "False"),
     "apply_query_key_layer_scaling": (True, "False"),
@@ -175,6 +176,13 @@ class TestConfig:
         refuse_unsupported_config(
             config_with(fine_grained_activation_offloading=True, offload_modules=["moe_act"])
         )
+
+    def test_fused_rope(self):
+        """On in recipes of standard MLA; ours is one kernel on GPUs whatever it says."""
+        hidden = torch.randn(5, 2, TINY.hidden, dtype=torch.float64, device=world.device())
+        plain, fused = (build_attention(TINY, Setup(), apply_rope_fusion=x) for x in (False, True))
+        fused.load_state_dict(plain.state_dict())
+        assert torch.equal(plain(hidden, None)[0], fused(hidden, None)[0])
 
     @pytest.mark.parametrize("value", ["a2a", "a2a+p2p", "ring", ["p2p"], 3])
     def test_cp_comm_type(self, value):
