@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from absorbed_mla.qk_clip import clip_qk
 from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights
@@ -16,6 +17,8 @@ from tests.support.refusal import refusal
 
 pytestmark = needs.processes(2)
 form = pytest.mark.parametrize("form", ["absorbed", "expanded"])
+# Below the largest scores of some heads.
+CLIP = {"qk_clip": True, "qk_clip_threshold": 4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +27,9 @@ def _data_parallel():
         yield
 
 
-def layer(form: str):
+def layer(form: str, **config):
     setup = Setup(form=form)
-    attention = build_attention(TINY, setup)
+    attention = build_attention(TINY, setup, **config)
     load_weights(attention, TINY, setup, random_weights(TINY))
     return attention
 
@@ -64,3 +67,18 @@ def test_a_weight_that_is_handed_out(child):
     attention = sharded(layer("absorbed"), child)
     with refusal("fully_shard", "HeadwiseUpProjection", "AbsorbedMLASelfAttention"):
         gradients(attention)
+
+
+@pytest.mark.parametrize("child", ["", "linear_q_up_proj"])
+def test_qk_clip(child):
+    """Rows of heads that lie on different ranks."""
+    clipped = []
+    for attention in (layer("absorbed", **CLIP), sharded(layer("absorbed", **CLIP), child)):
+        gradients(attention)
+        before = attention.core_attention.current_max_attn_logits.clone()
+        clip_qk(attention)
+        weights = attention.linear_q_up_proj.weight, attention.linear_k_up_proj.weight
+        whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
+        clipped.append([before, *(w.detach() for w in whole)])
+    assert all(map(torch.equal, *clipped))
+    assert not torch.equal(clipped[0][2], layer("absorbed").linear_k_up_proj.weight)
