@@ -1,0 +1,104 @@
+"""Compiles kernels for an H200 on a machine without a GPU, by the compiler that Triton brings.
+
+A program of its own, because it replaces Triton's driver:
+
+    python -m tests.support.hopper_compiler
+
+It calls the launchers at DeepSeek-V3's dimensions, compiles what they launch instead of running it,
+and prints a line of JSON for each kernel: its name, and what memory it takes. Results are never
+computed, so launchers return any numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+BF16 = torch.bfloat16
+# Tokens and heads: tiles of whole tokens, and both sides of a causal diagonal.
+TOKENS, HEADS, KV_LORA_RANK, ROPE = 256, 128, 512, 64
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class _H200:
+    """The part of a driver that compilation asks."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+
+def _compiled_launch(self: JITFunction, grid):
+    """What ``kernel[grid]`` is here: the specialisation of these arguments is compiled."""
+
+    def launch(*args, **kwargs):
+        kernel = self.warmup(*args, grid=grid, **kwargs)
+        print(json.dumps({"kernel": self.fn.__name__, **_assembled(kernel)}), flush=True)
+
+    return launch
+
+
+def _assembled(kernel) -> dict[str, int]:
+    """Bytes of shared memory, and of each thread's stack, where spilled registers go."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    [stack] = re.findall(r"STACK:(\d+)", done.stdout)
+    return {"shared": kernel.metadata.shared, "stack": int(stack)}
+
+
+def training_kernels() -> None:
+    """Forward with and without the largest scores, and backward."""
+    from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
+    from absorbed_mla.core_attention.masks.scores import ScoreRules
+    from absorbed_mla.core_attention.masks.spans import Span, Spans
+    from absorbed_mla.core_attention.max_logits import MaxLogits
+    from absorbed_mla.core_attention.types import AttentionInputs, OutputGradient
+
+    shapes = [(HEADS, KV_LORA_RANK), (HEADS, ROPE), (1, KV_LORA_RANK), (ROPE,)]
+    inputs = AttentionInputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes), None)
+    rules = ScoreRules(0.1, Spans([Span(0, TOKENS, 0, TOKENS, 0)]))
+    recorded = ScoreRules(0.1, rules.spans, max_logits=MaxLogits(torch.zeros(HEADS)))
+    output = HOPPER.forward(inputs, rules)
+    HOPPER.forward(inputs, recorded)
+    HOPPER.backward(OutputGradient(output.out, None), output, inputs, rules)
+
+
+def decode_kernels() -> None:
+    """Decoding over a paged cache, in splits."""
+    from absorbed_mla.kernels import operators
+
+    requests, length = 2, 8192
+    cache = torch.zeros(length // 64, 64, KV_LORA_RANK + ROPE, dtype=BF16)
+    lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
+    table = torch.zeros(requests, length // 64, dtype=torch.int32)
+    query = [torch.zeros(requests, HEADS, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
+    operators.paged_attention_forward(
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, False, kernel="hopper"
+    )
+
+
+if __name__ == "__main__":
+    driver.set_active(_H200())
+    JITFunction.__getitem__ = _compiled_launch
+    training_kernels()
+    decode_kernels()

@@ -1,0 +1,36 @@
+"""What Triton's compiler makes of the Hopper kernels, which it does without a GPU, too.
+
+Their results are tested by emulation (test_paged_hopper.py) and on GPUs; this finds what only the
+compiler sees: code that it refuses, shared memory that there is not, registers that do not suffice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import needs
+
+pytest.importorskip("triton.experimental.gluon")
+# Bytes of shared memory that a program of an H200 may have.
+LIMIT = 232448
+
+
+@pytest.mark.no_cover
+@pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")
+def test_kernels(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.hopper_compiler"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [kernel["kernel"] for kernel in kernels]
+    assert names.count("attend_forward") == 2, "with and without the largest scores"
+    assert {"attend_backward", "attend_decode", "_combine_kernel"} <= {*names}
+    assert [kernel for kernel in kernels if kernel["stack"]] == [], "registers are spilled"
+    assert max(kernel["shared"] for kernel in kernels) <= LIMIT
