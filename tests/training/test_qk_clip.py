@@ -36,8 +36,10 @@ def test_held(largest):
     assert max(without) > 3 * THRESHOLD
     # An iteration may go above it: the weights are scaled after it.
     assert max(held[-20:]) < 2 * THRESHOLD
-    stages = largest(f"{CLIP} --pipeline-model-parallel-size 2", processes=2)
-    assert stages == pytest.approx(held, rel=1e-3)
+    # Rounding differs, and grows with the iterations.
+    heads = largest(f"{CLIP} --tensor-model-parallel-size 2", processes=2)
+    assert heads[:25] == pytest.approx(held[:25], rel=1e-3)
+    assert max(held[:25]) > THRESHOLD
 
 
 @pytest.mark.parametrize(
