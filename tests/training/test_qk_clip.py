@@ -38,8 +38,8 @@ def test_held(largest):
     assert max(held[-20:]) < 2 * THRESHOLD
     # Rounding differs, and grows with the iterations.
     heads = largest(f"{CLIP} --tensor-model-parallel-size 2", processes=2)
-    assert heads[:25] == pytest.approx(held[:25], rel=1e-3)
-    assert max(held[:25]) > THRESHOLD
+    assert heads[:20] == pytest.approx(held[:20], rel=1e-3)
+    assert max(held[:20]) > THRESHOLD
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_held(largest):
     ],
 )
 def test_refused(tmp_path, train, options, message):
-    assert message in train(tmp_path, options, expect=1)
+    assert message in train(tmp_path, options, expect=2)
