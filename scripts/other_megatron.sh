@@ -2,7 +2,7 @@
 #
 # A release is installed into a folder for PYTHONPATH that holds nothing else: torch and the rest are
 # the environment's. The folder is made once (18 MB, needs the package index). Without an index the
-# layer is skipped, but in CI that is an error.
+# layer is skipped; in CI that is an error where the release is known.
 
 OLD_MEGATRON=0.18.0
 
@@ -24,7 +24,6 @@ find_newest_megatron() {
   newest=$("$PYTHON" -m pip index versions megatron-core --disable-pip-version-check \
     --python-version 3.13 --only-binary :all: 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p') || true
   if [[ -z $newest ]]; then
-    [[ -z ${CI:-} ]] || fail "the package index does not say which megatron-core is the newest"
     skip newest-megatron "there is no package index to ask"
     return 1
   fi

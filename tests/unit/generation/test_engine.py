@@ -84,7 +84,7 @@ def expected(model):
         ),
         pytest.param(
             [*CROSSING, *SHARED],
-            {"blocks": 13, "paused_blocks": 2, **CHUNKED, **PREFIX, **GRAPHS},
+            {"blocks": 11, "paused_blocks": 2, **CHUNKED, **PREFIX, **GRAPHS},
             lambda done: (
                 done.prefix_blocks
                 and done.chunks
