@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.utils import get_pg_rank
 
 from specs.absorbed_mla_parts import LayerParts, moe_layers
 
@@ -57,7 +58,7 @@ class AbsorbedMLATransformerLayer(TransformerLayer):
         if is_mtp_layer:
             number = config.num_layers
         elif add_layer_offset:
-            number += get_transformer_layer_offset(config, vp_stage, pg_collection.pp.rank())
+            number += get_transformer_layer_offset(config, vp_stage, get_pg_rank(pg_collection.pp))
         layer = parts.layer(config, moe=moe_layers(config)[number - 1])
         super().__init__(
             config,
