@@ -18,8 +18,8 @@ from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layers import AbsorbedMLATransformerLayer, spec_by_config
 from specs.absorbed_mla_parts import LayerParts, moe_layers
 
-# For --spec of programs that take what they import as the spec itself: gpt_builder, and so
-# train_rl.py. Dense and MoE layers by moe_layer_freq; options are the defaults.
+# For --spec of programs that take what they import as the spec itself, as gpt_builder does, which
+# makes train_rl.py's inference model. Dense and MoE by moe_layer_freq; options are the defaults.
 absorbed_mla_layer_spec = spec_by_config(AbsorbedMLATransformerLayer, LayerParts())
 
 
