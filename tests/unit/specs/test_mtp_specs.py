@@ -111,7 +111,7 @@ class TestStages:
             assert len(spec.layer_specs if spec else []) == mtp[rank]
 
     def test_megatron_finds_no_last_layer(self, monkeypatch):
-        """Which is why there is a helper; tests/distributed/test_mtp_stage.py trains with it."""
+        """Which is why there is a helper; tests/distributed/test_built_stages.py trains with it."""
         set_pipeline_rank(monkeypatch, 1, 2, None)
         config = staged_config("Etttt|mL")
         block = get_absorbed_mla_decoder_block_spec(config, backend="local")
