@@ -5,6 +5,7 @@ It runs Megatron's arguments, builders and loop as Megatron's own scripts do.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -34,26 +35,49 @@ HYBRID = """
 """
 
 
-def pretrain(more: str) -> str:
-    """The log of a training with these arguments of Megatron's beside the usual ones."""
+# Importing all of it takes longer than training: once, then a process for each.
+FORKED = """
+import json, os, sys
+import pretrain_gpt
+for log, *words in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        output = os.open(log, os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.argv[1:] = words
+        pretrain_gpt.main()
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(log)
+"""
+
+
+def arguments(more: str) -> list[str]:
+    """Megatron's usual ones, but for what ``more`` says."""
     args = PretrainingBenchmark.parse(["out", *SIZES.split()])
     usual = megatron_arguments(args, "absorbed", on_gpu=False)
     for name, values in (("--spec", 2), ("--num-layers", 1)):
         start = usual.index(name)
         del usual[start : start + 1 + values]
-    env = {**os.environ, **ALONE, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", str(ENTRY), *usual, *more.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return [*usual, *more.split()]
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory) -> dict[str, str]:
     """Of both models, from the same weights."""
-    weights: Path = tmp_path_factory.mktemp("pretrain") / "weights.pt"
-    commands = {"gpt": GPT, "hybrid": HYBRID}
-    return {name: pretrain(one.format(weights=weights)) for name, one in commands.items()}
+    folder: Path = tmp_path_factory.mktemp("pretrain")
+    commands = {
+        folder / f"{name}.log": arguments(more.format(weights=folder / "weights.pt"))
+        for name, more in {"gpt": GPT, "hybrid": HYBRID}.items()
+    }
+    runs = json.dumps([[str(log), *words] for log, words in commands.items()])
+    path = os.pathsep.join([str(ENTRY.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, **ALONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, runs]
+    code = subprocess.run(command, env=env, capture_output=True, timeout=300).returncode
+    texts = {log.stem: log.read_text() for log in commands if log.exists()}
+    assert code == 0, list(texts.values())[-1][-3000:]
+    return texts
 
 
 def test_both_models_train_alike(logs):
