@@ -72,7 +72,7 @@ def to_gpt_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     for key in state_dict:
         found = _LAYER.fullmatch(key) or _MTP.fullmatch(key)
         if found:
-            halves.setdefault(found["block"], {})[int(found["index"])] = _half(found["rest"])
+            halves.setdefault(found["block"], {})[int(found["index"] or 0)] = _half(found["rest"])
     for block, by_index in halves.items():
         found_halves = [half for _, half in sorted(by_index.items())]
         if found_halves != [0, 1] * (len(found_halves) // 2):
