@@ -187,6 +187,8 @@ def _pretend_cuda() -> None:
 
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    # What torch's optimizers ask, which a torch for GPUs would believe the two above.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     training.set_jit_fusion_options = lambda **options: None
     training.report_memory = lambda *args, **kwargs: None
 
