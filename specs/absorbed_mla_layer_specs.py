@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider, get_backend
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.enums import AttnMaskType, LayerType
-from megatron.core.transformer.identity_op import IdentityOp
+import warnings
+from dataclasses import dataclass
+
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from absorbed_mla.attention import AbsorbedMLASelfAttention
-from absorbed_mla.core_attention.module import LatentCoreAttention
-from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
-from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules
+from specs.absorbed_mla_layers import AbsorbedMLATransformerLayer, spec_by_config
+from specs.absorbed_mla_parts import LayerParts, moe_layers
 
-BACKENDS = ("local", "transformer_engine")
+# For --spec of programs that take what they import as the spec itself, as gpt_builder does, which
+# makes train_rl.py's inference model. Dense and MoE by moe_layer_freq; options are the defaults.
+absorbed_mla_layer_spec = spec_by_config(AbsorbedMLATransformerLayer, LayerParts())
+
+
+@dataclass
+class AbsorbedMLABlockSubmodules(TransformerBlockSubmodules):
+    """Megatron's spec of a decoder block that knows its parts, also where it has no layers."""
+
+    parts: LayerParts | None = None
 
 
 def get_absorbed_mla_layer_spec(
@@ -51,7 +50,8 @@ def get_absorbed_mla_layer_spec(
     Raises:
         ValueError: If the backend is unknown or not installed, or the options are invalid.
     """
-    return _layer_spec(config, _provider(backend), options, moe=bool(config.num_moe_experts))
+    _warn_of_standard_mtp(config)
+    return LayerParts(backend, options).layer(config, moe=bool(config.num_moe_experts))
 
 
 def get_absorbed_mla_decoder_block_spec(
@@ -72,111 +72,29 @@ def get_absorbed_mla_decoder_block_spec(
     Raises:
         ValueError: If the backend, the options or ``moe_layer_freq`` are not usable.
     """
-    provider = _provider(backend)
-    by_kind = {False: _layer_spec(config, provider, options, moe=False)}
+    _warn_of_standard_mtp(config)
+    parts = LayerParts(backend, options)
+    by_kind = {False: parts.layer(config, moe=False)}
     if config.num_moe_experts:
-        by_kind[True] = _layer_spec(config, provider, options, moe=True)
-    layers = [by_kind[is_moe] for is_moe in _moe_layers(config)]
-    return TransformerBlockSubmodules(
+        by_kind[True] = parts.layer(config, moe=True)
+    layers = [by_kind[is_moe] for is_moe in moe_layers(config)]
+    return AbsorbedMLABlockSubmodules(
         layer_specs=[layers[i] for i in _layers_of_this_stage(config, vp_stage)],
-        layer_norm=_norm(provider),
+        layer_norm=parts.norm,
+        parts=parts,
     )
 
 
-def _provider(backend: str | None) -> BackendSpecProvider:
-    if backend is None:
-        backend = "transformer_engine" if HAVE_TE else "local"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
-    if backend == "transformer_engine" and not HAVE_TE:
-        raise ValueError(
-            "backend='transformer_engine' needs TransformerEngine, which is not installed; "
-            "use backend='local'"
+def _warn_of_standard_mtp(config: MLATransformerConfig) -> None:
+    """Megatron's own builder, which passes its model config, makes MTP's layers by itself."""
+    builder = getattr(config, "builder", "")
+    if builder.startswith("megatron.") and getattr(config, "mtp_num_layers", None):
+        warnings.warn(
+            f"{builder} puts standard MLA into the {config.mtp_num_layers} MTP layer(s); set "
+            "builder='specs.absorbed_mla_gpt_builder.AbsorbedMLAGPTModelBuilder' of the model "
+            "config for absorbed MLA there, too",
+            stacklevel=3,
         )
-    return get_backend(backend)
-
-
-def _norm(provider: BackendSpecProvider) -> type:
-    return provider.layer_norm(rms_norm=True) if provider.fuse_layernorm_and_linear() else RMSNorm
-
-
-def _layer_spec(
-    config: MLATransformerConfig,
-    provider: BackendSpecProvider,
-    options: AbsorbedMLAOptions | None,
-    moe: bool,
-) -> ModuleSpec:
-    norm = _norm(provider)
-    # A fused norm + linear layer of the dense MLP brings its own norm.
-    norm_in_mlp = provider.fuse_layernorm_and_linear() and not moe
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=_attention_spec(config, provider, options),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if norm_in_mlp else norm,
-            mlp=get_mlp_module_spec_for_backend(
-                backend=provider,
-                num_experts=config.num_moe_experts if moe else None,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def _attention_spec(
-    config: MLATransformerConfig,
-    provider: BackendSpecProvider,
-    options: AbsorbedMLAOptions | None,
-) -> ModuleSpec:
-    options = AbsorbedMLAOptions.coerce(options)
-    column = provider.column_parallel_linear()
-    down = column if options.down_projection == "column_parallel" else _duplicated_linear(provider)
-    # Our norm is one PyTorch operator, which takes less CPU time than TransformerEngine's module.
-    # PyTorch has none for zero-centered gammas, where TransformerEngine's is the fused one.
-    rms_norm = _norm(provider) if config.layernorm_zero_centered_gamma else RMSNorm
-    latent_norm = rms_norm if config.qk_layernorm else IdentityOp
-    return ModuleSpec(
-        module=AbsorbedMLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "options": options},
-        submodules=AbsorbedMLASelfAttentionSubmodules(
-            linear_q_proj=column,
-            linear_q_down_proj=down,
-            q_layernorm=latent_norm,
-            linear_q_up_proj=column,
-            linear_kv_down_proj=down,
-            kv_layernorm=latent_norm,
-            linear_k_up_proj=HeadwiseUpProjection,
-            linear_v_up_proj=HeadwiseUpProjection,
-            core_attention=LatentCoreAttention,
-            linear_proj=provider.row_parallel_linear(),
-        ),
-    )
-
-
-def _duplicated_linear(provider: BackendSpecProvider) -> type:
-    if provider.column_parallel_linear() is ColumnParallelLinear:
-        return DuplicatedLinear
-    from absorbed_mla.te_linear import TEDuplicatedLinear
-
-    return TEDuplicatedLinear
-
-
-def _moe_layers(config: MLATransformerConfig) -> list[bool]:
-    """Whether each layer of the model is a mixture of experts, by ``moe_layer_freq``."""
-    if not config.num_moe_experts:
-        return [False] * config.num_layers
-    freq = config.moe_layer_freq
-    if isinstance(freq, int) and not isinstance(freq, bool) and freq >= 1:
-        return [i % freq == 0 for i in range(config.num_layers)]
-    if isinstance(freq, list) and len(freq) == config.num_layers and set(freq) <= {0, 1}:
-        return [bool(x) for x in freq]
-    raise ValueError(
-        "moe_layer_freq must be an integer of at least 1 or a list of "
-        f"num_layers={config.num_layers} zeros (dense) and ones (MoE), got {freq!r}"
-    )
 
 
 def _layers_of_this_stage(config: MLATransformerConfig, vp_stage: int | None) -> list[int]:

@@ -2,7 +2,8 @@
 
 Standard and absorbed models write the same tensors. Only the names of norms differ between
 backends: a norm is a module of its own in local layers and part of a linear layer in
-TransformerEngine's.
+TransformerEngine's. A GPTModel and a HybridModel number their layers differently
+(``hybrid_names.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +23,21 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import nn
 
+from absorbed_mla.checkpoint.hybrid_names import (
+    names_in,
+    require_alternating,
+    to_gpt_name,
+    to_hybrid_name,
+)
 from absorbed_mla.checkpoint.layout import Layout
-from absorbed_mla.checkpoint.names import ATTENTION, INPUT_NORM
+from absorbed_mla.checkpoint.names import ATTENTION, EXTRA_STATE, INPUT_NORM
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
+
+_OUTPUT_STATE = "output_layer" + EXTRA_STATE
 
 
 def load_model_weights(
@@ -35,7 +46,7 @@ def load_model_weights(
     """Load a model's weights from a distributed checkpoint of a standard or absorbed MLA model.
 
     Collective over all ranks. The checkpoint may come from another tensor- or pipeline-parallel
-    size, and from local or TransformerEngine layers.
+    size, from local or TransformerEngine layers, and from a GPTModel or a HybridModel.
 
     Args:
         model: A Megatron model (or part of one, under the same names), not wrapped for DDP.
@@ -53,7 +64,7 @@ def load_model_weights(
     saved = dist_checkpointing.load_tensors_metadata(checkpoint_dir)
     shapes = {key: tuple(tensor.global_shape) for key, tensor in saved.items()}
     numbered = any(re.search(r"decoder\.layers\.\d+\.", key) for key in shapes)
-    requested = model_sharded_state_dict(model, non_homogeneous_layers=numbered)
+    requested = _named_entries(model, names_in(shapes), numbered=numbered)
     # Extra states hold nothing outside FP8; the layers that keep one differ between backends.
     requested = {k: v for k, v in requested.items() if not isinstance(v, ShardedObject)}
     for entry in nested_values(requested):
@@ -81,7 +92,11 @@ def model_sharded_state_dict(
 
 
 def save_model_weights(
-    model: nn.Module, checkpoint_dir: str | Path, *, norm_names: str | None = None
+    model: nn.Module,
+    checkpoint_dir: str | Path,
+    *,
+    norm_names: str | None = None,
+    layer_names: str | None = None,
 ) -> None:
     """Write a model's weights as a distributed checkpoint that standard MLA models can load.
 
@@ -90,20 +105,65 @@ def save_model_weights(
         checkpoint_dir: An existing empty folder.
         norm_names: ``"local"`` or ``"transformer_engine"``: the layers of the model that is to load
             it; None writes the names of this model's own backend.
+        layer_names: ``"gpt"`` or ``"hybrid"``: the model that is to load it, a GPTModel or a
+            HybridModel of alternating layers; None writes this model's own names.
 
     Raises:
-        ValueError: If ``norm_names`` is unknown.
+        ValueError: If ``norm_names`` or ``layer_names`` is unknown, or the HybridModel is no
+            GPTModel under other names.
     """
     backends = {one.backend: one for one in CHECKPOINT_LAYOUTS if one.backend is not None}
     if norm_names not in (None, "local", *backends):
         accepted = " or ".join(map(repr, ("local", *backends)))
         raise ValueError(f"norm_names must be None, {accepted}; got {norm_names!r}")
-    entries = model_sharded_state_dict(model)
+    if layer_names not in (None, "gpt", "hybrid"):
+        raise ValueError(f"layer_names must be None, 'gpt' or 'hybrid'; got {layer_names!r}")
+    entries = _named_entries(model, layer_names, numbered=True)
     if norm_names is not None:
         for entry in nested_values(entries):
             if isinstance(entry, ShardedBase):
                 entry.key = _renamed(entry.key, backends.get(norm_names))
     dist_checkpointing.save(entries, str(checkpoint_dir))
+
+
+def _named_entries(model: Any, names: str | None, *, numbered: bool) -> ShardedStateDict:
+    """``model.sharded_state_dict()`` under the names of a GPTModel or a HybridModel.
+
+    Args:
+        model: Either of them, or another model, which has its own names.
+        names: ``"gpt"`` or ``"hybrid"``; None leaves the model's own.
+        numbered: Whether a GPTModel's layers are under their numbers instead of stacked.
+    """
+    own = "hybrid" if hasattr(model, "hybrid_layer_pattern") else "gpt"
+    entries = model_sharded_state_dict(model, non_homogeneous_layers=numbered or names == "hybrid")
+    if names in (None, own):
+        return entries
+    if own == "hybrid":
+        require_alternating(model.hybrid_layer_pattern)
+        if not numbered:
+            entries.update(_stacked_layers(model))
+    rename = to_gpt_name if own == "hybrid" else to_hybrid_name
+    for entry in nested_values(entries):
+        entry.key = rename(entry.key)
+    # The only thing that a GPTModel does not write: an empty state of its output layer.
+    entries.pop(_OUTPUT_STATE, None)
+    if names == "hybrid" and "output_layer.weight" in entries:
+        entries[_OUTPUT_STATE] = make_sharded_object_for_checkpoint(None, _OUTPUT_STATE)
+    return entries
+
+
+def _stacked_layers(model: Any) -> ShardedStateDict:
+    """Entries of a HybridModel's decoder layers, with the layers as an axis of each tensor."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    count = model.config.num_layers // 2
+    entries: ShardedStateDict = {}
+    for i, layer in enumerate(model.decoder.layers):
+        prefix = f"decoder.layers.{i}."
+        offset = (0, (layer.layer_number - 1) // 2, count)
+        own = layer.sharded_state_dict(prefix, [offset], {"dp_cp_group": group})
+        replace_prefix_for_sharding(own, prefix, "decoder.layers.")
+        entries.update(own)
+    return entries
 
 
 def _extra_states(model: nn.Module) -> dict[str, None]:

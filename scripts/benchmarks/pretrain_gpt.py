@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT through Megatron's own loop, ``megatron.training.pretrain``.
+"""Pretrain a GPT or hybrid model through Megatron's own loop, ``megatron.training.pretrain``.
 
-Takes Megatron's arguments (``--help`` lists them) and two more for the weights to begin with.
-megatron-core's wheel has the loop, its model builder and its arguments, but no script that calls
-them; this is one, for mock data. ``--spec`` replaces the layers:
+Takes Megatron's arguments (``--help`` lists them), two more for the weights to begin with and one
+for the class that builds the model. megatron-core's wheel has the loop, its model builders and its
+arguments, but no script that calls them; this is one, for mock data. ``--spec`` replaces the layers
+of a GPTModel, or of a HybridModel where there is a ``--hybrid-layer-pattern``:
 
     $ torchrun --nproc-per-node 1 scripts/benchmarks/pretrain_gpt.py \
           --spec specs.absorbed_mla_layer_specs get_absorbed_mla_layer_spec \
@@ -44,10 +45,13 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.models.base import ModelConfig  # noqa: E402
 
+from absorbed_mla.checkpoint.hybrid_names import to_hybrid_state_dict  # noqa: E402
 from benchmarks.kit.chosen_backends import ChosenBackends  # noqa: E402
 from benchmarks.megatron_log import CHOSEN  # noqa: E402
 from console.parent import end_with_launcher  # noqa: E402
@@ -57,7 +61,7 @@ def main() -> None:
     """Build the model's config from Megatron's arguments, and train."""
     end_with_launcher()
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
-    model = gpt_config_from_args(args)
+    model = model_config(args)
     model.pre_wrap_hooks.append(partial(begin_with, args))
     watched: list[ChosenBackends] = []
     model.pre_wrap_hooks.append(partial(watch, watched))
@@ -78,18 +82,29 @@ def main() -> None:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    group = parser.add_argument_group(title="weights to begin with")
+    group = parser.add_argument_group(title="this script's own")
     group.add_argument("--save-first-weights", metavar="FILE", help="written before training")
     group.add_argument(
         "--first-weights", metavar="FILE", help="of another run, with standard or absorbed MLA"
     )
+    group.add_argument("--builder", metavar="CLASS", help="in place of Megatron's model builder")
     return parser
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    """Of a HybridModel where Megatron's arguments have a pattern of its layers, else a GPTModel."""
+    from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    model = from_args(args)
+    if args.builder:
+        model.builder = args.builder
+    return model
 
 
 def begin_with(args: argparse.Namespace, stages: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Give the model another run's first weights, or write its own.
 
-    Both attentions have the same weights under other names, but draw them in another order.
+    Both attentions, and both models, have the same weights under other names, but draw them in
+    another order. A HybridModel begins with the weights of a GPTModel.
 
     Args:
         args: Megatron's, and ours.
@@ -102,6 +117,8 @@ def begin_with(args: argparse.Namespace, stages: list[torch.nn.Module]) -> list[
     if args.first_weights:
         # Absorbed MLA loads the names of standard MLA.
         weights = torch.load(args.first_weights, map_location="cpu", weights_only=True)
+        if args.hybrid_layer_pattern:
+            weights = to_hybrid_state_dict(weights)
         found = model.load_state_dict(weights, strict=False)
         # TransformerEngine's state of FP8, which there is none of.
         wrong = [name for part in found for name in part if not name.endswith("_extra_state")]
@@ -170,6 +187,8 @@ def _pretend_cuda() -> None:
 
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    # What torch's optimizers ask, which a torch for GPUs would believe the two above.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     training.set_jit_fusion_options = lambda **options: None
     training.report_memory = lambda *args, **kwargs: None
 

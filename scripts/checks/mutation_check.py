@@ -376,6 +376,26 @@ MUTATIONS = {
         "        if ended:\n            self._die(ended[0])\n",
         "",
     ),
+    "hybrid_layer_halves": Mutation(
+        "absorbed_mla/checkpoint/hybrid_names.py",
+        'index = 2 * int(found["index"]) + _half(found["rest"])',
+        'index = 2 * int(found["index"]) + 1 - _half(found["rest"])',
+    ),
+    "hybrid_fused_attention": Mutation(
+        "specs/absorbed_mla_hybrid_specs.py",
+        "def _fuse_mla_down_proj(",
+        "def _left_to_megatron(",
+    ),
+    "layer_kind_by_its_place_in_the_stage": Mutation(
+        "specs/absorbed_mla_layers.py",
+        "moe_layers(config)[number - 1]",
+        "moe_layers(config)[layer_number - 1]",
+    ),
+    "mtp_options_on_a_stage_without_layers": Mutation(
+        "specs/absorbed_mla_gpt_builder.py",
+        'getattr(spec, "parts", None) or ',
+        "",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import specs.absorbed_mla_layer_specs as layer_specs
+import specs.absorbed_mla_parts as absorbed_mla_parts
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.core_attention.module import LatentCoreAttention
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
@@ -93,7 +94,7 @@ def test_models_train(name, recompute):
 @pytest.mark.parametrize("name", ["layer", "decoder_block"])
 def test_spec_option(name, monkeypatch):
     """Megatron's ``--spec MODULE NAME``; it calls what it finds with the config alone."""
-    monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+    monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
     module = ["specs.absorbed_mla_layer_specs", f"get_absorbed_mla_{name}_spec"]
     get_spec = import_module(module)
     assert get_spec is getattr(layer_specs, module[1])
@@ -212,7 +213,7 @@ class TestRefused:
     @pytest.mark.parametrize("function", SPECS)
     def test_transformer_engine_missing(self, function, monkeypatch):
         """An explicit request never falls back."""
-        monkeypatch.setattr(layer_specs, "HAVE_TE", False)
+        monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", False)
         get_spec, config = getattr(layer_specs, function), config_for(TINY)
         parts = ("backend='transformer_engine'", "not installed", "use backend='local'")
         with refusal(*parts):

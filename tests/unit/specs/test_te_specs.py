@@ -15,6 +15,7 @@ from megatron.core.extensions.transformer_engine_spec_provider import TESpecProv
 from megatron.core.transformer.identity_op import IdentityOp
 
 import specs.absorbed_mla_layer_specs as layer_specs
+import specs.absorbed_mla_parts as absorbed_mla_parts
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.norm import RMSNorm
 from tests.support.cases import TINY, config_for
@@ -31,7 +32,7 @@ class RecordingLinear:
 @pytest.fixture
 def installed(monkeypatch):
     """As if TransformerEngine were installed, as far as specs look at it."""
-    monkeypatch.setattr(layer_specs, "HAVE_TE", True)
+    monkeypatch.setattr(absorbed_mla_parts, "HAVE_TE", True)
     monkeypatch.setattr(te_extension, "TELinear", RecordingLinear)
     monkeypatch.delitem(sys.modules, "absorbed_mla.te_linear", raising=False)
     yield importlib.import_module("absorbed_mla.te_linear").TEDuplicatedLinear

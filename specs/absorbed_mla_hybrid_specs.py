@@ -1,0 +1,134 @@
+"""Specs of Megatron's HybridModel with absorbed MLA as its MLA layer, ``+`` in a layer pattern."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.unsupported import refuse_unsupported_config
+from specs.absorbed_mla_layers import AbsorbedMLAAttentionLayer, spec_by_config
+from specs.absorbed_mla_parts import LayerParts
+
+# What there are layers for without TransformerEngine; Megatron's own all need it.
+_LOCAL = (Symbols.MLA, Symbols.MLP, Symbols.MOE)
+
+
+class AbsorbedMLAHybridStack(HybridStack):
+    """Megatron's stack of layers, also without TransformerEngine.
+
+    Args:
+        config: Megatron's MLA config.
+        submodules: The specs of the layers.
+        parts: What the final norm is taken from.
+        layer_type_list: Symbols of the layers of this pipeline stage.
+        post_layer_norm: Whether the last stage ends with a norm.
+        host: The other arguments of Megatron's stack.
+
+    Raises:
+        ValueError: If a layer is asked for that the backend does not have, or something that
+            absorbed MLA does not support.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: HybridStackSubmodules,
+        *,
+        parts: LayerParts,
+        layer_type_list: list[str] | None = None,
+        post_layer_norm: bool = True,
+        **host: Any,
+    ) -> None:
+        if parts.backend == "local":
+            _refuse_layers_of_transformer_engine(layer_type_list or [])
+        # Megatron's final norm is TransformerEngine's in any case.
+        super().__init__(
+            config, submodules, layer_type_list=layer_type_list, post_layer_norm=False, **host
+        )
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
+            self.final_norm = parts.norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
+        """Keep Megatron from putting its own attention in the place of ours."""
+        refuse_unsupported_config(self.config)
+        return submodules
+
+
+def get_absorbed_mla_hybrid_stack_spec(
+    config: MLATransformerConfig,
+    *,
+    backend: str | None = None,
+    options: AbsorbedMLAOptions | None = None,
+) -> ModuleSpec:
+    """Spec of a HybridModel's stack whose MLA layers (``+``) are absorbed MLA.
+
+    Also those of its multi-token prediction. With TransformerEngine all other kinds of layers are
+    Megatron's own; without it there are dense (``-``) and MoE (``E``) layers, which are those of
+    :func:`~specs.absorbed_mla_layer_specs.get_absorbed_mla_decoder_block_spec`.
+
+    Args:
+        config: Megatron's MLA config; ``num_layers`` counts the symbols of the pattern.
+        backend: ``"local"`` or ``"transformer_engine"``; None takes TransformerEngine if installed.
+        options: Execution options of the attention.
+
+    Raises:
+        ValueError: If the backend, the options or the config are not usable.
+    """
+    refuse_unsupported_config(config)
+    return _stack_spec(LayerParts(backend, options))
+
+
+def _stack_spec(parts: LayerParts) -> ModuleSpec:
+    submodules = replace(
+        hybrid_stack_spec.submodules,
+        mla_layer=spec_by_config(AbsorbedMLAAttentionLayer, parts),
+        **(_local_layers(parts) if parts.backend == "local" else {}),
+    )
+    return ModuleSpec(module=AbsorbedMLAHybridStack, params={"parts": parts}, submodules=submodules)
+
+
+def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec]:
+    """The fields of ``HybridStackSubmodules`` that work without TransformerEngine."""
+    mtp = MultiTokenPredictionBlockSubmodules([parts.mtp_layer(None)])
+    return {
+        "mlp_layer": ModuleSpec(
+            module=MLPLayer, submodules=TransformerLayerSubmodules(**parts.mlp(moe=False))
+        ),
+        "moe_layer": ModuleSpec(
+            module=MoETransformerLayer, submodules=TransformerLayerSubmodules(**parts.mlp(moe=True))
+        ),
+        "mtp_block_spec": ModuleSpec(module=MultiTokenPredictionBlock, submodules=mtp),
+    }
+
+
+def _refuse_layers_of_transformer_engine(symbols: list[str]) -> None:
+    others = sorted({symbol for symbol in symbols if symbol not in _LOCAL})
+    if others:
+        raise ValueError(
+            f"hybrid_layer_pattern has {', '.join(others)}, which need backend='transformer_engine'"
+            f"; backend='local' has {', '.join(_LOCAL)}"
+        )
+
+
+# For --spec: every builder of a HybridModel takes what it imports as the spec itself. Options are
+# the defaults.
+absorbed_mla_hybrid_stack_spec = _stack_spec(LayerParts())

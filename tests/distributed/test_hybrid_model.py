@@ -1,0 +1,184 @@
+"""HybridModel with absorbed MLA is GPTModel under other names: losses, gradients, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import nn
+
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.checkpoint.distributed import (
+    load_model_weights,
+    model_sharded_state_dict,
+    save_model_weights,
+)
+from absorbed_mla.checkpoint.hybrid_names import to_gpt_name, to_gpt_state_dict
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.combinations import few_ranks
+from tests.support.hybrid import hybrid_model, hybrid_twin
+from tests.support.models import MIXED, call, gpt_model, token_batch
+from tests.support.refusal import refusal
+
+pytestmark = few_ranks
+
+# Pattern of the HybridModel -> config of the GPTModel with the same weights.
+TWINS = {
+    "+-+-": {"num_layers": 2},
+    "+-+E+E": MIXED,
+    "+-/+-": {"num_layers": 1, "mtp_num_layers": 1},
+    "+-+E+E/+E/+E": {**MIXED, "mtp_num_layers": 2},
+}
+EVERY_TWIN = pytest.mark.parametrize("pattern", TWINS)
+# Dense layers, and the model that has everything.
+TWO_TWINS = pytest.mark.parametrize("pattern", ["+-+-", "+-+E+E/+E/+E"])
+
+
+@pytest.fixture(autouse=True)
+def _mtp_log(monkeypatch):
+    """Megatron's log of MTP losses has the size of the process's first model."""
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", {})
+
+
+def fields(pattern: str, tp: int | None = None) -> dict:
+    """Of the config; Megatron trains mixtures of experts under TP with SP only."""
+    size = tp or world.tp_size()
+    parallel = {"tensor_model_parallel_size": size, "sequence_parallel": size > 1}
+    return {**TWINS[pattern], **parallel}
+
+
+def gpt(pattern: str, seed: int = 0) -> nn.Module:
+    """The GPTModel of the same weights, its norms included, which are ones at first."""
+    mtp = None
+    if "/" in pattern:
+        config = config_for(TINY, torch.float32, **fields(pattern))
+        mtp = get_absorbed_mla_mtp_block_spec(config, backend="local")
+    return with_own_norms(gpt_model(seed=seed, mtp_block_spec=mtp, **fields(pattern)), seed)
+
+
+def hybrid(pattern: str, seed: int = 0) -> nn.Module:
+    return with_own_norms(hybrid_model(pattern, seed=seed, **fields(pattern)), seed)
+
+
+def with_own_norms(model: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters under GPTModel's names."""
+    is_gpt = isinstance(model, GPTModel)
+    return {
+        name if is_gpt else to_gpt_name(name, state_dict=True): parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+def check_same_weights(found: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = named(found), named(expected)
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+
+
+@EVERY_TWIN
+def test_losses_and_gradients_are_gpt_models(pattern):
+    """Same weights, same operations in the same order: equal bit by bit."""
+    expected = gpt(pattern)
+    found = hybrid_twin(expected, pattern, **fields(pattern))
+    attentions = [m for m in found.modules() if isinstance(m, AbsorbedMLASelfAttention)]
+    assert len(attentions) == pattern.count("+")
+    losses = [call(model, labels=token_batch(6)) for model in (expected, found)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.mean().backward()
+    ours, theirs = named(found), named(expected)
+    assert ours.keys() == theirs.keys()
+    for name, parameter in theirs.items():
+        assert parameter.grad is not None and parameter.grad.any(), name
+        assert torch.equal(ours[name].grad, parameter.grad), name
+
+
+@EVERY_TWIN
+def test_state_dicts_there_and_back(pattern):
+    source = gpt(pattern)
+    state = hybrid_twin(source, pattern, **fields(pattern)).state_dict()
+    assert state.keys() != source.state_dict().keys()
+    target = gpt(pattern, seed=2)
+    target.load_state_dict(to_gpt_state_dict(state))
+    check_same_weights(target, source)
+
+
+@TWO_TWINS
+@pytest.mark.parametrize("writer", ["gpt", "hybrid"])
+def test_distributed_checkpoints(writer, pattern, folder):
+    """Each reads what the other wrote, at another tensor-parallel size too."""
+    make, make_other = (gpt, hybrid) if writer == "gpt" else (hybrid, gpt)
+    source = make(pattern)
+    save_model_weights(source, folder)
+    target = make_other(pattern, seed=1)
+    load_model_weights(target, folder)
+    check_same_weights(target, source)
+    losses = call(source, labels=token_batch(6))
+    with world.parallel(tp=1):
+        target = make_other(pattern, seed=1)
+        load_model_weights(target, folder)
+        torch.testing.assert_close(call(target, labels=token_batch(6)), losses)
+
+
+@TWO_TWINS
+@pytest.mark.parametrize("reader", ["gpt", "hybrid"])
+def test_names_for_megatrons_own_loading(reader, pattern, folder):
+    """It knows its own names only, and compares every one of them, extra states included."""
+    make, make_other = (gpt, hybrid) if reader == "gpt" else (hybrid, gpt)
+    source = make_other(pattern)
+    save_model_weights(source, folder, layer_names=reader)
+    target = make(pattern, seed=1)
+    asked = model_sharded_state_dict(target)
+    state = dist_checkpointing.load(asked, str(folder), strict=StrictHandling.RAISE_ALL)
+    target.load_state_dict({key: state[key] for key in target.state_dict() if key in state})
+    check_same_weights(target, source)
+
+
+@pytest.mark.parametrize("pattern", ["+-+-"])
+def test_stacked_layers_of_gpt_models(pattern, folder):
+    """Whose layers are an axis of each tensor."""
+    source = gpt(pattern)
+    entries = model_sharded_state_dict(source, non_homogeneous_layers=False)
+    dist_checkpointing.save(entries, str(folder))
+    keys = set(dist_checkpointing.load_tensors_metadata(str(folder)))
+    assert "decoder.layers.mlp.linear_fc2.weight" in keys
+    target = hybrid(pattern, seed=1)
+    load_model_weights(target, folder)
+    check_same_weights(target, source)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("pattern", ["++--", "-+", "+-+", "+-/+"])
+    def test_a_pattern_that_no_gpt_model_has(self, pattern, folder):
+        size = {"tensor_model_parallel_size": world.tp_size()}
+        model = hybrid_model(pattern, **size)
+        with refusal(f"hybrid_layer_pattern={pattern!r}", "alternate MLA (+) and MLP (- or E)"):
+            save_model_weights(model, folder, layer_names="gpt")
+        assert not list(folder.iterdir())
+        with refusal("layers", "do not alternate"):
+            to_gpt_state_dict(model.state_dict())
+
+    def test_unknown_layer_names(self, folder):
+        with refusal("layer_names", "None, 'gpt' or 'hybrid'", "got 'mamba'"):
+            save_model_weights(hybrid("+-+-"), folder, layer_names="mamba")
+
+    def test_another_number_of_layers(self, folder):
+        save_model_weights(gpt("+-+-"), folder)
+        target = hybrid_model("+-", **fields("+-+-"))
+        with refusal("decoder.layers.1.self_attention.linear_proj.weight", "no place"):
+            load_model_weights(target, folder)
