@@ -144,4 +144,3 @@ def _shards(chunk: GPTModel) -> Iterator[ShardedTensor]:
     for entry in nested_values(model_sharded_state_dict(chunk)):
         made = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         yield from (one for one in made if isinstance(one, ShardedTensor))
-

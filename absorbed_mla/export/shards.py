@@ -132,9 +132,7 @@ def gathered_tensors(
             problems.append(f"{name} of shape {whole} is not tiled by its {len(found)} shards")
             continue
         owners = {shard.offset: rank for rank, shard in found}
-        result[name] = GatheredTensor(
-            name, whole, dtype, grid, device, owners, own.get(name, {})
-        )
+        result[name] = GatheredTensor(name, whole, dtype, grid, device, owners, own.get(name, {}))
     if problems:
         raise CheckpointError("The ranks do not hold one model:", problems)
     return result

@@ -152,6 +152,7 @@ class Region:
     dropped: int
 
     def lazy(self) -> LazyTensor:
+        """The part as a tensor of its own."""
         tensor = self.tensor
         leaves = frozenset({tensor.name})
         shape = self.size[self.dropped :]

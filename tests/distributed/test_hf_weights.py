@@ -48,7 +48,7 @@ ELSEWHERE = {
     2: (("dense", "PP2"), ("mtp", "TP2"), ("mtp", "PP2"), ("tied", "PP2"), ("no_q_lora", "TP2")),
     4: (("mtp", "TP2 PP2"), ("tied", "EP2 PP2")),
 }.get(world.size(), ())
-ONE = [*SIZES][0]
+ONE = next(iter(SIZES))
 
 
 def four_layers(**changes) -> ModelConfig:
@@ -62,9 +62,7 @@ def sharded(config: ModelConfig, kind: str = "absorbed") -> GPTModel:
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     ep = parallel_state.get_expert_model_parallel_world_size() if any(config.moe_layers) else 1
     sizes = {PP: pp, EP: ep, "pipeline_dtype": torch.float32}
-    return megatron_model(
-        config, kind, stage=ends, q_lora_rank=config.q_lora_rank, **sizes, **SILU
-    )
+    return megatron_model(config, kind, stage=ends, q_lora_rank=config.q_lora_rank, **sizes, **SILU)
 
 
 def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:

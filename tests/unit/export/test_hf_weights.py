@@ -1,4 +1,4 @@
-"""Weights of a live model in one process, against saving the model and converting the checkpoint."""
+"""Weights of a live model in one process, against saving it and converting the checkpoint."""
 
 from __future__ import annotations
 
@@ -231,4 +231,3 @@ def test_config_of_another_model_is_refused_at_the_call():
         hf_weights(made(), hf_config=tiny_config(**SAME, num_hidden_layers=2).hugging_face)
     with refusal("linear_kv_down_proj.weight has shape (32, 32); expected (40, 32)"):
         hf_weights(made(), hf_config=tiny_config(**SAME, kv_lora_rank=32).hugging_face)
-
