@@ -1,4 +1,4 @@
-"""Megatron-Bridge with absorbed MLA: a layer spec for its providers, and its mappings of our weights.
+"""Megatron-Bridge with absorbed MLA: a layer spec for its providers, mappings of our weights.
 
 Read for Megatron-Bridge 0.6.2, which is not needed elsewhere. Importing this module registers the
 mappings with its bridges of DeepSeek-V2, DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash::
@@ -54,6 +54,8 @@ def absorbed_mla_layer_spec(
         options: Of the attention; others than these with ``functools.partial``.
     """
     return get_absorbed_mla_decoder_block_spec(config, options=options, vp_stage=vp_stage)
+
+
 # Classes of ours that hold the whole weight on every tensor-parallel rank.
 for _name in ("DuplicatedLinear", "TEDuplicatedLinear", "PackedRouter"):
     AutoMapping.register_module_type(_name, "replicated")
