@@ -1,15 +1,6 @@
-"""Megatron-Bridge with absorbed MLA: a layer spec for its providers, mappings of our weights.
+"""Megatron-Bridge's mappings of the weights that standard MLA does not have.
 
-Read for Megatron-Bridge 0.6.2, which is not needed elsewhere. Importing this module registers the
-mappings with its bridges of DeepSeek-V2, DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash::
-
-    from absorbed_mla.bridge import absorbed_mla_layer_spec
-
-    bridge = AutoBridge.from_hf_pretrained(folder)
-    provider = bridge.to_megatron_provider()
-    provider.transformer_layer_spec = absorbed_mla_layer_spec
-
-Models with standard MLA are converted as before.
+Bridge knows ``linear_kv_up_proj``; our attention has the rows of K and of V apart.
 """
 
 from __future__ import annotations
@@ -29,32 +20,9 @@ from megatron.bridge.models.deepseek import DeepSeekV2Bridge, DeepSeekV3Bridge
 from megatron.bridge.models.glm.glm47_flash_bridge import GLM47FlashBridge
 from megatron.bridge.models.kimi.kimi_bridge import KimiK2Bridge
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.checkpoint.names import KV_UP
-from absorbed_mla.options import AbsorbedMLAOptions
-from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
-
-# Of the norms inside the attention in Hugging Face's models, whatever rms_norm_eps is.
-_OPTIONS = AbsorbedMLAOptions(latent_norm_eps=1e-6)
-
-
-def absorbed_mla_layer_spec(
-    config: MLATransformerConfig,
-    vp_stage: int | None = None,
-    options: AbsorbedMLAOptions = _OPTIONS,
-) -> TransformerBlockSubmodules:
-    """Spec of a decoder block for ``provider.transformer_layer_spec``.
-
-    Args:
-        config: The provider.
-        vp_stage: Virtual pipeline stage, or None.
-        options: Of the attention; others than these with ``functools.partial``.
-    """
-    return get_absorbed_mla_decoder_block_spec(config, options=options, vp_stage=vp_stage)
-
 
 # Classes of ours that hold the whole weight on every tensor-parallel rank.
 for _name in ("DuplicatedLinear", "TEDuplicatedLinear", "PackedRouter"):
@@ -146,15 +114,20 @@ def _halves(mappings: Iterable[MegatronParamMapping], config: object) -> Iterato
                 yield HalfOfKVUp(ours, mapping.hf_param, name, heads)
 
 
-def _register(bridge: type[MegatronModelBridge]) -> type[MegatronModelBridge]:
-    """Replace a bridge by one that also knows our projections."""
-
-    @MegatronModelBridge.register_bridge(
-        source=bridge.SOURCE_NAME,
+def register(bridge: type[MegatronModelBridge], like: type[MegatronModelBridge]) -> None:
+    """Let Bridge take a class for the models of another."""
+    decorator = MegatronModelBridge.register_bridge(
+        source=like.SOURCE_NAME,
         target=GPTModel,
-        provider=bridge.PROVIDER_CLASS,
-        model_type=bridge.MODEL_TYPE,
+        provider=like.PROVIDER_CLASS,
+        model_type=like.MODEL_TYPE,
     )
+    decorator(bridge)
+
+
+def _extended(bridge: type[MegatronModelBridge]) -> type[MegatronModelBridge]:
+    """A bridge that also knows our projections, registered in place of ``bridge``."""
+
     class Extended(bridge):  # type: ignore[misc, valid-type]
         """The same bridge with two more mappings for each of standard MLA's up-projection."""
 
@@ -164,9 +137,10 @@ def _register(bridge: type[MegatronModelBridge]) -> type[MegatronModelBridge]:
             return MegatronMappingRegistry(*mappings, *_halves(mappings, self.hf_config))
 
     Extended.__name__ = f"AbsorbedMLA{bridge.__name__}"
+    register(Extended, bridge)
     return Extended
 
 
 BRIDGES = tuple(
-    map(_register, (DeepSeekV2Bridge, DeepSeekV3Bridge, KimiK2Bridge, GLM47FlashBridge))
+    map(_extended, (DeepSeekV2Bridge, DeepSeekV3Bridge, KimiK2Bridge, GLM47FlashBridge))
 )

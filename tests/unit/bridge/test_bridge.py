@@ -1,0 +1,151 @@
+"""Loading, training and exporting through Megatron-Bridge, where it is installed (Python 3.12)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.export import hf_weights
+from tests.conversion.megatron_models import SAME
+from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
+from tests.support.models import TOKENS, token_batch
+
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("needs megatron-bridge", allow_module_level=True)
+
+from tests.unit.bridge.stand_in import import_bridge
+
+import_bridge()
+
+from megatron.bridge import AutoBridge
+from transformers import AutoModelForCausalLM
+
+from absorbed_mla.bridge import absorbed_mla_layer_spec, mapping
+
+MODELS = {"v3": {}, "v2_lite": V2_LITE}
+# What asks for a GPU, apex or TransformerEngine.
+OFF = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "moe_shared_expert_overlap",
+    "cross_entropy_loss_fusion",
+)
+
+
+def written(folder: Path, **changes) -> dict[str, Tensor]:
+    """A tiny model in float32 as a Hugging Face folder; its tensors."""
+    config = tiny_config(**{**SAME, **changes, "torch_dtype": "float32", "head_dim": 8})
+    # Of a size that keeps logits near one.
+    tensors = {k: v / 8 if v.ndim > 1 else v for k, v in random_tensors(config).items()}
+    tensors = {k: v.float() for k, v in tensors.items()}
+    write_hugging_face(folder, config, tensors)
+    return tensors
+
+
+def provider_of(bridge: AutoBridge):
+    """A provider of small local layers on this machine."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.transformer_layer_spec = absorbed_mla_layer_spec
+    for name in OFF:
+        setattr(provider, name, False)
+    provider.cross_entropy_fusion_impl = "native"
+    provider.moe_token_dispatcher_type = "allgather"
+    provider.moe_router_load_balancing_type = "none"
+    provider.moe_aux_loss_coeff = 0.0
+    provider.transformer_impl = "local"
+    provider.use_cpu_initialization = True
+    provider.make_vocab_size_divisible_by = 1
+    provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
+    provider.finalize()
+    return provider
+
+
+def built(bridge: AutoBridge) -> GPTModel:
+    """A model with the bridge's weights."""
+    provider = provider_of(bridge)
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = provider.provide(pre_process=True, post_process=True)
+    bridge.load_hf_weights([model])
+    return model
+
+
+def exported(bridge: AutoBridge, model: GPTModel) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in bridge.export_hf_weights([model], show_progress=False)}
+
+
+def difference(model: GPTModel, folder: Path) -> float:
+    """Largest difference of logits to those of transformers, relative to the largest."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = token_batch()
+    positions = torch.arange(TOKENS).expand_as(tokens)
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        found = model.eval()(tokens, positions, None)
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def train(model: GPTModel, steps: int) -> None:
+    tokens = token_batch()
+    positions = torch.arange(TOKENS).expand_as(tokens)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_load_train_export(name, tmp_path):
+    """Bit by bit to the model and back; the logits are those of transformers, trained or not."""
+    tensors = written(tmp_path / "before", **MODELS[name])
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "before")
+    model = built(bridge)
+    layers = [layer.self_attention for layer in model.decoder.layers]
+    assert all(isinstance(layer, AbsorbedMLASelfAttention) for layer in layers)
+    found = exported(bridge, model)
+    assert set(found) == set(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert difference(model, tmp_path / "before") < 1e-5
+    train(model, 2)
+    after = exported(bridge, model)
+    assert not torch.equal(after[LAST_KV_UP], tensors[LAST_KV_UP])
+    fields = json.loads((tmp_path / "before/config.json").read_text())
+    own = dict(hf_weights(model, hf_config=fields))
+    assert set(own) == set(after)
+    assert all(torch.equal(own[name], tensor) for name, tensor in after.items())
+    config = tiny_config(**fields)
+    write_hugging_face(tmp_path / "after", config, after)
+    assert difference(model, tmp_path / "after") < 1e-5
+    assert difference(model, tmp_path / "before") > 1e-2
+
+
+LAST_KV_UP = "model.layers.2.self_attn.kv_b_proj.weight"
+
+
+def test_everywhere(tmp_path):
+    """A program that makes the provider itself gets our attention."""
+    written(tmp_path / "model")
+    before = AutoBridge.from_hf_pretrained(tmp_path / "model").to_megatron_provider(False)
+    assert before.transformer_layer_spec is not absorbed_mla_layer_spec
+    try:
+        importlib.import_module("absorbed_mla.bridge.everywhere")
+        after = AutoBridge.from_hf_pretrained(tmp_path / "model").to_megatron_provider(False)
+        assert after.transformer_layer_spec is absorbed_mla_layer_spec
+    finally:
+        for bridge in mapping.BRIDGES:
+            mapping.register(bridge, bridge)
