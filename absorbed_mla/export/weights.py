@@ -20,7 +20,7 @@ from absorbed_mla.export.shards import (
     sent_by_this_rank,
 )
 from checkpoint_conversion.formats import writer_for
-from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.formats.base import Part, TargetOptions
 from checkpoint_conversion.fp8 import SCALE_FORMATS
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from checkpoint_conversion.planning import plan_conversion
@@ -39,9 +39,10 @@ def hf_weights(
     a saved checkpoint of the model: layer by layer, one tensor for each expert.
 
     Collective: every rank calls it with the same arguments and iterates to the end. Each gets every
-    tensor whole, on the model's device, in memory of its own; it holds one tensor at a time beside
-    its shards. Weights must not change meanwhile. A rank that stops early serves the others until
-    the next agreement (at most 64 MiB or one tensor later), and there they raise RuntimeError.
+    tensor whole, on the model's device, in memory of its own; beside its shards it holds one tensor
+    at a time and the message it is made of. Weights must not change meanwhile. A rank that stops
+    early serves the others until the next agreement (at most 64 MiB or one tensor later), and there
+    they raise RuntimeError.
 
     Args:
         model: This rank's GPTModel, perhaps in DDP or Float16Module; or the list of its chunks.
@@ -59,6 +60,33 @@ def hf_weights(
             knows, or an option is wrong. If ranks hold or ask for different things, all raise it.
         RuntimeError: While iterating, if another rank has stopped.
     """
+    parts, device = _planned(model, dtype, fp8, hf_config)
+    return started(parts, device)
+
+
+def hf_weight_shapes(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    dtype: torch.dtype | None = None,
+    fp8: bool | str = False,
+    hf_config: Mapping[str, object] | Path | None = None,
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of what :func:`hf_weights` gives for these arguments, in its order.
+
+    For engines that ask for them before the first weight. Collective, but no weight is sent.
+    """
+    parts, _ = _planned(model, dtype, fp8, hf_config)
+    entries = [entry for part in parts for entry in part.entries]
+    return [(entry.key, entry.tensor.dtype, entry.tensor.shape) for entry in entries]
+
+
+def _planned(
+    model: nn.Module | Sequence[nn.Module],
+    dtype: torch.dtype | None,
+    fp8: bool | str,
+    hf_config: Mapping[str, object] | Path | None,
+) -> tuple[Sequence[Part], torch.device]:
+    """What is exported, as the converter would write it, and the model's device."""
     chunks = model_chunks(model)
     options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
     fields = json.loads(hf_config.read_text()) if isinstance(hf_config, Path) else hf_config
@@ -68,7 +96,7 @@ def hf_weights(
     device = next(chunks[0].parameters()).device
     told = _exchanged(config, options, [describe(shard) for shard in shards])
     checkpoint = LiveCheckpoint(gathered_tensors(told, shards, device), config)
-    return started(plan_conversion(checkpoint, "hf", options).parts, device)
+    return plan_conversion(checkpoint, "hf", options).parts, device
 
 
 def _checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from tests.support.models import TOKENS, token_batch
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("needs megatron-bridge", allow_module_level=True)
 
-from tests.unit.bridge.stand_in import import_bridge  # noqa: E402
+from tests.unit.bridge.stand_in import import_bridge
 
 import_bridge()
 

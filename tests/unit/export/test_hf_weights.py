@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import absorbed_mla.export.live as live
 from absorbed_mla.checkpoint.distributed import save_model_weights
-from absorbed_mla.export import hf_weights
+from absorbed_mla.export import hf_weight_shapes, hf_weights
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceCheckpoint
@@ -136,6 +136,12 @@ class TestValues:
         after = dict(hf_weights(model))
         moved = [name for name in kept if not torch.equal(after[name], kept[name])]
         assert moved == [name for name in kept if "correction_bias" not in name]
+
+    @pytest.mark.parametrize("asked", [{}, {"fp8": True}], ids=str)
+    def test_shapes_before_the_values(self, asked):
+        model = made()
+        found = [(name, t.dtype, tuple(t.shape)) for name, t in hf_weights(model, **asked)]
+        assert hf_weight_shapes(model, **asked) == found
 
     def test_no_gradients(self):
         assert not any(tensor.requires_grad for _, tensor in hf_weights(made()))
