@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from absorbed_mla.checkpoint.distributed import load_model_weights
+from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
 from absorbed_mla.export import hf_weights
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.hugging_face import HuggingFaceWriter
@@ -128,6 +128,43 @@ def test_memory(sizes):
             for _, tensor in weights:
                 del tensor
     assert largest <= memory.peak <= 3 * largest
+
+
+@pytest.mark.skipif(world.size() != 2, reason="two chunks on each of two ranks")
+def test_chunks_of_a_virtual_pipeline(folder):
+    """A list of models, each with every second layer."""
+    config = four_layers()
+    tensors = random_tensors(config, torch.float32)
+    on_one_rank(
+        lambda: write_torch_dist(folder / "made", config, tensors, "absorbed", norms="separate")
+    )
+    virtual = {"virtual_pipeline_model_parallel_size": 2}
+    with world.parallel(**{PP: 2}, **virtual):
+        rank, sizes = parallel_state.get_pipeline_model_parallel_rank(), {PP: 2, **virtual}
+        chunks = [
+            megatron_model(
+                config,
+                "absorbed",
+                stage=((chunk, rank) == (0, 0), (chunk, rank) == (1, 1)),
+                vp_stage=chunk,
+                pipeline_dtype=torch.float32,
+                **sizes,
+                **SILU,
+            )
+            for chunk in range(2)
+        ]
+        whole = {}
+        for chunk in chunks:
+            own = model_sharded_state_dict(chunk)
+            for name, entry in own.items():
+                whole[f"{chunk.vp_stage}.{name}"] = entry
+        loaded = dist_checkpointing.load(whole, str(folder / "made/release"))
+        for chunk in chunks:
+            own = f"{chunk.vp_stage}."
+            state = {k.removeprefix(own): v for k, v in loaded.items() if k.startswith(own)}
+            chunk.load_state_dict(state)
+        found = dict(hf_weights(chunks))
+    assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
 
 
 class TestLeaving:
