@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from absorbed_mla.export.shards import (
     gathered_tensors,
     sent_by_this_rank,
 )
+from checkpoint_conversion.checkpoint_folder import MAX_CONFIG_BYTES, read_json
 from checkpoint_conversion.formats import writer_for
 from checkpoint_conversion.formats.base import Part, TargetOptions
 from checkpoint_conversion.fp8 import SCALE_FORMATS
@@ -89,8 +89,9 @@ def _planned(
     """What is exported, as the converter would write it, and the model's device."""
     chunks = model_chunks(model)
     options = TargetOptions(dtype=_checked_dtype(dtype), fp8=_scale_format(fp8))
-    fields = json.loads(hf_config.read_text()) if isinstance(hf_config, Path) else hf_config
-    config = model_config(chunks[0], fields)
+    if isinstance(hf_config, Path):
+        hf_config = read_json(hf_config, MAX_CONFIG_BYTES)
+    config = model_config(chunks[0], hf_config)
     writer_for("hf", config, options)
     shards = [shard for shard in model_shards(chunks) if sent_by_this_rank(shard)]
     device = next(chunks[0].parameters()).device

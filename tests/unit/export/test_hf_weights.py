@@ -207,6 +207,10 @@ class TestRefused:
         with refusal("model_type", "'llama'"):
             hf_weights(made(), hf_config={"model_type": "llama"})
 
+    def test_config_that_is_not_there(self, tmp_path):
+        with refusal("config.json"):
+            hf_weights(made(), hf_config=tmp_path / "config.json")
+
     @pytest.mark.parametrize(
         ("options", "parts"),
         [

@@ -1,4 +1,7 @@
-"""Loading, training and exporting through Megatron-Bridge, where it is installed (Python 3.12)."""
+"""Loading, training and exporting through Megatron-Bridge, where it is installed (Python 3.12).
+
+With one process, or tensor-parallel over several.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.export import hf_weights
 from tests.conversion.megatron_models import SAME
 from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
+from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.support import world
 from tests.support.models import TOKENS, token_batch
 
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("needs megatron-bridge", allow_module_level=True)
 
-from tests.unit.bridge.stand_in import import_bridge
+from tests.support.bridge import import_bridge
 
 import_bridge()
 
@@ -53,7 +58,7 @@ def written(folder: Path, **changes) -> dict[str, Tensor]:
     # Of a size that keeps logits near one.
     tensors = {k: v / 8 if v.ndim > 1 else v for k, v in random_tensors(config).items()}
     tensors = {k: v.float() for k, v in tensors.items()}
-    write_hugging_face(folder, config, tensors)
+    on_one_rank(lambda: write_hugging_face(folder, config, tensors))
     return tensors
 
 
@@ -71,6 +76,8 @@ def provider_of(bridge: AutoBridge):
     provider.use_cpu_initialization = True
     provider.make_vocab_size_divisible_by = 1
     provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
+    provider.tensor_model_parallel_size = world.tp_size()
+    provider.sequence_parallel = world.tp_size() > 1
     provider.finalize()
     return provider
 
@@ -97,6 +104,7 @@ def difference(model: GPTModel, folder: Path) -> float:
     with torch.no_grad():
         expected = reference(tokens).logits
         found = model.eval()(tokens, positions, None)
+        found = tensor_parallel.gather_from_tensor_model_parallel_region(found)
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -111,41 +119,46 @@ def train(model: GPTModel, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_load_train_export(name, tmp_path):
+def test_load_train_export(name, folder):
     """Bit by bit to the model and back; the logits are those of transformers, trained or not."""
-    tensors = written(tmp_path / "before", **MODELS[name])
-    bridge = AutoBridge.from_hf_pretrained(tmp_path / "before")
+    tensors = written(folder / "before", **MODELS[name])
+    bridge = AutoBridge.from_hf_pretrained(folder / "before")
     model = built(bridge)
     layers = [layer.self_attention for layer in model.decoder.layers]
     assert all(isinstance(layer, AbsorbedMLASelfAttention) for layer in layers)
     found = exported(bridge, model)
     assert set(found) == set(tensors)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert difference(model, tmp_path / "before") < 1e-5
+    assert difference(model, folder / "before") < 1e-5
+    own = dict(hf_weights(model))
+    assert all(torch.equal(own[name], tensor) for name, tensor in tensors.items())
+    if world.size() > 1:
+        # Sums of gradients over ranks are the business of Megatron's own loop.
+        return
     train(model, 2)
     after = exported(bridge, model)
     assert not torch.equal(after[LAST_KV_UP], tensors[LAST_KV_UP])
-    fields = json.loads((tmp_path / "before/config.json").read_text())
+    fields = json.loads((folder / "before/config.json").read_text())
     own = dict(hf_weights(model, hf_config=fields))
     assert set(own) == set(after)
     assert all(torch.equal(own[name], tensor) for name, tensor in after.items())
     config = tiny_config(**fields)
-    write_hugging_face(tmp_path / "after", config, after)
-    assert difference(model, tmp_path / "after") < 1e-5
-    assert difference(model, tmp_path / "before") > 1e-2
+    write_hugging_face(folder / "after", config, after)
+    assert difference(model, folder / "after") < 1e-5
+    assert difference(model, folder / "before") > 1e-2
 
 
 LAST_KV_UP = "model.layers.2.self_attn.kv_b_proj.weight"
 
 
-def test_everywhere(tmp_path):
+def test_everywhere(folder):
     """A program that makes the provider itself gets our attention."""
-    written(tmp_path / "model")
-    before = AutoBridge.from_hf_pretrained(tmp_path / "model").to_megatron_provider(False)
+    written(folder / "model")
+    before = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(False)
     assert before.transformer_layer_spec is not absorbed_mla_layer_spec
     try:
         importlib.import_module("absorbed_mla.bridge.everywhere")
-        after = AutoBridge.from_hf_pretrained(tmp_path / "model").to_megatron_provider(False)
+        after = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(False)
         assert after.transformer_layer_spec is absorbed_mla_layer_spec
     finally:
         for bridge in mapping.BRIDGES:
