@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 
+# Bridge writes the spec's name into run_config.yaml, and reads only names that it was told of.
+register_allowed_target_prefix("absorbed_mla.bridge.")
 # Of the norms inside the attention in Hugging Face's models, whatever rms_norm_eps is.
 _OPTIONS = AbsorbedMLAOptions(latent_norm_eps=1e-6)
 

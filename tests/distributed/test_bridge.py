@@ -31,7 +31,10 @@ from tests.support.bridge import import_bridge
 
 import_bridge()
 
+import yaml  # noqa: E402
 from megatron.bridge import AutoBridge  # noqa: E402
+from megatron.bridge.utils.instantiate_utils import instantiate  # noqa: E402
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from absorbed_mla.bridge import absorbed_mla_layer_spec, mapping  # noqa: E402
@@ -149,6 +152,14 @@ def test_load_train_export(name, folder):
 
 
 LAST_KV_UP = "model.layers.2.self_attn.kv_b_proj.weight"
+
+
+def test_run_config_keeps_the_spec():
+    """In the YAML that Bridge writes beside its checkpoints, which NeMo-RL builds models from."""
+    with safe_yaml_representers():
+        text = yaml.safe_dump({"transformer_layer_spec": absorbed_mla_layer_spec})
+    read = instantiate(yaml.safe_load(text))
+    assert read["transformer_layer_spec"] is absorbed_mla_layer_spec
 
 
 def test_everywhere(folder):
