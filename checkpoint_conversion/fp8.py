@@ -125,8 +125,9 @@ def quantise(
         CheckpointError: If a value is not a finite number.
     """
     assert scale_format in SCALE_FORMATS
-    weight = torch.empty(tensor.shape, dtype=FP8)
-    scales = torch.empty(scale_shape(tuple(tensor.shape)), dtype=torch.float32)
+    weight = torch.empty(tensor.shape, dtype=FP8, device=tensor.device)
+    blocks = scale_shape(tuple(tensor.shape))
+    scales = torch.empty(blocks, dtype=torch.float32, device=tensor.device)
     largest = worst = squares = squared_errors = 0.0
     for rows, slab in _slabs(tensor):
         values = slab.float()

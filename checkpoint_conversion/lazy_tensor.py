@@ -157,8 +157,12 @@ def concat(tensors: Sequence[LazyTensor], dim: int = 0) -> LazyTensor:
     nbytes = math.prod(shape) * first.dtype.itemsize
 
     def load(session: ReadSession) -> Tensor:
-        result = torch.empty(shape, dtype=first.dtype)
-        for part, target in zip(tensors, result.split([t.shape[dim] for t in tensors], dim)):
+        values = first.load(session)
+        result = torch.empty(shape, dtype=first.dtype, device=values.device)
+        targets = result.split([t.shape[dim] for t in tensors], dim)
+        targets[0].copy_(values)
+        del values
+        for part, target in zip(tensors[1:], targets[1:]):
             target.copy_(part.load(session))
         return result
 

@@ -43,7 +43,12 @@ from checkpoint_conversion.formats.megatron_folder import (
     read_config,
 )
 from checkpoint_conversion.formats.pt_file import open_pt
-from checkpoint_conversion.formats.torch_dist_metadata import ChunkedTensor, Shape, Storage
+from checkpoint_conversion.formats.torch_dist_metadata import (
+    ChunkedTensor,
+    Shape,
+    Storage,
+    TiledTensor,
+)
 from checkpoint_conversion.layouts import MegatronLayout, without_padding
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat
 from checkpoint_conversion.model import ModelConfig
@@ -95,8 +100,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         self.auxiliary = auxiliary_files(folder, follow_links)
         common = self._read_common(folder, storage, follow_links, hf_config)
         config = read_config(hf_config, self.auxiliary, arguments(common))
-        mtp_layers = {match[1] for match in map(_MTP_LAYER.match, self._weights) if match}
-        self.config = dataclasses.replace(config, mtp_layers=len(mtp_layers))
+        self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(self._weights))
         self.stored = {name: tensor.lazy() for name, tensor in self._weights.items()}
         states = states_in_use(storage)
         _, padding = without_padding(self.stored, self.config.vocab_size)
@@ -134,6 +138,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 self.notes.append(f"{name} is an object of an unknown kind, which is left alone")
         everything = (*storage.tensors, *storage.objects)
         return {name: storage.nbytes(name) for name in everything if name in left}
+
+
+def count_mtp_layers(names: Iterable[str]) -> int:
+    """Number of multi-token-prediction layers among a model's tensors."""
+    return len({match[1] for match in map(_MTP_LAYER.match, names) if match})
 
 
 def has_absorbed_blocks(weights: Mapping[str, ChunkedTensor], config: ModelConfig) -> bool:
@@ -229,7 +238,7 @@ def is_left_alone(name: str) -> bool:
 
 
 def numbered_tensors(
-    stored: Mapping[str, ChunkedTensor], config: ModelConfig
+    stored: Mapping[str, TiledTensor], config: ModelConfig
 ) -> dict[str, LazyTensor]:
     """Tensors of single layers and experts, in a layout of :mod:`checkpoint_conversion.layouts`.
 

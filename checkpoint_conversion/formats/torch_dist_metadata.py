@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,28 +37,36 @@ _MOST_DIMS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedTensor:
-    """The chunks of a tensor and their places.
+class TiledTensor(ABC):
+    """A tensor in chunks, wherever they are.
 
     Attributes:
         name: Name of the tensor.
         shape: Shape of the whole tensor.
         dtype: Dtype of the tensor.
         grid: Start positions of the chunks along each dim; chunks tile the tensor exactly once.
-        chunks: Offset of a chunk in the tensor -> its place in a file.
     """
 
     name: str
     shape: Shape
     dtype: torch.dtype
     grid: tuple[Shape, ...]
-    chunks: Mapping[Shape, FileSlice]
+
+    @abstractmethod
+    def load(
+        self, overlaps: Sequence[Overlap], session: ReadSession
+    ) -> Iterator[tuple[Overlap, Tensor]]:
+        """The values of parts of chunks, each once, in any order."""
+
+    def empty(self, shape: Shape) -> Tensor:
+        """Room for values of this tensor, where :meth:`load` puts them."""
+        return torch.empty(shape, dtype=self.dtype)
 
     def lazy(self, *index: int) -> LazyTensor:
         """The tensor, or its slice at ``index`` of the first dims; only needed chunks are read."""
         start = (*index, *(0 for _ in self.shape[len(index) :]))
         size = (*(1 for _ in index), *self.shape[len(index) :])
-        return _Region(self, start, size, len(index)).lazy()
+        return Region(self, start, size, len(index)).lazy()
 
     def chunk_size(self, offset: Shape) -> Shape:
         """Shape of the chunk at ``offset``."""
@@ -66,6 +75,27 @@ class ChunkedTensor:
             after = bisect.bisect_right(starts, at)
             size.append((starts[after] if after < len(starts) else whole) - at)
         return tuple(size)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedTensor(TiledTensor):
+    """A tensor whose chunks are in files.
+
+    Attributes:
+        chunks: Offset of a chunk in the tensor -> its place in a file.
+    """
+
+    chunks: Mapping[Shape, FileSlice]
+
+    def load(
+        self, overlaps: Sequence[Overlap], session: ReadSession
+    ) -> Iterator[tuple[Overlap, Tensor]]:
+        """Read one after the other; see the base class."""
+        for overlap in overlaps:
+            chunk = self.open_chunk(overlap.chunk, session)
+            for dim, span in enumerate(overlap.spans):
+                chunk = chunk.narrow(dim, *span)
+            yield overlap, chunk.load(session)
 
     def open_chunk(self, offset: Shape, session: ReadSession) -> LazyTensor:
         """The chunk at ``offset``.
@@ -98,7 +128,7 @@ class ChunkedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Overlap:
+class Overlap:
     """The overlap of a region and a chunk: the chunk's offset, per dim (start in it, length)."""
 
     chunk: Shape
@@ -106,7 +136,7 @@ class _Overlap:
 
 
 @dataclass(frozen=True, eq=False)
-class _Region:
+class Region:
     """A rectangular part of a chunked tensor.
 
     Attributes:
@@ -116,12 +146,13 @@ class _Region:
         dropped: Number of leading dims, of size 1, that are dropped from the result.
     """
 
-    tensor: ChunkedTensor
+    tensor: TiledTensor
     start: Shape
     size: Shape
     dropped: int
 
     def lazy(self) -> LazyTensor:
+        """The part as a tensor of its own."""
         tensor = self.tensor
         leaves = frozenset({tensor.name})
         shape = self.size[self.dropped :]
@@ -136,24 +167,19 @@ class _Region:
 
     def _load(self, session: ReadSession) -> Tensor:
         overlaps = list(self._overlaps())
+        loaded = self.tensor.load(overlaps, session)
         if len(overlaps) == 1:
-            result = self._load_overlap(overlaps[0], session)
+            [(_, result)] = loaded
         else:
-            result = torch.empty(self.size, dtype=self.tensor.dtype)
-            for overlap in overlaps:
+            result = self.tensor.empty(self.size)
+            for overlap, values in loaded:
                 target = result
                 for dim, (at, (inner, length)) in enumerate(zip(overlap.chunk, overlap.spans)):
                     target = target.narrow(dim, at + inner - self.start[dim], length)
-                target.copy_(self._load_overlap(overlap, session))
+                target.copy_(values)
         return result[(0,) * self.dropped]
 
-    def _load_overlap(self, overlap: _Overlap, session: ReadSession) -> Tensor:
-        chunk = self.tensor.open_chunk(overlap.chunk, session)
-        for dim, span in enumerate(overlap.spans):
-            chunk = chunk.narrow(dim, *span)
-        return chunk.load(session)
-
-    def _overlaps(self) -> Iterator[_Overlap]:
+    def _overlaps(self) -> Iterator[Overlap]:
         along = []
         dims = zip(self.tensor.grid, self.tensor.shape, self.start, self.size)
         for starts, whole, start, size in dims:
@@ -166,7 +192,7 @@ class _Region:
                 cells.append((at, (inner, min(after, end) - at - inner)))
             along.append(cells)
         for cell in itertools.product(*along):
-            yield _Overlap(tuple(at for at, _ in cell), tuple(span for _, span in cell))
+            yield Overlap(tuple(at for at, _ in cell), tuple(span for _, span in cell))
 
     def _peak(self) -> int:
         """Bytes mapped from the largest chunk, plus the result if it is assembled of several."""
@@ -294,7 +320,7 @@ class Storage:
             problems.append(f"{name} has no shape, dtype or chunks")
             return None
         known = [box for box in boxes if box is not None]
-        grid = _grid(shape, known)
+        grid = tiling(shape, known)
         if grid is None:
             problems.append(f"{name} of shape {shape} is not tiled by its {len(known)} chunks")
             return None
@@ -370,7 +396,7 @@ def _box(chunk: object) -> tuple[Shape, Shape] | None:
     return None if offsets is None or sizes is None else (offsets, sizes)
 
 
-def _grid(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> tuple[Shape, ...] | None:
+def tiling(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> tuple[Shape, ...] | None:
     """Where chunks start along each dim; None unless they tile the tensor exactly once."""
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         return None

@@ -29,6 +29,7 @@ def megatron_model(
     kind: str = "standard",
     seed: int = 0,
     stage: tuple[bool, bool] = (True, True),
+    vp_stage: int | None = None,
     **changes: object,
 ) -> GPTModel:
     """A model of local layers whose weights are all random, norms included.
@@ -38,6 +39,7 @@ def megatron_model(
         kind: ``"standard"`` or ``"absorbed"``.
         seed: Decides the weights.
         stage: Whether it is the first, and whether the last stage of a pipeline.
+        vp_stage: Which of this rank's chunks, in a virtual pipeline.
         changes: Fields of Megatron's config.
     """
     parts: dict = {"num_layers": config.num_layers}
@@ -51,7 +53,8 @@ def megatron_model(
     parts |= {"tensor_model_parallel_size": size, "sequence_parallel": sequence_parallel}
     parts |= {"mtp_num_layers": config.mtp_layers or None, **changes}
     fields = config_for(TINY, torch.float32, **parts)
-    spec = BLOCK_SPECS[kind](fields, backend="local")
+    chunk = {} if vp_stage is None else {"vp_stage": vp_stage}
+    spec = BLOCK_SPECS[kind](fields, backend="local", **chunk)
     mtp = None
     if config.mtp_layers and stage[1]:
         mtp = get_gpt_mtp_block_spec(fields, spec, use_transformer_engine=False)
@@ -66,6 +69,7 @@ def megatron_model(
         share_embeddings_and_output_weights=config.tied_embeddings,
         pre_process=stage[0],
         post_process=stage[1],
+        **chunk,
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -212,10 +212,10 @@ LEVELS = [
     {"attention"},
     {"cpu_host", "generation", "packed_router", "standard_mla"},
     {"testing"},
-    # Above specs and conversion, too: it puts everything together.
-    {"llm"},
+    # Above specs and conversion, too: they put everything together.
+    {"llm", "export", "bridge"},
 ]
-TOP = "absorbed_mla.llm"
+TOP = ("absorbed_mla.llm", "absorbed_mla.export", "absorbed_mla.bridge")
 GRAPH = import_graph(ROOT)
 
 

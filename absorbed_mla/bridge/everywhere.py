@@ -1,0 +1,30 @@
+"""Importing this gives absorbed MLA to every provider that Megatron-Bridge makes.
+
+For programs that build the provider themselves, such as verl and NeMo-RL: of DeepSeek-V2,
+DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absorbed_mla.bridge.mapping import BRIDGES, register
+from absorbed_mla.bridge.spec import absorbed_mla_layer_spec
+
+
+def _with_our_layers(bridge: type) -> type:
+    class WithOurLayers(bridge):  # type: ignore[misc, valid-type]
+        """The same bridge, whose providers build our attention."""
+
+        def provider_bridge(self, hf_pretrained: Any) -> Any:
+            """See the base class."""
+            provider = super().provider_bridge(hf_pretrained)
+            provider.transformer_layer_spec = absorbed_mla_layer_spec
+            return provider
+
+    WithOurLayers.__name__ = f"{bridge.__name__}WithOurLayers"
+    register(WithOurLayers, bridge)
+    return WithOurLayers
+
+
+BRIDGES_WITH_OUR_LAYERS = tuple(map(_with_our_layers, BRIDGES))

@@ -1,0 +1,146 @@
+"""A live model as the converter sees a checkpoint: the same tensors, in memory instead of files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.checkpoint.distributed import model_sharded_state_dict
+from absorbed_mla.export.shards import GatheredTensor
+from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.formats.megatron_folder import MegatronCheckpoint
+from checkpoint_conversion.formats.torch_dist import count_mtp_layers, numbered_tensors
+from checkpoint_conversion.lazy_tensor import LazyTensor
+from checkpoint_conversion.megatron_args import check_kind, from_megatron_args
+from checkpoint_conversion.model import ModelConfig
+
+_NONE = "The model, in the words of Megatron's arguments, is none that can be exported:"
+
+
+class LiveCheckpoint(MegatronCheckpoint):
+    """The weights of a model over all its ranks.
+
+    Args:
+        weights: Under the names of Megatron's distributed checkpoints.
+        config: Of the model.
+    """
+
+    format = "absorbed"
+
+    def __init__(self, weights: Mapping[str, GatheredTensor], config: ModelConfig) -> None:
+        self.path = Path("the live model")
+        self.config = dataclasses.replace(config, mtp_layers=count_mtp_layers(weights))
+        self.stored = {name: tensor.lazy() for name, tensor in weights.items()}
+        self.layout, self.left_alone, self.auxiliary, self.notes = {}, {}, {}, []
+        self._weights = weights
+
+    def whole_tensors(self) -> dict[str, LazyTensor]:
+        """Split what is stacked; see the base class."""
+        return numbered_tensors(self._weights, self.config)
+
+
+def model_chunks(model: nn.Module | Sequence[nn.Module]) -> list[GPTModel]:
+    """This rank's parts of the model, without what training wraps around them.
+
+    Raises:
+        ValueError: If one is no GPTModel with this package's attention.
+    """
+    found = []
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        inner = chunk
+        while not isinstance(inner, GPTModel) and isinstance(
+            getattr(inner, "module", None), nn.Module
+        ):
+            inner = inner.module
+        if not isinstance(inner, GPTModel):
+            raise ValueError(
+                "model must be a GPTModel of Megatron, perhaps in DDP or Float16Module, or a list "
+                f"of a rank's model chunks; got {type(chunk).__name__}"
+            )
+        _require_own_attention(inner)
+        found.append(inner)
+    if not found:
+        raise ValueError("model must be a GPTModel or a list of them; got an empty list")
+    return found
+
+
+def _require_own_attention(model: GPTModel) -> None:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        attention = layer.self_attention
+        if not isinstance(attention, AbsorbedMLASelfAttention):
+            raise ValueError(
+                f"model must have AbsorbedMLASelfAttention in every layer; {name} has "
+                f"{type(attention).__name__}"
+            )
+
+
+def model_config(model: GPTModel, hf_config: Mapping[str, object] | None) -> ModelConfig:
+    """The dimensions of a model.
+
+    Args:
+        model: Any of its parts.
+        hf_config: Its config.json; None: what Megatron's config says, with every row of the
+            embedding a token.
+
+    Raises:
+        CheckpointError: Listing what no Hugging Face model has that the converter knows.
+    """
+    args = _arguments(model)
+    if hf_config is None:
+        try:
+            return from_megatron_args(args)
+        except CheckpointError as error:
+            raise CheckpointError(_NONE, error.problems) from None
+    fields = Fields(args, [], "args.")
+    check_kind(fields)
+    fields.raise_problems(_NONE)
+    return ModelConfig.from_hugging_face(hf_config)
+
+
+def _arguments(model: GPTModel) -> dict[str, object]:
+    """The model as the arguments that a training of it would store."""
+    config = model.config
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    swiglu = config.gated_linear_unit and config.activation_func is F.silu
+    return fields | {
+        # Arguments that have another name in the config, or are the model's.
+        "num_experts": config.num_moe_experts,
+        "swiglu": swiglu,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_sequence_length,
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+    }
+
+
+def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:
+    """This rank's shards of the weights, which share the model's memory.
+
+    Raises:
+        ValueError: If a weight is no plain tensor.
+    """
+    shards = [shard for chunk in chunks for shard in _shards(chunk)]
+    for shard in shards:
+        if type(shard.data) not in (Tensor, nn.Parameter):
+            raise ValueError(
+                f"{shard.key} is a {type(shard.data).__name__}; only weights that are plain "
+                "tensors can be exported (no FP8 parameters, no FSDP2)"
+            )
+    return shards
+
+
+def _shards(chunk: GPTModel) -> Iterator[ShardedTensor]:
+    for entry in nested_values(model_sharded_state_dict(chunk)):
+        made = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+        yield from (one for one in made if isinstance(one, ShardedTensor))

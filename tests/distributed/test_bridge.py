@@ -1,0 +1,176 @@
+"""Loading, training and exporting through Megatron-Bridge, where it is installed (Python 3.12).
+
+With one process, or tensor-parallel over several.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.export import hf_weights
+from tests.conversion.megatron_models import SAME
+from tests.conversion.support import V2_LITE, random_tensors, tiny_config, write_hugging_face
+from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.support import world
+from tests.support.models import TOKENS, token_batch
+
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("needs megatron-bridge", allow_module_level=True)
+
+from tests.support.bridge import import_bridge
+
+import_bridge()
+
+import yaml  # noqa: E402
+from megatron.bridge import AutoBridge  # noqa: E402
+from megatron.bridge.utils.instantiate_utils import instantiate  # noqa: E402
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from absorbed_mla.bridge import absorbed_mla_layer_spec, mapping  # noqa: E402
+
+# transformers before 5.23 does not scale V2's softmax by mscale; Bridge 0.6.2 wants <= 5.12.1.
+MODELS = {"v3": {}, "v2_lite": {**V2_LITE, "rope_scaling": None}}
+# What asks for a GPU, apex or TransformerEngine.
+OFF = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "bias_activation_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "moe_permute_fusion",
+    "moe_grouped_gemm",
+    "moe_shared_expert_overlap",
+    "cross_entropy_loss_fusion",
+)
+
+
+def written(folder: Path, **changes) -> dict[str, Tensor]:
+    """A tiny model in float32 as a Hugging Face folder; its tensors."""
+    config = tiny_config(**{**SAME, **changes, "torch_dtype": "float32", "head_dim": 8})
+    # Of a size that keeps logits near one.
+    tensors = {k: v / 8 if v.ndim > 1 else v for k, v in random_tensors(config).items()}
+    tensors = {k: v.float() for k, v in tensors.items()}
+    on_one_rank(lambda: write_hugging_face(folder, config, tensors))
+    return tensors
+
+
+def provider_of(bridge: AutoBridge):
+    """A provider of small local layers on this machine."""
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.transformer_layer_spec = absorbed_mla_layer_spec
+    for name in OFF:
+        setattr(provider, name, False)
+    provider.cross_entropy_fusion_impl = "native"
+    provider.moe_token_dispatcher_type = "allgather"
+    provider.moe_router_load_balancing_type = "none"
+    provider.moe_aux_loss_coeff = 0.0
+    provider.transformer_impl = "local"
+    provider.use_cpu_initialization = True
+    provider.make_vocab_size_divisible_by = 1
+    provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
+    provider.tensor_model_parallel_size = world.tp_size()
+    provider.sequence_parallel = world.tp_size() > 1
+    provider.finalize()
+    return provider
+
+
+def built(bridge: AutoBridge) -> GPTModel:
+    """A model with the bridge's weights."""
+    provider = provider_of(bridge)
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model = provider.provide(pre_process=True, post_process=True)
+    bridge.load_hf_weights([model])
+    return model
+
+
+def exported(bridge: AutoBridge, model: GPTModel) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in bridge.export_hf_weights([model], show_progress=False)}
+
+
+def difference(model: GPTModel, folder: Path) -> float:
+    """Largest difference of logits to those of transformers, relative to the largest."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = token_batch()
+    positions = torch.arange(TOKENS).expand_as(tokens)
+    with torch.no_grad():
+        expected = reference(tokens).logits
+        found = model.eval()(tokens, positions, None)
+        found = tensor_parallel.gather_from_tensor_model_parallel_region(found)
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def train(model: GPTModel, steps: int) -> None:
+    tokens = token_batch()
+    positions = torch.arange(TOKENS).expand_as(tokens)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    for _ in range(steps):
+        model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_load_train_export(name, folder):
+    """Bit by bit to the model and back; the logits are those of transformers, trained or not."""
+    tensors = written(folder / "before", **MODELS[name])
+    bridge = AutoBridge.from_hf_pretrained(folder / "before")
+    model = built(bridge)
+    layers = [layer.self_attention for layer in model.decoder.layers]
+    assert all(isinstance(layer, AbsorbedMLASelfAttention) for layer in layers)
+    found = exported(bridge, model)
+    assert set(found) == set(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert difference(model, folder / "before") < 1e-5
+    own = dict(hf_weights(model))
+    assert all(torch.equal(own[name], tensor) for name, tensor in tensors.items())
+    if world.size() > 1:
+        # Sums of gradients over ranks are the business of Megatron's own loop.
+        return
+    train(model, 2)
+    after = exported(bridge, model)
+    assert not torch.equal(after[LAST_KV_UP], tensors[LAST_KV_UP])
+    fields = json.loads((folder / "before/config.json").read_text())
+    own = dict(hf_weights(model, hf_config=fields))
+    assert set(own) == set(after)
+    assert all(torch.equal(own[name], tensor) for name, tensor in after.items())
+    config = tiny_config(**fields)
+    write_hugging_face(folder / "after", config, after)
+    assert difference(model, folder / "after") < 1e-5
+    assert difference(model, folder / "before") > 1e-2
+
+
+LAST_KV_UP = "model.layers.2.self_attn.kv_b_proj.weight"
+
+
+def test_run_config_keeps_the_spec():
+    """In the YAML that Bridge writes beside its checkpoints, which NeMo-RL builds models from."""
+    with safe_yaml_representers():
+        text = yaml.safe_dump({"transformer_layer_spec": absorbed_mla_layer_spec})
+    read = instantiate(yaml.safe_load(text))
+    assert read["transformer_layer_spec"] is absorbed_mla_layer_spec
+
+
+def test_everywhere(folder):
+    """A program that makes the provider itself gets our attention."""
+    written(folder / "model")
+    before = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(False)
+    assert before.transformer_layer_spec is not absorbed_mla_layer_spec
+    try:
+        importlib.import_module("absorbed_mla.bridge.everywhere")
+        after = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(False)
+        assert after.transformer_layer_spec is absorbed_mla_layer_spec
+    finally:
+        for bridge in mapping.BRIDGES:
+            mapping.register(bridge, bridge)

@@ -1,0 +1,233 @@
+"""Export of live weights from several ranks: whole tensors, on every rank, without deadlocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.checkpoint.distributed import load_model_weights, model_sharded_state_dict
+from absorbed_mla.export import hf_weights
+from checkpoint_conversion.formats.base import TargetOptions
+from checkpoint_conversion.formats.hugging_face import HuggingFaceWriter
+from checkpoint_conversion.mapping import hugging_face_shapes
+from checkpoint_conversion.megatron_args import to_megatron_args
+from checkpoint_conversion.model import ModelConfig
+from tests.conversion.megatron_models import SAME, megatron_model, save_torch_dist
+from tests.conversion.support import (
+    in_memory,
+    load_all,
+    random_tensors,
+    read_torch_dist,
+    tiny_config,
+    write_torch_dist,
+)
+from tests.distributed.test_converted_checkpoint import on_one_rank
+from tests.support import world
+from tests.support.memory import PeakMemory
+from tests.support.refusal import refusal
+
+SILU = {"activation_func": torch.nn.functional.silu}
+MODELS = {
+    "mixed": {},
+    "dense": {"first_k_dense_replace": 4},
+    "mtp": {"num_nextn_predict_layers": 1},
+    "tied": {"tie_word_embeddings": True},
+    "no_q_lora": {"q_lora_rank": None},
+}
+PP, EP = "pipeline_model_parallel_size", "expert_model_parallel_size"
+# Models, each with the sizes that treat it in a way of their own; the mixed one with all.
+SIZES = {
+    2: {"TP2": {"tp": 2}, "EP2": {EP: 2}, "PP2": {PP: 2}, "DP2": {}},
+    4: {"TP2 PP2": {"tp": 2, PP: 2}, "TP2 EP2": {"tp": 2, EP: 2}, "EP2 PP2": {EP: 2, PP: 2}},
+}.get(world.size(), {"all TP": {"tp": world.size()}})
+ELSEWHERE = {
+    2: (("dense", "PP2"), ("mtp", "TP2"), ("mtp", "PP2"), ("tied", "PP2"), ("no_q_lora", "TP2")),
+    4: (("mtp", "TP2 PP2"), ("tied", "EP2 PP2")),
+}.get(world.size(), ())
+ONE = next(iter(SIZES))
+
+
+def four_layers(**changes) -> ModelConfig:
+    """A tiny model that two stages share."""
+    return tiny_config(**{**SAME, "num_hidden_layers": 4, **changes})
+
+
+def sharded(config: ModelConfig, kind: str = "absorbed") -> GPTModel:
+    """This rank's share of a model, by the sizes of the moment."""
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    ep = parallel_state.get_expert_model_parallel_world_size() if any(config.moe_layers) else 1
+    sizes = {PP: pp, EP: ep, "pipeline_dtype": torch.float32}
+    return megatron_model(config, kind, stage=ends, q_lora_rank=config.q_lora_rank, **sizes, **SILU)
+
+
+def loaded(config: ModelConfig, tensors: dict[str, Tensor], folder) -> GPTModel:
+    """This rank's share of given weights, which all ranks' shares make up."""
+    made = folder / "made"
+    on_one_rank(lambda: write_torch_dist(made, config, tensors, "absorbed", norms="separate"))
+    model = sharded(config)
+    load_model_weights(model, made / "release")
+    return model
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, dtypes and bits."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        own = found[name].cpu()
+        assert own.dtype == tensor.dtype, name
+        assert torch.equal(own.view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(("name", "size"), [*(("mixed", size) for size in SIZES), *ELSEWHERE])
+def test_every_rank_gets_whole_tensors(name, size, folder):
+    """Those that were converted and loaded into the shares; in the table's order."""
+    config = four_layers(**MODELS[name])
+    tensors = random_tensors(config, torch.float32)
+    with world.parallel(**SIZES[size]):
+        found = dict(hf_weights(loaded(config, tensors, folder)))
+    assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
+
+
+def test_equal_to_saving_and_converting(folder):
+    config = four_layers()
+    tensors = random_tensors(config, torch.float32, seed=1)
+    with world.parallel(**SIZES[ONE]):
+        model = loaded(config, tensors, folder)
+        args = to_megatron_args(config, dtype=torch.float32)
+        save_torch_dist(folder / "saved", model, args)
+        dist.barrier()
+        assert_equal(dict(hf_weights(model)), read_torch_dist(folder / "saved"))
+
+
+def test_fp8(folder):
+    """Blocks and scales are those of the whole tensors."""
+    config = four_layers()
+    tensors = random_tensors(config, torch.float32)
+    writer = HuggingFaceWriter(config, TargetOptions(fp8="ue8m0"))
+    parts = writer.plan(in_memory(tensors), 1 << 30)
+    expected = load_all({one.key: one.tensor for part in parts for one in part.entries})
+    with world.parallel(**SIZES[ONE]):
+        found = dict(hf_weights(loaded(config, tensors, folder), fp8="ue8m0"))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_memory(sizes):
+    """A tensor and the largest message it is made of; the backend drops the last one late."""
+    config = four_layers()
+    with world.parallel(**sizes):
+        model = sharded(config)
+        largest = max(tensor.nbytes for _, tensor in hf_weights(model))
+        weights = hf_weights(model)
+        with PeakMemory() as memory:
+            for _, tensor in weights:
+                del tensor
+    assert largest <= memory.peak <= 3 * largest
+
+
+@pytest.mark.skipif(world.size() != 2, reason="two chunks on each of two ranks")
+def test_chunks_of_a_virtual_pipeline(folder):
+    """A list of models, each with every second layer."""
+    config = four_layers()
+    tensors = random_tensors(config, torch.float32)
+    on_one_rank(
+        lambda: write_torch_dist(folder / "made", config, tensors, "absorbed", norms="separate")
+    )
+    virtual = {"virtual_pipeline_model_parallel_size": 2}
+    with world.parallel(**{PP: 2}, **virtual):
+        rank, sizes = parallel_state.get_pipeline_model_parallel_rank(), {PP: 2, **virtual}
+        chunks = [
+            megatron_model(
+                config,
+                "absorbed",
+                stage=((chunk, rank) == (0, 0), (chunk, rank) == (1, 1)),
+                vp_stage=chunk,
+                pipeline_dtype=torch.float32,
+                **sizes,
+                **SILU,
+            )
+            for chunk in range(2)
+        ]
+        whole = {}
+        for chunk in chunks:
+            own = model_sharded_state_dict(chunk)
+            for name, entry in own.items():
+                whole[f"{chunk.vp_stage}.{name}"] = entry
+        loaded = dist_checkpointing.load(whole, str(folder / "made/release"))
+        for chunk in chunks:
+            own = f"{chunk.vp_stage}."
+            state = {k.removeprefix(own): v for k, v in loaded.items() if k.startswith(own)}
+            chunk.load_state_dict(state)
+        found = dict(hf_weights(chunks))
+    assert_equal(found, {name: tensors[name] for name in hugging_face_shapes(config)})
+
+
+class TestLeaving:
+    """All ranks end, whatever one of them does."""
+
+    @pytest.fixture
+    def model(self) -> GPTModel:
+        with world.parallel(tp=world.size()):
+            yield sharded(four_layers())
+
+    @pytest.fixture(autouse=True)
+    def small_parts(self, monkeypatch):
+        """So that this model has some."""
+        monkeypatch.setattr("checkpoint_conversion.planning._SMALLEST_PART", 1 << 12)
+
+    @pytest.mark.parametrize("after", [0, 1, 7, 60])
+    def test_one_rank_leaves(self, after, model):
+        """The others hear of it."""
+        weights = hf_weights(model)
+        if world.rank() == world.size() - 1:
+            for _ in range(after):
+                next(weights)
+            del weights
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {world.size() - 1} has stopped"):
+                for _ in weights:
+                    pass
+        self.check_that_ranks_still_agree(model)
+
+    def test_one_rank_fails(self, model):
+        """In what it does with a tensor."""
+
+        def use():
+            for i, _ in enumerate(hf_weights(model)):
+                if i == 5 and world.rank() == 0:
+                    raise OSError("full")
+
+        with pytest.raises(OSError if world.rank() == 0 else RuntimeError):
+            use()
+        self.check_that_ranks_still_agree(model)
+
+    def test_all_leave(self, model):
+        for _ in hf_weights(model):
+            break
+        self.check_that_ranks_still_agree(model)
+
+    def test_one_rank_leaves_in_the_last_part(self, model, monkeypatch):
+        """It serves the others to the end, which need nothing more of it."""
+        monkeypatch.undo()
+        for _ in hf_weights(model):
+            if world.rank() == 0:
+                break
+        self.check_that_ranks_still_agree(model)
+
+    def check_that_ranks_still_agree(self, model) -> None:
+        """No message is left over from what was given up."""
+        names = [name for name, _ in hf_weights(model)]
+        assert names == [*hugging_face_shapes(four_layers())]
+
+
+def test_different_options_are_refused_everywhere():
+    dtypes = [torch.bfloat16, torch.float16]
+    with world.parallel(tp=world.size()):
+        model = sharded(four_layers())
+        with refusal("same options", "bfloat16", "float16"):
+            hf_weights(model, dtype=dtypes[world.rank() % 2])
