@@ -14,13 +14,16 @@ import torch
 from megatron.core.optimizer import qk_clip as megatron_qk_clip
 from torch import nn
 
+from absorbed_mla import AbsorbedMLASelfAttention
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
 from tests.support import world
 from tests.support.cases import TINY, random_weights
 from tests.support.harness import Setup, build_attention, load_weights, module_table
+from tests.support.hybrid import hybrid_model
 from tests.support.layouts import dense
+from tests.support.models import call, token_batch
 from tests.support.refusal import refusal
 from tests.support.standard import build_standard, load_standard
 
@@ -184,6 +187,16 @@ def test_megatrons_function():
     (one, *first), (other, *second) = results
     assert one == pytest.approx(other) and one > TAU
     assert all(map(torch.equal, first, second))
+
+
+def test_a_hybrid_model_with_mtp():
+    """Megatron's function asks every layer of ``decoder.layers`` for an attention."""
+    model = hybrid_model("+-/+-", qk_clip=True, qk_clip_threshold=1e-3)
+    call(model, labels=token_batch(6))
+    layers = [m for m in model.modules() if isinstance(m, AbsorbedMLASelfAttention)]
+    before = [layer.linear_q_up_proj.weight.detach().clone() for layer in layers]
+    assert len(layers) == 2 and clip_qk(model) > 1e-3
+    assert not any(torch.equal(x.linear_q_up_proj.weight, b) for x, b in zip(layers, before))
 
 
 class TestRefused:
