@@ -1,0 +1,148 @@
+"""Megatron's Muon on whole models: updates of both attentions, in every mode of tensor parallelism.
+
+Both models get the same weights and gradients, so that what differs is the update alone. If these
+fail, training with Muon is not what it is with standard MLA, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor, nn
+
+from absorbed_mla import AbsorbedMLAOptions
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.fake_packages import emerging_optimizers
+from tests.support.models import gpt_model
+from tests.support.numerics import relative_error
+from tests.support.standard import KV_UP, interleave_heads, separate_heads
+
+MODES = ("blockwise", "duplicated", "distributed")
+K_UP, V_UP = "linear_k_up_proj.weight", "linear_v_up_proj.weight"
+LAYERS = {"num_layers": 2, "layernorm_epsilon": TINY.norm_eps}
+NOT_INSTALLED = "needs NVIDIA's emerging_optimizers, of Python 3.12"
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "stand_in",
+        pytest.param(
+            "installed",
+            marks=pytest.mark.skipif(not emerging_optimizers.IS_INSTALLED, reason=NOT_INSTALLED),
+        ),
+    ],
+)
+def package(request, monkeypatch) -> None:
+    """What Megatron's Muon takes its iteration and its base class from."""
+    if request.param == "stand_in":
+        emerging_optimizers.install(monkeypatch)
+
+
+@dataclass
+class Training:
+    """A model whose gradients are given, and Megatron's optimizer of it."""
+
+    model: nn.Module
+    optimizer: object
+
+    @classmethod
+    def of(cls, choice: str | None, mode: str, **optimizer) -> Training:
+        """With the absorbed attention under a choice of ``muon_kv_up``, or the standard one."""
+        changes = {**LAYERS, "tensor_model_parallel_size": world.tp_size()}
+        spec = None
+        if choice is not None:
+            config = config_for(TINY, torch.float32, **changes)
+            options = AbsorbedMLAOptions(muon_kv_up=choice, down_projection="column_parallel")
+            spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
+        model = gpt_model("absorbed" if choice else "standard", spec=spec, **changes)
+        model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        config = OptimizerConfig(
+            optimizer="muon",
+            lr=0.1,
+            weight_decay=0.1,
+            muon_tp_mode=mode,
+            muon_nesterov=True,
+            muon_fp32_matmul_prec="highest",
+            **optimizer,
+        )
+        training = cls(model, get_megatron_optimizer(config, [model]))
+        training.set("weight", {name: p.data for name, p in training.parameters()})
+        return training
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.split("module.")[-1], p) for name, p in self.model.named_parameters()]
+
+    def set(self, what: str, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors named as parameters with values that every model has in common."""
+        for name, parameter in self.parameters():
+            tensors[name].copy_(common_part(what, name, parameter))
+
+    def step(self, number: int) -> None:
+        self.set(f"gradient {number}", {name: p.main_grad for name, p in self.parameters()})
+        assert self.optimizer.step()[0]
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by the names of the standard."""
+        own = {name: part.detach() for name, part in self.parameters()}
+        for name in [name for name in own if name.endswith(K_UP)]:
+            values = own.pop(name.replace(K_UP, V_UP))
+            own[name.replace(K_UP, KV_UP)] = interleave_heads(TINY, own.pop(name), values)
+        dims = {name.replace(K_UP, KV_UP): sharded_dim(p) for name, p in self.parameters()}
+        return {
+            name: part.clone() if dims[name] is None else world.gather(part, dims[name])
+            for name, part in own.items()
+        }
+
+    def run(self, steps: int = 3) -> dict[str, Tensor]:
+        """The change of every weight."""
+        before = self.weights()
+        for number in range(steps):
+            self.step(number)
+        return {name: weight - before[name] for name, weight in self.weights().items()}
+
+
+def sharded_dim(parameter: nn.Parameter) -> int | None:
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def common_part(what: str, name: str, parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a random tensor that depends on the name in the standard's model only."""
+    shape, dim = list(parameter.shape), sharded_dim(parameter)
+    standard = name.replace(K_UP, KV_UP).replace(V_UP, KV_UP)
+    if standard != name:
+        shape[0] = shape[0] // (TINY.nope if name.endswith(K_UP) else TINY.v) * (TINY.nope + TINY.v)
+    if dim is not None:
+        shape[dim] *= world.tp_size()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{what} {standard}".encode()))
+    whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    if standard != name:
+        whole = separate_heads(TINY, whole)[name.endswith(V_UP)]
+    return whole if dim is None else world.own_part(whole, dim)
+
+
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert set(actual) == set(expected)
+    return {name: relative_error(actual[name], expected[name]) for name in expected}
+
+
+
+
+@modes
+def test_combined_is_the_standard_update(mode):
+    """Of every parameter: Muon's matrices, and norms and embeddings, which Adam updates."""
+    expected = Training.of(None, mode).run()
+    errors = worst(Training.of("combined", mode).run(), expected)
+    assert sum(name.endswith(KV_UP) for name in errors) == 2
+    print(mode, sorted(errors.items(), key=lambda x: -x[1])[:4])
+    assert max(errors.values()) < 1e-6, errors
