@@ -1,4 +1,4 @@
-"""Muon as its authors describe it (Jordan et al. 2024; Moonlight, arXiv:2502.16982), on one rank."""
+"""Muon as its authors describe it (Jordan 2024; Moonlight, arXiv:2502.16982), on one rank."""
 
 from __future__ import annotations
 
