@@ -7,14 +7,18 @@ fail, training with Muon is not what it is with standard MLA, and nothing says s
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import (
+    LayerWiseDistributedOptimizer,
+    tag_params_for_buffer_routing,
+)
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
@@ -27,9 +31,11 @@ from tests.support.models import gpt_model
 from tests.support.numerics import relative_error
 from tests.support.standard import KV_UP, interleave_heads, separate_heads
 
+# Widths of K and V are equal in DeepSeek's models; tests/unit/attention has others.
+MLA = replace(TINY, v=TINY.nope)
 MODES = ("blockwise", "duplicated", "distributed")
 K_UP, V_UP = "linear_k_up_proj.weight", "linear_v_up_proj.weight"
-LAYERS = {"num_layers": 2, "layernorm_epsilon": TINY.norm_eps}
+LAYERS = {"num_layers": 2, "layernorm_epsilon": MLA.norm_eps}
 NOT_INSTALLED = "needs NVIDIA's emerging_optimizers, of Python 3.12"
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -55,7 +61,7 @@ class Training:
     """A model whose gradients are given, and Megatron's optimizer of it."""
 
     model: nn.Module
-    optimizer: object
+    optimizer: MegatronOptimizer | None = None
 
     @classmethod
     def of(
@@ -64,17 +70,17 @@ class Training:
         mode: str,
         dtype: torch.dtype = torch.float32,
         clip_grad: float = 0.0,
-        **optimizer,
+        layer_wise: bool = False,
     ) -> Training:
         """With the absorbed attention under a choice of ``muon_kv_up``, or the standard one."""
         changes = {**LAYERS, "tensor_model_parallel_size": world.tp_size()}
         spec = None
         if choice is not None:
-            config = config_for(TINY, dtype, **changes)
+            config = config_for(MLA, dtype, **changes)
             options = AbsorbedMLAOptions(muon_kv_up=choice, down_projection="column_parallel")
             spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-        model = gpt_model("absorbed" if choice else "standard", dtype=dtype, spec=spec, **changes)
-        model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        model = gpt_model("absorbed" if choice else "standard", MLA, dtype=dtype, spec=spec, **changes)
+        model = distributed(model, layer_wise)
         config = OptimizerConfig(
             optimizer="muon",
             lr=0.1,
@@ -85,11 +91,12 @@ class Training:
             clip_grad=clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            **optimizer,
+            use_layer_wise_distributed_optimizer=layer_wise,
+            use_distributed_optimizer=layer_wise,
         )
-        training = cls(model, get_megatron_optimizer(config, [model]))
+        training = cls(model)
         training.set("weight", {name: p.data for name, p in training.parameters()})
-        training.optimizer.reload_model_params()
+        training.optimizer = get_megatron_optimizer(config, [model])
         return training
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -122,7 +129,7 @@ class Training:
         own = {name: part.detach() for name, part in self.parameters()}
         for name in [name for name in own if name.endswith(K_UP)]:
             values = own.pop(name.replace(K_UP, V_UP))
-            own[name.replace(K_UP, KV_UP)] = interleave_heads(TINY, own.pop(name), values)
+            own[name.replace(K_UP, KV_UP)] = interleave_heads(MLA, own.pop(name), values)
         dims = {name.replace(K_UP, KV_UP): sharded_dim(p) for name, p in self.parameters()}
         return {
             name: part.clone() if dims[name] is None else world.gather(part, dims[name])
@@ -137,6 +144,18 @@ class Training:
         return {name: weight - before[name] for name, weight in self.weights().items()}
 
 
+def distributed(model: nn.Module, layer_wise: bool) -> DistributedDataParallel:
+    """Layer-wise: every matrix's gradient and update belong to one data-parallel rank."""
+    config = DistributedDataParallelConfig(use_distributed_optimizer=layer_wise)
+    layout = None
+    if layer_wise:
+        tag_params_for_buffer_routing([model])
+        layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+            list(model.parameters()), None, torch.distributed.get_world_size() // world.tp_size(), config
+        )
+    return DistributedDataParallel(model.config, config, model, full_param_layout=layout)
+
+
 def sharded_dim(parameter: nn.Parameter) -> int | None:
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
@@ -146,13 +165,13 @@ def common_part(what: str, name: str, parameter: nn.Parameter) -> Tensor:
     shape, dim = list(parameter.shape), sharded_dim(parameter)
     standard = name.replace(K_UP, KV_UP).replace(V_UP, KV_UP)
     if standard != name:
-        shape[0] = shape[0] // (TINY.nope if name.endswith(K_UP) else TINY.v) * (TINY.nope + TINY.v)
+        shape[0] = shape[0] // (MLA.nope if name.endswith(K_UP) else MLA.v) * (MLA.nope + MLA.v)
     if dim is not None:
         shape[dim] *= world.tp_size()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{what} {standard}".encode()))
     whole = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
     if standard != name:
-        whole = separate_heads(TINY, whole)[name.endswith(V_UP)]
+        whole = separate_heads(MLA, whole)[name.endswith(V_UP)]
     return whole if dim is None else world.own_part(whole, dim)
 
 
@@ -227,3 +246,18 @@ def test_a_run_of_the_standard_goes_on(folder):
     for name, weight in standard.weights().items():
         assert torch.equal(absorbed.weights()[name], weight), name
         assert torch.equal(again.weights()[name], weight), name
+
+
+def layer_wise(choice: str | None, **sizes) -> Training:
+    """Every matrix belongs to one data-parallel rank, as in Megatron's own training loop."""
+    training = Training.of(choice, "duplicated", torch.bfloat16, layer_wise=True)
+    return training
+
+
+@pytest.mark.parametrize("choice", [None, "per_head", "combined"])
+def test_layer_wise(choice):
+    with world.parallel(tp=1):
+        expected = Training.of(choice, "duplicated", torch.bfloat16).run()
+        actual = layer_wise(choice).run()
+        for name, w in expected.items():
+            assert torch.equal(actual[name], w), name
