@@ -22,6 +22,7 @@ from megatron.core.optimizer.layer_wise_optimizer import (
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.muon.partners import Partners
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.distributed.whole import shared_folder
 from tests.support import world
@@ -79,7 +80,9 @@ class Training:
             config = config_for(MLA, dtype, **changes)
             options = AbsorbedMLAOptions(muon_kv_up=choice, down_projection="column_parallel")
             spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-        model = gpt_model("absorbed" if choice else "standard", MLA, dtype=dtype, spec=spec, **changes)
+        model = gpt_model(
+            "absorbed" if choice else "standard", MLA, dtype=dtype, spec=spec, **changes
+        )
         model = distributed(model, layer_wise)
         config = OptimizerConfig(
             optimizer="muon",
@@ -151,7 +154,10 @@ def distributed(model: nn.Module, layer_wise: bool) -> DistributedDataParallel:
     if layer_wise:
         tag_params_for_buffer_routing([model])
         layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
-            list(model.parameters()), None, torch.distributed.get_world_size() // world.tp_size(), config
+            list(model.parameters()),
+            None,
+            torch.distributed.get_world_size() // world.tp_size(),
+            config,
         )
     return DistributedDataParallel(model.config, config, model, full_param_layout=layout)
 
@@ -248,16 +254,19 @@ def test_a_run_of_the_standard_goes_on(folder):
         assert torch.equal(again.weights()[name], weight), name
 
 
-def layer_wise(choice: str | None, **sizes) -> Training:
-    """Every matrix belongs to one data-parallel rank, as in Megatron's own training loop."""
-    training = Training.of(choice, "duplicated", torch.bfloat16, layer_wise=True)
-    return training
-
-
-@pytest.mark.parametrize("choice", [None, "per_head", "combined"])
-def test_layer_wise(choice):
+@pytest.mark.parametrize("choice", [None, "combined", "per_head"])
+def test_layer_wise(choice, monkeypatch):
+    """Every matrix belongs to one data-parallel rank, and K and V of a layer to different ones."""
+    exchanged = []
+    exchange = Partners.exchange
+    monkeypatch.setattr(
+        Partners, "exchange", lambda *args: exchanged.append(args) or exchange(*args)
+    )
     with world.parallel(tp=1):
         expected = Training.of(choice, "duplicated", torch.bfloat16).run()
-        actual = layer_wise(choice).run()
-        for name, w in expected.items():
-            assert torch.equal(actual[name], w), name
+        assert not exchanged
+        training = Training.of(choice, "duplicated", torch.bfloat16, layer_wise=True)
+        actual = training.run()
+    assert bool(exchanged) == (choice == "combined" and world.size() > 1)
+    for name, weight in expected.items():
+        assert torch.equal(actual[name], weight), name
