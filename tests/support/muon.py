@@ -52,6 +52,7 @@ class ReferenceMuon(Optimizer):
             state["step"] = torch.tensor(0.0)
             state["momentum"] = torch.zeros_like(matrix)
         state["step"] += 1
+        assert state["step"] == group["steps"], "a step of the optimizer is one of every matrix"
         state["momentum"].mul_(group["momentum"]).add_(matrix.grad)
         ahead = matrix.grad + group["momentum"] * state["momentum"]
         matrix.mul_(1 - group["lr"] * group["decay"])
