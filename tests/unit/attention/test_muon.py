@@ -6,6 +6,8 @@ If these fail, K and V up-projections train at other rates than in standard MLA,
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.muon import follow_kv_up_marks
 from absorbed_mla.muon.marks import MARK
+from absorbed_mla.muon.matrices import Combined
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.harness import PARAMETERS, Setup
 from tests.support.muon import ReferenceMuon, update_of
+from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
 from tests.support.standard import KV_UP, build_standard, interleave_heads, separate_heads
 from tests.unit.attention.test_options import attention_spec
@@ -25,6 +29,7 @@ from tests.unit.attention.test_options import attention_spec
 FP32 = Setup(dtype=torch.float32)
 K_UP, V_UP = "linear_k_up_proj.weight", "linear_v_up_proj.weight"
 LR = 0.02
+MUON_PAGE = Path(__file__).resolve().parents[3] / "docs" / "muon.md"
 # Of every matrix by its name in the standard.
 Tensors = dict[str, Tensor]
 
@@ -130,6 +135,25 @@ def test_combined_shares_one_update():
         sizes[choice] = [(p - old).square().mean().sqrt() for p, old in zip((k, v), before)]
     assert sizes["combined"][0] < sizes["combined"][1] / 10
     assert sizes["split"][0] > sizes["split"][1] / 2
+
+
+def test_the_table_of_the_docs():
+    """Of updates of random gradients at Moonlight's dimensions: K and V, apart and together."""
+    rows = re.findall(r"^\| \d.*", MUON_PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 3
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(16 * 128, 512, generator=generator) for _ in range(2))
+    both = Combined([], (128, 128))
+    # Apart, the size of a gradient makes no difference.
+    split = [update_of(gradient) for gradient in (k, v)]
+    heads = [torch.cat([update_of(x) for x in gradient.split(128)]) for gradient in (k, v)]
+    for row in rows:
+        ratio, *said = (float(number) for number in re.findall(r"[\d.]+", row))
+        combined = both.split([update_of(both.join((k, ratio * v))[0])])
+        sizes = [x.square().mean().sqrt() for choice in (combined, split, heads) for x in choice]
+        apart = [relative_error(torch.cat(x), torch.cat(combined)) for x in (split, heads)]
+        assert [float(size) for size in sizes] == pytest.approx(said[:6], abs=2e-3)
+        assert apart == pytest.approx(said[6:], abs=1e-2)
 
 
 @pytest.mark.parametrize("choice", ["combined", "per_head"])
