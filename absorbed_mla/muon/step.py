@@ -44,14 +44,17 @@ class Step:
         """
         # As they are before the step, which may count itself in them.
         groups = [dict(group) for group in optimizer.param_groups]
-        found = [_find(entry, groups) for entry in self._entries]
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        found = [_find(entry, group_of) for entry in self._entries]
         self._find_partners(optimizer, found)
         held = {id(weight) for weights, _ in found for weight in weights if weight is not None}
         with _only([[p for p in g["params"] if id(p) not in held] for g in groups], optimizer):
             result = self._plain() if closure is None else self._plain(closure)
         for number, (weights, group) in enumerate(found):
             own = [weight for weight in weights if weight is not None]
-            if any(weight.grad is not None for weight in own):
+            # Whoever has one of two waits for the other's, whatever the gradients.
+            shared = 0 < len(own) < len(weights)
+            if shared or any(weight.grad is not None for weight in own):
                 rows = self._rows(optimizer, number, found[number])
                 attributes = {k: v for k, v in vars(own[0]).items() if k not in _OF_THE_WEIGHT}
                 self._step_on_matrices(optimizer, self._entries[number], rows, attributes, group)
@@ -113,14 +116,13 @@ class Step:
         store_states(entry, states, matrices[0].shape[0], rows)
 
 
-def _find(entry: Matrices, groups: list[dict[str, Any]]) -> Found:
-    where = {id(p): group for group in groups for p in group["params"]}
+def _find(entry: Matrices, group_of: dict[int, dict[str, Any]]) -> Found:
     weights: list[Tensor | None] = []
     for weight in entry.weights:
         # Megatron's fp32 copy of a parameter in bf16 takes its place.
-        copies = [p for p in (weight, getattr(weight, "main_param", None)) if id(p) in where]
+        copies = [p for p in (weight, getattr(weight, "main_param", None)) if id(p) in group_of]
         weights.append(copies[0] if copies else None)
-    own = [where[id(weight)] for weight in weights if weight is not None]
+    own = [group_of[id(weight)] for weight in weights if weight is not None]
     if any(group is not own[0] for group in own):
         raise not_together()
     return weights, own[0] if own else {}

@@ -205,7 +205,7 @@ def test_clipping_is_that_of_the_standard(mode):
         Training.of(choice, mode, clip_grad=1.0).run() for choice in (None, "combined")
     )
     errors = errors_of(absorbed, standard)
-    assert max(errors.values()) < 1e-6, errors
+    assert max(errors.values()) < 5e-6, errors
 
 
 @pytest.mark.parametrize(
