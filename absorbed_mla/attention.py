@@ -27,6 +27,7 @@ from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
+from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.qk_clip import clip_factors, scale_rows
@@ -152,6 +153,8 @@ class AbsorbedMLASelfAttention(Attention):
             dims.num_heads * dims.v_head_dim,
             head_dim=dims.v_head_dim,
         )
+        choice = KVUp(self.options.muon_kv_up, (dims.qk_nope_head_dim, dims.v_head_dim))
+        mark_kv_up(self.linear_k_up_proj.weight, self.linear_v_up_proj.weight, choice)
         self.linear_proj = build.linear(
             "linear_proj",
             dims.num_heads * dims.v_head_dim,

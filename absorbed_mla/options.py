@@ -9,6 +9,7 @@ from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, PAGED_BACKE
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
+MUON_KV_UP = ("combined", "split", "per_head")
 # Of the files that are there; a program may register more.
 CORE_ATTENTION_BACKENDS = ("auto", *ATTENTION_BACKENDS.names())
 PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
@@ -49,6 +50,9 @@ class AbsorbedMLAOptions:
             streams them. None: all stay on the device.
         batch_invariant: Parity mode (docs/parity.md): a token's output is bitwise the same in
             training, prefill and decode, whatever else is in the batch. Absorbed form throughout.
+        muon_kv_up: What Muon orthogonalises as one matrix (docs/muon.md): ``"combined"`` the K and
+            V up-projections of all heads together, as in standard MLA; ``"split"`` each of the two;
+            ``"per_head"`` each head's rows of each. Other optimizers do not read it.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -64,10 +68,12 @@ class AbsorbedMLAOptions:
     context_chunk_size: int = 2**16
     latent_cache_tokens: int | None = None
     batch_invariant: bool = False
+    muon_kv_up: str = "combined"
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
         _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
+        _require_one_of("muon_kv_up", self.muon_kv_up, MUON_KV_UP)
         ATTENTION_BACKENDS.require(self.core_attention_backend, "auto")
         self._require_fitting_form()
         PAGED_BACKENDS.require(self.paged_attention_backend, "auto")

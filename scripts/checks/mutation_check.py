@@ -46,6 +46,14 @@ MUTATIONS = {
         "x[..., 0::2].to(compute), x[..., 1::2].to(compute)",
         "(half.to(compute) for half in x.chunk(2, dim=-1))",
     ),
+    "muon_rows_by_head": Mutation(
+        "absorbed_mla/muon/matrices.py",
+        "return [torch.cat(per_head, dim=1).flatten(0, 1)]",
+        "return [torch.cat([part.flatten(0, 1) for part in per_head])]",
+    ),
+    "muon_states_are_joined": Mutation(
+        "absorbed_mla/muon/step.py", "            if state:\n", "            if False:\n"
+    ),
     "softmax_scale": Mutation(
         "absorbed_mla/dims.py",
         "math.sqrt(dims.qk_head_dim)",

@@ -1,0 +1,86 @@
+"""Marking weights, and making optimizers step as the marks say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from absorbed_mla.muon.marks import MARK, KVUp, Mark, marked_weights
+from absorbed_mla.muon.matrices import matrices_of
+from absorbed_mla.muon.step import Step
+
+_FOLLOWS = "follows_muon_kv_up"
+# Megatron's optimizers that orthogonalise, by their names in its registry.
+_MEGATRON_NAMES = ("muon", "adaptive_muon")
+
+
+def mark_kv_up(w_uk: nn.Parameter, w_uv: nn.Parameter, layer: KVUp) -> None:
+    """Mark one layer's weights [heads * head_dim, C], and have Megatron's Muon follow the marks."""
+    for part, weight in enumerate((w_uk, w_uv)):
+        setattr(weight, MARK, Mark(layer, part))
+    if layer.update != "split":
+        _follow_in_megatron()
+
+
+def follow_kv_up_marks(optimizer: Optimizer) -> None:
+    """Make an optimizer of PyTorch's kind step as the marks of its parameters say.
+
+    Call it before anything replaces the optimizer's parameters. Megatron's Muon needs no call.
+
+    Args:
+        optimizer: It may be any that computes an update from one matrix and its gradient, and
+            keeps states that are scalars or have the matrix's rows.
+
+    Raises:
+        ValueError: If it has no weight of an AbsorbedMLASelfAttention, or one of two to combine.
+    """
+    if not marked_weights(optimizer):
+        raise ValueError(
+            "optimizer must have the linear_k_up_proj and linear_v_up_proj weights of an "
+            "AbsorbedMLASelfAttention, got one without; call follow_kv_up_marks as soon as it is "
+            "made of the model's parameters"
+        )
+    _follow(optimizer)
+
+
+def _follow(optimizer: Optimizer) -> None:
+    """Replace the optimizer's step, unless nothing is to do or it was done before."""
+    layers = [matrices_of(layer, weights) for layer, weights in marked_weights(optimizer).items()]
+    matrices = [entry for layer in layers for entry in layer]
+    if not matrices or hasattr(optimizer.step, _FOLLOWS):
+        return
+    plain = optimizer.step
+    run = Step(plain, matrices)
+
+    @functools.wraps(plain)
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        return run(self, closure)
+
+    setattr(step, _FOLLOWS, True)
+    # A bound method, because PyTorch's learning-rate schedulers unwrap it.
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _follow_in_megatron() -> None:
+    """Let every Muon that Megatron makes from now on follow the marks."""
+    from megatron.core.optimizer import emerging_optimizers
+
+    for name in _MEGATRON_NAMES:
+        entry = emerging_optimizers._EMERGING_OPTIMIZERS[name]
+        if not hasattr(entry.optimizer_cls, _FOLLOWS):
+            entry.optimizer_cls = _following(entry.optimizer_cls)
+
+
+def _following(optimizer_class: type[Optimizer]) -> Callable[..., Optimizer]:
+    @functools.wraps(optimizer_class, updated=())
+    def build(*args, **kwargs) -> Optimizer:
+        optimizer = optimizer_class(*args, **kwargs)
+        _follow(optimizer)
+        return optimizer
+
+    setattr(build, _FOLLOWS, True)
+    return build
