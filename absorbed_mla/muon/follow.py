@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from collections.abc import Callable
 from types import MethodType
 
 from torch import nn
 from torch.optim import Optimizer
 
+from absorbed_mla.log_once import log_once
 from absorbed_mla.muon.marks import MARK, KVUp, Mark, marked_weights
 from absorbed_mla.muon.matrices import matrices_of
 from absorbed_mla.muon.step import Step
 
+logger = logging.getLogger(__name__)
 _FOLLOWS = "follows_muon_kv_up"
 # Megatron's optimizers that orthogonalise, by their names in its registry.
 _MEGATRON_NAMES = ("muon", "adaptive_muon")
@@ -67,10 +71,14 @@ def _follow(optimizer: Optimizer) -> None:
 
 def _follow_in_megatron() -> None:
     """Let every Muon that Megatron makes from now on follow the marks."""
-    from megatron.core.optimizer import emerging_optimizers
-
-    for name in _MEGATRON_NAMES:
-        entry = emerging_optimizers._EMERGING_OPTIMIZERS[name]
+    try:
+        module = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+        entries = [module._EMERGING_OPTIMIZERS[name] for name in _MEGATRON_NAMES]
+    except (ImportError, AttributeError, KeyError) as error:
+        # Of another release; most models are trained by another optimizer.
+        log_once(logger, "Megatron's Muon does not follow muon_kv_up", repr(error))
+        return
+    for entry in entries:
         if not hasattr(entry.optimizer_cls, _FOLLOWS):
             entry.optimizer_cls = _following(entry.optimizer_cls)
 

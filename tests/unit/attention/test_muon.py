@@ -6,6 +6,7 @@ If these fail, K and V up-projections train at other rates than in standard MLA,
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.log_once import times_logged
 from absorbed_mla.muon import follow_kv_up_marks
 from absorbed_mla.muon.marks import MARK
 from absorbed_mla.muon.matrices import Combined
@@ -278,3 +280,15 @@ class TestRefusals:
         set_gradients(attention, 1)
         with refusal("128 rows", "got (24,) for 'columns'", "muon_kv_up='split'"):
             optimizer.step()
+
+
+def test_a_megatron_with_another_registry(monkeypatch, caplog):
+    """An attention is built all the same: most models are trained by another optimizer."""
+    from megatron.core.optimizer import emerging_optimizers
+
+    times_logged.cache_clear()
+    monkeypatch.delattr(emerging_optimizers, "_EMERGING_OPTIMIZERS")
+    with caplog.at_level(logging.INFO):
+        absorbed()
+        absorbed()
+    assert caplog.text.count("Megatron's Muon does not follow muon_kv_up") == 1
