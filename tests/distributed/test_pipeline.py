@@ -90,11 +90,13 @@ def test_stages(pipeline, experts, form, layout):
 
 
 @needs.processes(2)
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @form
 @layout
-def test_ranks_of_experts(form, layout):
+def test_ranks_of_experts(dispatcher, form, layout):
     """Each rank has half of the experts, and half of the microbatches."""
-    model = Model(form=form, experts=True)
+    fields = (("moe_token_dispatcher_type", dispatcher),)
+    model = Model(form=form, experts=True, fields=fields)
     _, gradients = cut(model, layout, range(4), expert_model_parallel_size=2)
     _, expected = alone(model, layout, range(4))
     require_close(gradients, expected)
