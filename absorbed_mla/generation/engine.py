@@ -111,6 +111,15 @@ class Engine:
             self._active = stack.pop_all()
         self._forget_requests()
 
+    def finish(self) -> None:
+        """Abort all requests; where replicas share experts, go on until none has any."""
+        if self._active is None or not self._replicas.several:
+            return
+        for number in list(self._sampling):
+            self.abort(number)
+        while self.is_busy():
+            self.step()
+
     def stop(self) -> None:
         """Put the model back into its former mode, ready to be trained; may be called twice."""
         if self._active is not None:

@@ -46,8 +46,8 @@ def require_layout(model: GPTModel, options: EngineOptions, replicas: Replicas) 
         ValueError: Naming the option that does not fit, and what it got.
     """
     config = model.config
-    virtual = config.virtual_pipeline_model_parallel_size
-    if virtual is not None:
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1:
         raise ValueError(
             "virtual_pipeline_model_parallel_size must be None to generate, got "
             f"{virtual}: requests pass every stage once"
