@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.batch_invariant import disable_batch_invariant_mode
@@ -17,7 +19,8 @@ from tests.distributed.test_llm import GREEDY, PROMPTS, expected_tokens, made_by
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.engine import prompt
-from tests.support.pipeline import Model, load, whole_weights
+from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
+from tests.support.pipeline import weights as weights_of
 
 pytestmark = [needs.processes(2), needs.no_gpu]
 
@@ -96,6 +99,108 @@ def test_drafts_and_chunks(folder, layout):
     expected = generated(path, ({"tensor_parallel_size": 1}, {}), prompts, params)
     options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 64}
     assert generated(path, layout, prompts, params, **options) == expected
+
+
+@pytest.mark.parametrize("layout", [STAGES, EXPERTS], ids=["pp", "ep"])
+def test_parity_mode(saved, layout):
+    """Sampled, alone and all together, in chunks and evicted."""
+    path, _ = saved("experts")
+    # They need a second block of the cache at about the same time.
+    prompts = [list(range(start, start + 54 + 2 * start)) for start in (1, 2, 3)]
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, top_p=0.9, temperature=1.3)
+        for i in range(3)
+    ]
+    given, sizes = layout
+    options = {"parity": True, "max_num_seqs": 8, **given}
+    try:
+        with world.parallel(**sizes):
+            with LLM(path, **options) as llm:
+                alone = [
+                    token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
+                    for prompt, one in zip(prompts, params)
+                ]
+            with LLM(path, **options, max_num_batched_tokens=64, cache_tokens=320) as llm:
+                together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
+                assert llm.statistics().evicted + llm.statistics().most_paused
+    finally:
+        disable_batch_invariant_mode()
+    assert token_ids(together) == [*alone, *alone]
+
+
+LIVE = {
+    "pp": STAGES[1],
+    "ep": {"expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("sizes", LIVE.values(), ids=LIVE)
+def test_a_model_that_is_trained(sizes):
+    """A rollout between two steps changes nothing; its tokens are those of the new weights.
+
+    Ranks that share experts have prompts of their own, and another number of them.
+    """
+    fields = {"cache_mla_latents": True, "init_method_std": 0.2}
+    if "expert_model_parallel_size" in sizes:
+        fields["moe_token_dispatcher_type"] = "alltoall"
+    model = Model(experts=True, fields=tuple(fields.items()))
+    own = world.rank() if "expert_model_parallel_size" in sizes else 0
+    prompts = [prompt(70 + seed, seed) for seed in range(own, 2 + 2 * own)]
+    params = SamplingParams(max_tokens=8, seed=1, logprobs=0)
+    with world.parallel():
+        weights = whole_weights(model)
+    with world.parallel(**sizes):
+        rolling, plain = model.build(), model.build()
+        load(rolling, weights)
+        load(plain, weights)
+        with LLM.from_model(rolling[0], max_model_len=128, max_num_seqs=4) as llm:
+            step(rolling, 0)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            gradients = step(rolling, 1)
+        step(plain, 0)
+        expected = step(plain, 1)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), name
+    trained = whole_after_a_step(model, weights, sizes)
+    with world.parallel():
+        [alone] = model.build()
+        load([alone], trained)
+        with LLM.from_model(alone, max_model_len=128, max_num_seqs=4) as llm:
+            expected = llm.generate(prompts, params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(expected)
+
+
+def step(chunks, seed: int) -> dict[str, torch.Tensor]:
+    """A step of gradient descent; all replicas have the same data. Returns the gradients."""
+    layout = LAYOUTS["sbhd"]
+    _, gradients = train_step(chunks, layout, microbatches(layout, [seed, seed + 10]))
+    with torch.no_grad():
+        for name, parameter in weights_of(chunks).items():
+            parameter -= 0.05 * gradients[name]
+    return gradients
+
+
+def whole_after_a_step(model: Model, weights, sizes) -> dict[str, torch.Tensor]:
+    """Weights of the whole model, from the ranks of the layout."""
+    with world.parallel(**sizes):
+        chunks = model.build()
+        load(chunks, weights)
+        step(chunks, 0)
+        parts = [None] * world.size()
+        dist.all_gather_object(
+            parts, {n: p.detach().clone() for n, p in weights_of(chunks).items()}
+        )
+    return {name: weight for part in parts for name, weight in part.items()}
+
+
+def test_virtual_stages_are_refused():
+    with world.parallel(**STAGES[1], virtual_pipeline_model_parallel_size=2):
+        chunks = Model(fields=(("cache_mla_latents", True),)).build()
+        with pytest.raises(ValueError, match="virtual pipeline stages cannot generate"):
+            LLM.from_model(chunks)
+        with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size must be None"):
+            LLM.from_model(chunks[0], max_model_len=128)
 
 
 @pytest.mark.parametrize(
