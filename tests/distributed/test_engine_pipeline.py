@@ -6,13 +6,12 @@ If a test fails, stages or replicas schedule differently, or a token comes from 
 from __future__ import annotations
 
 import pytest
+from megatron.core import parallel_state
 
 from absorbed_mla.generation.sampling import SamplingParams
 from tests.support import needs, world
 from tests.support.engine import engine_of, prompt
 from tests.support.pipeline import Model, load, whole_weights
-
-pytestmark = needs.processes(2)
 
 STAGES = {"pipeline_model_parallel_size": 2}
 VIRTUAL = {**STAGES, "virtual_pipeline_model_parallel_size": 2}
@@ -46,9 +45,11 @@ def model_of(**changes) -> Model:
 
 def run(model: Model, prompts, sampling, *, sizes=None, **options):
     """Results and statistics of an engine in a parallel layout."""
-    with world.parallel():
+    sizes = sizes or {}
+    tensor_parallel = {n: sizes[n] for n in sizes if n in ("tp", "expert_tensor_parallel_size")}
+    with world.parallel(**tensor_parallel):
         whole = whole_weights(model)
-    with world.parallel(**sizes or {}):
+    with world.parallel(**sizes):
         [part] = model.build()
         load([part], whole)
         engine = engine_of(part, **options)
@@ -69,6 +70,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("form", ["auto", "expanded"])
+@needs.processes(2)
 def test_stages(experts, form):
     model = model_of(form=form, experts=experts)
     # The other rows of the embedding are padding.
@@ -80,6 +82,7 @@ def test_stages(experts, form):
     assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
 
 
+@needs.processes(2)
 def test_prompt_logprobs_on_all_stages():
     model = model_of(experts=True)
     sampling = [one.replace(prompt_logprobs=1) for one in SAMPLING]
@@ -90,11 +93,11 @@ def test_prompt_logprobs_on_all_stages():
     assert len(found[0].prompt_log_probs) == len(PROMPTS[0]) - 1
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2])
-def test_drafts(num_drafts):
+@needs.processes(2)
+def test_drafts():
     """The last stage has the MTP layers."""
     model = model_of(mtp_layers=2, experts=True)
-    options = {"num_speculative_tokens": num_drafts}
+    options = {"num_speculative_tokens": 2}
     found, done = run(model, PROMPTS, SAMPLING, sizes=STAGES, **CROWDED, **options)
     expected, _ = run(model, PROMPTS, SAMPLING)
     assert_same(found, expected)
@@ -115,6 +118,7 @@ def test_drafts(num_drafts):
         ({}, VIRTUAL, {}, "virtual_pipeline_model_parallel_size must be None to generate, got 2"),
     ],
 )
+@needs.processes(2)
 def test_refused(fields, sizes, options, error):
     model = model_of(experts=True, fields={"moe_token_dispatcher_type": "alltoall", **fields})
     with world.parallel(**sizes), pytest.raises(ValueError, match=error):
@@ -122,6 +126,7 @@ def test_refused(fields, sizes, options, error):
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
+@needs.processes(2)
 def test_replicas_that_share_experts(num_drafts):
     """Each has requests of its own, ends at another time, and rejects another prompt."""
     model = model_of(mtp_layers=2, experts=True, fields={"moe_token_dispatcher_type": "alltoall"})
@@ -131,4 +136,27 @@ def test_replicas_that_share_experts(num_drafts):
     [refused, *found], _ = run(model, prompts, sampling, sizes=EXPERTS, **CROWDED, **options)
     expected, _ = run(model, PROMPTS[own], SAMPLING[own])
     assert refused.error
+    assert_same(found, expected)
+
+
+@needs.processes(4)
+@pytest.mark.parametrize(
+    "fields, sizes",
+    [
+        ({"sequence_parallel": True}, {"tp": 2, **STAGES}),
+        ({"moe_token_dispatcher_type": "alltoall"}, {**EXPERTS, **STAGES}),
+        # Experts' ranks are the tensor-parallel ones, so replicas need not wait for each other.
+        ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}),
+    ],
+    ids=["tp-pp", "ep-pp", "ep-in-tp"],
+)
+def test_together(fields, sizes):
+    with world.parallel(**sizes):
+        own = parallel_state.get_data_parallel_rank()
+    prompts, sampling = PROMPTS[own : own + 2 + own], SAMPLING[own : own + 2 + own]
+    fields = {**fields, "expert_tensor_parallel_size": sizes.get("expert_tensor_parallel_size")}
+    model = model_of(experts=True, fields=fields)
+    found, _ = run(model, prompts, sampling, sizes=sizes, **CROWDED)
+    whole = model_of(experts=True, fields={**fields, "sequence_parallel": False})
+    expected, _ = run(whole, prompts, sampling)
     assert_same(found, expected)

@@ -211,7 +211,10 @@ def test_virtual_stages_are_refused():
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
             "tensor_parallel_size must divide torchrun's 2 processes, got 2 with 2 pipeline stages",
         ),
-        ({"expert_parallel_size": 2, "tensor_parallel_size": 1}, "expert_parallel_size must divide"),
+        (
+            {"expert_parallel_size": 2, "tensor_parallel_size": 1},
+            "expert_parallel_size must divide",
+        ),
     ],
 )
 def test_refused(saved, options, error):

@@ -182,8 +182,14 @@ def _loss(output: Tensor):
     return loss, {"loss": loss.item()}
 
 
-@functools.cache
 def whole_weights(model: Model) -> dict[str, Tensor]:
     """Of one model in the tensor-parallel layout of the moment; the same on all such ranks."""
+    return _whole_weights(
+        model, world.tp_size(), parallel_state.get_expert_tensor_parallel_world_size()
+    )
+
+
+@functools.cache
+def _whole_weights(model: Model, tp: int, expert_tp: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {name: p.detach().clone() for name, p in weights(model.build()).items()}
