@@ -22,7 +22,7 @@ from tests.support.engine import prompt
 from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
 from tests.support.pipeline import weights as weights_of
 
-pytestmark = [needs.processes(2), needs.no_gpu]
+pytestmark = needs.no_gpu
 
 # Two layers on the first stage, one on the last.
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 131}
@@ -72,6 +72,7 @@ def generated(path, layout, prompts=PROMPTS, params=GREEDY, **options) -> list[l
         return token_ids(outputs)
 
 
+@needs.processes(2)
 @pytest.mark.parametrize(
     "name, layout",
     [("experts", STAGES), ("experts", EXPERTS), ("tied", STAGES)],
@@ -82,6 +83,25 @@ def test_tokens_of_transformers(saved, name, layout):
     assert generated(path, layout) == expected
 
 
+@needs.processes(4)
+@pytest.mark.parametrize(
+    "given, sizes",
+    [
+        # Two halves of each expert, and both with pipeline stages.
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+            {"tp": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        ),
+        ({"pipeline_parallel_size": 2, "expert_parallel_size": 2}, {**EXPERTS[1], **STAGES[1]}),
+    ],
+    ids=["tp-ep", "pp-ep"],
+)
+def test_four_ranks(saved, given, sizes):
+    path, expected = saved("experts")
+    assert generated(path, (given, sizes)) == expected
+
+
+@needs.processes(2)
 @pytest.mark.parametrize("layout", [STAGES, EXPERTS], ids=["pp", "ep"])
 def test_drafts_and_chunks(folder, layout):
     """The MTP layer is on the last stage, which needs the embedding, too."""
@@ -101,6 +121,7 @@ def test_drafts_and_chunks(folder, layout):
     assert generated(path, layout, prompts, params, **options) == expected
 
 
+@needs.processes(2)
 @pytest.mark.parametrize("layout", [STAGES, EXPERTS], ids=["pp", "ep"])
 def test_parity_mode(saved, layout):
     """Sampled, alone and all together, in chunks and evicted."""
@@ -134,11 +155,12 @@ LIVE = {
 }
 
 
+@needs.processes(2)
 @pytest.mark.parametrize("sizes", LIVE.values(), ids=LIVE)
 def test_a_model_that_is_trained(sizes):
     """A rollout between two steps changes nothing; its tokens are those of the new weights.
 
-    Ranks that share experts have prompts of their own, and another number of them.
+    Ranks that share experts have prompts of their own, and end after another number of steps.
     """
     fields = {"cache_mla_latents": True, "init_method_std": 0.2}
     if "expert_model_parallel_size" in sizes:
@@ -146,7 +168,7 @@ def test_a_model_that_is_trained(sizes):
     model = Model(experts=True, fields=tuple(fields.items()))
     own = world.rank() if "expert_model_parallel_size" in sizes else 0
     prompts = [prompt(70 + seed, seed) for seed in range(own, 2 + 2 * own)]
-    params = SamplingParams(max_tokens=8, seed=1, logprobs=0)
+    params = SamplingParams(max_tokens=8 + 5 * own, seed=1, logprobs=0)
     with world.parallel():
         weights = whole_weights(model)
     with world.parallel(**sizes):
@@ -194,6 +216,7 @@ def whole_after_a_step(model: Model, weights, sizes) -> dict[str, torch.Tensor]:
     return {name: weight for part in parts for name, weight in part.items()}
 
 
+@needs.processes(2)
 def test_virtual_stages_are_refused():
     with world.parallel(**STAGES[1], virtual_pipeline_model_parallel_size=2):
         chunks = Model(fields=(("cache_mla_latents", True),)).build()
@@ -203,6 +226,7 @@ def test_virtual_stages_are_refused():
             LLM.from_model(chunks[0], max_model_len=128)
 
 
+@needs.processes(2)
 @pytest.mark.parametrize(
     "options, error",
     [
