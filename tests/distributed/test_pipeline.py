@@ -6,11 +6,14 @@ compared with the oracle elsewhere. If a test fails, a model trains differently 
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from tests.support import needs, world
 from tests.support.numerics import relative_error
 from tests.support.pipeline import (
@@ -41,10 +44,10 @@ def alone(model: Model, layout: str, seeds: range, **sizes):
         return train_step(chunks, LAYOUTS[layout], microbatches(LAYOUTS[layout], seeds))
 
 
-def cut(model: Model, layout: str, seeds: range, **sizes):
-    """Losses and gradients in a parallel layout, and the rank's data-parallel replica."""
+def cut(model: Model, layout: str, seeds: range, source: Model | None = None, **sizes):
+    """Losses and gradients in a parallel layout, with the weights of ``source``."""
     with world.parallel(tp=sizes.get("tp", 1)):
-        whole = whole_weights(model)
+        whole = whole_weights(source or model)
     with world.parallel(**sizes):
         chunks = model.build()
         load(chunks, whole)
@@ -133,3 +136,25 @@ def test_stages_with_ranks_of_experts(pipeline, form):
     _, gradients = cut(model, "sbhd", range(4), expert_model_parallel_size=2, **PIPELINES[pipeline])
     _, expected = alone(model, "sbhd", range(4))
     require_close(gradients, expected)
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("delay", [False, True], ids=["overlapped", "delayed"])
+@form
+@layout
+def test_overlapped_experts(delay, form, layout):
+    """Layers in pieces, with weight gradients after the others: equal to layers in one."""
+    options = {"moe_token_dispatcher_type": "alltoall"}
+    overlap = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delay}
+    plain, pieces = (
+        Model(form=form, experts=True, dtype=torch.bfloat16, fields=tuple(fields.items()))
+        for fields in (options, options | overlap)
+    )
+    asked = mock.Mock()
+    with mock.patch.object(AbsorbedMLASelfAttention, "backward_dw", asked):
+        _, gradients = cut(pieces, layout, range(4), plain, expert_model_parallel_size=2)
+    assert bool(asked.call_count) == delay
+    _, expected = cut(plain, layout, range(4), expert_model_parallel_size=2)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name

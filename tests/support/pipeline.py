@@ -47,12 +47,14 @@ class Model:
         form: Of the attention.
         experts: Whether the layers but the first are mixtures of experts.
         mtp_layers: Number of multi-token-prediction layers.
+        dtype: Of weights and computation.
         fields: More fields of Megatron's config.
     """
 
     form: str = "auto"
     experts: bool = False
     mtp_layers: int | None = None
+    dtype: torch.dtype = torch.float32
     fields: tuple[tuple[str, object], ...] = ()
 
     def build(self) -> list[GPTModel]:
@@ -61,13 +63,13 @@ class Model:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         config = config_for(
             TINY,
-            torch.float32,
+            self.dtype,
             mtp_num_layers=self.mtp_layers,
             tensor_model_parallel_size=world.tp_size(),
             pipeline_model_parallel_size=stages,
             virtual_pipeline_model_parallel_size=virtual,
             expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
-            pipeline_dtype=torch.float32,
+            pipeline_dtype=self.dtype,
             # Megatron's interleaved schedule over gloo hangs without it, also with its own MLA.
             overlap_p2p_comm=virtual is not None,
             batch_p2p_comm=virtual is None,
@@ -96,7 +98,7 @@ class Model:
             post_process=parallel_state.is_pipeline_last_stage(**place),
             position_embedding_type="rope",
             vp_stage=vp_stage,
-        ).to(world.device())
+        ).to(world.device(), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,13 @@ def train_step(
     return [one["loss"] for one in losses], gradients
 
 
-def _forward_step(data: Iterator[Microbatch], model: DistributedDataParallel):
+def _forward_step(
+    data: Iterator[Microbatch], model: DistributedDataParallel, return_schedule_plan: bool = False
+):
+    """The schedule that overlaps the exchange of experts' tokens asks for a plan of the layers."""
     batch = next(data)
-    output = model(
+    function = model.build_schedule_plan if return_schedule_plan else model
+    output = function(
         batch.tokens,
         batch.positions,
         None,
