@@ -76,7 +76,7 @@ class Engine:
         if not getattr(model.config, "cache_mla_latents", False):
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
         self._replicas = Replicas()
-        require_layout(model, options, self._replicas)
+        require_layout(model, self._replicas, cuda_graphs=options.num_cuda_graphs is not None)
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from absorbed_mla.generation.options import EngineOptions
-
 
 class Replicas:
     """The replicas that share experts with this rank's; collective over them.
@@ -32,15 +30,24 @@ class Replicas:
         return bool(self._max(int(value))) if self.several else value
 
     def _max(self, value: int) -> int:
-        if self._group.size() == 1:
-            return value
-        found = torch.tensor(value, device=torch.cuda.current_device())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return int(found)
+        return _max_of(value, self._group)
 
 
-def require_layout(model: GPTModel, options: EngineOptions, replicas: Replicas) -> None:
-    """Check that a model can generate in its parallel layout.
+def _max_of(value: int, group: dist.ProcessGroup) -> int:
+    if group.size() == 1:
+        return value
+    found = torch.tensor(value, device=torch.cuda.current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
+def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) -> None:
+    """Check that a model can generate in its parallel layout; collective over it.
+
+    Args:
+        model: This rank's pipeline stage.
+        replicas: Those that share experts with this rank's.
+        cuda_graphs: Whether steps are captured.
 
     Raises:
         ValueError: Naming the option that does not fit, and what it got.
@@ -52,10 +59,14 @@ def require_layout(model: GPTModel, options: EngineOptions, replicas: Replicas) 
             "virtual_pipeline_model_parallel_size must be None to generate, got "
             f"{virtual}: requests pass every stage once"
         )
-    if not len(model.decoder.layers):
-        raise ValueError("every pipeline stage must have a layer to generate, this one has none")
+    stage_group = parallel_state.get_pipeline_model_parallel_group()
+    if not -_max_of(-len(model.decoder.layers), stage_group):
+        raise ValueError(
+            "pipeline_model_parallel_layout: every stage must have a layer to generate, and one "
+            "has none"
+        )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if options.num_cuda_graphs is not None and (stages > 1 or replicas.several):
+    if cuda_graphs and (stages > 1 or replicas.several):
         raise ValueError(
             "CUDA graphs (num_cuda_graphs, cuda_graphs) need one pipeline stage and experts that "
             f"no data-parallel ranks share, got {stages} stages"

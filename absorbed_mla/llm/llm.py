@@ -150,6 +150,7 @@ class LLM:
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
         if given.cuda_graphs:
             cuda_graphs.require_model_fields(model.config)
+        require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
         layers = model.config.mtp_num_layers or 0
         if given.num_speculative_tokens and not layers:
             raise ValueError(
@@ -163,7 +164,6 @@ class LLM:
             vocab_size = min(vocab_size, found.vocab_size)
         fitting = fitting_tokens(model, given)
         sizes = given.engine_options(longest, vocab_size, fitting)
-        require_layout(model, sizes, Replicas())
         llm = cls.__new__(cls)
         llm._set_up(LocalRunner(model, sizes), found, (), awake=False)
         return llm

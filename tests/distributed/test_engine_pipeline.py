@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from megatron.core import parallel_state
 
+from absorbed_mla.batch_invariant import disable_batch_invariant_mode, enable_batch_invariant_mode
 from absorbed_mla.generation.sampling import SamplingParams
 from tests.support import needs, world
 from tests.support.engine import engine_of, prompt
@@ -115,6 +116,12 @@ def test_drafts():
             {},
             "moe_token_dispatcher_type must be 'alltoall'",
         ),
+        (
+            {"pipeline_model_parallel_layout": [["embedding", *["decoder"] * 4], ["loss"]]},
+            STAGES,
+            {},
+            "pipeline_model_parallel_layout: every stage must have a layer",
+        ),
         ({}, VIRTUAL, {}, "virtual_pipeline_model_parallel_size must be None to generate, got 2"),
     ],
 )
@@ -137,6 +144,23 @@ def test_replicas_that_share_experts(num_drafts):
     expected, _ = run(model, PROMPTS[own], SAMPLING[own])
     assert refused.error
     assert_same(found, expected)
+
+
+@needs.processes(2)
+def test_parity_of_replicas():
+    """Log-probabilities are equal to the bit, whatever the other replica sends to the experts."""
+    fields = {"moe_token_dispatcher_type": "alltoall"}
+    model = model_of(experts=True, batch_invariant=True, fields=fields)
+    own = slice(0, 2) if world.rank() == 0 else slice(2, 6)
+    enable_batch_invariant_mode("cpu")
+    try:
+        found, _ = run(model, PROMPTS[own], SAMPLING[own], sizes=EXPERTS, **CROWDED)
+        expected, _ = run(model, PROMPTS[own], SAMPLING[own])
+    finally:
+        disable_batch_invariant_mode()
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.log_probs == other.log_probs
 
 
 @needs.processes(4)

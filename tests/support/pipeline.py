@@ -48,6 +48,7 @@ class Model:
         experts: Whether the layers but the first are mixtures of experts.
         mtp_layers: Number of multi-token-prediction layers.
         dtype: Of weights and computation.
+        batch_invariant: Parity mode.
         fields: More fields of Megatron's config.
     """
 
@@ -55,6 +56,7 @@ class Model:
     experts: bool = False
     mtp_layers: int | None = None
     dtype: torch.dtype = torch.float32
+    batch_invariant: bool = False
     fields: tuple[tuple[str, object], ...] = ()
 
     def build(self) -> list[GPTModel]:
@@ -78,7 +80,7 @@ class Model:
         return [self._chunk(config, None if virtual is None else i) for i in range(virtual or 1)]
 
     def _chunk(self, config, vp_stage: int | None) -> GPTModel:
-        options = AbsorbedMLAOptions(form=self.form)
+        options = AbsorbedMLAOptions(form=self.form, batch_invariant=self.batch_invariant)
         spec = get_absorbed_mla_decoder_block_spec(
             config, backend="local", options=options, vp_stage=vp_stage
         )
