@@ -32,6 +32,10 @@ class _NoStream:
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: None
 
+    def record_event(self, event: object = None) -> _NoStream:
+        """An event, for which Megatron's all-to-all dispatcher waits."""
+        return _NoStream()
+
     def elapsed_time(self, other: object) -> float:
         """0 ms, because nothing is measured."""
         return 0.0
@@ -50,6 +54,7 @@ def enable_cpu_host() -> bool:
         _replace_cuda_functions()
         _replace_rng_state()
         _replace_compiled_parts()
+        _replace_device_checks()
         _ENABLED = True
     return True
 
@@ -117,6 +122,21 @@ def _replace_compiled_parts() -> None:
     # torch.compile of small functions, which also fails in folders with a space in their name.
     torch.compiler.set_stance("force_eager")
     host_random._get_share_storage = lambda: _copy_storage
+
+
+def _replace_device_checks() -> None:
+    """Two places that ask a tensor whether it is on a GPU."""
+    from megatron.core.inference import communication_utils
+    from megatron.core.transformer.moe import token_dispatcher
+
+    # What pipeline stages broadcast while they generate.
+    communication_utils._is_cuda = lambda tensor: None
+    # How many tokens the all-to-all dispatcher sends to each rank of experts.
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts_on_cpu
+
+
+def _counts_on_cpu(counts, as_numpy: bool = False, record_stream: bool = False):
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
 
 
 def _copy_storage(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.ranks import Replicas, require_layout
 from absorbed_mla.generation.requests import (
     Progress,
     Result,
@@ -48,12 +49,16 @@ _MAX_IDLE_STEPS = 3
 class Engine:
     """Generates with the weights that a model has, and leaves the model ready to be trained.
 
-    Collective over the tensor-parallel ranks: every rank makes the same calls with the same
-    arguments. Between :meth:`start` and :meth:`stop`, which ``with`` calls, the model is in
-    evaluation mode and must not be trained; :meth:`generate` calls both where needed.
+    Collective over tensor-parallel ranks and pipeline stages: every rank makes the same calls with
+    the same arguments. Data-parallel ranks have requests of their own. If they share experts, all
+    of them call :meth:`step` until :meth:`is_busy`, which is collective then, is False on all.
+
+    Between :meth:`start` and :meth:`stop`, which ``with`` calls, the model is in evaluation mode
+    and must not be trained; :meth:`generate` calls both where needed.
 
     Args:
-        model: With ``cache_mla_latents`` in its config, not wrapped by DDP or ``Float16Module``.
+        model: This rank's pipeline stage, with ``cache_mla_latents`` in its config, not wrapped by
+            DDP or ``Float16Module``.
         options: Sizes of the cache and of steps.
 
     Attributes:
@@ -63,12 +68,15 @@ class Engine:
         host: Megatron's engine.
 
     Raises:
-        ValueError: If the model does not cache latents.
+        ValueError: If the model does not cache latents, or is divided over ranks in a way in which
+            it cannot generate.
     """
 
     def __init__(self, model: GPTModel, options: EngineOptions) -> None:
         if not getattr(model.config, "cache_mla_latents", False):
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
+        self._replicas = Replicas()
+        require_layout(model, self._replicas, cuda_graphs=options.num_cuda_graphs is not None)
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None
@@ -76,6 +84,7 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
+        self._passes = 0
         self._forget_requests()
 
     def __enter__(self) -> Engine:
@@ -97,11 +106,19 @@ class Engine:
             raise RuntimeError("the engine has been started or closed already")
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
-            if self.vocab_size < self.model.vocab_size:
-                stack.enter_context(self.model.register_forward_hook(self._exclude_padding))
+            stack.enter_context(self.model.register_forward_hook(self._after_forward))
             self.host.reset()
             self._active = stack.pop_all()
         self._forget_requests()
+
+    def finish(self) -> None:
+        """Abort all requests; where replicas share experts, go on until none has any."""
+        if self._active is None or not self._replicas.several:
+            return
+        for number in list(self._sampling):
+            self.abort(number)
+        while self.is_busy():
+            self.step()
 
     def stop(self) -> None:
         """Put the model back into its former mode, ready to be trained; may be called twice."""
@@ -187,12 +204,17 @@ class Engine:
             self._to_abort.add(number)
 
     def is_busy(self) -> bool:
-        """Whether :meth:`step` has something to do or to report."""
+        """Whether :meth:`step` has something to do or to report, here or where experts are."""
+        return self._replicas.any(self._has_requests())
+
+    def _has_requests(self) -> bool:
         ended = self._unreported or self.host.failed_request_ids
         return bool(ended) or self.host.has_unfinished_requests()
 
     def step(self) -> list[Progress]:
         """Run one forward pass, or report requests that ended without one.
+
+        Where data-parallel ranks share experts, a rank without requests runs an empty pass.
 
         Returns:
             Of every request with new tokens or an end.
@@ -201,10 +223,10 @@ class Engine:
             RuntimeError: If requests wait, but Megatron's scheduler runs none of them.
         """
         self._abort()
-        if self._unreported:
-            reported = list(self._unreported)
-            self._unreported.clear()
+        reported, self._unreported = self._unreported, []
+        if reported and not self._replicas.several:
             return reported
+        self._passes = 0
         step, context = self.host.step_modern(), self.host.context
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
@@ -218,8 +240,10 @@ class Engine:
             self.statistics.drafted = drafted - self._drafts_before[0]
             self.statistics.accepted = accepted - self._drafts_before[1]
         else:
-            self._idle_steps += 1
-        if self.is_busy() and self._idle_steps >= _MAX_IDLE_STEPS:
+            self._idle_steps = self._idle_steps + 1 if self._has_requests() else 0
+        if self._replicas.several and not self._passes:
+            self._run_empty_pass()
+        if self._has_requests() and self._idle_steps >= _MAX_IDLE_STEPS:
             raise RuntimeError(
                 f"the engine schedules none of {len(self.host.waiting_request_ids)} waiting "
                 f"requests; blocks: {context.kv_block_allocator}"
@@ -227,7 +251,7 @@ class Engine:
         running = [n for n in step["active_request_ids"] if n in self.host.requests]
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
-        return list(self._progress(records))
+        return [*reported, *self._progress(records)]
 
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""
@@ -312,7 +336,15 @@ class Engine:
             if result is not None:
                 self._keep(number, result)
 
-    def _exclude_padding(self, model: GPTModel, inputs: tuple, logits: Tensor) -> Tensor:
+    def _run_empty_pass(self) -> None:
+        """Take part in the experts' exchange of tokens without any."""
+        # It forgets all requests of the context.
+        assert not self.host.context.total_request_count
+        self.host.controller.dummy_forward()
+
+    def _after_forward(self, model: GPTModel, inputs: tuple, output: Tensor) -> Tensor:
         """Give rows of the embedding that are no tokens the probability 0."""
-        logits[..., self.vocab_size :] = -torch.inf
-        return logits
+        self._passes += 1
+        if model.post_process and self.vocab_size < model.vocab_size:
+            output[..., self.vocab_size :] = -torch.inf
+        return output

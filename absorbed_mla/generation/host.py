@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 from megatron.core import parallel_state
@@ -17,6 +18,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.generation.blocks import register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
@@ -36,7 +38,7 @@ def host_engine(
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     config = options.to_host(model.config, len(model.decoder.layers), tp)
-    context = DynamicInferenceContext(model.config, config)
+    context = DynamicInferenceContext(_with_training_dispatcher(model.config), config)
     register_blocks_once(context.kv_block_allocator)
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
@@ -44,6 +46,19 @@ def host_engine(
     assert hasattr(controller, "_sampling")
     controller._sampling = sampler
     return DynamicInferenceEngine(controller, context)
+
+
+def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerConfig:
+    """The config, without the experts' dispatcher that needs symmetric memory of NVLink.
+
+    Only Megatron's inference-optimized layers use it, but the context allocates its buffers for any
+    model whose ranks share experts.
+    """
+    if config.transformer_impl == "inference_optimized":
+        return config
+    config = copy.copy(config)
+    config.inference_moe_token_dispatcher_type = "nccl"
+    return config
 
 
 @contextlib.contextmanager

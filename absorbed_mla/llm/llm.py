@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from absorbed_mla.generation.requests import Progress, Result, Statistics
     from absorbed_mla.llm.runner import Abort, Add, Runner
 
+# Options that decide how a model is built.
+_BUILT_WITH = {
+    *("dtype", "device", "form", "parity"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+}
 # A text, or token ids.
 Prompt = str | Sequence[int]
 
@@ -48,7 +53,8 @@ class LLM:
     It is not thread-safe; ``absorbed_mla.llm.server`` serves many clients with one.
 
     In a script or a notebook, the model runs in processes of its own, one for each tensor-parallel
-    rank. Under torchrun, and around a live model (:meth:`from_model`), it runs in this process:
+    rank of each pipeline stage. Under torchrun, and around a live model (:meth:`from_model`), it
+    runs in this process:
     every rank makes the same calls with the same arguments and gets the same outputs.
 
     Args:
@@ -74,19 +80,13 @@ class LLM:
         folder, given = Path(model), _options(options)
         checkpoint = open_model(folder)
         ranks = started_by_torchrun()
-        world = int(os.environ.get("WORLD_SIZE", 1)) if ranks else 1
-        given = dataclasses.replace(given, tensor_parallel_size=given.tensor_parallel_size or world)
-        assert given.tensor_parallel_size is not None
-        if ranks and world % given.tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size must divide torchrun's {world} processes, got "
-                f"{given.tensor_parallel_size}"
-            )
-        require_model(checkpoint, given, given.tensor_parallel_size)
+        world = int(os.environ.get("WORLD_SIZE", 1)) if ranks else None
+        given = given.for_processes(world)
+        require_model(checkpoint, given)
         ends = end_tokens(checkpoint)
         found = open_tokenizer(tokenizer, tokenizer_folder(checkpoint), ends)
         runner: Runner
-        if ranks:
+        if world is not None:
             rank = int(os.environ["RANK"])
             runner = LocalRunner.of_checkpoint(folder, given, rank, world, None)
         else:
@@ -117,30 +117,40 @@ class LLM:
 
         Args:
             model: Megatron's ``GPTModel`` of this rank, also inside its wrappers (DDP,
-                ``Float16Module``), with ``cache_mla_latents=True`` in its config.
+                ``Float16Module``), with ``cache_mla_latents=True`` in its config. Tensor-parallel
+                ranks and pipeline stages make the same calls; data-parallel ranks have prompts of
+                their own, also where they share experts: then :meth:`sleep`, which ends
+                :meth:`generate` and the like, waits until all of them sleep.
             tokenizer: As for the class.
             options: As for the class, but for those that decide how the model is built (``dtype``,
-                ``device``, ``form``, ``parity``, ``tensor_parallel_size``): it has them already.
+                ``device``, ``form``, ``parity`` and parallel sizes): it has them already.
                 ``max_model_len`` is needed if the model does not say how many positions it has.
 
         Raises:
             ValueError: If the model cannot generate, or an option is not for it.
         """
         from absorbed_mla.generation import cuda_graphs
+        from absorbed_mla.generation.ranks import Replicas, require_layout
         from absorbed_mla.llm.runner import LocalRunner, fitting_tokens
 
-        built = sorted({"dtype", "device", "form", "parity", "tensor_parallel_size"} & set(options))
+        built = sorted(_BUILT_WITH & set(options))
         if built:
             raise ValueError(
                 f"from_model has no option {', '.join(built)}: the model has it already"
             )
         given = _options(options)
+        if isinstance(model, list | tuple):
+            raise ValueError(
+                f"model must be one GPTModel, got a {type(model).__name__} of {len(model)}: "
+                "virtual pipeline stages cannot generate"
+            )
         while not hasattr(model, "max_sequence_length") and hasattr(model, "module"):
             model = model.module
         if not getattr(model.config, "cache_mla_latents", False):
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
         if given.cuda_graphs:
             cuda_graphs.require_model_fields(model.config)
+        require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
         layers = model.config.mtp_num_layers or 0
         if given.num_speculative_tokens and not layers:
             raise ValueError(

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.llm.whole_names import whole_names
 from absorbed_mla.options import AbsorbedMLAOptions
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
@@ -86,21 +88,40 @@ def model_dtype(options: LLMOptions, checkpoint: Checkpoint) -> torch.dtype:
     return checkpoint.config.dtype or torch.bfloat16
 
 
-def require_model(checkpoint: Checkpoint, options: LLMOptions, tp: int) -> None:
+def require_model(checkpoint: Checkpoint, options: LLMOptions) -> None:
     """Check that the ranks can share the model, and that it has what options ask for.
+
+    Args:
+        checkpoint: Of the model.
+        options: With ``tensor_parallel_size`` set.
 
     Raises:
         ValueError: Naming the option that does not fit, and the model's size.
     """
-    config = checkpoint.config
-    sizes = {"attention heads": config.num_attention_heads, "MLP channels": config.ffn_hidden_size}
-    if config.num_experts:
-        sizes["channels of an expert"] = config.moe_ffn_hidden_size
-    for name, size in sizes.items():
-        if size % tp:
+    config, tp, ep = checkpoint.config, options.tensor_parallel_size, options.expert_parallel_size
+    assert tp is not None
+    shared = config.num_shared_experts * config.moe_ffn_hidden_size
+    for name, size, parts in (
+        ("attention heads", config.num_attention_heads, tp),
+        ("MLP channels", config.ffn_hidden_size, tp),
+        ("channels of shared experts", shared, tp),
+        ("channels of an expert", config.moe_ffn_hidden_size, tp // ep),
+    ):
+        if size % parts:
             raise ValueError(
                 f"tensor_parallel_size must divide the model's {size} {name}, got {tp}"
+                + (f" with expert_parallel_size {ep}" if parts < tp else "")
             )
+    if (config.num_experts or 0) % ep or (ep > 1 and not config.num_experts):
+        raise ValueError(
+            f"expert_parallel_size must divide the model's {config.num_experts or 0} experts, got "
+            f"{ep}"
+        )
+    if options.pipeline_parallel_size > config.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size must be at most the model's {config.num_layers} layers, got "
+            f"{options.pipeline_parallel_size}"
+        )
     drafts = options.num_speculative_tokens
     if drafts and not config.mtp_layers:
         raise ValueError(
@@ -143,6 +164,7 @@ def _megatron_config(
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     on_gpu = device.type == "cuda"
+    impl = "transformer_engine" if on_gpu and HAVE_TE else "local"
     fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
     drafts = options.num_speculative_tokens
     fields |= {
@@ -152,9 +174,9 @@ def _megatron_config(
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "pipeline_dtype": args.params_dtype,
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        **_parallel_fields(config, impl),
         "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
-        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE else "local",
+        "transformer_impl": impl,
         # One MTP layer may draft several tokens, one after the other.
         "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
         "cache_mla_latents": True,
@@ -165,6 +187,31 @@ def _megatron_config(
     if options.cuda_graphs:
         fields |= model_fields(args.num_experts)
     return MLATransformerConfig(**fields)
+
+
+def _parallel_fields(config: ModelConfig, impl: str) -> dict[str, object]:
+    """Fields of Megatron's config that say how ranks share the model, of layers by ``impl``."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    ep = parallel_state.get_expert_model_parallel_world_size()
+    return {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": stages,
+        "pipeline_model_parallel_layout": _stages(config, stages) if stages > 1 else None,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        # So that one rank sends a token to its experts. Megatron's MTP layers without
+        # TransformerEngine refuse it; there all tensor-parallel ranks send it.
+        "sequence_parallel": ep > 1 and not (config.mtp_layers and impl == "local"),
+    }
+
+
+def _stages(config: ModelConfig, count: int) -> list[list[str]]:
+    """Megatron's layout of the pipeline: as many layers in each stage, or one more in the first."""
+    few, more = divmod(config.num_layers, count)
+    stages = [["decoder"] * (few + (stage < more)) for stage in range(count)]
+    stages[0].insert(0, "embedding")
+    stages[-1] += [*["mtp"] * config.mtp_layers, "loss"]
+    return stages
 
 
 def _build(
@@ -195,6 +242,8 @@ def _build(
         # MLA has its own rotary embedding; "rope" only says that there is no learned table.
         position_embedding_type="rope",
         share_embeddings_and_output_weights=config.tied_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 
@@ -210,15 +259,17 @@ def _load_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyT
     Raises:
         CheckpointError: If the tensors do not fit the config.
     """
-    state = model.state_dict().items()
+    state = whole_names(model, model.state_dict()).items()
     # Live MTP layers have another name than those of checkpoints.
     own = {as_mapped(name): v for name, v in state if not name.endswith("_extra_state")}
-    whole = _in_layout_of(own, to_megatron(tensors, config), config)
+    mapped = to_megatron(tensors, config)
+    if config.tied_embeddings:
+        # The last of several stages has a copy under this name.
+        mapped["output_layer.weight"] = mapped["embedding.word_embeddings.weight"]
+    whole = _in_layout_of(own, mapped, config)
     whole = with_padding(whole, model.vocab_size)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, weight in own.items():
-        share = _share(name, whole[name], tuple(weight.shape), rank, size)
+        share = _share(name, whole[name], tuple(weight.shape), *_tensor_parallel_place(name))
         with ReadSession() as session:
             weight.copy_(share.load(session))
 
@@ -239,10 +290,32 @@ def _in_layout_of(
     for norms in ("separate", "fused"):
         named |= laid_out_tensors(tensors, MegatronLayout(**{**choices, "norms": norms}), config)
     found = {name: named[name] for name in own}
-    used = frozenset[str]().union(*(tensor.leaves for tensor in found.values()))
+    used = _of_all_ranks(frozenset[str]().union(*(tensor.leaves for tensor in found.values())))
     unused = frozenset[str]().union(*(tensor.leaves for tensor in tensors.values())) - used
     assert not unused, f"the model has no place for {sorted(unused)}"
     return found
+
+
+def _of_all_ranks(names: frozenset[str]) -> frozenset[str]:
+    """Names on any of the ranks that share the model."""
+    group = parallel_state.get_model_parallel_group()
+    found: list[frozenset[str]] = [names] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(found, names, group=group)
+    return frozenset[str]().union(*found)
+
+
+def _tensor_parallel_place(name: str) -> tuple[int, int]:
+    """This rank's number among those that share a weight, and how many they are."""
+    if ".experts." in name:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 def _share(name: str, tensor: LazyTensor, shape: Sequence[int], rank: int, size: int) -> LazyTensor:

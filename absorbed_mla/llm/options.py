@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,14 @@ class LLMOptions:
     """Options of :class:`absorbed_mla.llm.llm.LLM`, under vLLM's names where vLLM has them.
 
     Attributes:
-        tensor_parallel_size: Number of processes, each with its share of every layer. None: 1, or
-            all that torchrun started.
+        tensor_parallel_size: Number of processes that share every layer, each with some of the
+            heads. None: ``expert_parallel_size``, or under torchrun all that
+            ``pipeline_parallel_size`` leaves.
+        pipeline_parallel_size: Number of stages, each with its share of the layers, for models that
+            do not fit otherwise: stages wait for each other, so this saves memory and no time.
+        expert_parallel_size: Into how many groups the tensor-parallel processes divide, each with
+            its share of the experts; divides ``tensor_parallel_size``. 1: every process has a part
+            of every expert. It needs no more processes, and cuts experts into fewer pieces.
         dtype: Of weights and computation: ``"float32"``, ``"bfloat16"``, ``"float16"``;
             ``"auto"`` is the checkpoint's.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` for a GPU where there is one.
@@ -52,6 +59,8 @@ class LLMOptions:
     """
 
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -71,6 +80,8 @@ class LLMOptions:
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
+            ("expert_parallel_size", 1),
             ("max_model_len", 2),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -95,6 +106,11 @@ class LLMOptions:
                 "gpu_memory_utilization must be above 0 and at most 1, got "
                 f"{self.gpu_memory_utilization}"
             )
+        if self.tensor_parallel_size and self.tensor_parallel_size % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size must divide tensor_parallel_size "
+                f"{self.tensor_parallel_size}, got {self.expert_parallel_size}"
+            )
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
         if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
@@ -102,6 +118,41 @@ class LLMOptions:
                 f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "
                 f"{self.device!r} and form {self.form!r}"
             )
+
+        for name in ("pipeline_parallel_size", "expert_parallel_size"):
+            if self.cuda_graphs and getattr(self, name) > 1:
+                raise ValueError(f"cuda_graphs needs {name} 1, got {getattr(self, name)}")
+
+    def for_processes(self, count: int | None) -> LLMOptions:
+        """These options with ``tensor_parallel_size`` set.
+
+        Args:
+            count: Processes that torchrun started; None: as many are started as are needed.
+
+        Raises:
+            ValueError: If the sizes do not divide ``count``, or each other.
+        """
+        stages = self.pipeline_parallel_size
+        if count is None:
+            tp = self.tensor_parallel_size or self.expert_parallel_size
+            return dataclasses.replace(self, tensor_parallel_size=tp)
+        if count % stages:
+            raise ValueError(
+                f"pipeline_parallel_size must divide torchrun's {count} processes, got {stages}"
+            )
+        tp = self.tensor_parallel_size or count // stages
+        if count // stages % tp:
+            raise ValueError(
+                f"tensor_parallel_size must divide torchrun's {count} processes, got {tp}"
+                + (f" with {stages} pipeline stages" if stages > 1 else "")
+            )
+        return dataclasses.replace(self, tensor_parallel_size=tp)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that hold one model, once ``tensor_parallel_size`` is set."""
+        assert self.tensor_parallel_size is not None
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def engine_options(
         self, max_model_len: int, vocab_size: int | None, fitting_tokens: int | None

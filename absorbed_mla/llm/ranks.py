@@ -36,8 +36,8 @@ def device_of(options: LLMOptions, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= gpus:
         raise ValueError(
-            f"tensor_parallel_size must be at most the number of GPUs, {gpus}, got more than "
-            f"{local_rank}"
+            "tensor_parallel_size x pipeline_parallel_size must be at most the number of GPUs, "
+            f"{gpus}, got more than {local_rank}"
         )
     return torch.device("cuda", local_rank)
 
@@ -48,7 +48,7 @@ def join(
     """Join the process groups of PyTorch and Megatron that do not exist yet; collective.
 
     Args:
-        options: Their ``tensor_parallel_size`` must be set.
+        options: With ``tensor_parallel_size`` set.
         rank: Of this process.
         world: Number of processes.
         store: Where they meet; None: where torchrun's environment says.
@@ -68,14 +68,24 @@ def join(
         enable_cpu_inference()
     from megatron.core import parallel_state
 
-    tp = options.tensor_parallel_size
+    tp, ep = options.tensor_parallel_size, options.expert_parallel_size
     assert tp is not None
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    found = parallel_state.get_tensor_model_parallel_world_size()
-    if found != tp:
-        raise ValueError(f"tensor_parallel_size must be Megatron's {found}, got {tp}")
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=options.pipeline_parallel_size,
+            expert_model_parallel_size=ep,
+            # All tensor-parallel ranks have experts, and no others.
+            expert_tensor_parallel_size=tp // ep,
+        )
+    for name, found in (
+        ("tensor_parallel_size", parallel_state.get_tensor_model_parallel_world_size()),
+        ("pipeline_parallel_size", parallel_state.get_pipeline_model_parallel_world_size()),
+        ("expert_parallel_size", parallel_state.get_expert_model_parallel_world_size()),
+    ):
+        if found != getattr(options, name):
+            raise ValueError(f"{name} must be Megatron's {found}, got {getattr(options, name)}")
     return device

@@ -98,8 +98,7 @@ class LocalRunner:
             ValueError: If checkpoint, options and machine do not fit each other.
         """
         checkpoint = open_model(folder)
-        assert options.tensor_parallel_size is not None
-        require_model(checkpoint, options, options.tensor_parallel_size)
+        require_model(checkpoint, options)
         device = join(options, rank, world, store)
         if options.parity:
             enable_batch_invariant_mode(device.type)
@@ -132,6 +131,7 @@ class LocalRunner:
         """See :class:`Runner`."""
         if self._engine is None:
             return
+        self._engine.finish()
         if not free_cache:
             self._engine.stop()
             return

@@ -47,8 +47,7 @@ class ProcessRunner:
     """
 
     def __init__(self, folder: Path, options: LLMOptions) -> None:
-        assert options.tensor_parallel_size is not None
-        self._world = options.tensor_parallel_size
+        self._world = options.num_processes
         self._meeting = tempfile.TemporaryDirectory(prefix="absorbed_mla_")
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []

@@ -61,6 +61,37 @@ def test_gradients(form, child):
         assert relative_error(found[name], gradient) < 1e-12, name
 
 
+@form
+@pytest.mark.parametrize("sharding", [True, False], ids=["zero-3", "zero-2"])
+def test_training(form, sharding):
+    """Five steps of AdamW; every rank has a batch of its own, the plain layer those of all."""
+    layout = dense(6, 2)
+    batches = [
+        [layout.random_rows(TINY.hidden, 10 * step + rank) for rank in range(world.size())]
+        for step in range(5)
+    ]
+    plain, shards = layer(form), layer(form)
+    mesh = init_device_mesh(world.device().type, (world.size(),))
+    fully_shard(shards, mesh=mesh, reshard_after_forward=sharding)
+    of_plain, of_shards = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, shards))
+    for batch in batches:
+        expected = [_loss(plain, x) for x in batch]
+        (sum(expected) / len(batch)).backward()
+        loss = _loss(shards, batch[world.rank()])
+        loss.backward()
+        assert loss.item() == pytest.approx(expected[world.rank()].item(), rel=1e-12)
+        for optimizer in (of_plain, of_shards):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, weight), whole in zip(shards.named_parameters(), plain.parameters(), strict=True):
+        assert relative_error(weight.full_tensor(), whole) < 1e-12, name
+
+
+def _loss(attention, x: torch.Tensor) -> torch.Tensor:
+    output, _ = attention(x.to(world.device()), None)
+    return output.square().mean()
+
+
 @pytest.mark.parametrize("child", ["linear_k_up_proj", "linear_v_up_proj"])
 def test_a_weight_that_is_handed_out(child):
     """FSDP frees it after the call, before the attention has used it."""

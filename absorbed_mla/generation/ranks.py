@@ -1,0 +1,85 @@
+"""Ranks that a model is divided over while it generates.
+
+Tensor-parallel ranks and pipeline stages hold one model together: a replica. They schedule the same
+requests, and draw the same tokens from the same logits. Replicas have requests of their own; where
+they share experts, each of them must run a forward pass whenever one of them does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+
+class Replicas:
+    """The replicas that share experts with this rank's; collective over them.
+
+    Attributes:
+        several: Whether there is more than one.
+    """
+
+    def __init__(self) -> None:
+        self._group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        ours = parallel_state.get_data_parallel_rank()
+        self.several = self._max(ours) != -self._max(-ours)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any of them."""
+        return bool(self._max(int(value))) if self.several else value
+
+    def _max(self, value: int) -> int:
+        return _max_of(value, self._group)
+
+
+def _max_of(value: int, group: dist.ProcessGroup) -> int:
+    if group.size() == 1:
+        return value
+    found = torch.tensor(value, device=torch.cuda.current_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
+def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) -> None:
+    """Check that a model can generate in its parallel layout; collective over it.
+
+    Args:
+        model: This rank's pipeline stage.
+        replicas: Those that share experts with this rank's.
+        cuda_graphs: Whether steps are captured.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and what it got.
+    """
+    config = model.config
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1:
+        raise ValueError(
+            "virtual_pipeline_model_parallel_size must be None to generate, got "
+            f"{virtual}: requests pass every stage once"
+        )
+    stage_group = parallel_state.get_pipeline_model_parallel_group()
+    if not -_max_of(-len(model.decoder.layers), stage_group):
+        raise ValueError(
+            "pipeline_model_parallel_layout: every stage must have a layer to generate, and one "
+            "has none"
+        )
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if cuda_graphs and (stages > 1 or replicas.several):
+        raise ValueError(
+            "CUDA graphs (num_cuda_graphs, cuda_graphs) need one pipeline stage and experts that "
+            f"no data-parallel ranks share, got {stages} stages"
+        )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    experts = parallel_state.get_expert_tensor_and_model_parallel_world_size()
+    if replicas.several and experts % tp:
+        raise ValueError(
+            "expert_model_parallel_size x expert_tensor_parallel_size must be a multiple of "
+            f"tensor_model_parallel_size {tp} to generate, or divide it; got {experts}"
+        )
+    if replicas.several and config.moe_token_dispatcher_type == "allgather":
+        raise ValueError(
+            "moe_token_dispatcher_type must be 'alltoall' to generate where data-parallel ranks "
+            "share experts, got 'allgather', which needs equally many tokens on all of them"
+        )

@@ -1,0 +1,189 @@
+"""The engine over pipeline stages and ranks of experts: tokens of the whole model in one process.
+
+If a test fails, stages or replicas schedule differently, or a token comes from other logits.
+"""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core import parallel_state
+
+from absorbed_mla.batch_invariant import disable_batch_invariant_mode, enable_batch_invariant_mode
+from absorbed_mla.generation.sampling import SamplingParams
+from tests.support import needs, world
+from tests.support.engine import engine_of, prompt
+from tests.support.pipeline import Model, load, whole_weights
+
+STAGES = {"pipeline_model_parallel_size": 2}
+VIRTUAL = {**STAGES, "virtual_pipeline_model_parallel_size": 2}
+EXPERTS = {"expert_model_parallel_size": 2}
+# They share a block, and cross the end of another together.
+PROMPTS = [prompt(120, seed, shared=70) for seed in range(6)]
+KINDS = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "seed": 3},
+]
+SAMPLING = [
+    SamplingParams(max_tokens=12 + 3 * (i % 2), logprobs=2, **KINDS[i % len(KINDS)])
+    for i in range(len(PROMPTS))
+]
+# Chunks, shared prefixes and a cache that is too small.
+CROWDED = {
+    "step_tokens": 64,
+    "chunked_prefill": True,
+    "prefix_caching": True,
+    "blocks": 9,
+    "paused_blocks": 1,
+}
+
+
+def model_of(**changes) -> Model:
+    fields = {"cache_mla_latents": True, "init_method_std": 0.2, **changes.pop("fields", {})}
+    return Model(fields=tuple(fields.items()), **changes)
+
+
+def run(model: Model, prompts, sampling, *, sizes=None, **options):
+    """Results and statistics of an engine in a parallel layout."""
+    sizes = sizes or {}
+    tensor_parallel = {n: sizes[n] for n in sizes if n in ("tp", "expert_tensor_parallel_size")}
+    with world.parallel(**tensor_parallel):
+        whole = whole_weights(model)
+    with world.parallel(**sizes):
+        [part] = model.build()
+        load([part], whole)
+        engine = engine_of(part, **options)
+        results = engine.generate(prompts, sampling)
+        engine.require_no_leak()
+        assert part.training
+        return results, engine.statistics
+
+
+def assert_same(found, expected):
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert not one.error, one.error
+        assert one.tokens == other.tokens, number
+        assert one.finish == other.finish
+        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
+        assert one.prompt_log_probs == pytest.approx(other.prompt_log_probs, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "form, experts",
+    [("auto", False), ("expanded", True)],
+    ids=["auto-dense", "expanded-experts"],
+)
+@needs.processes(2)
+def test_stages(form, experts):
+    model = model_of(form=form, experts=experts)
+    # The other rows of the embedding are padding.
+    vocabulary = {"vocab_size": 30}
+    found, done = run(model, PROMPTS, SAMPLING, sizes=STAGES, **CROWDED, **vocabulary)
+    expected, _ = run(model, PROMPTS, SAMPLING, **vocabulary)
+    assert_same(found, expected)
+    assert max(max(one.tokens) for one in found) < 30
+    assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@needs.processes(2)
+def test_prompt_logprobs_on_all_stages():
+    model = model_of(experts=True)
+    sampling = [one.replace(prompt_logprobs=1) for one in SAMPLING[:3]]
+    options = {"prompt_logprobs": True}
+    found, _ = run(model, PROMPTS[:3], sampling, sizes=STAGES, **CROWDED, **options)
+    expected, _ = run(model, PROMPTS[:3], sampling, **options)
+    assert_same(found, expected)
+    assert len(found[0].prompt_log_probs) == len(PROMPTS[0]) - 1
+
+
+@needs.processes(2)
+def test_drafts():
+    """The last stage has the MTP layers."""
+    model = model_of(mtp_layers=2, experts=True)
+    options = {"num_speculative_tokens": 2}
+    found, done = run(model, PROMPTS, SAMPLING, sizes=STAGES, **CROWDED, **options)
+    expected, _ = run(model, PROMPTS, SAMPLING)
+    assert_same(found, expected)
+    assert done.drafted > done.accepted
+
+
+@pytest.mark.parametrize(
+    "fields, sizes, options, error",
+    [
+        ({}, STAGES, {"num_cuda_graphs": 4}, "CUDA graphs .* need one pipeline stage"),
+        ({}, EXPERTS, {"num_cuda_graphs": 4}, "CUDA graphs .* need one pipeline stage and experts"),
+        (
+            {"moe_token_dispatcher_type": "allgather"},
+            EXPERTS,
+            {},
+            "moe_token_dispatcher_type must be 'alltoall'",
+        ),
+        (
+            {"pipeline_model_parallel_layout": [["embedding", *["decoder"] * 4], ["loss"]]},
+            STAGES,
+            {},
+            "pipeline_model_parallel_layout: every stage must have a layer",
+        ),
+        ({}, VIRTUAL, {}, "virtual_pipeline_model_parallel_size must be None to generate, got 2"),
+    ],
+)
+@needs.processes(2)
+def test_refused(fields, sizes, options, error):
+    model = model_of(experts=True, fields={"moe_token_dispatcher_type": "alltoall", **fields})
+    with world.parallel(**sizes), pytest.raises(ValueError, match=error):
+        engine_of(model.build()[0], **options)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@needs.processes(2)
+def test_replicas_that_share_experts(num_drafts):
+    """Each has requests of its own, ends at another time, and rejects another prompt."""
+    model = model_of(mtp_layers=2, experts=True, fields={"moe_token_dispatcher_type": "alltoall"})
+    own = slice(0, 2) if world.rank() == 0 else slice(1, 6)
+    prompts, sampling = [[], *PROMPTS[own]], [SAMPLING[0], *SAMPLING[own]]
+    options = {"num_speculative_tokens": num_drafts}
+    [refused, *found], _ = run(model, prompts, sampling, sizes=EXPERTS, **CROWDED, **options)
+    expected, _ = run(model, PROMPTS[own], SAMPLING[own])
+    assert refused.error
+    assert_same(found, expected)
+
+
+@needs.processes(2)
+def test_parity_of_replicas():
+    """Log-probabilities are equal to the bit, whatever the other replica sends to the experts."""
+    fields = {"moe_token_dispatcher_type": "alltoall"}
+    model = model_of(experts=True, batch_invariant=True, fields=fields)
+    own = slice(0, 2) if world.rank() == 0 else slice(2, 6)
+    enable_batch_invariant_mode("cpu")
+    try:
+        found, _ = run(model, PROMPTS[own], SAMPLING[own], sizes=EXPERTS, **CROWDED)
+        expected, _ = run(model, PROMPTS[own], SAMPLING[own])
+    finally:
+        disable_batch_invariant_mode()
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.log_probs == other.log_probs
+
+
+@needs.processes(4)
+@pytest.mark.parametrize(
+    "fields, sizes",
+    [
+        ({"sequence_parallel": True}, {"tp": 2, **STAGES}),
+        ({"moe_token_dispatcher_type": "alltoall"}, {**EXPERTS, **STAGES}),
+        # Experts' ranks are the tensor-parallel ones, so replicas need not wait for each other.
+        ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}),
+    ],
+    ids=["tp-pp", "ep-pp", "ep-in-tp"],
+)
+def test_together(fields, sizes):
+    with world.parallel(**sizes):
+        own = parallel_state.get_data_parallel_rank()
+    prompts, sampling = PROMPTS[own : own + 2 + own], SAMPLING[own : own + 2 + own]
+    fields = {**fields, "expert_tensor_parallel_size": sizes.get("expert_tensor_parallel_size")}
+    model = model_of(experts=True, fields=fields)
+    found, _ = run(model, prompts, sampling, sizes=sizes, **CROWDED)
+    whole = model_of(experts=True, fields={**fields, "sequence_parallel": False})
+    expected, _ = run(whole, prompts, sampling)
+    assert_same(found, expected)

@@ -1,0 +1,250 @@
+"""``LLM`` over pipeline stages and ranks of experts: the tokens of transformers' ``generate``.
+
+If a test fails, a rank has read another share of a checkpoint than its own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.batch_invariant import disable_batch_invariant_mode
+from tests.conversion.models import Architecture, make_model, save
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.distributed.test_llm import GREEDY, PROMPTS, expected_tokens, made_by_rank_0, token_ids
+from tests.distributed.whole import shared_folder
+from tests.support import needs, world
+from tests.support.engine import prompt
+from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
+from tests.support.pipeline import weights as weights_of
+
+pytestmark = needs.no_gpu
+
+# Two layers on the first stage, one on the last.
+LAYERS = {"num_hidden_layers": 3, "vocab_size": 131}
+ARCHITECTURES = {
+    "experts": (Architecture("v3", True, True, "yarn"), LAYERS),
+    "tied": (Architecture("v3", True, False, "rope"), {**LAYERS, "tie_word_embeddings": True}),
+}
+# Options of LLM, and Megatron's sizes, which are those of this process already.
+STAGES = (
+    {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+)
+EXPERTS = (
+    {"expert_parallel_size": 2},
+    {"tp": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with shared_folder() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    """Per architecture, its Hugging Face folder and the tokens that transformers generates."""
+
+    @functools.cache
+    def make(name: str):
+        def build():
+            architecture, changes = ARCHITECTURES[name]
+            model = make_model(architecture, **changes)
+            save(model, folder / name)
+            return expected_tokens(model)
+
+        return folder / name, made_by_rank_0(build)
+
+    return make
+
+
+def generated(path, layout, prompts=PROMPTS, params=GREEDY, **options) -> list[list[int]]:
+    given, sizes = layout
+    with world.parallel(**sizes), LLM(path, max_num_seqs=8, **given, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.require_no_leak()
+        return token_ids(outputs)
+
+
+@needs.processes(2)
+@pytest.mark.parametrize(
+    "name, layout",
+    [("experts", STAGES), ("experts", EXPERTS), ("tied", STAGES)],
+    ids=["experts-pp", "experts-ep", "tied-pp"],
+)
+def test_tokens_of_transformers(saved, name, layout):
+    path, expected = saved(name)
+    assert generated(path, layout) == expected
+
+
+@needs.processes(4)
+@pytest.mark.parametrize(
+    "given, sizes",
+    [
+        # Two halves of each expert, and both with pipeline stages.
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+            {"tp": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        ),
+        ({"pipeline_parallel_size": 2, "expert_parallel_size": 2}, {**EXPERTS[1], **STAGES[1]}),
+    ],
+    ids=["tp-ep", "pp-ep"],
+)
+def test_four_ranks(saved, given, sizes):
+    path, expected = saved("experts")
+    assert generated(path, (given, sizes)) == expected
+
+
+@pytest.fixture(scope="module")
+def drafting(folder):
+    """A folder with an MTP layer, whose weights are random: few drafts are right."""
+    path = folder / "mtp"
+
+    def build():
+        config = tiny_config(num_nextn_predict_layers=1, torch_dtype="float32")
+        tensors = {k: v * 0.2 for k, v in random_tensors(config).items()}
+        write_hugging_face(path, config, tensors)
+
+    made_by_rank_0(build)
+    return path
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("layout", [STAGES, EXPERTS], ids=["pp", "ep"])
+def test_drafts_and_chunks(drafting, layout):
+    """The MTP layer is on the last stage, which needs the embedding, too."""
+    prompts = [[token % 64 for token in one] for one in PROMPTS]
+    params = [GREEDY, GREEDY.replace(temperature=0.7, seed=1), GREEDY.replace(top_p=0.5, seed=2)]
+    expected = generated(drafting, ({"tensor_parallel_size": 1}, {}), prompts, params)
+    options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 64}
+    assert generated(drafting, layout, prompts, params, **options) == expected
+
+
+@needs.processes(2)
+def test_parity_mode(saved):
+    """Sampled, alone and all together, in chunks and evicted."""
+    path, _ = saved("experts")
+    # They need a second block of the cache at about the same time.
+    prompts = [list(range(start, start + 54 + 2 * start)) for start in (1, 2, 3)]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, seed=i, top_p=0.9, temperature=1.3)
+        for i in range(3)
+    ]
+    given, sizes = EXPERTS
+    options = {"parity": True, "max_num_seqs": 8, **given}
+    try:
+        with world.parallel(**sizes):
+            with LLM(path, **options) as llm:
+                alone = [
+                    token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
+                    for prompt, one in zip(prompts, params)
+                ]
+            with LLM(path, **options, max_num_batched_tokens=64, cache_tokens=320) as llm:
+                together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
+                assert llm.statistics().evicted + llm.statistics().most_paused
+    finally:
+        disable_batch_invariant_mode()
+    assert token_ids(together) == [*alone, *alone]
+
+
+LIVE = {
+    "pp": STAGES[1],
+    "ep": {"expert_model_parallel_size": 2},
+}
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("sizes", LIVE.values(), ids=LIVE)
+def test_a_model_that_is_trained(sizes):
+    """A rollout between two steps changes nothing; its tokens are those of the new weights.
+
+    Ranks that share experts have prompts of their own, and end after another number of steps.
+    """
+    fields = {"cache_mla_latents": True, "init_method_std": 0.2}
+    if "expert_model_parallel_size" in sizes:
+        fields["moe_token_dispatcher_type"] = "alltoall"
+    model = Model(experts=True, fields=tuple(fields.items()))
+    own = world.rank() if "expert_model_parallel_size" in sizes else 0
+    prompts = [prompt(70 + seed, seed) for seed in range(own, 2 + 2 * own)]
+    params = SamplingParams(max_tokens=8 + 5 * own, seed=1, logprobs=0)
+    with world.parallel():
+        weights = whole_weights(model)
+    with world.parallel(**sizes):
+        rolling, plain = model.build(), model.build()
+        load(rolling, weights)
+        load(plain, weights)
+        with LLM.from_model(rolling[0], max_model_len=128, max_num_seqs=4) as llm:
+            step(rolling, 0)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            gradients = step(rolling, 1)
+        step(plain, 0)
+        expected = step(plain, 1)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), name
+    trained = whole_after_a_step(model, weights, sizes)
+    with world.parallel():
+        [alone] = model.build()
+        load([alone], trained)
+        with LLM.from_model(alone, max_model_len=128, max_num_seqs=4) as llm:
+            expected = llm.generate(prompts, params, use_tqdm=False)
+    assert token_ids(outputs) == token_ids(expected)
+
+
+def step(chunks, seed: int) -> dict[str, torch.Tensor]:
+    """A step of gradient descent; all replicas have the same data. Returns the gradients."""
+    layout = LAYOUTS["sbhd"]
+    _, gradients = train_step(chunks, layout, microbatches(layout, [seed, seed + 10]))
+    with torch.no_grad():
+        for name, parameter in weights_of(chunks).items():
+            parameter -= 0.05 * gradients[name]
+    return gradients
+
+
+def whole_after_a_step(model: Model, weights, sizes) -> dict[str, torch.Tensor]:
+    """Weights of the whole model, from the ranks of the layout."""
+    with world.parallel(**sizes):
+        chunks = model.build()
+        load(chunks, weights)
+        step(chunks, 0)
+        parts = [None] * world.size()
+        dist.all_gather_object(
+            parts, {n: p.detach().clone() for n, p in weights_of(chunks).items()}
+        )
+    return {name: weight for part in parts for name, weight in part.items()}
+
+
+@needs.processes(2)
+def test_virtual_stages_are_refused():
+    with world.parallel(**STAGES[1], virtual_pipeline_model_parallel_size=2):
+        chunks = Model(fields=(("cache_mla_latents", True),)).build()
+        with pytest.raises(ValueError, match="virtual pipeline stages cannot generate"):
+            LLM.from_model(chunks)
+        with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size must be None"):
+            LLM.from_model(chunks[0], max_model_len=128)
+
+
+@needs.processes(2)
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size must divide torchrun's 2"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            "tensor_parallel_size must divide torchrun's 2 processes, got 2 with 2 pipeline stages",
+        ),
+        (
+            {"expert_parallel_size": 2, "tensor_parallel_size": 1},
+            "expert_parallel_size must divide",
+        ),
+    ],
+)
+def test_refused(saved, options, error):
+    with pytest.raises(ValueError, match=error):
+        LLM(saved("experts")[0], **options)

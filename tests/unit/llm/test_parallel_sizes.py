@@ -1,0 +1,97 @@
+"""Pipeline stages and ranks of experts: which processes ``LLM`` starts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.llm.load import load_model, open_model, require_model
+from absorbed_mla.llm.options import LLMOptions
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+from tests.support import needs
+from tests.support.llm import tiny_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("llm") / "model")
+
+
+@needs.no_gpu
+def test_processes_of_two_stages(folder):
+    """They are started here, and generate what the whole model does in this process."""
+    prompts, params = [[1, 2, 3], list(range(70))], SamplingParams(max_tokens=6, seed=1)
+    with LLM(folder, pipeline_parallel_size=2, max_num_seqs=2) as llm:
+        assert len(llm._runner.process_ids()) == 2
+        found = llm.generate(prompts, params, use_tqdm=False)
+        llm.require_no_leak()
+    options = LLMOptions(tensor_parallel_size=1)
+    model = load_model(open_model(folder), options, torch.device("cpu"))
+    with LLM.from_model(model, max_num_seqs=2) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in expected]
+
+
+@pytest.mark.parametrize(
+    "given, count, expected",
+    [
+        ({}, None, 1),
+        ({"expert_parallel_size": 4}, None, 4),
+        ({"tensor_parallel_size": 8, "expert_parallel_size": 4}, None, 8),
+        ({"pipeline_parallel_size": 2}, 8, 4),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8, 2),
+    ],
+)
+def test_tensor_parallel_size(given, count, expected):
+    options = LLMOptions(**given).for_processes(count)
+    assert options.tensor_parallel_size == expected
+    assert options.num_processes == expected * given.get("pipeline_parallel_size", 1)
+
+
+@pytest.mark.parametrize(
+    "given, count, error",
+    [
+        ({"pipeline_parallel_size": 0}, None, "pipeline_parallel_size must be an integer of at le"),
+        ({"expert_parallel_size": 1.0}, None, "expert_parallel_size must be an integer of at leas"),
+        (
+            {"expert_parallel_size": 4, "tensor_parallel_size": 2},
+            None,
+            "expert_parallel_size must divide tensor_parallel_size 2, got 4",
+        ),
+        ({"expert_parallel_size": 3}, 2, "expert_parallel_size must divide tensor_parallel_size 2"),
+        ({"pipeline_parallel_size": 3}, 4, "pipeline_parallel_size must divide torchrun's 4"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 4},
+            4,
+            "tensor_parallel_size must divide torchrun's 4 processes, got 4 with 2 pipeline stages",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "cuda_graphs": True},
+            None,
+            "cuda_graphs needs pipeline_parallel_size 1, got 2",
+        ),
+        (
+            {"expert_parallel_size": 2, "cuda_graphs": True},
+            None,
+            "cuda_graphs needs expert_parallel_size 1, got 2",
+        ),
+    ],
+)
+def test_refused(given, count, error):
+    with pytest.raises(ValueError, match=error):
+        LLMOptions(**given).for_processes(count)
+
+
+@pytest.mark.parametrize(
+    "given, error",
+    [
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size must be at most the model's 2"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size must divide the model's 0 experts"),
+    ],
+)
+def test_refused_by_a_model(tmp_path, given, error):
+    config = tiny_config(num_hidden_layers=2, first_k_dense_replace=2)
+    folder = write_hugging_face(tmp_path / "model", config, random_tensors(config))
+    with pytest.raises(ValueError, match=error):
+        require_model(open_model(folder), LLMOptions(**given).for_processes(None))
