@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -38,6 +37,7 @@ from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
@@ -164,7 +164,6 @@ def _megatron_config(
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     on_gpu = device.type == "cuda"
-    impl = "transformer_engine" if on_gpu and HAVE_TE else "local"
     fields = {name: value for name, value in vars(args).items() if name in _CONFIG_FIELDS}
     drafts = options.num_speculative_tokens
     fields |= {
@@ -174,9 +173,9 @@ def _megatron_config(
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "pipeline_dtype": args.params_dtype,
-        **_parallel_fields(config, impl),
+        **_parallel_fields(config),
         "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
-        "transformer_impl": impl,
+        "transformer_impl": "transformer_engine" if on_gpu and HAVE_TE else "local",
         # One MTP layer may draft several tokens, one after the other.
         "mtp_use_repeated_layer": drafts > config.mtp_layers == 1,
         "cache_mla_latents": True,
@@ -189,8 +188,8 @@ def _megatron_config(
     return MLATransformerConfig(**fields)
 
 
-def _parallel_fields(config: ModelConfig, impl: str) -> dict[str, object]:
-    """Fields of Megatron's config that say how ranks share the model, of layers by ``impl``."""
+def _parallel_fields(config: ModelConfig) -> dict[str, object]:
+    """Fields of Megatron's config that say how ranks share the model."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     ep = parallel_state.get_expert_model_parallel_world_size()
     return {
@@ -199,9 +198,8 @@ def _parallel_fields(config: ModelConfig, impl: str) -> dict[str, object]:
         "pipeline_model_parallel_layout": _stages(config, stages) if stages > 1 else None,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        # So that one rank sends a token to its experts. Megatron's MTP layers without
-        # TransformerEngine refuse it; there all tensor-parallel ranks send it.
-        "sequence_parallel": ep > 1 and not (config.mtp_layers and impl == "local"),
+        # So that one rank sends a token to its experts.
+        "sequence_parallel": ep > 1,
     }
 
 
@@ -229,8 +227,8 @@ def _build(
     spec = get_absorbed_mla_decoder_block_spec(megatron_config, backend=backend, options=attention)
     drafting = None
     if config.mtp_layers:
-        drafting = get_gpt_mtp_block_spec(
-            megatron_config, spec, use_transformer_engine=backend == "transformer_engine"
+        drafting = get_absorbed_mla_mtp_block_spec(
+            megatron_config, backend=backend, options=attention
         )
     tp = megatron_config.tensor_model_parallel_size
     return GPTModel(

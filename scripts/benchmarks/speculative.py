@@ -240,11 +240,11 @@ def _texts() -> list[bytes]:
 def build(args: argparse.Namespace, processes) -> GPTModel:
     """A model with as many MTP layers as tokens are drafted at most."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     from absorbed_mla import AbsorbedMLAOptions
     from benchmarks.kit.layers import mla_config
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+    from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 
     config = mla_config(
         args,
@@ -264,9 +264,7 @@ def build(args: argparse.Namespace, processes) -> GPTModel:
     backend = config.transformer_impl
     options = AbsorbedMLAOptions(batch_invariant=args.parity)
     spec = get_absorbed_mla_decoder_block_spec(config, backend=backend, options=options)
-    drafting = get_gpt_mtp_block_spec(
-        config, spec, use_transformer_engine=backend == "transformer_engine"
-    )
+    drafting = get_absorbed_mla_mtp_block_spec(config, backend=backend, options=options)
     model = GPTModel(
         config,
         transformer_layer_spec=spec,

@@ -165,8 +165,8 @@ def _add_moe(parser: argparse.ArgumentParser) -> None:
     add(
         "--moe-token-dispatcher-type",
         choices=("allgather", "alltoall"),
-        help="how tokens are sent to experts on other ranks (default: alltoall on a GPU, else "
-        "allgather)",
+        help="how tokens are sent to experts on other ranks (default: alltoall on a GPU or with "
+        "--expert-model-parallel-size, else allgather)",
     )
     text = "compute all experts of a rank in one grouped matrix product; GPU only"
     _add_switches(add, ("--moe-grouped-gemm", text))

@@ -144,4 +144,6 @@ def token_dispatcher(args: argparse.Namespace, device_type: str) -> str:
     """``--moe-token-dispatcher-type``, or its default on this machine."""
     if args.moe_token_dispatcher_type is not None:
         return args.moe_token_dispatcher_type
-    return "alltoall" if device_type == "cuda" else "allgather"
+    # While generating, ranks that share experts have different numbers of tokens.
+    on_gpu_or_shared = device_type == "cuda" or args.expert_model_parallel_size > 1
+    return "alltoall" if on_gpu_or_shared else "allgather"

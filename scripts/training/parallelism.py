@@ -149,7 +149,7 @@ def _check_packed(args: argparse.Namespace, dispatcher: str) -> None:
         return
     why = (
         "its padding makes packs differ in length, which Megatron's allgather dispatcher does not "
-        "support; use --moe-token-dispatcher-type alltoall (on a GPU)"
+        "support; use --moe-token-dispatcher-type alltoall"
     )
     if args.pipeline_model_parallel_size > 1:
         raise ValueError(

@@ -37,7 +37,6 @@ _NOT_NEGATIVE = (
 )
 # Options that need a GPU: name, value that needs it, what to do without a GPU.
 _GPU_ONLY = (
-    ("moe_token_dispatcher_type", "alltoall", "use allgather"),
     ("fp16", True, "use --bf16, or fp32 without either"),
     ("moe_grouped_gemm", True, "leave it out to run experts one after the other"),
     ("transformer_impl", "transformer_engine", "use local"),

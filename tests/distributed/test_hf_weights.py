@@ -26,7 +26,7 @@ from tests.conversion.support import (
     write_torch_dist,
 )
 from tests.distributed.test_converted_checkpoint import on_one_rank
-from tests.support import world
+from tests.support import needs, world
 from tests.support.memory import PeakMemory
 from tests.support.refusal import refusal
 
@@ -225,6 +225,7 @@ class TestLeaving:
         assert names == [*hugging_face_shapes(four_layers())]
 
 
+@needs.processes(2, 4)
 def test_different_options_are_refused_everywhere():
     dtypes = [torch.bfloat16, torch.float16]
     with world.parallel(tp=world.size()):

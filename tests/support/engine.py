@@ -9,7 +9,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
 
 from absorbed_mla.generation.blocks import BLOCK_SIZE
@@ -20,6 +19,7 @@ from absorbed_mla.generation.requests import Result, Statistics
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
@@ -110,7 +110,7 @@ def generating_model(
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
     mtp = None
     if config.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+        mtp = get_absorbed_mla_mtp_block_spec(config, backend="local", options=options)
     return gpt_model(mla=mla, dtype=dtype, seed=seed, spec=spec, mtp_block_spec=mtp, **fields)
 
 

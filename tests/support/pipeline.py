@@ -14,7 +14,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -23,6 +22,7 @@ from torch import Tensor
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.llm.whole_names import whole_names
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.layouts import Layout, dense, packed
@@ -86,8 +86,8 @@ class Model:
         )
         mtp = None
         if self.mtp_layers:
-            mtp = get_gpt_mtp_block_spec(
-                config, spec, use_transformer_engine=False, vp_stage=vp_stage
+            mtp = get_absorbed_mla_mtp_block_spec(
+                config, backend="local", options=options, vp_stage=vp_stage
             )
         place = {"ignore_virtual": False, "vp_stage": vp_stage}
         return GPTModel(

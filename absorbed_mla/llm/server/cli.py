@@ -14,7 +14,9 @@ from absorbed_mla.llm.options import DEVICES, DTYPES, LLMOptions
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Option, type, help; the names are those of LLMOptions.
 _NUMBERS = (
-    ("tensor-parallel-size", int, "processes that share the model (default: 1)"),
+    ("tensor-parallel-size", int, "processes that share every layer (default: 1, or as below)"),
+    ("pipeline-parallel-size", int, "stages that share the layers: memory, not speed"),
+    ("expert-parallel-size", int, "groups of the processes that share the experts"),
     ("max-model-len", int, "tokens of a prompt and its answer (default: the model's)"),
     ("max-num-seqs", int, "requests that run together; others wait"),
     ("max-num-batched-tokens", int, "tokens of a forward pass; longer prompts are read in chunks"),

@@ -111,7 +111,6 @@ def test_context_parallel_ranks_are_no_data_parallel_ranks():
     [
         ["--fp16"],
         ["--moe-grouped-gemm"],
-        ["--moe-token-dispatcher-type", "alltoall"],
         ["--transformer-impl", "transformer_engine"],
     ],
 )
