@@ -19,6 +19,10 @@ enable_cpu_host()
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+    MTPLossLoggingHelper,
+)
+
 from tests.support import report, world  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 
@@ -77,6 +81,12 @@ def _poisoned_memory():
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_mtp_losses() -> None:
+    """Megatron sums them until they are logged, in a table of the first model's length."""
+    MTPLossLoggingHelper.tracker.clear()
 
 
 @pytest.fixture(scope="session")
