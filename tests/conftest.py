@@ -19,11 +19,8 @@ enable_cpu_host()
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
-    MTPLossLoggingHelper,
-)
-
 from tests.support import report, world  # noqa: E402
+from tests.support.balancing import forget_balancing_losses  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 
 _TABLE = pytest.StashKey[ErrorTable]()
@@ -84,9 +81,9 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_mtp_losses() -> None:
-    """Megatron sums them until they are logged, in a table of the first model's length."""
-    MTPLossLoggingHelper.tracker.clear()
+def _no_former_losses() -> None:
+    """What Megatron keeps of the last model's losses: their scale, and sums to be logged."""
+    forget_balancing_losses()
 
 
 @pytest.fixture(scope="session")
