@@ -30,7 +30,7 @@ from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
-from absorbed_mla.qk_clip import clip_factors, scale_rows
+from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
@@ -394,14 +394,10 @@ class AbsorbedMLASelfAttention(Attention):
             raise ValueError("clip_qk() needs a training forward since the last call, got none")
         self.core_attention.current_max_attn_logits = None
         gamma = clip_factors(max_logits, config.qk_clip_threshold)
-        if gamma is None:
-            return
-        of_nope = gamma.pow(config.qk_clip_alpha)[:, None].expand(-1, dims.qk_nope_head_dim)
-        of_rope = gamma[:, None].expand(-1, dims.qk_rope_head_dim)
-        query = self.linear_q_proj if dims.q_lora_rank is None else self.linear_q_up_proj
-        scale_rows(query.weight, torch.cat((of_nope, of_rope), dim=1).flatten())
-        of_key = gamma.pow(1 - config.qk_clip_alpha)
-        scale_rows(self.linear_k_up_proj.weight, of_key.repeat_interleave(dims.qk_nope_head_dim))
+        if gamma is not None:
+            query = self.linear_q_proj if dims.q_lora_rank is None else self.linear_q_up_proj
+            weights = query.weight, self.linear_k_up_proj.weight
+            scale_query_and_key(*weights, dims, gamma, config.qk_clip_alpha)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""

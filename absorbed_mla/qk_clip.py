@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from absorbed_mla.dims import MLADims
+
 
 def clip_qk(
     model: nn.Module | Iterable[nn.Module],
@@ -82,6 +84,27 @@ def clip_factors(max_logits: Tensor, threshold: float) -> Tensor | None:
     if not bool(clipped.any()):
         return None
     return torch.where(clipped, threshold / max_logits, 1.0)
+
+
+def scale_query_and_key(
+    w_q: nn.Parameter, w_uk: nn.Parameter, dims: MLADims, gamma: Tensor, alpha: float
+) -> None:
+    """Scale the rows of each head, as the paper divides the factor between query and key.
+
+    Args:
+        w_q: W_UQ or W_Q, [N * (nope + R), ...].
+        w_uk: [N * nope, C].
+        dims: Of the layer.
+        gamma: [N].
+        alpha: The query's share of the factor of q_nope.
+
+    Raises:
+        ValueError: See :func:`scale_rows`.
+    """
+    of_nope = gamma.pow(alpha)[:, None].expand(-1, dims.qk_nope_head_dim)
+    of_rope = gamma[:, None].expand(-1, dims.qk_rope_head_dim)
+    scale_rows(w_q, torch.cat((of_nope, of_rope), dim=1).flatten())
+    scale_rows(w_uk, gamma.pow(1 - alpha).repeat_interleave(dims.qk_nope_head_dim))
 
 
 @torch.no_grad()

@@ -130,7 +130,7 @@ def test_memory(sizes):
     assert largest <= memory.peak <= 3 * largest
 
 
-@pytest.mark.skipif(world.size() != 2, reason="two chunks on each of two ranks")
+@needs.processes(2)
 def test_chunks_of_a_virtual_pipeline(folder):
     """A list of models, each with every second layer."""
     config = four_layers()

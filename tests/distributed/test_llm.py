@@ -6,6 +6,8 @@ not depend on what runs beside it, and drafts must change nothing.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,23 +147,16 @@ def test_drafts_need_a_layer(saved):
         LLM(path, num_speculative_tokens=1)
 
 
-def test_parity_mode(saved):
-    """Sampled, alone and all together, in chunks and evicted."""
-    path, _ = saved("experts")
+def assert_parity(path: Path, params: list[SamplingParams], **sizes) -> None:
+    """Three prompts have the same tokens alone and all together, twice, in chunks and evicted."""
     # They need a second block of the cache at about the same time.
     prompts = [list(range(start, start + 54 + 2 * start)) for start in (1, 2, 3)]
-    params = [
-        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **more)
-        for i, more in enumerate(
-            [{}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.05, "frequency_penalty": 0.5}]
-        )
-    ]
-    options = {"parity": True, "tensor_parallel_size": world.size(), "max_num_seqs": 8}
+    options = {"parity": True, "max_num_seqs": 8, **sizes}
     try:
         with LLM(path, **options) as llm:
             alone = [
                 token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
-                for prompt, one in zip(prompts, params)
+                for prompt, one in zip(prompts, params, strict=True)
             ]
         with LLM(path, **options, max_num_batched_tokens=64, cache_tokens=320) as llm:
             together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
@@ -169,6 +164,18 @@ def test_parity_mode(saved):
     finally:
         disable_batch_invariant_mode()
     assert token_ids(together) == [*alone, *alone]
+
+
+def test_parity_mode(saved):
+    """Sampled, alone and all together, in chunks and evicted."""
+    path, _ = saved("experts")
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **more)
+        for i, more in enumerate(
+            [{}, {"top_p": 0.9, "temperature": 1.3}, {"min_p": 0.05, "frequency_penalty": 0.5}]
+        )
+    ]
+    assert_parity(path, params, tensor_parallel_size=world.size())
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 
 from absorbed_mla import LLM, SamplingParams
-from absorbed_mla.batch_invariant import disable_batch_invariant_mode
 from tests.conversion.models import Architecture, make_model, save
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
-from tests.distributed.test_llm import GREEDY, PROMPTS, expected_tokens, made_by_rank_0, token_ids
+from tests.distributed.test_llm import (
+    GREEDY,
+    PROMPTS,
+    assert_parity,
+    expected_tokens,
+    made_by_rank_0,
+    token_ids,
+)
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.engine import prompt
@@ -130,27 +136,13 @@ def test_drafts_and_chunks(drafting, layout):
 def test_parity_mode(saved):
     """Sampled, alone and all together, in chunks and evicted."""
     path, _ = saved("experts")
-    # They need a second block of the cache at about the same time.
-    prompts = [list(range(start, start + 54 + 2 * start)) for start in (1, 2, 3)]
     params = [
         SamplingParams(max_tokens=12, ignore_eos=True, seed=i, top_p=0.9, temperature=1.3)
         for i in range(3)
     ]
     given, sizes = EXPERTS
-    options = {"parity": True, "max_num_seqs": 8, **given}
-    try:
-        with world.parallel(**sizes):
-            with LLM(path, **options) as llm:
-                alone = [
-                    token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
-                    for prompt, one in zip(prompts, params)
-                ]
-            with LLM(path, **options, max_num_batched_tokens=64, cache_tokens=320) as llm:
-                together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
-                assert llm.statistics().evicted + llm.statistics().most_paused
-    finally:
-        disable_batch_invariant_mode()
-    assert token_ids(together) == [*alone, *alone]
+    with world.parallel(**sizes):
+        assert_parity(path, params, **given)
 
 
 LIVE = {

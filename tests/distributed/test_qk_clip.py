@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.combinations import grid
 from tests.support.harness import (
@@ -28,7 +28,7 @@ from tests.support.layouts import LAYOUTS, cut_layout, grid_layout
 
 FORM = ("absorbed", "expanded")
 RECOMPUTE = {"none": (), "both": ("mla_up_proj", "core_attn")}
-SIZES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(1, 4), (2, 2)]}.get(world.size(), [])
+SIZES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(1, 4), (2, 2)]}.get(world.size(), [(1, 1)])
 TAU = 2.5
 
 
@@ -50,10 +50,11 @@ def clipped(weights, max_logits, tau=TAU, alpha=0.5):
     return found
 
 
+@needs.processes(1, 2, 4)
 @grid(
     2,
     {
-        "sizes": {f"tp{tp}-cp{cp}": (tp, cp) for tp, cp in SIZES} or {"none": (1, 1)},
+        "sizes": {f"tp{tp}-cp{cp}": (tp, cp) for tp, cp in SIZES},
         "layout": LAYOUTS,
         "form": FORM,
         "recompute": RECOMPUTE,
@@ -62,8 +63,6 @@ def clipped(weights, max_logits, tau=TAU, alpha=0.5):
 )
 def test_layouts(sizes, layout, form, recompute, cp_comm_type):
     """If this fails, other heads are clipped, or by other factors, than on one rank."""
-    if not SIZES:
-        pytest.skip("needs 1, 2 or 4 processes")
     tp, cp = sizes
     setup = Setup(
         form=form,
@@ -117,7 +116,7 @@ def check_weights(attention, setup, weights, max_logits, tau):
         assert changed == (not bool(same.all())), name
 
 
-@pytest.mark.skipif(world.size() != 2, reason="needs 2 processes")
+@needs.processes(2)
 @pytest.mark.parametrize("owned", [[5, None], [None, 7], "half"], ids=str)
 def test_shards_of_the_distributed_optimizer(owned):
     """fp32 values that a rank holds of a weight, wherever in a row they begin."""
@@ -150,7 +149,7 @@ def test_shards_of_the_distributed_optimizer(owned):
             torch.testing.assert_close(weight.float(), rounded, rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.skipif(world.size() != 2, reason="needs 2 processes")
+@needs.processes(2)
 def test_hidden_masters_are_refused():
     with world.parallel():
         attention = build_attention(TINY, Setup(), qk_clip=True, qk_clip_threshold=TAU)
@@ -163,10 +162,9 @@ def test_hidden_masters_are_refused():
         assert torch.equal(weight, before)
 
 
+@needs.processes(2)
 def test_tokens_of_this_rank_only_until_reduced():
     """The maximum over context-parallel ranks is the group's, not this rank's."""
-    if world.size() != 2:
-        pytest.skip("needs 2 processes")
     with world.parallel(cp=2):
         attention = build_attention(TINY, Setup(), qk_clip=True, qk_clip_threshold=TAU)
         tokens = cut_layout("sbhd", 2)

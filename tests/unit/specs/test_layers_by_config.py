@@ -15,7 +15,7 @@ from specs.absorbed_mla_parts import LayerParts
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED, call, gpt_model
 from tests.support.refusal import refusal
-from tests.unit.specs.test_specs import PIPELINES, set_pipeline_rank
+from tests.unit.specs.test_specs import FREQ, PIPELINES, pipeline_stages
 
 KINDS = {False: MLP, True: MoELayer}
 
@@ -44,21 +44,11 @@ def test_options_travel():
 @pytest.mark.parametrize("name", PIPELINES)
 def test_layers_know_their_place_in_the_model(name, monkeypatch):
     """A layer is given its number in the stage; which kind it is depends on that in the model."""
-    stages, virtual, expected, fields = PIPELINES[name]
-    freq = [0, 1, 1, 0, 1, 0, 0, 1]
-    config = config_for(
-        TINY,
-        pipeline_model_parallel_size=stages,
-        pipeline_dtype=torch.float64,
-        **{**MIXED, "num_layers": 8, "moe_layer_freq": freq},
-        **fields,
-    )
-    for (rank, vp_stage), layers in expected.items():
-        set_pipeline_rank(monkeypatch, rank, stages, virtual)
+    for config, rank, vp_stage, layers in pipeline_stages(name, monkeypatch):
         monkeypatch.setattr("specs.absorbed_mla_layers.get_pg_rank", lambda group, rank=rank: rank)
         for number, index in enumerate(layers, start=1):
             layer = build(config, number, vp_stage=vp_stage)
-            assert type(layer.mlp) is KINDS[bool(freq[index])]
+            assert type(layer.mlp) is KINDS[bool(FREQ[index])]
 
 
 def test_numbers_of_the_whole_model():

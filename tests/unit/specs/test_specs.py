@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 import specs.absorbed_mla_layer_specs as layer_specs
@@ -166,26 +169,44 @@ PIPELINES = {
 }
 
 
+# Which layers of that model have experts.
+FREQ = [0, 1, 1, 0, 1, 0, 0, 1]
+
+
+class Stage(NamedTuple):
+    """A stage that this process passes for; ``layers`` are its layers' indices in the model."""
+
+    config: MLATransformerConfig
+    rank: int
+    vp_stage: int | None
+    layers: list[int]
+
+
+def pipeline_stages(name: str, monkeypatch) -> Iterator[Stage]:
+    """The stages of one of ``PIPELINES`` over a model of dense and MoE layers, one by one."""
+    stages, virtual, expected, fields = PIPELINES[name]
+    config = config_for(
+        TINY,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float64,
+        **{**MIXED, "num_layers": 8, "moe_layer_freq": FREQ},
+        **fields,
+    )
+    for (rank, vp_stage), layers in expected.items():
+        set_pipeline_rank(monkeypatch, rank, stages, virtual)
+        yield Stage(config, rank, vp_stage, layers)
+
+
 class TestPipelineSlices:
     @pytest.mark.parametrize("name", PIPELINES)
     def test_each_stage_gets_its_layers(self, name, monkeypatch):
         """A stage with another stage's pattern would build dense layers where experts are saved."""
-        stages, virtual, expected, fields = PIPELINES[name]
-        freq = [0, 1, 1, 0, 1, 0, 0, 1]
-        config = config_for(
-            TINY,
-            pipeline_model_parallel_size=stages,
-            pipeline_dtype=torch.float64,
-            **{**MIXED, "num_layers": 8, "moe_layer_freq": freq},
-            **fields,
-        )
-        for (rank, vp_stage), layers in expected.items():
-            set_pipeline_rank(monkeypatch, rank, stages, virtual)
+        for stage in pipeline_stages(name, monkeypatch):
             kinds = [
-                kinds_of(get_spec(config, backend="local", vp_stage=vp_stage))
+                kinds_of(get_spec(stage.config, backend="local", vp_stage=stage.vp_stage))
                 for get_spec in BLOCK_SPECS.values()
             ]
-            assert kinds[0] == [bool(freq[i]) for i in layers]
+            assert kinds[0] == [bool(FREQ[i]) for i in stage.layers]
             assert kinds[0] == kinds[1]
 
 
