@@ -25,6 +25,7 @@ from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
+from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
@@ -164,6 +165,7 @@ class AbsorbedMLASelfAttention(Attention):
             skip_bias_add=True,
             input_is_parallel=True,
         )
+        refuse_unsupported_fp8(config, self.linear_proj)
 
     def forward(
         self,
@@ -228,7 +230,9 @@ class AbsorbedMLASelfAttention(Attention):
         positions = plan.keys.positions(hidden_states.device)
         cos, sin = self.rotary.rows(plan.keys.max_position, positions, hidden_states.device)
         # mla_up_proj: backward computes kv and query again instead of keeping them.
-        up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
+        up_project = None
+        if self._recomputes_up_proj:
+            up_project = CheckpointWithoutOutput(fp8=self.config.fp8 or None)
         run = up_project.checkpoint if up_project else _call
         kv, *query = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
         core_out = self._core_attention(plan, w_uk, w_uv, kv, *query)
@@ -398,6 +402,11 @@ class AbsorbedMLASelfAttention(Attention):
             query = self.linear_q_proj if dims.q_lora_rank is None else self.linear_q_up_proj
             weights = query.weight, self.linear_k_up_proj.weight
             scale_query_and_key(*weights, dims, gamma, config.qk_clip_alpha)
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Megatron's interface for FP8 with a recomputed input norm, whose output is then kept."""
+        query = self.linear_q_proj if self.dims.q_lora_rank is None else self.linear_q_down_proj
+        keep_original_input(query, self.linear_kv_down_proj)
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""

@@ -14,8 +14,9 @@ from absorbed_mla.dims import MLADims
 # Config field -> (supported values, what holds or what to do instead).
 _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "multi_latent_attention": ((True,), "AbsorbedMLASelfAttention is an MLA layer"),
-    "fp8": ((None, False), "train in fp32, fp16 or bf16"),
-    "fp4": ((None, False), "train in fp32, fp16 or bf16"),
+    "fp8_dot_product_attention": ((False,), "linear layers are in FP8, attention is in bf16"),
+    "fp8_multi_head_attention": ((False,), "linear layers are in FP8, attention is in bf16"),
+    "fp4": ((None, False), "it needs Blackwell GPUs, which it was not tested on; use fp8"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
     "experimental_attention_variant": ((None,), "attention is dense"),
     "mla_down_proj_fusion": ((False,), "Q and KV down-projections are separate"),
@@ -36,7 +37,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "no_rope_freq": ((None,), "every layer has the same positions"),
     "mrope_section": ((None,), "positions are one-dimensional"),
     "add_qkv_bias": ((False,), "MLA's projections have no bias"),
-    "quant_recipe": ((None,), "train in fp32, fp16 or bf16"),
+    "quant_recipe": ((None,), "one fp8_recipe holds for all layers"),
     "use_kitchen": ((False,), "layers are local or TransformerEngine's"),
 }
 _OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")

@@ -23,6 +23,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "context_parallel_size": ((1,), "ranks would sum up parts of the keys"),
     "moe_expert_capacity_factor": ((None,), "which tokens are dropped depends on the batch"),
     "moe_input_jitter_eps": ((None,), "it is random"),
+    "fp8": ((None, False), "the scale of a token's values depends on the batch"),
     "moe_grouped_gemm": ((False,), "Megatron has no batch-invariant grouped product"),
 }
 

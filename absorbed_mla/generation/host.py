@@ -20,6 +20,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.fp8 import without_fp8
 from absorbed_mla.generation.blocks import register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
@@ -65,13 +66,15 @@ def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerCon
 def inference_mode(model: GPTModel) -> Iterator[None]:
     """Put the model into evaluation mode and Megatron into inference mode; both return at the end.
 
-    At the end the buffers are dropped that inference leaves unusable for training.
+    FP8 is off in between (:func:`without_fp8`). At the end the buffers are dropped that inference
+    leaves unusable for training.
     """
     was_training, was_active = model.training, InferenceMode.is_active()
     model.eval()
     InferenceMode.set_active()
     try:
-        yield
+        with without_fp8(model.config):
+            yield
     finally:
         model.train(was_training)
         if not was_active:

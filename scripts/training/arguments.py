@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
+from training import fp8
 from training.model_options import NOT_WITH_CHECKPOINT_ARGS
 from training.options_named import flag_of, given_options
 from training.presets import PRESETS
@@ -259,6 +260,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         ("--bf16", "compute in bf16 instead of fp32"),
         ("--fp16", "compute in fp16; GPU only"),
     )
+    fp8.add_options(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.packed_router import use_packed_router
 from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from training.fp8 import fp8_fields
 from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset
 
@@ -99,6 +100,7 @@ def build_config(
             transformer_impl=transformer_impl(args, device.type),
             use_cpu_initialization=device.type == "cpu",
             calculate_per_token_loss=True,
+            **fp8_fields(args),
             **fields,
         )
     except AssertionError as error:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 
 from console.outputs import require_writable
+from training import fp8
 from training.options_named import flag_of, name_of, value_of
 from training.parallelism import check_parallelism
 
@@ -38,6 +39,8 @@ _NOT_NEGATIVE = (
 # Options that need a GPU: name, value that needs it, what to do without a GPU.
 _GPU_ONLY = (
     ("fp16", True, "use --bf16, or fp32 without either"),
+    ("fp8_format", "e4m3", "leave it out"),
+    ("fp8_format", "hybrid", "leave it out"),
     ("moe_grouped_gemm", True, "leave it out to run experts one after the other"),
     ("transformer_impl", "transformer_engine", "use local"),
 )
@@ -56,6 +59,7 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
     _check_ranges(args)
     check_parallelism(args, world_size)
     _check_batch(args, world_size)
+    fp8.check(args)
     check_device(args)
     _check_recompute(args)
     _check_qk_clip(args)

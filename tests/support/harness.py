@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
@@ -55,6 +56,9 @@ class Setup:
     paged_attention_backend: str = "auto"
     latent_cache_tokens: int | None = None
     batch_invariant: bool = False
+    # Linear layers of TransformerEngine in FP8, with these scales; and their parameters, too.
+    fp8_recipe: str | None = None
+    fp8_param: bool = False
     mask_type: AttnMaskType = AttnMaskType.causal
 
     def describe(self) -> dict[str, object]:
@@ -80,6 +84,8 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         "transformer_impl": setup.backend,
         **config_changes,
     }
+    if setup.fp8_recipe:
+        changes |= {"fp8": "hybrid", "fp8_recipe": setup.fp8_recipe, "fp8_param": setup.fp8_param}
     if setup.recompute:
         changes["recompute_granularity"] = "selective"
         changes["recompute_modules"] = list(setup.recompute)
@@ -99,7 +105,10 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention
     spec = dataclasses.replace(spec, params={**spec.params, "attn_mask_type": setup.mask_type})
-    attention = build_module(spec, config=config, layer_number=1, cp_comm_type=setup.cp_comm_type)
+    with get_fp8_context(config, is_init=True):
+        attention = build_module(
+            spec, config=config, layer_number=1, cp_comm_type=setup.cp_comm_type
+        )
     return attention.to(world.device())
 
 
@@ -172,7 +181,8 @@ def run(
         packed = dataclasses.replace(packed or PackedSeqParams(qkv_format="sbhd"), **cp)
     if attention_mask is not None:
         attention_mask = attention_mask.to(world.device())
-    output, bias = attention(x, attention_mask, packed_seq_params=packed)
+    with get_fp8_context(attention.config):
+        output, bias = attention(x, attention_mask, packed_seq_params=packed)
     if bias is not None or output.dtype != setup.dtype or output.shape != x.shape:
         raise AssertionError(f"bias {bias}, output {output.dtype} {tuple(output.shape)}")
     output.backward(output_grad)

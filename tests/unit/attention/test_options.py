@@ -112,7 +112,8 @@ class TestOptions:
 UNSUPPORTED = {
     "multi_latent_attention": (False, "True"),
     "hierarchical_context_parallel_sizes": ([2, 2], "None"),
-    "fp8": ("hybrid", "None"),
+    "fp8_dot_product_attention": (True, "False"),
+    "fp8_multi_head_attention": (True, "False"),
     "fp4": ("e2m1", "None"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("dsa", "None"),
@@ -147,6 +148,7 @@ REFUSED = [
         {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
         ("offload_modules=['core_attn']", "qkv_linear, core_attn, attn_proj"),
     ),
+    ({"fp8": "hybrid"}, ("fp8='hybrid'", "backend='transformer_engine'", "got RowParallelLinear")),
     ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
     ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
     ({"rotary_scaling_factor": 0}, ("rotary_scaling_factor", "positive", "got 0")),

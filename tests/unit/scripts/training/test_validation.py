@@ -22,6 +22,7 @@ _CP2 = ["--context-parallel-size", "2"]
 # The allgather dispatcher does not support packs of different lengths.
 _PACKED_CP2 = [*_CP2, "--packed", "--moe-token-dispatcher-type", "allgather"]
 _PACKED_CP2_PP2 = [*_PACKED_CP2, "--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+_FP8 = ["--fp8-format", "hybrid", "--bf16"]
 _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
 
 
@@ -54,6 +55,20 @@ _TP4 = ["--tensor-model-parallel-size", "4", "--sequence-parallel"]
         (["--recompute-granularity", "full"], 1, "needs --recompute-method"),
         (["--recompute-num-layers", "1"], 1, "need --recompute-granularity full"),
         (["--recompute-modules", "mlp"], 1, "needs --recompute-granularity selective"),
+        (["--fp8-recipe", "delayed"], 1, "--fp8-recipe needs --fp8-format"),
+        (["--fp8-format", "hybrid"], 1, "--fp8-format needs --bf16"),
+        ([*_FP8, "--transformer-impl", "local"], 1, "--transformer-impl transformer_engine, got"),
+        ([*_FP8, "--num-layers-at-end-in-bf16", "2"], 1, "needs --first-last-layers-bf16"),
+        (
+            [*_FP8, "--first-last-layers-bf16", "--fp8-recipe", "delayed"],
+            1,
+            "does not go with --fp8-recipe delayed",
+        ),
+        (
+            [*_FP8, *_CP2, *_TP2, "--micro-batch-size", "1", "--seq-length", "96"],
+            4,
+            "needs 64 to divide the tokens of a forward pass, --micro-batch-size x --seq-length, ",
+        ),
         (["--save-interval", "5"], 1, "--save-interval needs --save"),
         (["--finetune"], 1, "--finetune needs --load"),
         (["--context-parallel-size", "0"], 1, "--context-parallel-size must be at least 1, got 0"),
