@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from benchmarks.kit.processes import Processes
 
 LAYOUTS = ("sbhd", "thd")
+# Of linear layers: the device's plain one, or FP8 with these scales (Megatron's fp8_recipe).
+PLAIN = "bf16"
+PRECISIONS = (PLAIN, "tensorwise", "blockwise", "delayed")
 LAYER_TOKENS = "4k,8k,16k,32k,64k"
 CORE_TOKENS = "8k,32k"
 # A case is left out if the next smaller one makes expect a step of more seconds.
@@ -80,6 +83,7 @@ class LayerCase:
         heads: Of the layer.
         tokens: Of the sequence or pack.
         layout: ``"sbhd"``, or ``"thd"``: a pack of documents of mixed lengths.
+        precision: Of the linear layers: ``PLAIN``, or the recipe of FP8's scales.
     """
 
     implementation: str
@@ -87,10 +91,12 @@ class LayerCase:
     heads: int
     tokens: int
     layout: str
+    precision: str = "bf16"
 
     def __str__(self) -> str:
         recompute = " recompute" if self.recompute else ""
-        return f"{self.implementation}{recompute} n={self.heads} S={self.tokens} {self.layout}"
+        named = f"{self.implementation}{recompute} n={self.heads} S={self.tokens} {self.layout}"
+        return named if self.precision == PLAIN else f"{named} fp8 {self.precision}"
 
 
 Case = LayerCase | CoreCase
@@ -99,11 +105,12 @@ Case = LayerCase | CoreCase
 def cases(args: argparse.Namespace) -> list[Case]:
     """All cases, the most important first."""
     layers: list[Case] = [
-        LayerCase(implementation, recompute, heads, tokens, layout)
+        LayerCase(implementation, recompute, heads, tokens, layout, precision)
         for recompute in (True, False)
         for tokens in sorted(args.seq_lens or parse_sizes(LAYER_TOKENS))
         for heads in sorted(args.heads)
         for layout in args.layouts
+        for precision in args.precisions
         for implementation in ("megatron", "ours")
     ]
     cores: list[Case] = [
@@ -163,9 +170,9 @@ class Row:
 
     @property
     def compared(self) -> tuple:
-        """Input and recomputation of a layer."""
+        """Input, recomputation and precision of a layer."""
         case = self.case
-        return case.heads, case.tokens, case.layout, case.recompute
+        return case.heads, case.tokens, case.layout, case.recompute, case.precision
 
 
 def measure_layer(case: LayerCase, args: argparse.Namespace, processes: Processes) -> dict:
@@ -204,7 +211,10 @@ def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes)
     from benchmarks.kit import layers
 
     recompute = "mla_up_proj" if case.recompute else None
-    config = layers.layer_config(args, processes, heads=case.heads, recompute=recompute)
+    recipe = None if case.precision == PLAIN else case.precision
+    config = layers.layer_config(
+        args, processes, heads=case.heads, recompute=recompute, fp8_recipe=recipe
+    )
     options = None
     if case.implementation == "ours":
         options = AbsorbedMLAOptions(form=args.form, core_attention_backend=args.backend)
@@ -260,6 +270,7 @@ class AttentionReport(ComparedReport):
                     case, ratio = row.case, report.ratios(row).get(what)
                     title = f"{what} of megatron's, {case.layout}, {case.heads} heads"
                     name = "both layers recompute" if case.recompute else "neither recomputes"
+                    name += "" if case.precision == PLAIN else f", fp8 {case.precision}"
                     if ratio is not None:
                         points.append((title, name, case.tokens, ratio))
             panels += collected(sorted(points), "tokens", levels={"target": target})
@@ -300,6 +311,8 @@ class AttentionBenchmark(Benchmark):
         add("--seq-lens", type=parse_sizes, help=text)
         text = "input layouts of the layers: sbhd (one sequence), thd (a pack of documents)"
         add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd,thd", help=text)
+        text = "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU"
+        add("--precisions", type=list_of(one_of(PRECISIONS)), default=PLAIN, help=text)
         add("--form", choices=FORM_OPTIONS, default="auto", help="form that our layer computes in")
         text = "core_attention_backend of our layer"
         add("--backend", choices=CORE_ATTENTION_BACKENDS, default="auto", help=text)
@@ -333,7 +346,7 @@ class AttentionBenchmark(Benchmark):
             cost = sum(attention_flops(case, dims_of(self.args)))
             measure = core_attention.measure_core
         else:
-            series = case.implementation, case.recompute, case.heads, case.layout
+            series = case.implementation, case.recompute, case.heads, case.layout, case.precision
             cost = case.heads * case.tokens**2
             measure = measure_layer
         if series in self._known:

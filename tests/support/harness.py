@@ -153,7 +153,7 @@ def load_weights(
         if parameter.shape != part.shape:
             raise AssertionError(f"{name}: {tuple(parameter.shape)}, not {tuple(part.shape)}")
         with torch.no_grad():
-            parameter.copy_(part)
+            parameter.copy_(part.to(parameter.device, parameter.dtype))
 
 
 def run(

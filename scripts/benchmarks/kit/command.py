@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,18 +70,22 @@ def measure(command: Sequence[str], source: Path, target: Path, log: Path) -> Ru
     return Run(seconds, peak, anonymous)
 
 
-def run_to_log(command: Sequence[str], log: Path, timeout: float) -> int | None:
+def run_to_log(
+    command: Sequence[str], log: Path, timeout: float, variables: Mapping[str, str] | None = None
+) -> int | None:
     """Run a job of one process, or torchrun with one of several, with its output in a file.
 
     Args:
         command: With its arguments.
         log: File that takes the output.
         timeout: Seconds after which it is ended.
+        variables: More of its environment.
 
     Returns:
         The exit code; None if it was ended.
     """
     environment = {**ALONE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+    environment |= variables or {}
     with log.open("w") as output:
         process = subprocess.Popen(
             command,

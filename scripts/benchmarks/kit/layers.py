@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -41,7 +42,8 @@ class Subject:
 
     def forward(self) -> Tensor:
         """The output, [tokens / cp, 1, hidden]."""
-        return self.layer(self.x, None, packed_seq_params=self.packed)[0]
+        with get_fp8_context(self.layer.config):
+            return self.layer(self.x, None, packed_seq_params=self.packed)[0]
 
     def backward(self, output: Tensor) -> None:
         """Gradients of the input and of all parameters."""
@@ -144,6 +146,7 @@ def layer_config(
     heads: int,
     recompute: str | None,
     cp_comm_type: str | None = None,
+    fp8_recipe: str | None = None,
 ) -> MLATransformerConfig:
     """Megatron's config of one layer.
 
@@ -153,7 +156,14 @@ def layer_config(
         heads: Of the layer.
         recompute: Module that is recomputed in backward, or None.
         cp_comm_type: How ranks exchange keys under context parallelism.
+        fp8_recipe: Scales of linear layers in FP8; None for none.
+
+    Raises:
+        Refused: If there is no FP8 here.
     """
+    if fp8_recipe and not (HAVE_TE and processes.on_gpu):
+        raise Refused("FP8 needs transformer-engine and a GPU")
+    fp8 = {"fp8": "hybrid", "fp8_recipe": fp8_recipe} if fp8_recipe else {}
     return mla_config(
         args,
         processes,
@@ -169,6 +179,7 @@ def layer_config(
         mscale_all_dim=1.0,
         context_parallel_size=processes.size,
         cp_comm_type=cp_comm_type,
+        **fp8,
     )
 
 

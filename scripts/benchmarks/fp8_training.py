@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Train one model in bf16 and with linear layers in FP8, and compare the losses.
+
+    $ python scripts/benchmarks/fp8_training.py docs/fp8
+    $ python scripts/benchmarks/fp8_training.py docs/fp8 --gpus 2          # two runs at a time
+    $ python scripts/benchmarks/fp8_training.py docs/fp8 --render old/fp8_training.json
+
+Each run is scripts/train.py on one GPU with the sources of Python's standard library, byte by byte;
+all runs have the same weights and batches at the start. The model has DeepSeek-V3's attention with
+16 heads, 8 layers and 656 M parameters. A run's loss is the mean of its last 20 iterations; that in
+FP8 must be within 1 % of that in bf16. Logs and metrics stay in the folder. Output:
+
+    95.0 s  absorbed fp8 blockwise: loss 1.812, of bf16's 1.0004, tokens_per_second 71000
+
+The exit code is 1 if a run failed or is further off; the last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import count, list_of, one_of
+from benchmarks.kit.command import run_to_log
+from benchmarks.kit.plot import Panel
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
+from console.parser import Parser
+from console.script import leave
+
+ATTENTIONS = ("absorbed", "standard")
+PRECISIONS = {
+    "bf16": "",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "tensorwise-ends-bf16": "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
+}
+MODEL = """
+--num-experts 0 --num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16
+--q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
+--vocab-size 32000 --rope-type rope --seq-length 2048 --micro-batch-size 4 --lr 3e-4
+--lr-warmup-iters 20 --eval-iters 8 --bf16
+"""
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+# Iterations whose mean is a run's loss; by how much it may be off.
+LAST, TOLERANCE = 20, 0.01
+TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        attention: Value of train.py's ``--attention``.
+        precision: Key of ``PRECISIONS``.
+    """
+
+    attention: str
+    precision: str
+
+    def __str__(self) -> str:
+        fp8 = "" if self.precision == "bf16" else "fp8 "
+        return f"{self.attention} {fp8}{self.precision}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a training wrote.
+
+    Attributes:
+        case: Which it was.
+        losses: Of every iteration.
+        validation: Loss at the end; None if there was none.
+        seconds: Of every iteration.
+        tokens: Of an iteration.
+        error: Empty, or why the training did not end well.
+    """
+
+    case: Case
+    losses: list[float] = field(default_factory=list)
+    validation: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Mean of the last iterations."""
+        return mean(self.losses[-LAST:])
+
+
+class TrainingReport(Report):
+    """One call of the script; ratios are to the run of the same attention in bf16."""
+
+    row = Row
+
+    def in_bf16(self, row: Row) -> Row | None:
+        """The run to compare with."""
+        case = Case(row.case.attention, "bf16")
+        return next((other for other in self.measured if other.case == case), None)
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """Losses, and by how much they are off."""
+        seconds = median(row.seconds[len(row.seconds) // 4 :])
+        found = {"loss": row.loss, "tokens_per_second": row.tokens / seconds}
+        if row.validation is not None:
+            found["validation"] = row.validation
+        other = self.in_bf16(row)
+        if other is not None and other is not row:
+            found["loss of bf16's"] = row.loss / other.loss
+            if row.validation is not None and other.validation:
+                found["validation of bf16's"] = row.validation / other.validation
+        return found
+
+    def is_close(self, row: Row) -> bool:
+        """Whether the loss is near bf16's."""
+        return abs(self.figures(row).get("loss of bf16's", 1.0) - 1) <= TOLERANCE
+
+    @classmethod
+    def panels(cls, reports: Sequence[TrainingReport]) -> list[Panel]:
+        """Losses, and their ratios to bf16's, each a mean over some iterations."""
+        losses, ratios = {}, {}
+        for report in reports:
+            for row in report.measured:
+                curve = losses[str(row.case)] = smoothed(row.losses)
+                other = report.in_bf16(row)
+                if other is not None and other is not row:
+                    theirs = smoothed(other.losses)
+                    ratios[str(row.case)] = [(i, a / b) for (i, a), (_, b) in zip(curve, theirs)]
+        title = f"loss per byte (nats), mean of {LAST}"
+        return [
+            Panel(title, "iteration", losses, sizes=False, marker=""),
+            Panel("loss divided by bf16's", "iteration", ratios, sizes=False, marker=""),
+        ]
+
+
+def smoothed(losses: Sequence[float]) -> list[tuple[int, float]]:
+    """Means of the last iterations before each one."""
+    return [(i, mean(losses[max(0, i - LAST) : i])) for i in range(1, len(losses) + 1)]
+
+
+def read_metrics(case: Case, path: Path) -> Row:
+    """The row of a training from the file that train.py wrote."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [line for line in lines if "train_loss" in line]
+    return Row(
+        case,
+        losses=[line["train_loss"] for line in steps],
+        validation=next((x["valid_loss"] for x in reversed(lines) if "valid_loss" in x), None),
+        seconds=[line["seconds"] for line in steps],
+        tokens=steps[0]["tokens"],
+    )
+
+
+class TrainingBenchmark(Benchmark):
+    """One training for each attention and precision, some at a time."""
+
+    script, description, files = "fp8_training.py", __doc__, "fp8_training"
+    report = TrainingReport
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, folder=None, render=None, seed=1234)
+        attentions = list_of(one_of(ATTENTIONS))
+        add("--attentions", type=attentions, default="absorbed", help="which MLA to train")
+        every = ",".join(PRECISIONS)
+        kinds = list_of(one_of(tuple(PRECISIONS)))
+        add("--precisions", type=kinds, default=every, help="bf16, and FP8 with these scales")
+        add("--iterations", type=count, default=200, help="updates of each run")
+        add("--gpus", type=count, default=1, help="runs at a time, each on a GPU of its own")
+        more = "more of train.py's options, for all runs (default: none)"
+        add("--train", default="", metavar="'--OPTION ...'", help=more)
+
+    def environment(self) -> dict:
+        """With the options of all runs."""
+        import torch
+
+        options = f"{' '.join(MODEL.split())} {self.args.train}".strip()
+        return provenance.describe(torch.cuda.is_available(), "bfloat16", train=options)
+
+    def cases(self) -> list[Case]:
+        """bf16 first."""
+        args = self.args
+        return [Case(a, precision) for a in args.attentions for precision in args.precisions]
+
+    def rows(self) -> Iterator[Row]:
+        """All runs, in the order of the cases."""
+        self.args.folder.mkdir(parents=True, exist_ok=True)
+        free: queue.Queue[int] = queue.Queue()
+        for gpu in range(self.args.gpus):
+            free.put(gpu)
+
+        def run(case: Case) -> Row:
+            gpu = free.get()
+            try:
+                return self.train(case, gpu)
+            finally:
+                free.put(gpu)
+
+        with ThreadPoolExecutor(self.args.gpus) as pool:
+            yield from pool.map(run, self.cases())
+
+    def train(self, case: Case, gpu: int) -> Row:
+        """Run train.py on one GPU."""
+        name = f"{case.attention}-{case.precision}"
+        log, metrics = (self.args.folder / f"{name}.{kind}" for kind in ("log", "jsonl"))
+        command = [sys.executable, str(TRAIN), *MODEL.split(), *shlex.split(self.args.train)]
+        command += ["--train-iters", str(self.args.iterations), "--seed", str(self.args.seed)]
+        command += ["--attention", case.attention, *PRECISIONS[case.precision].split()]
+        command += ["--metrics", str(metrics)]
+        code = run_to_log(command, log, TIMEOUT, {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        if code is None:
+            return self.failed(case, f"not over after {TIMEOUT:g} s")
+        if code:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            return self.failed(case, lines[-1] if lines else f"exit code {code}")
+        return read_metrics(case, metrics)
+
+    def exit_code(self, report: Report) -> int:
+        """1 if a run failed or its loss is too far off."""
+        return int(any(row.error or not report.is_close(row) for row in report.rows))
+
+
+if __name__ == "__main__":
+    leave(TrainingBenchmark.main())
