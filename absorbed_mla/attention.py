@@ -166,6 +166,10 @@ class AbsorbedMLASelfAttention(Attention):
             input_is_parallel=True,
         )
         refuse_unsupported_fp8(config, self.linear_proj)
+        # The expanded form keeps its output for backward, unless that is recomputed.
+        kept = self.options.form != "absorbed" and not self.checkpoint_core_attention
+        if kept and config.fp8 and config.fp8_recipe != "delayed":
+            keep_original_input(self.linear_proj)
 
     def forward(
         self,

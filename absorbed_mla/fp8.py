@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 
 def refuse_unsupported_fp8(config: MLATransformerConfig, layer: nn.Module) -> None:
@@ -35,12 +36,17 @@ def refuse_unsupported_fp8(config: MLATransformerConfig, layer: nn.Module) -> No
 def keep_original_input(*layers: nn.Module) -> None:
     """Let layers keep their input for backward, not an FP8 copy of it.
 
-    Megatron asks for it where the input is recomputed anyway or kept by another layer.
+    That saves memory where the input is recomputed anyway, or kept by what computed it.
     """
     from megatron.core.extensions.transformer_engine import set_save_original_input
 
     for layer in layers:
         set_save_original_input(layer)
+
+
+def dequantized(x: Tensor) -> Tensor:
+    """``x``, or the values of an FP8 parameter in the dtype that it stands for."""
+    return dequantize_fp8_tensor(x) if is_float8tensor(x) else x
 
 
 @contextmanager

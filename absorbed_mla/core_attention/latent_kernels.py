@@ -40,10 +40,8 @@ class LatentKernelBackend:
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output has the dtype of the query."""
         q_content, q_rope, k_content, k_rope, _ = inputs
-        largest = None
-        if rules.max_logits is not None:
-            largest = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
-        out, lse = operators.latent_attention_forward(
+        record = rules.max_logits is not None
+        out, lse, largest = operators.latent_attention_forward(
             q_content,
             q_rope,
             k_content.squeeze(2),
@@ -51,9 +49,9 @@ class LatentKernelBackend:
             self._query_tiles(inputs, rules.spans),
             rules.scale,
             self.name,
-            largest,
+            record,
         )
-        if largest is not None:
+        if record:
             rules.record(largest)
         return AttentionOutput(out, lse)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -132,10 +133,10 @@ def model_shards(chunks: Sequence[GPTModel]) -> list[ShardedTensor]:
     """
     shards = [shard for chunk in chunks for shard in _shards(chunk)]
     for shard in shards:
-        if type(shard.data) not in (Tensor, nn.Parameter):
+        if type(shard.data) not in (Tensor, nn.Parameter) and not is_float8tensor(shard.data):
             raise ValueError(
                 f"{shard.key} is a {type(shard.data).__name__}; only weights that are plain "
-                "tensors can be exported (no FP8 parameters, no FSDP2)"
+                "tensors or FP8 parameters can be exported (no FSDP2)"
             )
     return shards
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch import Tensor
 
+from absorbed_mla.fp8 import dequantized
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.formats.torch_dist_metadata import (
     Overlap,
@@ -47,12 +48,12 @@ class GatheredTensor(TiledTensor):
     Attributes:
         device: Of the model.
         owners: Offset of a chunk -> the rank that sends it.
-        own: Chunks of this rank, by offset; they are the model's memory.
+        own: Chunks of this rank and their shapes, by offset; they are the model's memory.
     """
 
     device: torch.device
     owners: Mapping[Shape, int]
-    own: Mapping[Shape, Tensor]
+    own: Mapping[Shape, tuple[Tensor, Shape]]
 
     def load(
         self, overlaps: Sequence[Overlap], session: ReadSession
@@ -79,7 +80,8 @@ class GatheredTensor(TiledTensor):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _own_part(self, overlap: Overlap) -> Tensor:
-        chunk = self.own[overlap.chunk]
+        data, size = self.own[overlap.chunk]
+        chunk = dequantized(data).view(size)
         for dim, span in enumerate(overlap.spans):
             chunk = chunk.narrow(dim, *span)
         return chunk
@@ -113,11 +115,11 @@ def gathered_tensors(
     Raises:
         CheckpointError: Listing tensors that the shards do not make up, on every rank.
     """
-    own: dict[str, dict[Shape, Tensor]] = {}
+    own: dict[str, dict[Shape, tuple[Tensor, Shape]]] = {}
     for entry in entries:
         shard, data = describe(entry), entry.data
         assert data is not None
-        own.setdefault(shard.name, {})[shard.offset] = data.detach().view(shard.size)
+        own.setdefault(shard.name, {})[shard.offset] = data.detach(), shard.size
     shards: dict[str, list[tuple[int, Described]]] = {}
     for rank, of_rank in enumerate(everything):
         for shard in of_rank:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=("largest",))
+@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=())
 def latent_attention_forward(
     q_content: Tensor,
     q_rope: Tensor,
@@ -21,22 +21,30 @@ def latent_attention_forward(
     query_tiles: Tensor,
     scale: float,
     kernel: str,
-    largest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    record_largest: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output [S_q, B, N, C] and LSE [S_q, B, N] of ``kernels/<kernel>/forward.py``.
 
-    ``largest`` [S_q, B, N] fp32, if given, gets the largest score of every row.
+    The third tensor, if asked for, is the largest score of every row [S_q, B, N] fp32, else empty.
+    An operator that wrote into it instead could not be called without it: torch 2.11 raises.
     """
     module = _kernel_module(kernel, "forward")
+    largest = _largest(q_content, record_largest)
+    inputs = (q_content, q_rope, latent, k_rope, query_tiles, scale)
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(q_content):
-        return module.forward(q_content, q_rope, latent, k_rope, query_tiles, scale, largest)
+        return *module.forward(*inputs, largest if record_largest else None), largest
+
+
+def _largest(q_content: Tensor, recorded: bool) -> Tensor:
+    shape = q_content.shape[:3] if recorded else (0,)
+    return q_content.new_empty(shape, dtype=torch.float32)
 
 
 @latent_attention_forward.register_fake
-def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, largest=None):
+def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, record_largest=False):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
-    return q_content.new_empty(q_content.shape), lse
+    return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
 
 
 @torch.library.custom_op("absorbed_mla::latent_attention_backward", mutates_args=())

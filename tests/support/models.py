@@ -41,7 +41,7 @@ def gpt_model(
 ) -> GPTModel:
     """A model on this process's device; ``seed`` determines its weights."""
     config = config_for(mla, dtype, **config_changes)
-    spec = spec or BLOCK_SPECS[kind](config, backend="local")
+    spec = spec or BLOCK_SPECS[kind](config, backend=config.transformer_impl)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     model = GPTModel(

@@ -124,7 +124,7 @@ def test_torch_compile(kernel):
 
     def step(q_content, q_rope, latent, k_rope, grad_out):
         tensors = (q_content * 2, q_rope * 2, latent, k_rope)
-        out, lse = ops.latent_attention_forward(*tensors, table, scale / 2, kernel)
+        out, lse, _ = ops.latent_attention_forward(*tensors, table, scale / 2, kernel)
         grads = ops.latent_attention_backward(
             grad_out, None, out, lse, *tensors, table, keys, num_buffers, scale / 2, kernel
         )

@@ -1,0 +1,172 @@
+"""Whole models with TransformerEngine's linear layers in FP8: trained, clipped, exported, sampled.
+
+Run as ``torchrun --nproc-per-node N -m pytest tests/distributed/test_fp8_model.py``, N = 1 or 2:
+two processes are data-parallel, or TP 2 with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from absorbed_mla import LLM, SamplingParams
+from absorbed_mla.export import hf_weights
+from absorbed_mla.fp8 import dequantized
+from absorbed_mla.qk_clip import clip_qk
+from tests.distributed.test_fp8 import MLA, RECIPES
+from tests.support import needs, world
+from tests.support.models import call, gpt_model, token_batch
+
+pytestmark = [
+    needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed"),
+    needs.processes(1, 2),
+]
+
+STEPS = 5
+PLAIN = {
+    "num_layers": 3,
+    "transformer_impl": "transformer_engine",
+    "use_cpu_initialization": False,
+    "cache_mla_latents": True,
+}
+FP8 = {**PLAIN, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def model_of(**fields):
+    return gpt_model(mla=MLA, dtype=torch.bfloat16, **fields)
+
+
+class Trainer:
+    """A model with Megatron's distributed optimizer."""
+
+    def __init__(self, **fields) -> None:
+        self.model = model_of(**fields)
+        in_fp8 = fields.get("fp8_param", False)
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, fp8_param_gather=in_fp8
+        )
+        self.wrapped = DistributedDataParallel(self.model.config, config, self.model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+                fp8_recipe=fields.get("fp8_recipe"),
+            ),
+            [self.wrapped],
+        )
+
+    def step(self) -> float:
+        self.wrapped.train()
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = call(self.wrapped, labels=token_batch()).float().mean()
+        loss.backward()
+        finalize_model_grads([self.wrapped])
+        assert self.optimizer.step()[0]
+        return loss.item()
+
+    def steps(self) -> list[float]:
+        return [self.step() for _ in range(STEPS)]
+
+
+@pytest.fixture(params=["dp"] if world.size() == 1 else ["dp", "tp"])
+def parallel(request):
+    """Fields of the config, in a world of these sizes."""
+    tp = request.param == "tp"
+    with world.parallel(tp=2 if tp else 1):
+        yield TP2 if tp else {}
+
+
+@pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "layernorm")], ids=["kept", "again"])
+@pytest.mark.parametrize("fp8_param", [False, True], ids=["bf16", "fp8_param"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses(parallel, recipe, fp8_param, recompute):
+    """Five steps go as in bf16; FP8 moves the loss, but by little."""
+    if recipe == "delayed" and recompute:
+        # Megatron has no layernorm recomputation with it.
+        recompute = ("mla_up_proj",)
+    fields = {**FP8, **parallel, "fp8_recipe": recipe, "fp8_param": fp8_param}
+    if recompute:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(recompute)}
+    expected = Trainer(**PLAIN, **parallel).steps()
+    losses = Trainer(**fields).steps()
+    assert losses != expected
+    assert losses == pytest.approx(expected, rel=0.05)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_first_and_last_layers_in_bf16(parallel):
+    model = model_of(**FP8, **parallel, first_last_layers_bf16=True)
+    call(model)
+    in_fp8 = [layer.self_attention.linear_proj.fp8 for layer in model.decoder.layers]
+    assert in_fp8 == [False, True, False]
+
+
+@pytest.mark.parametrize("fp8_param", [False, True], ids=["bf16", "fp8_param"])
+def test_generation(parallel, fp8_param):
+    """It multiplies the same weights in bf16, and training goes on in FP8."""
+    trainer = Trainer(**FP8, **parallel, fp8_param=fp8_param)
+    trainer.step()
+    plain = model_of(**PLAIN, **parallel)
+    weights = {name: dequantized(p.data) for name, p in trainer.model.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        parameter.data.copy_(weights[name])
+    prompts = [list(range(1, n)) for n in (4, 19, 33)]
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    texts = []
+    for model in (trainer.model, plain):
+        with LLM.from_model(model, max_model_len=64, max_num_seqs=4) as llm:
+            texts.append([x.outputs[0].token_ids for x in llm.generate(prompts, sampling)])
+    assert texts[0] == texts[1]
+    assert trainer.model.config.fp8 == "hybrid"
+    before = trainer.step()
+    assert trainer.model.decoder.layers[0].self_attention.linear_proj.fp8
+    assert trainer.step() < before
+
+
+def test_export(parallel):
+    """FP8 parameters leave as the values that they stand for."""
+    trainer = Trainer(**FP8, **parallel, fp8_param=True)
+    trainer.step()
+    found = dict(hf_weights(trainer.model))
+    own = dequantized(trainer.model.decoder.layers[0].self_attention.linear_proj.weight.data)
+    whole = world.gather(own, 1) if parallel else own
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], whole)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("fp8_param", [False, True], ids=["bf16", "fp8_param"])
+def test_qk_clip(parallel, recipe, fp8_param):
+    """The heads above the threshold are scaled, in FP8 as far as FP8 can."""
+    fields = {**FP8, "fp8_recipe": recipe, "qk_clip": True, "qk_clip_threshold": 1e-3}
+    trainer = Trainer(**fields, **parallel, fp8_param=fp8_param)
+    trainer.step()
+    attention = trainer.model.decoder.layers[1].self_attention
+    query = attention.linear_q_up_proj.weight
+    largest = attention.core_attention.current_max_attn_logits.clone()
+    before = dequantized(query.data).float().clone()
+    clip_qk(trainer.model)
+    after = dequantized(query.data).float()
+    if not parallel and world.size() == 1:
+        gamma = (1e-3 / largest).clamp(max=1)
+        heads = before.unflatten(0, (len(gamma), -1))
+        wanted = heads.clone()
+        nope = attention.dims.qk_nope_head_dim
+        wanted[:, :nope] *= gamma.sqrt()[:, None, None]
+        wanted[:, nope:] *= gamma[:, None, None]
+        error = (after - wanted.flatten(0, 1)).norm() / wanted.norm()
+        assert error < (0.1 if fp8_param else 0.01)
+    assert after.norm() < 0.9 * before.norm()
+    trainer.step()
