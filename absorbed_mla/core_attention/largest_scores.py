@@ -40,13 +40,18 @@ def record_by_search(q: Tensor, k: Tensor, lse: Tensor, rules: ScoreRules) -> No
         return
     heads = rules.max_logits.heads(rules.first_head, q.shape[2])
     threshold = rules.max_logits.threshold
-    if q.is_cuda:
+    if _by_kernel(q, heads):
         # Loaded where it runs: elsewhere the package does without Triton.
         kernel = importlib.import_module("absorbed_mla.kernels.largest_scores")
         table = query_tile_table(rules.spans, kernel.QUERIES, q.device)
         kernel.largest_scores(q, k, lse, heads, table, rules.scale, threshold)
     else:
         _search(q, k, lse, heads, rules, threshold)
+
+
+def _by_kernel(q: Tensor, heads: Tensor) -> bool:
+    fits = q.dtype in (torch.float16, torch.bfloat16) and heads.dtype == torch.float32
+    return q.is_cuda and fits
 
 
 def query_tile_table(spans: Spans, size: int, device: torch.device) -> Tensor:

@@ -21,7 +21,8 @@ from absorbed_mla.core_attention.backends.transformer_engine import TransformerE
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import varlen_calls
 from absorbed_mla.core_attention.max_logits import MaxLogits
-from tests.support import needs
+from absorbed_mla.core_attention.types import AttentionInputs
+from tests.support import needs, world
 from tests.support.backends import determinism
 from tests.support.differentiable import HEADS, NARROW, V3, operands, outcome
 from tests.support.fake_packages import flash_attention_4, transformer_engine
@@ -79,7 +80,8 @@ def test_largest_scores(name, spans, batch, flash, fused):
     leaves = operands(torch.float64, batch)
     results = []
     for backend in (ReferenceBackend(), BACKENDS[name]):
-        found = MaxLogits(torch.full((HEADS + 1,), -torch.inf, dtype=torch.float64))
+        heads = torch.full((HEADS + 1,), -torch.inf, dtype=torch.float64, device=world.device())
+        found = MaxLogits(heads)
         rules = ScoreRules(0.3, SPANS[spans], first_head=1, query_chunk_size=5)
         recorded = outcome(backend, leaves, replace(rules, max_logits=found))
         without = outcome(backend, leaves, rules)
@@ -171,6 +173,25 @@ def no_worse_than_pytorch(backend, spans, batch, widths, lse_weight, dtype) -> N
 @pytest.mark.parametrize("spans", SPANS)
 def test_on_a_gpu(backend, spans, batch, dtype, lse_weight):
     no_worse_than_pytorch(backend, spans, batch, V3, lse_weight, dtype)
+
+
+@pytest.mark.parametrize("backend", [on_a_gpu(name) for name in ON_A_GPU])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("spans", SPANS)
+def test_largest_scores_on_a_gpu(backend, spans, batch):
+    """Beside float64; by kernels, and by the search for those that return the LSE alone."""
+    leaves = operands(torch.bfloat16, batch, V3)
+    wide = [x.detach().double() for x in leaves]
+    results = []
+    for entry, tensors in ((ReferenceBackend(), wide), (backend, leaves)):
+        kind = torch.promote_types(tensors[0].dtype, torch.float32)
+        found = MaxLogits(torch.full((HEADS,), -torch.inf, dtype=kind, device=world.device()))
+        with torch.no_grad():
+            entry.forward(
+                AttentionInputs(*tensors), ScoreRules(0.3, SPANS[spans], max_logits=found)
+            )
+        results.append(found.of_heads.double())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
