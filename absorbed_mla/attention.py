@@ -14,7 +14,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
 from absorbed_mla.checkpoint.hooks import register_load_hooks
@@ -31,7 +31,7 @@ from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
-from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
+from absorbed_mla.qk_clip import SHARDS, check_config, clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
@@ -394,18 +394,26 @@ class AbsorbedMLASelfAttention(Attention):
         Raises:
             ValueError: If ``qk_clip`` is off, or there was no training forward since the last call.
         """
-        dims, config = self.dims, self.config
+        check_config(self.config)
         max_logits = self.core_attention.current_max_attn_logits
-        if not config.qk_clip:
-            raise ValueError("clip_qk() needs qk_clip=True in the config, got False")
         if max_logits is None:
             raise ValueError("clip_qk() needs a training forward since the last call, got none")
         self.core_attention.current_max_attn_logits = None
-        gamma = clip_factors(max_logits, config.qk_clip_threshold)
-        if gamma is not None:
-            query = self.linear_q_proj if dims.q_lora_rank is None else self.linear_q_up_proj
-            weights = query.weight, self.linear_k_up_proj.weight
-            scale_query_and_key(*weights, dims, gamma, config.qk_clip_alpha)
+        gamma = clip_factors(max_logits, self.config.qk_clip_threshold)
+        if bool((gamma != 1).any()):
+            SHARDS.ask(self.qk_clip_weights())
+            self.scale_qk(gamma)
+
+    def qk_clip_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """What QK-clip scales: the weight that makes queries of all heads, and W_UK."""
+        no_compression = self.dims.q_lora_rank is None
+        query = self.linear_q_proj if no_compression else self.linear_q_up_proj
+        return query.weight, self.linear_k_up_proj.weight
+
+    def scale_qk(self, gamma: Tensor) -> None:
+        """Scale query and key weights by gamma [N], a factor of every head's scores."""
+        weights = self.qk_clip_weights()
+        scale_query_and_key(*weights, self.dims, gamma, self.config.qk_clip_alpha)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Megatron's interface for FP8 with a recomputed input norm, whose output is then kept."""

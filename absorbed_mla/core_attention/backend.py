@@ -34,6 +34,7 @@ class AttentionRequest:
         deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
             run.
         max_logits: Whether the largest score of every head is wanted (``ScoreRules.max_logits``).
+        small_max_logits: Whether exactly, also where it is below the threshold of QK-clip.
     """
 
     form: str
@@ -46,6 +47,7 @@ class AttentionRequest:
     packed: bool = False
     deterministic: bool = False
     max_logits: bool = False
+    small_max_logits: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -60,12 +62,15 @@ class AttentionBackend(Protocol):
         forms: The forms that it computes.
         rates: Measured TFLOP/s in bf16, forward and backward, by the name of the GPU. ``"gpu"`` and
             ``"cpu"`` are relative rates on every other machine; 1 where they are not given.
+        searches_max_logits: Whether it computes scores again for the largest ones
+            (``largest_scores.py``), rather than record them in forward.
     """
 
     name: str
     summary: str
     forms: tuple[str, ...]
     rates: Mapping[str, tuple[float, float]]
+    searches_max_logits: bool
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """The reason why the backend cannot do what is requested here, or None."""
@@ -86,10 +91,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-# What kernels of other packages say where the largest scores are wanted.
-NO_MAX_LOGITS = "it does not return the largest scores (qk_clip, log_max_attention_logit)"
-
-
 def why_not_fused(request: AttentionRequest) -> str | None:
     """Why no fused multi-head kernel can do what is requested, or None.
 
@@ -102,7 +103,6 @@ def why_not_fused(request: AttentionRequest) -> str | None:
         "it needs keys and values of every head (form='expanded')": request.form != "expanded",
         "it takes no attention_mask here": request.masked,
         "it drops nothing here (attention_dropout=0)": request.dropout,
-        NO_MAX_LOGITS: request.max_logits,
         f"head widths {widths} are not multiples of 8 up to 256": any(
             width % 8 or width > 256 for width in widths
         ),

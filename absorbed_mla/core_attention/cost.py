@@ -118,6 +118,19 @@ def seconds(form: str, backend: Rated, dims: MLADims, work: Work, machine: str) 
     return 2e-12 * (products + count.forward / forward + count.backward / backward)
 
 
+# Of the scores that are computed again for the largest ones; a guess.
+_SEARCH_RATES = {"NVIDIA H200": 400.0}
+
+
+def search_seconds(dims: MLADims, work: Work, machine: str) -> float:
+    """Estimated time to compute the scores of the expanded form again; see :func:`seconds`.
+
+    That is the most that a search for the largest ones takes (``largest_scores.py``).
+    """
+    products = dims.num_heads_per_rank * work.pairs * dims.qk_head_dim
+    return 2e-12 * products / _SEARCH_RATES.get(machine, 1.0)
+
+
 # Its rates decide between backends that are otherwise equal, as on machines without measurements.
 MEASURED_GPU = "NVIDIA H200"
 

@@ -28,6 +28,7 @@ class LatentKernelBackend:
 
     name: str
     forms = ("absorbed",)
+    searches_max_logits = False
 
     def query_tile_size(self, inputs: AttentionInputs) -> int:
         """Query tokens in a tile of the kernels."""

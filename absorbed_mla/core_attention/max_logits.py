@@ -14,9 +14,21 @@ class MaxLogits:
 
     Attributes:
         of_heads: [N], updated in place. A score is scaled, as the softmax gets it.
+        threshold: Largest scores up to this one need not be exact: where a backend would have to
+            compute all scores again, it may record an upper bound that is not above the threshold.
     """
 
     of_heads: Tensor
+    threshold: float = -torch.inf
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether largest scores up to some number need not be exact."""
+        return self.threshold > -torch.inf
+
+    def heads(self, first: int, count: int) -> Tensor:
+        """The part of ``of_heads`` that a call with ``count`` heads, ``first`` on, updates."""
+        return self.of_heads[first : first + count]
 
     def update(self, first_head: int, rows: Tensor) -> None:
         """Take the largest score of each row into account.
@@ -27,5 +39,5 @@ class MaxLogits:
         """
         if not rows.numel():
             return
-        heads = self.of_heads[first_head : first_head + rows.shape[2]]
+        heads = self.heads(first_head, rows.shape[2])
         torch.maximum(heads, rows.amax((0, 1)).to(heads.dtype), out=heads)

@@ -39,7 +39,8 @@ class LatentCoreAttention(nn.Module):
     It chooses the form: to absorb W_UK into the query, or to expand keys and values.
 
     Args:
-        config: Read for ``attention_dropout``, ``qk_clip`` and ``log_max_attention_logit``.
+        config: Read for ``attention_dropout`` and, in every forward, for ``qk_clip``,
+            ``qk_clip_threshold`` and ``log_max_attention_logit``.
         dims: Dimensions of the layer on this rank.
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
@@ -48,7 +49,8 @@ class LatentCoreAttention(nn.Module):
     Attributes:
         current_max_attn_logits: The largest scaled score of each head of this rank over its tokens,
             in all training forwards since this was None: [N] fp32 (fp64). Megatron's name. None
-            unless ``qk_clip`` or ``log_max_attention_logit`` asks for it.
+            unless ``qk_clip`` or ``log_max_attention_logit`` asks for it. With ``qk_clip`` alone a
+            value up to ``qk_clip_threshold``, which clips nothing, may be an upper bound of it.
     """
 
     def __init__(
@@ -67,9 +69,7 @@ class LatentCoreAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.options = options
         self.current_max_attn_logits: Tensor | None = None
-        self._records_max_logits = bool(
-            getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
-        )
+        self._config = config
         self._forms: dict[str, Form] = {
             "absorbed": AbsorbedForm(),
             "expanded": ExpandedForm(options.expansion_chunk_size),
@@ -121,6 +121,7 @@ class LatentCoreAttention(nn.Module):
             "packed": layout.packed or (cp_size > 1 and batch == 1),
             "deterministic": torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
             "max_logits": rules.max_logits is not None,
+            "small_max_logits": rules.max_logits is not None and not rules.max_logits.has_threshold,
         }
         empty = not hidden_states.numel()
         form, backend = self._choices.get(
@@ -131,13 +132,15 @@ class LatentCoreAttention(nn.Module):
 
     def _max_logits(self, hidden_states: Tensor) -> MaxLogits | None:
         """Where this forward records the largest scores, with those of the forwards before it."""
-        if not (self._records_max_logits and self.training):
+        logs = getattr(self._config, "log_max_attention_logit", False)
+        if not self.training or not (logs or getattr(self._config, "qk_clip", False)):
             return None
         if self.current_max_attn_logits is None:
             heads = self.dims.num_heads_per_rank
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             self.current_max_attn_logits = hidden_states.new_full((heads,), -torch.inf, dtype=dtype)
-        return MaxLogits(self.current_max_attn_logits)
+        threshold = -torch.inf if logs else self._config.qk_clip_threshold
+        return MaxLogits(self.current_max_attn_logits, threshold)
 
     def _choose(
         self,

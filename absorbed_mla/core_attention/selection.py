@@ -15,6 +15,7 @@ from absorbed_mla.core_attention.cost import (
     Work,
     machine_name,
     rates_on,
+    search_seconds,
     seconds,
 )
 from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
@@ -34,12 +35,14 @@ class Candidates:
         refused: A line for every other pair.
         automatic: Whether there was a choice to make: of the form, the backend or both.
         device: Of the call.
+        small_max_logits: See ``AttentionRequest``.
     """
 
     able: tuple[tuple[str, AttentionBackend], ...]
     refused: tuple[str, ...]
     automatic: bool
     device: torch.device
+    small_max_logits: bool = False
 
 
 def candidates(requests: Mapping[str, AttentionRequest], backend: str) -> Candidates:
@@ -62,8 +65,8 @@ def candidates(requests: Mapping[str, AttentionRequest], backend: str) -> Candid
             f"core_attention_backend={backend!r} cannot run here: {'; '.join(refused)}"
         )
     automatic = len(requests) > 1 or backend == "auto"
-    device = next(iter(requests.values())).device
-    return Candidates(tuple(able), tuple(refused), automatic, device)
+    one = next(iter(requests.values()))
+    return Candidates(tuple(able), tuple(refused), automatic, one.device, one.small_max_logits)
 
 
 def fastest(found: Candidates, dims: MLADims, work: Work) -> tuple[str, AttentionBackend]:
@@ -78,7 +81,11 @@ def fastest(found: Candidates, dims: MLADims, work: Work) -> tuple[str, Attentio
 
     def estimate(candidate: tuple[str, AttentionBackend]) -> tuple[float, float]:
         form, entry = candidate
-        return seconds(form, entry, dims, work, machine), -rates_on(MEASURED_GPU, entry)[0]
+        duration = seconds(form, entry, dims, work, machine)
+        # Nothing is searched, or little, where the largest scores are below QK-clip's threshold.
+        if found.small_max_logits and entry.searches_max_logits:
+            duration += search_seconds(dims, work, machine)
+        return duration, -rates_on(MEASURED_GPU, entry)[0]
 
     form, chosen = min(found.able, key=estimate)
     if found.automatic:

@@ -149,6 +149,89 @@ def test_shards_of_the_distributed_optimizer(owned):
             torch.testing.assert_close(weight.float(), rounded, rtol=2**-7, atol=1e-6)
 
 
+def with_shards(attention):
+    """bf16 weights, whose fp32 copies ranks hold a half of each; returns the weights."""
+    weights = attention.qk_clip_weights()
+    for weight in weights:
+        cut = weight.numel() // 2 + 3
+        part = (slice(0, cut), slice(cut, None))[dist.get_rank()]
+        weight.main_param_sharded = True
+        weight.main_param = weight.detach().float().flatten()[part].clone()
+    return weights
+
+
+def scores_above(attentions, tau, heads):
+    for attention, above in zip(attentions, heads):
+        found = torch.full((TINY.heads,), tau - 0.5, device=world.device())
+        found[above] = tau + 1.0
+        attention.core_attention.current_max_attn_logits = found
+
+
+class Collectives:
+    """Counts those that ``clip_qk`` calls."""
+
+    def __init__(self, monkeypatch):
+        self.counts = dict.fromkeys(("all_reduce", "all_gather"), 0)
+        for name in self.counts:
+            monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name, function):
+        def counted(*args, **kwargs):
+            self.counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def of(self, function):
+        """What one call of ``function`` needs."""
+        before = dict(self.counts)
+        function()
+        return {name: count - before[name] for name, count in self.counts.items()}
+
+
+@needs.processes(2)
+def test_ranks_ask_for_shards_once(monkeypatch):
+    """One collective a step; one more for all layers where a head is clipped and shards are new."""
+    with world.parallel():
+        setup = Setup(dtype=torch.bfloat16)
+        config = {"qk_clip": True, "qk_clip_threshold": TAU}
+        attentions = [build_attention(TINY, setup, **config) for _ in range(3)]
+        model, collectives = torch.nn.ModuleList(attentions), Collectives(monkeypatch)
+        weights = [weight for one in attentions for weight in with_shards(one)]
+
+        def clip(*heads):
+            scores_above(attentions, TAU, heads)
+            before = [weight.detach().clone() for weight in weights]
+            found = collectives.of(lambda: clip_qk(model))
+            changed = [not torch.equal(w, b) for w, b in zip(weights, before)]
+            assert changed == [bool(above) for above in heads for _ in range(2)]
+            for weight in weights:
+                check_shard(weight)
+            return found
+
+        nothing: list[int] = []
+        alone, both = {"all_reduce": 1, "all_gather": 0}, {"all_reduce": 1, "all_gather": 1}
+        assert clip(nothing, nothing, nothing) == alone
+        assert clip(nothing, [0, 2], nothing) == both
+        assert clip([1], nothing, [3]) == alone
+        # Another optimizer: only one rank can tell by what it holds.
+        weight = weights[-1]
+        if dist.get_rank():
+            weight.main_param = weight.detach().float().flatten()
+        else:
+            weight.main_param = None
+        assert clip([1], nothing, [0, 3]) == both
+
+
+def check_shard(weight):
+    """The fp32 values of this rank are those of its part of the weight, but for rounding."""
+    if weight.main_param is not None:
+        last = weight.main_param.numel()
+        values = weight.detach().float().flatten()
+        part = values[-last:] if dist.get_rank() else values[:last]
+        torch.testing.assert_close(weight.main_param, part, rtol=2**-6, atol=1e-6)
+
+
 @needs.processes(2)
 def test_hidden_masters_are_refused():
     with world.parallel():

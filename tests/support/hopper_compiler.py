@@ -83,6 +83,18 @@ def training_kernels() -> None:
     HOPPER.backward(OutputGradient(output.out, None), output, inputs, rules)
 
 
+def search_kernel() -> None:
+    """The scores again, at the widths of the expanded form."""
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.kernels.largest_scores import QUERIES, largest_scores
+
+    q = torch.zeros(TOKENS, 1, HEADS, 192, dtype=BF16)
+    tiles = query_tiles([Span(0, TOKENS, 0, TOKENS, 0)], QUERIES)
+    lse = torch.zeros(1, HEADS, TOKENS).permute(2, 0, 1)
+    largest_scores(q, q, lse, torch.zeros(HEADS), tiles, 0.1, 100.0)
+
+
 def decode_kernels() -> None:
     """Decoding over a paged cache, in splits."""
     from absorbed_mla.kernels import operators
@@ -101,4 +113,5 @@ if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
     training_kernels()
+    search_kernel()
     decode_kernels()

@@ -18,6 +18,7 @@ from absorbed_mla.core_attention.backends.reference import (
     reference_one_pair,
     reference_one_pair_gradient,
 )
+from absorbed_mla.core_attention.largest_scores import record_by_search, why_not_search
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
@@ -75,6 +76,7 @@ class CudnnBackend:
     summary = "cuDNN through PyTorch; Hopper or newer, head widths up to 256, not deterministic"
     forms = ("expanded",)
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (590.0, 460.0)}
+    searches_max_logits = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
@@ -83,11 +85,16 @@ class CudnnBackend:
                 "its backward is not deterministic, which torch.use_deterministic_algorithms "
                 "demands"
             )
-        return why_not_fused(request)
+        return why_not_fused(request) or (why_not_search() if request.max_logits else None)
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; several blocks are summed in fp32."""
         q, k, v = inputs.as_multi_head()
+        output = self._forward(q, k, v, rules)
+        record_by_search(q, k, output.lse, rules)
+        return output
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, rules: ScoreRules) -> AttentionOutput:
         blocks = dense_blocks(rules.spans)
         if len(blocks) == 1 and blocks[0].queries == slice(0, len(q)):
             keys, causal = blocks[0].keys, blocks[0].causal

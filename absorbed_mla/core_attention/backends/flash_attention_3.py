@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.backend import NO_MAX_LOGITS, AttentionRequest
+from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import VarlenCall, varlen_calls
@@ -57,11 +57,15 @@ class FlashAttention3Backend:
     forms = ("absorbed",)
     # Tested but not timed here: the forward rate is what others measured.
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (600.0, 410.0)}
+    searches_max_logits = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
         if request.max_logits:
-            return NO_MAX_LOGITS
+            return (
+                "it does not return the largest scores (qk_clip, log_max_attention_logit), which "
+                "'hopper' does at no cost"
+            )
         c, rope = request.value_width, request.key_width - request.value_width
         if request.form == "absorbed" and not (c in _KV_LORA_RANKS and rope == _ROPE):
             return (

@@ -16,6 +16,7 @@ from absorbed_mla.core_attention.backend import (
     AttentionRequest,
     why_not_fused,
 )
+from absorbed_mla.core_attention.largest_scores import record_by_search, why_not_search
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import VarlenCall, varlen_calls
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
@@ -28,13 +29,14 @@ class FlashAttention4Backend:
     summary = "the flash-attn-4 package, Hopper, head widths of DeepSeek's models"
     forms = ("expanded",)
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (740.0, 470.0)}
+    searches_max_logits = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
         reason = why_not_fused(request) or why_not_installed(request.key_width, request.value_width)
         if reason is None and torch.cuda.get_device_capability(request.device)[0] != 9:
             reason = "it was tried on compute capability 9.0 only"
-        return reason
+        return reason or (why_not_search() if request.max_logits else None)
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output has the dtype of the inputs."""
@@ -48,7 +50,9 @@ class FlashAttention4Backend:
             lse.fill_(-torch.inf)
         for call in varlen_calls(rules.spans, q.shape[1] == 1):
             _forward(call, q, k, v, rules.scale, out, lse)
-        return AttentionOutput(out, lse.permute(2, 0, 1))
+        output = AttentionOutput(out, lse.permute(2, 0, 1))
+        record_by_search(q, k, output.lse, rules)
+        return output
 
     def backward(
         self,

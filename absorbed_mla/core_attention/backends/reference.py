@@ -158,6 +158,7 @@ class ReferenceBackend:
     forms = ("absorbed", "expanded")
     # On the H200 a guess. Elsewhere it is slow beside any kernel of a GPU.
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)}
+    searches_max_logits = False
     forward = staticmethod(reference_forward)
     backward = staticmethod(reference_backward)
 

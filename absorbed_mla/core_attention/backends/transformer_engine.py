@@ -45,6 +45,7 @@ class TransformerEngineBackend:
     summary = "cuDNN through TransformerEngine 2.12 or 2.13; Hopper or newer, packs in one call"
     forms = ("expanded",)
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (585.0, 455.0)}
+    searches_max_logits = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""
@@ -54,6 +55,7 @@ class TransformerEngineBackend:
             request.dtype,
             request.deterministic,
             request.packed,
+            request.max_logits,
         )
 
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
@@ -65,7 +67,11 @@ class TransformerEngineBackend:
         lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=torch.float32)
         for call in _calls(rules.spans, batch == 1):
             qkv = (q[call.queries], k[call.keys], v[call.keys])
-            part, part_lse = _forward(call, qkv, rules.scale)
+            if rules.max_logits is None:
+                part, part_lse = _forward(call, qkv, rules.scale)
+            else:
+                part, part_lse, largest = _forward_and_largest(call, qkv, rules.scale)
+                rules.record(call.only_spans(largest, -torch.inf))
             out = _add_rows(out, part, call.queries, tokens)
             call.write_queries(lse, part_lse.permute(1, 2, 0))
         if out is None:
@@ -148,9 +154,58 @@ def _forward(call: VarlenCall, qkv: _Tensors, scale: float) -> tuple[Tensor, Ten
         attn_scale=scale,
         **arguments.layout,
     )
-    if arguments.packed:
-        return out.unsqueeze(1), stats.squeeze(-1).unsqueeze(1)
-    return out, stats.squeeze(-1).permute(2, 0, 1)
+    return _batched(out) if arguments.packed else out, arguments.of_queries(stats)
+
+
+def _forward_and_largest(
+    call: VarlenCall, qkv: _Tensors, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_forward`, and the largest score [S, B, N] of every query.
+
+    By the operator itself: its Python function keeps a maximum over all rows, those between spans
+    included, which hold anything, and rounds it to the dtype of the output.
+    """
+    if _is_one_pair(qkv):
+        out, lse = reference_forward(*reference_one_pair(*qkv, scale))
+        return out, lse, lse
+    interface = importlib.import_module(_INTERFACE)
+    operator = importlib.import_module("transformer_engine_torch").fused_attn_fwd
+    arguments = _KernelArguments(call, qkv)
+    layout = arguments.layout
+    q, k, v = (arguments.rows(x) for x in qkv)
+    longest_q, longest_k, *cu_seqlens = arguments.lengths
+    out, largest, total, *_ = operator(
+        *(longest_q, longest_k),
+        True,  # training
+        scale,
+        0.0,  # dropout
+        True,  # zeros between sequences, in one fast kernel
+        interface.QKVLayout[layout["qkv_layout"]],
+        interface.AttnBiasType["no_bias"],
+        interface.AttnMaskType[layout["attn_mask_type"]],
+        interface.SoftmaxType["vanilla"],
+        layout["window_size"],
+        str(layout["attn_mask_type"]).endswith("bottom_right"),
+        *cu_seqlens,
+        *(q, k, v),
+        q.dtype,
+        *(layout.get("cu_seqlens_q_padded"), layout.get("cu_seqlens_kv_padded")),
+        *(None, None),  # pages
+        *(None, None),  # quantizers
+        *(None, None),  # bias, sink
+        None,  # generator
+        interface.BACKEND_F16arb_ELTS_PER_THREADS,
+        True,  # largest score and sum of exponentials in place of the LSE
+        layout["cuda_graph"],
+    )
+    lse = total.log_().add_(largest)
+    lse, largest = (arguments.of_queries(x) for x in (lse, largest))
+    return _batched(out) if arguments.packed else out, lse, largest
+
+
+def _batched(rows: Tensor) -> Tensor:
+    """[S, N, D] of a pack as a batch of one."""
+    return rows.unsqueeze(1)
 
 
 def _backward(
@@ -229,6 +284,11 @@ class _KernelArguments:
         """[S, B, N, D], or [S, N, D] of a pack; contiguous, which the kernels assume."""
         return (x[:, 0] if self.packed else x).contiguous()
 
+    def of_queries(self, stats: Tensor) -> Tensor:
+        """What a kernel writes for every query, [T, N, 1] or [B, N, S, 1], as [S, B, N]."""
+        stats = stats.squeeze(-1)
+        return stats.unsqueeze(1) if self.packed else stats.permute(2, 0, 1)
+
 
 def _batch_starts(x: Tensor) -> Tensor:
     """cu_seqlens of a batch [S, B, N, D], whose sequences have equal lengths."""
@@ -262,13 +322,20 @@ _OLDEST_CUDNN = 90700
 # without an error; up to 128 they are right. 9.19 was the first to be right in every test.
 _WIDEST_PACKED_VALUE = 128
 _OLDEST_CUDNN_FOR_WIDER = 91900
+# The one whose largest scores were tested.
+_OLDEST_CUDNN_FOR_MAX_LOGITS = 91900
 _INTERFACE = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 _ASKED = (("sbhd_sbhd_sbhd", "causal_bottom_right"), ("thd_thd_thd", "padding_causal_bottom_right"))
 
 
 @functools.cache
 def why_not_installed(
-    key_width: int, value_width: int, dtype: torch.dtype, deterministic: bool, packed: bool
+    key_width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    deterministic: bool,
+    packed: bool,
+    max_logits: bool = False,
 ) -> str | None:
     """Why TransformerEngine cannot attend with these head widths, or None."""
     try:
@@ -285,8 +352,13 @@ def why_not_installed(
         return f"TransformerEngine {version} cannot be imported ({type(error).__name__}: {error})"
     if (cudnn := library.get_cudnn_version()) < _OLDEST_CUDNN:
         return f"cuDNN 9.7 or newer is needed, TransformerEngine found {cudnn}"
+    loaded = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    if max_logits and cudnn < _OLDEST_CUDNN_FOR_MAX_LOGITS:
+        return (
+            f"TransformerEngine {version} loaded cuDNN {loaded}; cuDNN 9.19 or newer is needed for "
+            "the largest scores (qk_clip, log_max_attention_logit)"
+        )
     if packed and value_width > _WIDEST_PACKED_VALUE and cudnn < _OLDEST_CUDNN_FOR_WIDER:
-        loaded = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
         return (
             f"TransformerEngine {version} loaded cuDNN {loaded}, whose gradients of packs, and "
             f"under context parallelism, are wrong for values wider than {_WIDEST_PACKED_VALUE} "
@@ -305,7 +377,7 @@ def why_not_installed(
             *(1024, 2048),  # tokens
             *(key_width, value_width),
             *(-1, 0),  # window
-            *(False, False),  # no maximum of the logits, no graph
+            *(max_logits, False),  # no graph
             deterministic,
         )
         if found != _kernels():

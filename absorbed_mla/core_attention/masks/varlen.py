@@ -118,6 +118,12 @@ class VarlenCall:
         else:
             rows.copy_(torch.where(self._in_spans(total.device), part, rows))
 
+    def only_spans(self, values: Tensor, other: float) -> Tensor:
+        """A kernel's ``values`` [S, B, N] for this call's queries, ``other`` between spans."""
+        if self.is_contiguous:
+            return values
+        return torch.where(self._in_spans(values.device)[:, None, None], values, other)
+
     def _in_spans(self, device: torch.device) -> Tensor:
         """Bool: which of the call's queries are in a span."""
 

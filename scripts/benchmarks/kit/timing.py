@@ -67,12 +67,16 @@ class Repeated:
 
     def steps(self, count: int) -> list[tuple[float, float, float]]:
         """Seconds of forward, backward and both of every repetition."""
-        marks = [self._step() for _ in range(count)]
+        return self.seconds_of([self.step() for _ in range(count)])
+
+    def seconds_of(self, marks: list[tuple[Any, Any, Any]]) -> list[tuple[float, float, float]]:
+        """Seconds of forward, backward and both, of the marks of every :meth:`step`."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in marks]
 
-    def _step(self) -> tuple[Any, Any, Any]:
+    def step(self) -> tuple[Any, Any, Any]:
+        """Queue one repetition; returns marks of its beginning, its middle and its end."""
         begin = self._mark()
         result = self.forward()
         middle = self._mark()
@@ -88,6 +92,32 @@ class Repeated:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def in_turn(
+    first: Repeated, second: Repeated, budget: float
+) -> tuple[tuple[Times, Times], tuple[Times, Times]]:
+    """Times of two ways to do the same, repeated in turn, so that clocks and heat are alike.
+
+    Args:
+        first: With a backward, as the second.
+        second: After the first in every other pair, before it in the others.
+        budget: Seconds for all repetitions.
+
+    Returns:
+        Of forward and of the step: the first's, the second's.
+    """
+    # The first times compile.
+    count = [repetitions(first.once() + second.once(), budget) for _ in range(2)][-1]
+    marks: tuple[list, list] = [], []
+    for index in range(count):
+        for one in ((0, 1), (1, 0))[index % 2]:
+            marks[one].append((first, second)[one].step())
+    found = []
+    for one, own in zip((first, second), marks):
+        forward, _, step = zip(*one.seconds_of(own))
+        found.append((Times.of(forward), Times.of(step)))
+    return found[0], found[1]
 
 
 def repeat_together(

@@ -23,6 +23,11 @@ def attend(
     return torch.einsum("...nqk,...knv->...qnv", probs, _every_head(v, q)), lse
 
 
+def largest(q: Tensor, k: Tensor, scale: float, causal_offset: int | None) -> Tensor:
+    """The largest score of every query, [..., N, Q]."""
+    return _scores(q, k, scale, causal_offset).amax(-1)
+
+
 def gradients(
     q: Tensor,
     k: Tensor,

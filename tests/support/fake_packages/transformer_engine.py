@@ -34,6 +34,8 @@ class Call:
 class FusedAttention(ModuleType):
     """transformer_engine.pytorch.cpp_extensions.fused_attn."""
 
+    BACKEND_F16arb_ELTS_PER_THREADS = 16
+
     def __init__(self) -> None:
         super().__init__("transformer_engine.pytorch.cpp_extensions.fused_attn")
         self.calls: list[Call] = []
@@ -48,14 +50,35 @@ class FusedAttention(ModuleType):
         assert backend == self.FusedAttnBackend["F16_arbitrary_seqlen"]
         call = _Layout(*lengths, (q, k, v), **layout)
         self.calls.append(Call("forward", call.layout, call.mask))
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        stats = torch.full(call.stats_shape, torch.nan, device=q.device)
-        for queries, keys in call.sequences:
-            offset = call.offset(q[queries], k[keys])
-            found, lse = kit.attend(q[queries], k[keys], v[keys], attn_scale, offset)
-            out[queries] = found.to(out)
-            call.stats_of(stats, queries).copy_(lse)
+        out, stats, _ = call.attend(q, k, v, attn_scale)
         return out, [stats, torch.zeros(2, dtype=torch.int64, device=q.device)]
+
+    # transformer_engine_torch.fused_attn_fwd, which the function above calls by position.
+    def operator(
+        self, max_seqlen_q, max_seqlen_kv, is_training, attn_scale, dropout, set_zero, layout, bias,
+        mask, softmax, window_size, bottom_right, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
+        padded_q, padded_kv, pages_k, pages_v, s_quantizer, o_quantizer, attn_bias, offset, rng_gen,
+        rng_elts_per_thread, return_max_logit, cuda_graph,
+    ):  # fmt: skip
+        """Output, largest scores, sums of exponentials, and state of the generator."""
+        assert is_training and not dropout and set_zero and fake_dtype == q.dtype
+        assert bias == self.AttnBiasType["no_bias"] and softmax == self.SoftmaxType["vanilla"]
+        unused = (pages_k, pages_v, s_quantizer, o_quantizer, attn_bias, offset, rng_gen)
+        assert all(x is None for x in unused)
+        assert rng_elts_per_thread == self.BACKEND_F16arb_ELTS_PER_THREADS and return_max_logit
+        call = _Layout(
+            *(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, (q, k, v)),
+            qkv_layout=layout.removeprefix("QKVLayout."),
+            attn_mask_type=mask.removeprefix("AttnMaskType."),
+            window_size=window_size,
+            cuda_graph=cuda_graph,
+            cu_seqlens_q_padded=padded_q,
+            cu_seqlens_kv_padded=padded_kv,
+        )
+        assert bottom_right == (call.kind == "causal_bottom_right")
+        self.calls.append(Call("operator", call.layout, call.mask))
+        out, lse, largest = call.attend(q, k, v, attn_scale)
+        return [out, largest, (lse - largest).exp(), torch.zeros(2, dtype=torch.int64)]
 
     def fused_attn_bwd(self, *positional, attn_scale, deterministic, **layout):
         """Gradients of q, k and v, zero between sequences, and two unused results."""
@@ -126,6 +149,21 @@ class _Layout:
             assert all(len(x) == batch for x in used) and len(v) == len(k)
             self.sequences = [((slice(None), b), (slice(None), b)) for b in range(batch)]
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, LSE and largest scores; what is not written of the last two is NaN."""
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse, largest = (torch.full(self.stats_shape, torch.nan, device=q.device) for _ in range(2))
+        for queries, keys in self.sequences:
+            rows, columns = q[queries], k[keys]
+            offset = self.offset(rows, columns)
+            found, found_lse = kit.attend(rows, columns, v[keys], scale, offset)
+            out[queries] = found.to(out)
+            self.stats_of(lse, queries).copy_(found_lse)
+            self.stats_of(largest, queries).copy_(kit.largest(rows, columns, scale, offset))
+        return out, lse, largest
+
     def offset(self, q: Tensor, k: Tensor) -> int | None:
         """Query i sees keys up to i + offset."""
         return {"no_mask": None, "causal": 0, "causal_bottom_right": len(k) - len(q)}[self.kind]
@@ -157,6 +195,7 @@ def install(monkeypatch, version: str = "2.12.0", cudnn: int = 91900) -> FusedAt
     library = ModuleType("transformer_engine_torch")
     library.DType = SimpleNamespace(kFloat16="kFloat16", kBFloat16="kBFloat16")
     library.get_cudnn_version = lambda: cudnn
+    library.fused_attn_fwd = fused.operator
     library.get_fused_attn_backend = lambda *_: fused.FusedAttnBackend["F16_arbitrary_seqlen"]
     monkeypatch.setattr(importlib.metadata, "version", version_of)
     monkeypatch.setitem(sys.modules, library.__name__, library)

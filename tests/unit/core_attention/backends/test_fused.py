@@ -7,6 +7,7 @@ packages themselves run as well.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.varlen import varlen_calls
-from tests.support import needs
+from absorbed_mla.core_attention.max_logits import MaxLogits
+from absorbed_mla.core_attention.types import AttentionInputs
+from tests.support import needs, world
 from tests.support.backends import determinism
-from tests.support.differentiable import NARROW, V3, operands, outcome
+from tests.support.differentiable import HEADS, NARROW, V3, operands, outcome
 from tests.support.fake_packages import flash_attention_4, transformer_engine
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.numerics import bounds_from_eager, compare, relative_error
@@ -67,6 +70,26 @@ def test_equals_the_reference(name, spans, batch, lse_weight, flash, fused):
         # Its backward knows no gradient of the LSE.
         functions = {"forward"} if lse_weight else {"forward", "backward"}
         assert {call.function for call in fused.calls} == functions
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_largest_scores(name, spans, batch, flash, fused):
+    """Of each head, over what is in spans; the rest is the same with and without them."""
+    leaves = operands(torch.float64, batch)
+    results = []
+    for backend in (ReferenceBackend(), BACKENDS[name]):
+        heads = torch.full((HEADS + 1,), -torch.inf, dtype=torch.float64, device=world.device())
+        found = MaxLogits(heads)
+        rules = ScoreRules(0.3, SPANS[spans], first_head=1, query_chunk_size=5)
+        recorded = outcome(backend, leaves, replace(rules, max_logits=found))
+        without = outcome(backend, leaves, rules)
+        for key, tensor in without.items():
+            torch.testing.assert_close(recorded[key], tensor, rtol=1e-5, atol=1e-6, msg=key)
+        results.append(found.of_heads)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+    assert results[1][0] == -torch.inf
 
 
 @pytest.mark.parametrize(
@@ -150,6 +173,25 @@ def no_worse_than_pytorch(backend, spans, batch, widths, lse_weight, dtype) -> N
 @pytest.mark.parametrize("spans", SPANS)
 def test_on_a_gpu(backend, spans, batch, dtype, lse_weight):
     no_worse_than_pytorch(backend, spans, batch, V3, lse_weight, dtype)
+
+
+@pytest.mark.parametrize("backend", [on_a_gpu(name) for name in ON_A_GPU])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("spans", SPANS)
+def test_largest_scores_on_a_gpu(backend, spans, batch):
+    """Beside float64; by kernels, and by the search for those that return the LSE alone."""
+    leaves = operands(torch.bfloat16, batch, V3)
+    wide = [x.detach().double() for x in leaves]
+    results = []
+    for entry, tensors in ((ReferenceBackend(), wide), (backend, leaves)):
+        kind = torch.promote_types(tensors[0].dtype, torch.float32)
+        found = MaxLogits(torch.full((HEADS,), -torch.inf, dtype=kind, device=world.device()))
+        with torch.no_grad():
+            entry.forward(
+                AttentionInputs(*tensors), ScoreRules(0.3, SPANS[spans], max_logits=found)
+            )
+        results.append(found.of_heads.double())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

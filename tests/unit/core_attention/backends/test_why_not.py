@@ -6,6 +6,7 @@ An explicit choice raises with the reason; "auto" takes another backend.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from absorbed_mla import AbsorbedMLAOptions, MLADims
 from absorbed_mla.context_parallel.strategy import LocalKeys
 from absorbed_mla.core_attention import module as latent_attention
+from absorbed_mla.core_attention import selection
 from absorbed_mla.core_attention.backends import flash_attention_3, flash_attention_4, triton
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.cost import Work
 from absorbed_mla.core_attention.module import LatentCoreAttention
-from absorbed_mla.core_attention.selection import Candidates, choose
+from absorbed_mla.core_attention.selection import Candidates, candidates, choose, fastest
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS, FORMS
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
@@ -48,8 +50,6 @@ OTHER_FORM = {
     "expanded": ({"form": "absorbed"}, "form='expanded'"),
     "absorbed": ({"form": "expanded", "key_width": 192, "value_width": 128}, "form='absorbed'"),
 }
-# Kernels of other packages return the LSE only.
-FOREIGN = ("cudnn", "transformer_engine", "flash_attention_3", "flash_attention_4")
 EXPANDED_WIDTHS = [
     ({"key_width": 260}, "(260, 128) are not multiples of 8 up to 256"),
     ({"value_width": 264}, "(192, 264) are not multiples of 8 up to 256"),
@@ -68,7 +68,7 @@ REFUSED = [
     (name, changes, reason)
     for name, form in FORM.items()
     for changes, reason in [*ANY_KERNEL, OTHER_FORM[form], *WIDTHS[name]]
-] + [(name, {"max_logits": True}, "largest scores (qk_clip") for name in FOREIGN]
+] + [("flash_attention_3", {"max_logits": True}, "which 'hopper' does at no cost")]
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +151,40 @@ def test_deterministic_algorithms():
         request = attention_request("expanded", deterministic=True)
         assert "not deterministic" in why_not("cudnn", request)
         assert why_not("transformer_engine", attention_request("expanded")) is None
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_attention_4"])
+def test_the_search_for_the_largest_scores_needs_triton(name, monkeypatch):
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    assert why_not(name, attention_request("expanded")) is None
+    reason = why_not(name, attention_request("expanded", max_logits=True))
+    assert "3.5.1 is installed" in reason and "qk_clip, log_max_attention_logit" in reason
+
+
+def test_largest_scores_of_an_old_cudnn(monkeypatch):
+    fake_packages.transformer_engine.install(monkeypatch, cudnn=91800)
+    te.why_not_installed.cache_clear()
+    assert why_not("transformer_engine", attention_request("expanded")) is None
+    reason = why_not("transformer_engine", attention_request("expanded", max_logits=True))
+    assert "loaded cuDNN 9.18.0; cuDNN 9.19" in reason and "qk_clip" in reason
+
+
+def test_who_records_largest_scores():
+    """On an H200 the fastest one, unless it must compute all scores again."""
+    able = {"reference", "cudnn", "transformer_engine", "flash_attention_4"}
+    dims = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)
+    dims = replace(dims, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    work = Work.of(SequenceLayout.dense(8192), 1, 1, causal=True, training=True)
+    chosen = {}
+    for small in (False, True):
+        request = attention_request("expanded", max_logits=True, small_max_logits=small)
+        runnable, _ = ATTENTION_BACKENDS.examine("auto", request)
+        assert {backend.name for backend in runnable} == able
+        found = candidates({"expanded": request}, "auto")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selection, "machine_name", lambda device: "NVIDIA H200")
+            chosen[small] = fastest(found, dims, work)[1].name
+    assert chosen == {False: "flash_attention_4", True: "transformer_engine"}
 
 
 def test_flash_attention_3_needs_its_backward(monkeypatch):

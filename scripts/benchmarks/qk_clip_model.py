@@ -1,0 +1,151 @@
+"""Suite "clip" of qk_clip.py: ``clip_qk`` on several layers, after the step of an optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.kit.report import Times
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from benchmarks.kit.processes import Processes
+
+MASTERS = ("none", "distributed")
+CLIPPED = ("no head", "half")
+THRESHOLD = 100.0
+_REPETITIONS = 10
+
+
+@dataclass(frozen=True)
+class ClipCase:
+    """One call of ``clip_qk``.
+
+    Attributes:
+        heads: Of every layer.
+        layers: Of the model.
+        masters: ``"none"``: bf16 weights alone; ``"distributed"``: Megatron's distributed
+            optimizer has shards of fp32 copies, on all ranks.
+        clipped: One of :data:`CLIPPED`, of the heads of each layer.
+    """
+
+    heads: int
+    layers: int
+    masters: str
+    clipped: str
+    suite: str = "clip"
+
+    def __str__(self) -> str:
+        return f"clip n={self.heads} layers={self.layers} masters={self.masters} {self.clipped}"
+
+
+@dataclass(frozen=True)
+class ClipRow:
+    """What was measured.
+
+    Attributes:
+        case: What.
+        first: Seconds of the first call, which asks the ranks for their shards.
+        again: Seconds of the calls after it.
+        syncs: Times that such a call makes the host wait for the GPU; None without one.
+        error: Empty, or why figures are missing.
+    """
+
+    case: ClipCase
+    first: float | None = None
+    again: Times | None = None
+    syncs: int | None = None
+    error: str = ""
+
+    def figures(self) -> dict[str, float]:
+        """Milliseconds, and how often the host waits."""
+        assert self.first is not None and self.again is not None
+        found = {"first_ms": 1e3 * self.first, "ms": 1e3 * self.again.median}
+        return found if self.syncs is None else {**found, "syncs": self.syncs}
+
+
+def measure_clip(case: ClipCase, args: argparse.Namespace, processes: Processes) -> ClipRow:
+    """The row of a case."""
+    from absorbed_mla.qk_clip import clip_qk
+
+    model, attentions = _model(case, args, processes)
+
+    def call() -> float:
+        _pretend(attentions, case)
+        processes.meet()
+        begin = time.perf_counter()
+        clip_qk(model)
+        processes.synchronize()
+        return time.perf_counter() - begin
+
+    first = call()
+    again = Times.of([call() for _ in range(_REPETITIONS)])
+    _pretend(attentions, case)
+    processes.meet()
+    return ClipRow(case, first, again, _waits(lambda: clip_qk(model), processes))
+
+
+def _model(
+    case: ClipCase, args: argparse.Namespace, processes: Processes
+) -> tuple[nn.Module, list[nn.Module]]:
+    """The wrapped model and its attentions; optimizers stay alive with their parameters."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.spec_utils import build_module
+    from torch import nn
+
+    from absorbed_mla import AbsorbedMLAOptions
+    from benchmarks.kit.layers import attention_spec, layer_config
+
+    config = layer_config(args, processes, heads=case.heads, recompute=None)
+    config.qk_clip, config.qk_clip_threshold = True, THRESHOLD
+    spec = attention_spec(config, AbsorbedMLAOptions())
+    attentions = [
+        build_module(spec, config=config, layer_number=index + 1).to(processes.device)
+        for index in range(case.layers)
+    ]
+    model = MegatronModule(config)
+    model.layers = nn.ModuleList(attentions)
+    whole: nn.Module = Float16Module(config, model) if config.bf16 else model
+    if case.masters == "distributed":
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        whole = DistributedDataParallel(config, ddp, whole)
+        settings = OptimizerConfig(
+            lr=1e-4, bf16=config.bf16, use_distributed_optimizer=True, params_dtype=processes.dtype
+        )
+        whole.optimizer_of_benchmark = get_megatron_optimizer(settings, [whole])
+    return whole, attentions
+
+
+def _pretend(attentions: list[nn.Module], case: ClipCase) -> None:
+    """Largest scores, as training forwards record them."""
+    import torch
+
+    for attention in attentions:
+        found = torch.full((case.heads,), THRESHOLD / 2, device=attention.linear_proj.weight.device)
+        if case.clipped == "half":
+            found[::2] = 1.01 * THRESHOLD
+        attention.core_attention.current_max_attn_logits = found
+
+
+def _waits(function: Callable[[], object], processes: Processes) -> int | None:
+    """How often the host waits for the GPU."""
+    import torch
+
+    if not processes.on_gpu:
+        function()
+        return None
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            function()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in found)
