@@ -24,6 +24,7 @@ from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.down_projection import down_projection_of
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
@@ -33,7 +34,7 @@ from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, Project
 from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
-from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
+from absorbed_mla.tensor_parallel import enter_head_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,
     refuse_unsupported_arguments,
@@ -90,6 +91,7 @@ class AbsorbedMLASelfAttention(Attention):
             options, config, causal=attn_mask_type in CAUSAL_MASKS, tp_size=tp_size
         )
         dims = MLADims.from_config(config, tp_size)
+        down_projection = down_projection_of(config, dims)
         super().__init__(
             config=config,
             # The host would build both for ordinary attention, at other sizes.
@@ -104,6 +106,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.dims = dims
         self.options = options
+        self.down_projection = down_projection
         self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
@@ -122,24 +125,25 @@ class AbsorbedMLASelfAttention(Attention):
             options=options,
         )
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
-        register_load_hooks(self, dims)
+        register_load_hooks(self, dims, down=down_projection.layout)
         keep_parameter_marks(self)
 
     def _build_projections(self, build: ProjectionBuilder) -> None:
         """Queries and keys from latents, and the output; widths as in ``dims``."""
-        dims, config = self.dims, self.config
+        dims, config, down = self.dims, self.config, self.down_projection
         query_width = dims.num_heads * dims.qk_head_dim
         if dims.q_lora_rank is None:
             self.linear_q_proj = build.linear(
                 "linear_q_proj", dims.hidden_size, query_width, gather_output=False
             )
         else:
-            self.linear_q_down_proj = build.down_projection("linear_q_down_proj", dims.q_lora_rank)
+            self.add_module(down.names[0], down.build(down.names[0], build))
             self.q_layernorm = build.norm("q_layernorm", dims.q_lora_rank)
             self.linear_q_up_proj = build.linear(
                 "linear_q_up_proj", dims.q_lora_rank, query_width, gather_output=False
             )
-        self.linear_kv_down_proj = build.down_projection("linear_kv_down_proj", dims.kv_down_dim)
+        if not hasattr(self, down.names[-1]):
+            self.add_module(down.names[-1], down.build(down.names[-1], build))
         self.kv_layernorm = build.norm("kv_layernorm", dims.kv_lora_rank)
         self.linear_k_up_proj = build.linear(
             "linear_k_up_proj",
@@ -292,15 +296,8 @@ class AbsorbedMLASelfAttention(Attention):
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
-        q_down = hidden_states
-        if self.dims.q_lora_rank is not None:
-            q_down, _ = self.linear_q_down_proj(hidden_states)
-            q_down = leave_column_parallel(
-                q_down, self.dims.q_lora_rank, self.tp_group, self.sequence_parallel
-            )
-        kv_down, _ = self.linear_kv_down_proj(hidden_states)
-        kv_down = leave_column_parallel(
-            kv_down, self.dims.kv_down_dim, self.tp_group, self.sequence_parallel
+        q_down, kv_down = self.down_projection(
+            self, hidden_states, self.tp_group, self.sequence_parallel
         )
         if self._recomputes_up_proj and torch.is_grad_enabled():
             # Megatron's checkpoint gives parameters inside of it a gradient only if one of its
@@ -401,11 +398,9 @@ class AbsorbedMLASelfAttention(Attention):
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""
-        for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"):
-            if hasattr(self, name):
-                getattr(self, name).backward_dw()
-        self.linear_kv_down_proj.backward_dw()
-        self.linear_proj.backward_dw()
+        query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
+        for name in (query, *self.down_projection.names, "linear_proj"):
+            getattr(self, name).backward_dw()
 
 
 def _call(function, *args):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ class AbsorbedMLASelfAttentionSubmodules:
     """The layers that :class:`AbsorbedMLASelfAttention` is built of.
 
     ``linear_q_proj`` is built when ``q_lora_rank`` is None, else ``linear_q_down_proj`` and
-    ``linear_q_up_proj``. The norms are identities when ``qk_layernorm`` is off.
+    ``linear_q_up_proj``. With ``mla_down_proj_fusion``, ``linear_qkv_down_proj`` takes the place of
+    both down-projections. The norms are identities when ``qk_layernorm`` is off.
     """
 
     linear_kv_down_proj: ModuleSpec | type
@@ -32,6 +34,7 @@ class AbsorbedMLASelfAttentionSubmodules:
     linear_q_proj: ModuleSpec | type | None = None
     linear_q_down_proj: ModuleSpec | type | None = None
     linear_q_up_proj: ModuleSpec | type | None = None
+    linear_qkv_down_proj: ModuleSpec | type | None = None
 
 
 class ProjectionBuilder:
@@ -86,17 +89,19 @@ class ProjectionBuilder:
             **extra,
         )
 
-    def down_projection(self, child: str, outputs: int) -> Any:
-        """A projection of the hidden states to a latent.
+    def down_projection(self, child: str, widths: Sequence[int]) -> Any:
+        """A projection of the hidden states to latents of these widths, in one layer.
 
         Raises:
             ValueError: If it is not sharded as ``options.down_projection`` says, or does not divide
                 by the tensor-parallel size.
         """
         asked, tp_size = self.options.down_projection, self.tp_group.size()
-        if asked == "column_parallel" and outputs % tp_size:
+        outputs = sum(widths)
+        if asked == "column_parallel" and any(width % tp_size for width in widths):
+            rows = " + ".join(map(str, widths))
             raise ValueError(
-                f"down_projection='column_parallel' needs the {outputs} rows of {child} to divide "
+                f"down_projection='column_parallel' needs the {rows} rows of {child} to divide "
                 f"by tensor_model_parallel_size={tp_size}; use down_projection='duplicated'"
             )
         module = self.linear(child, self.config.hidden_size, outputs, gather_output=False)

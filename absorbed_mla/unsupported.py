@@ -18,7 +18,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), "train in fp32, fp16 or bf16"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
     "experimental_attention_variant": ((None,), "attention is dense"),
-    "mla_down_proj_fusion": ((False,), "Q and KV down-projections are separate"),
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),

@@ -15,14 +15,15 @@ from absorbed_mla.checkpoint.state_dict import (
 from absorbed_mla.dims import MLADims
 
 
-def register_load_hooks(attention: nn.Module, dims: MLADims) -> None:
+def register_load_hooks(attention: nn.Module, dims: MLADims, *, down: str) -> None:
     """Let an attention load every layout of ``layouts/``, and say what does not fit it.
 
     Args:
         attention: Of this package's layout.
         dims: Its dimensions.
+        down: ``"separate"`` or ``"fused"``, as its down-projections are.
     """
-    hooks = _LoadHooks(dims)
+    hooks = _LoadHooks(dims, down)
     attention.register_load_state_dict_pre_hook(hooks.convert)
     attention.register_load_state_dict_post_hook(hooks.explain)
 
@@ -35,8 +36,8 @@ class _LoadHooks:
     carry their explanation with them.
     """
 
-    def __init__(self, dims: MLADims) -> None:
-        self._dims = dims
+    def __init__(self, dims: MLADims, down: str) -> None:
+        self._dims, self._down = dims, down
         self._prefix = ""
         self._layout: MegatronLayout | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -51,7 +52,9 @@ class _LoadHooks:
         self._prefix, self._layout = prefix, recognise_layout(names)
         if INPUT_NORM_FUSED.removeprefix(ATTENTION) in names:
             raise input_norm_error(prefix)
-        converted = to_absorbed_state_dict(state_dict, self._dims, prefix) if names else {}
+        converted = {}
+        if names:
+            converted = to_absorbed_state_dict(state_dict, self._dims, prefix, down=self._down)
         state_dict.clear()
         state_dict.update(converted)
         if replaces_parameters(metadata):
