@@ -24,17 +24,20 @@ from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
-from absorbed_mla.down_projection import down_projection_of
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
+from absorbed_mla.projections import (
+    AbsorbedMLASelfAttentionSubmodules,
+    ProjectionBuilder,
+    down_layers,
+)
 from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
-from absorbed_mla.tensor_parallel import enter_head_parallel
+from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,
     refuse_unsupported_arguments,
@@ -91,7 +94,7 @@ class AbsorbedMLASelfAttention(Attention):
             options, config, causal=attn_mask_type in CAUSAL_MASKS, tp_size=tp_size
         )
         dims = MLADims.from_config(config, tp_size)
-        down_projection = down_projection_of(config, dims)
+        down = down_layers(config, dims)
         super().__init__(
             config=config,
             # The host would build both for ordinary attention, at other sizes.
@@ -106,7 +109,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.dims = dims
         self.options = options
-        self.down_projection = down_projection
+        self.down_layers = down
         self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
@@ -125,25 +128,24 @@ class AbsorbedMLASelfAttention(Attention):
             options=options,
         )
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
-        register_load_hooks(self, dims, down=down_projection.layout)
+        register_load_hooks(self, dims)
         keep_parameter_marks(self)
 
     def _build_projections(self, build: ProjectionBuilder) -> None:
         """Queries and keys from latents, and the output; widths as in ``dims``."""
-        dims, config, down = self.dims, self.config, self.down_projection
+        dims, config = self.dims, self.config
         query_width = dims.num_heads * dims.qk_head_dim
         if dims.q_lora_rank is None:
             self.linear_q_proj = build.linear(
                 "linear_q_proj", dims.hidden_size, query_width, gather_output=False
             )
         else:
-            self.add_module(down.names[0], down.build(down.names[0], build))
+            self._add_down_projection(build, 0)
             self.q_layernorm = build.norm("q_layernorm", dims.q_lora_rank)
             self.linear_q_up_proj = build.linear(
                 "linear_q_up_proj", dims.q_lora_rank, query_width, gather_output=False
             )
-        if not hasattr(self, down.names[-1]):
-            self.add_module(down.names[-1], down.build(down.names[-1], build))
+        self._add_down_projection(build, -1)
         self.kv_layernorm = build.norm("kv_layernorm", dims.kv_lora_rank)
         self.linear_k_up_proj = build.linear(
             "linear_k_up_proj",
@@ -168,6 +170,12 @@ class AbsorbedMLASelfAttention(Attention):
             skip_bias_add=True,
             input_is_parallel=True,
         )
+
+    def _add_down_projection(self, build: ProjectionBuilder, which: int) -> None:
+        """The first (0) or the last (-1) of the down-projections, once where that is the same."""
+        name, widths = list(self.down_layers.items())[which]
+        if name not in self._modules:
+            self.add_module(name, build.down_projection(name, widths))
 
     def forward(
         self,
@@ -296,9 +304,11 @@ class AbsorbedMLASelfAttention(Attention):
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
-        q_down, kv_down = self.down_projection(
-            self, hidden_states, self.tp_group, self.sequence_parallel
-        )
+        outputs = [hidden_states] if self.dims.q_lora_rank is None else []
+        for name, widths in self.down_layers.items():
+            out, _ = getattr(self, name)(hidden_states)
+            outputs += leave_column_parallel(out, widths, self.tp_group, self.sequence_parallel)
+        q_down, kv_down = outputs
         if self._recomputes_up_proj and torch.is_grad_enabled():
             # Megatron's checkpoint gives parameters inside of it a gradient only if one of its
             # inputs needs one, which is not so where all layers before this one are frozen.
@@ -399,7 +409,7 @@ class AbsorbedMLASelfAttention(Attention):
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""
         query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
-        for name in (query, *self.down_projection.names, "linear_proj"):
+        for name in (query, *self.down_layers, "linear_proj"):
             getattr(self, name).backward_dw()
 
 

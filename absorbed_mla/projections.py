@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
+from absorbed_mla.dims import MLADims
 from absorbed_mla.norm import mark_parameter
 from absorbed_mla.options import AbsorbedMLAOptions
 
@@ -35,6 +36,32 @@ class AbsorbedMLASelfAttentionSubmodules:
     linear_q_down_proj: ModuleSpec | type | None = None
     linear_q_up_proj: ModuleSpec | type | None = None
     linear_qkv_down_proj: ModuleSpec | type | None = None
+
+
+def down_layers(config: MLATransformerConfig, dims: MLADims) -> dict[str, tuple[int, ...]]:
+    """The layers that project hidden states down, with the widths of what each returns.
+
+    The query's and that of K and V, or one for both with ``mla_down_proj_fusion``; names and order
+    are those of Megatron's ``MLASelfAttention`` and ``FusedMLASelfAttention``.
+
+    Raises:
+        ValueError: If ``mla_down_proj_fusion`` is on for a query that has no down-projection.
+    """
+    # Absent from older releases of Megatron.
+    fused = getattr(config, "mla_down_proj_fusion", False)
+    if dims.q_lora_rank is None:
+        if fused:
+            raise ValueError(
+                "mla_down_proj_fusion=True needs a q_lora_rank, got None: the query has no "
+                "down-projection; set mla_down_proj_fusion=False"
+            )
+        return {"linear_kv_down_proj": (dims.kv_down_dim,)}
+    if fused:
+        return {"linear_qkv_down_proj": (dims.q_lora_rank, dims.kv_down_dim)}
+    return {
+        "linear_q_down_proj": (dims.q_lora_rank,),
+        "linear_kv_down_proj": (dims.kv_down_dim,),
+    }
 
 
 class ProjectionBuilder:

@@ -15,15 +15,14 @@ from absorbed_mla.checkpoint.state_dict import (
 from absorbed_mla.dims import MLADims
 
 
-def register_load_hooks(attention: nn.Module, dims: MLADims, *, down: str) -> None:
+def register_load_hooks(attention: nn.Module, dims: MLADims) -> None:
     """Let an attention load every layout of ``layouts/``, and say what does not fit it.
 
     Args:
         attention: Of this package's layout.
         dims: Its dimensions.
-        down: ``"separate"`` or ``"fused"``, as its down-projections are.
     """
-    hooks = _LoadHooks(dims, down)
+    hooks = _LoadHooks(dims)
     attention.register_load_state_dict_pre_hook(hooks.convert)
     attention.register_load_state_dict_post_hook(hooks.explain)
 
@@ -36,8 +35,8 @@ class _LoadHooks:
     carry their explanation with them.
     """
 
-    def __init__(self, dims: MLADims, down: str) -> None:
-        self._dims, self._down = dims, down
+    def __init__(self, dims: MLADims) -> None:
+        self._dims = dims
         self._prefix = ""
         self._layout: MegatronLayout | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -52,14 +51,15 @@ class _LoadHooks:
         self._prefix, self._layout = prefix, recognise_layout(names)
         if INPUT_NORM_FUSED.removeprefix(ATTENTION) in names:
             raise input_norm_error(prefix)
+        own = module.state_dict(keep_vars=True)
+        down = recognise_layout(own).down
         converted = {}
         if names:
-            converted = to_absorbed_state_dict(state_dict, self._dims, prefix, down=self._down)
+            converted = to_absorbed_state_dict(state_dict, self._dims, prefix, down=down)
         state_dict.clear()
         state_dict.update(converted)
         if replaces_parameters(metadata):
             separate_storages(state_dict, prefix)
-        own = module.state_dict(keep_vars=True)
         _match_extra_states(state_dict, prefix, own)
         # Shapes, not tensors: the hooks outlive the state dict.
         self._shapes = {
