@@ -30,7 +30,11 @@ from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
+from absorbed_mla.projections import (
+    AbsorbedMLASelfAttentionSubmodules,
+    ProjectionBuilder,
+    down_layers,
+)
 from absorbed_mla.qk_clip import SHARDS, check_config, clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
@@ -91,6 +95,7 @@ class AbsorbedMLASelfAttention(Attention):
             options, config, causal=attn_mask_type in CAUSAL_MASKS, tp_size=tp_size
         )
         dims = MLADims.from_config(config, tp_size)
+        down = down_layers(config, dims)
         super().__init__(
             config=config,
             # The host would build both for ordinary attention, at other sizes.
@@ -105,6 +110,7 @@ class AbsorbedMLASelfAttention(Attention):
         )
         self.dims = dims
         self.options = options
+        self.down_layers = down
         self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
@@ -135,12 +141,12 @@ class AbsorbedMLASelfAttention(Attention):
                 "linear_q_proj", dims.hidden_size, query_width, gather_output=False
             )
         else:
-            self.linear_q_down_proj = build.down_projection("linear_q_down_proj", dims.q_lora_rank)
+            self._add_down_projection(build, 0)
             self.q_layernorm = build.norm("q_layernorm", dims.q_lora_rank)
             self.linear_q_up_proj = build.linear(
                 "linear_q_up_proj", dims.q_lora_rank, query_width, gather_output=False
             )
-        self.linear_kv_down_proj = build.down_projection("linear_kv_down_proj", dims.kv_down_dim)
+        self._add_down_projection(build, -1)
         self.kv_layernorm = build.norm("kv_layernorm", dims.kv_lora_rank)
         self.linear_k_up_proj = build.linear(
             "linear_k_up_proj",
@@ -170,6 +176,12 @@ class AbsorbedMLASelfAttention(Attention):
         kept = self.options.form != "absorbed" and not self.checkpoint_core_attention
         if kept and config.fp8 and config.fp8_recipe != "delayed":
             keep_original_input(self.linear_proj)
+
+    def _add_down_projection(self, build: ProjectionBuilder, which: int) -> None:
+        """The first (0) or the last (-1) of the down-projections, once where that is the same."""
+        name, widths = list(self.down_layers.items())[which]
+        if name not in self._modules:
+            self.add_module(name, build.down_projection(name, widths))
 
     def forward(
         self,
@@ -300,16 +312,11 @@ class AbsorbedMLASelfAttention(Attention):
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compressed query [S or S/tp, B, q_lora_rank] (or the input) and [latent | k_rope]."""
-        q_down = hidden_states
-        if self.dims.q_lora_rank is not None:
-            q_down, _ = self.linear_q_down_proj(hidden_states)
-            q_down = leave_column_parallel(
-                q_down, self.dims.q_lora_rank, self.tp_group, self.sequence_parallel
-            )
-        kv_down, _ = self.linear_kv_down_proj(hidden_states)
-        kv_down = leave_column_parallel(
-            kv_down, self.dims.kv_down_dim, self.tp_group, self.sequence_parallel
-        )
+        outputs = [hidden_states] if self.dims.q_lora_rank is None else []
+        for name, widths in self.down_layers.items():
+            out, _ = getattr(self, name)(hidden_states)
+            outputs += leave_column_parallel(out, widths, self.tp_group, self.sequence_parallel)
+        q_down, kv_down = outputs
         if self._recomputes_up_proj and torch.is_grad_enabled():
             # Megatron's checkpoint gives parameters inside of it a gradient only if one of its
             # inputs needs one, which is not so where all layers before this one are frozen.
@@ -422,11 +429,9 @@ class AbsorbedMLASelfAttention(Attention):
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""
-        for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"):
-            if hasattr(self, name):
-                getattr(self, name).backward_dw()
-        self.linear_kv_down_proj.backward_dw()
-        self.linear_proj.backward_dw()
+        query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
+        for name in (query, *self.down_layers, "linear_proj"):
+            getattr(self, name).backward_dw()
 
 
 def _call(function, *args):

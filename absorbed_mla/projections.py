@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
+from absorbed_mla.dims import MLADims
 from absorbed_mla.norm import mark_parameter
 from absorbed_mla.options import AbsorbedMLAOptions
 
@@ -19,7 +21,8 @@ class AbsorbedMLASelfAttentionSubmodules:
     """The layers that :class:`AbsorbedMLASelfAttention` is built of.
 
     ``linear_q_proj`` is built when ``q_lora_rank`` is None, else ``linear_q_down_proj`` and
-    ``linear_q_up_proj``. The norms are identities when ``qk_layernorm`` is off.
+    ``linear_q_up_proj``. With ``mla_down_proj_fusion``, ``linear_qkv_down_proj`` takes the place of
+    both down-projections. The norms are identities when ``qk_layernorm`` is off.
     """
 
     linear_kv_down_proj: ModuleSpec | type
@@ -32,6 +35,33 @@ class AbsorbedMLASelfAttentionSubmodules:
     linear_q_proj: ModuleSpec | type | None = None
     linear_q_down_proj: ModuleSpec | type | None = None
     linear_q_up_proj: ModuleSpec | type | None = None
+    linear_qkv_down_proj: ModuleSpec | type | None = None
+
+
+def down_layers(config: MLATransformerConfig, dims: MLADims) -> dict[str, tuple[int, ...]]:
+    """The layers that project hidden states down, with the widths of what each returns.
+
+    The query's and that of K and V, or one for both with ``mla_down_proj_fusion``; names and order
+    are those of Megatron's ``MLASelfAttention`` and ``FusedMLASelfAttention``.
+
+    Raises:
+        ValueError: If ``mla_down_proj_fusion`` is on for a query that has no down-projection.
+    """
+    # Absent from older releases of Megatron.
+    fused = getattr(config, "mla_down_proj_fusion", False)
+    if dims.q_lora_rank is None:
+        if fused:
+            raise ValueError(
+                "mla_down_proj_fusion=True needs a q_lora_rank, got None: the query has no "
+                "down-projection; set mla_down_proj_fusion=False"
+            )
+        return {"linear_kv_down_proj": (dims.kv_down_dim,)}
+    if fused:
+        return {"linear_qkv_down_proj": (dims.q_lora_rank, dims.kv_down_dim)}
+    return {
+        "linear_q_down_proj": (dims.q_lora_rank,),
+        "linear_kv_down_proj": (dims.kv_down_dim,),
+    }
 
 
 class ProjectionBuilder:
@@ -86,17 +116,19 @@ class ProjectionBuilder:
             **extra,
         )
 
-    def down_projection(self, child: str, outputs: int) -> Any:
-        """A projection of the hidden states to a latent.
+    def down_projection(self, child: str, widths: Sequence[int]) -> Any:
+        """A projection of the hidden states to latents of these widths, in one layer.
 
         Raises:
             ValueError: If it is not sharded as ``options.down_projection`` says, or does not divide
                 by the tensor-parallel size.
         """
         asked, tp_size = self.options.down_projection, self.tp_group.size()
-        if asked == "column_parallel" and outputs % tp_size:
+        outputs = sum(widths)
+        if asked == "column_parallel" and any(width % tp_size for width in widths):
+            rows = " + ".join(map(str, widths))
             raise ValueError(
-                f"down_projection='column_parallel' needs the {outputs} rows of {child} to divide "
+                f"down_projection='column_parallel' needs the {rows} rows of {child} to divide "
                 f"by tensor_model_parallel_size={tp_size}; use down_projection='duplicated'"
             )
         module = self.linear(child, self.config.hidden_size, outputs, gather_output=False)

@@ -8,6 +8,8 @@ ranks. A mistake in either leaves the outputs right and makes gradients wrong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.tensor_parallel.mappings import (
     all_to_all_hp2sp,
@@ -19,26 +21,39 @@ from torch import Tensor
 
 
 def leave_column_parallel(
-    x: Tensor, width: int, tp_group: torch.distributed.ProcessGroup, sequence_parallel: bool
-) -> Tensor:
+    x: Tensor,
+    widths: Sequence[int],
+    tp_group: torch.distributed.ProcessGroup,
+    sequence_parallel: bool,
+) -> tuple[Tensor, ...]:
     """Give every rank all features of a down-projection's output.
 
     Args:
-        x: [S, B, width / tp] from a column-parallel layer, or already [S or S/tp, B, width].
-        width: Number of features of the whole projection.
+        x: [S, B, width / tp] from a column-parallel layer, a part of each of ``widths``, or already
+            [S or S/tp, B, width].
+        widths: Numbers of features of what the whole layer computes; width is their sum.
         tp_group: Tensor-parallel group.
         sequence_parallel: Whether a rank gets its own tokens only.
 
     Returns:
-        [S/tp, B, width] under sequence parallelism, else [S, B, width].
+        A tensor for each of ``widths``, perhaps a view: [S/tp, B, one of widths] under sequence
+        parallelism, else [S, B, one of widths].
     """
-    if x.shape[-1] == width:
-        return x
-    if not sequence_parallel:
-        return gather_from_tensor_model_parallel_region(x, group=tp_group)
-    # One all-to-all, instead of gathering all features of all tokens and dropping most tokens.
-    local = all_to_all_hp2sp(x.contiguous(), group=tp_group)
-    return local.view(-1, x.shape[1], width)
+    width = sum(widths)
+    shards = width // x.shape[-1]
+    if shards > 1 and not sequence_parallel:
+        x = gather_from_tensor_model_parallel_region(x, group=tp_group)
+    elif shards > 1:
+        # One all-to-all, instead of gathering all features of all tokens and dropping most tokens.
+        local = all_to_all_hp2sp(x.contiguous(), group=tp_group)
+        x = local.view(-1, x.shape[1], width)
+    if len(widths) == 1:
+        return (x,)
+    if shards == 1:
+        return x.split(list(widths), dim=-1)
+    # Every rank's part of the first, then of the second.
+    parts = x.unflatten(-1, (shards, -1)).split([one // shards for one in widths], dim=-1)
+    return tuple(part.flatten(-2) for part in parts)
 
 
 def enter_head_parallel(

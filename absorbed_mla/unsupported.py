@@ -19,7 +19,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp4": ((None, False), "it needs Blackwell GPUs, which it was not tested on; use fp8"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
     "experimental_attention_variant": ((None,), "attention is dense"),
-    "mla_down_proj_fusion": ((False,), "Q and KV down-projections are separate"),
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -68,8 +70,7 @@ class AbsorbedMLAHybridStack(HybridStack):
             )
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
-        """Keep Megatron from putting its own attention in the place of ours."""
-        refuse_unsupported_config(self.config)
+        """Keep Megatron from putting its own attention in the place of ours, which fuses, too."""
         return submodules
 
 
@@ -97,10 +98,28 @@ def get_absorbed_mla_hybrid_stack_spec(
     return _stack_spec(LayerParts(backend, options))
 
 
+class NeedsTransformerEngine:
+    """In the place of a layer that the local backend does not have.
+
+    Raises:
+        ValueError: When it is built.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "hybrid_layer_pattern has a layer that needs backend='transformer_engine'; "
+            f"backend='local' has {', '.join(_LOCAL)}"
+        )
+
+
 def _stack_spec(parts: LayerParts) -> ModuleSpec:
+    mla_layer = spec_by_config(AbsorbedMLAAttentionLayer, parts)
+    # Multi-token prediction has a stack of Megatron's own class, which exchanges its attention for
+    # a fused one by writing into the submodules of this layer. This layer uses none of them.
+    unused = ModuleSpec(IdentityOp, submodules=SimpleNamespace())
     submodules = replace(
         hybrid_stack_spec.submodules,
-        mla_layer=spec_by_config(AbsorbedMLAAttentionLayer, parts),
+        mla_layer=replace(mla_layer, submodules=TransformerLayerSubmodules(self_attention=unused)),
         **(_local_layers(parts) if parts.backend == "local" else {}),
     )
     return ModuleSpec(module=AbsorbedMLAHybridStack, params={"parts": parts}, submodules=submodules)
@@ -109,7 +128,8 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
 def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec]:
     """The fields of ``HybridStackSubmodules`` that work without TransformerEngine."""
     mtp = MultiTokenPredictionBlockSubmodules([parts.mtp_layer(None)])
-    return {
+    others = {f.name for f in fields(HybridStackSubmodules) if f.name.endswith("_layer")}
+    return dict.fromkeys(others - {"mla_layer"}, NeedsTransformerEngine) | {
         "mlp_layer": ModuleSpec(
             module=MLPLayer, submodules=TransformerLayerSubmodules(**parts.mlp(moe=False))
         ),

@@ -79,6 +79,7 @@ class AbsorbedMLAAttentionLayer(TransformerLayer):
         config: Megatron's MLA config.
         layer_number: As of Megatron's layer.
         parts: What it is made of.
+        submodules: Not used: the parts are.
         host: The other arguments of Megatron's layer.
 
     Raises:
@@ -91,6 +92,7 @@ class AbsorbedMLAAttentionLayer(TransformerLayer):
         layer_number: int = 1,
         *,
         parts: LayerParts,
+        submodules: TransformerLayerSubmodules | None = None,
         **host: Any,
     ) -> None:
         attention = TransformerLayerSubmodules(**parts.attention(config))

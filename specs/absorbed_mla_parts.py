@@ -125,6 +125,7 @@ class LayerParts:
                 q_layernorm=latent_norm,
                 linear_q_up_proj=column,
                 linear_kv_down_proj=down,
+                linear_qkv_down_proj=down,
                 kv_layernorm=latent_norm,
                 linear_k_up_proj=HeadwiseUpProjection,
                 linear_v_up_proj=HeadwiseUpProjection,

@@ -51,12 +51,15 @@ class _LoadHooks:
         self._prefix, self._layout = prefix, recognise_layout(names)
         if INPUT_NORM_FUSED.removeprefix(ATTENTION) in names:
             raise input_norm_error(prefix)
-        converted = to_absorbed_state_dict(state_dict, self._dims, prefix) if names else {}
+        own = module.state_dict(keep_vars=True)
+        down = recognise_layout(own).down
+        converted = {}
+        if names:
+            converted = to_absorbed_state_dict(state_dict, self._dims, prefix, down=down)
         state_dict.clear()
         state_dict.update(converted)
         if replaces_parameters(metadata):
             separate_storages(state_dict, prefix)
-        own = module.state_dict(keep_vars=True)
         _match_extra_states(state_dict, prefix, own)
         # Shapes, not tensors: the hooks outlive the state dict.
         self._shapes = {

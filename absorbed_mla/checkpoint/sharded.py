@@ -58,6 +58,7 @@ def standard_sharded_state_dict(
         result[key] = _kv_up_factory(
             own[key], combined, first_row, head_dim, sharded_offsets, dims=dims, tp_rank=tp_rank
         )
+    _separate_down_projections(result, prefix, sharded_offsets, dims=dims, tp_rank=tp_rank)
     # Standard layers keep one (empty) extra state for the combined up-projection.
     extra = result[prefix + "linear_kv_down_proj" + EXTRA_STATE]
     key = prefix + "linear_kv_up_proj" + EXTRA_STATE
@@ -70,6 +71,52 @@ def standard_sharded_state_dict(
                 result[ours] = replace(result[ours], key=fused)
             result.pop(ours.removesuffix(".weight") + EXTRA_STATE, None)
     return result
+
+
+def _separate_down_projections(
+    entries: dict, prefix: str, sharded_offsets: tuple, *, dims: MLADims, tp_rank: int
+) -> None:
+    """Write a fused down-projection as two, in place, as Megatron's own fused layer does."""
+    [stack] = CHECKPOINT_LAYOUTS["fused_down"].joined
+    whole, *parts = (
+        prefix + name.removeprefix(ATTENTION).removesuffix(".weight")
+        for name in (stack.whole, *stack.parts)
+    )
+    entry = entries.get(f"{whole}.weight")
+    if entry is None:
+        return
+    shards = sum(stack.rows(dims)) // entry.data.shape[0]
+    # Part of each of the two if the layer is column-parallel.
+    rows = [count // shards for count in stack.rows(dims)]
+    axis = len(sharded_offsets)
+    own_rows = [(axis, tp_rank, shards)] if shards > 1 else []
+    names = [module.removeprefix(prefix) for module in (whole, *parts)]
+
+    @torch.no_grad()
+    def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: slice | None):
+        if flattened_range is not None:
+            raise ValueError(f"{key}: flattened optimizer states are not supported; got a slice")
+        return [
+            ShardedTensor.from_rank_offsets(
+                key.replace(names[0], name),
+                part,
+                *sharded_offsets,
+                *own_rows,
+                replica_id=replica_id,
+                prepend_axis_num=axis,
+            )
+            for name, part in zip(names[1:], weight.split(rows))
+        ]
+
+    @torch.no_grad()
+    def merge(loaded: list[Tensor]) -> Tensor:
+        return torch.cat(loaded)
+
+    key = f"{whole}.weight"
+    entries[key] = ShardedTensorFactory(key, entry.data, build, merge, replica_id=entry.replica_id)
+    extra = entries.pop(whole + EXTRA_STATE)
+    for module in parts:
+        entries[module + EXTRA_STATE] = replace(extra, key=module + EXTRA_STATE)
 
 
 def _kv_up_factory(

@@ -20,6 +20,7 @@ from absorbed_mla.checkpoint.names import (
     K_UP,
     KV_DOWN,
     KV_UP,
+    Q_DOWN,
     QKV_DOWN,
     V_UP,
 )
@@ -27,33 +28,36 @@ from absorbed_mla.dims import MLADims
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 
 
-def to_absorbed_state_dict(state_dict: dict, dims: MLADims, prefix: str | None = None) -> dict:
+def to_absorbed_state_dict(
+    state_dict: dict, dims: MLADims, prefix: str | None = None, *, down: str = "separate"
+) -> dict:
     """Bring the MLA layers of a state dict into this package's layout.
 
     Args:
         state_dict: Of an attention, a layer or a whole model, in any layout of ``layouts/``.
         dims: Dimensions on the rank that the state dict belongs to.
         prefix: Of one attention, e.g. ``"decoder.layers.0.self_attention."``; None finds them all.
+        down: ``"separate"``, or ``"fused"`` as a model with ``mla_down_proj_fusion`` has them.
 
     Returns:
         A new dict; tensors are shared where they did not change.
 
     Raises:
         ValueError: If a tensor has an unexpected shape or is there in two layouts, naming keys,
-            shapes and layout.
+            shapes and layout, or ``down`` is neither.
     """
+    layout = MegatronLayout(kv_up="split", down=down)
     result = dict(state_dict)
     stacks = [stack for one in CHECKPOINT_LAYOUTS for stack in (*one.joined, *one.split)]
     parts = [part for one in CHECKPOINT_LAYOUTS for stack in one.split for part in stack.parts]
-    without_extra_state = {
-        *(stack.whole for stack in stacks),
-        *parts,
-        f"{ATTENTION}core_attention.",
-    }
+    others = {name for stack in stacks for name in (stack.whole, *stack.parts)}
+    others.add(f"{ATTENTION}core_attention.")
     for start in find_attentions(state_dict) if prefix is None else [prefix]:
-        _change_layout(result, dims, start, MegatronLayout(kv_up="split"))
-        for name in without_extra_state:
-            result.pop(_extra_state(_key(name, start)), None)
+        _change_layout(result, dims, start, layout)
+        for name in others:
+            # Layers that this package does not have, or that keep none.
+            if name in parts or _key(name, start) not in result:
+                result.pop(_extra_state(_key(name, start)), None)
     return result
 
 
@@ -94,7 +98,9 @@ def to_standard_state_dict(
         _change_layout(result, dims, start, layout)
         for key in before - set(result):
             result.pop(_extra_state(key), None)
-        result[_extra_state(_key(KV_UP, start))] = None
+        for name in (KV_UP, Q_DOWN, KV_DOWN, QKV_DOWN):
+            if _key(name, start) in result.keys() - before:
+                result[_extra_state(_key(name, start))] = None
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from benchmarks.kit.processes import Processes
 
 LEAST_REPETITIONS, MOST_REPETITIONS = 3, 100
+# At least those of a GPU.
+_CYCLES_PER_SECOND = 2_000_000_000
 
 
 def repetitions(seconds: float, budget: float) -> int:
@@ -144,6 +146,42 @@ def repeat_together(
         # Equal on all ranks, because the times are.
         wanted = max(wanted, repetitions(step[0], budget))
     return forward, step
+
+
+def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, float, float]]]:
+    """Seconds of forward, backward and both of every repetition of each work, all in turns.
+
+    Before each turn a GPU is kept busy for as long as the host takes to queue it, so that the times
+    are the GPU's also where the host is slower.
+    """
+    on_gpu = works[0].on_gpu
+    longest = max(sum(turn) for turn in zip(*host_seconds(works, 3)))
+    marks = []
+    for _ in range(count):
+        if on_gpu:
+            torch.cuda._sleep(int(longest * _CYCLES_PER_SECOND))
+        marks.append([work._step() for work in works])
+    if on_gpu:
+        torch.cuda.synchronize()
+    return [
+        [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in w] for w in zip(*marks)
+    ]
+
+
+def host_seconds(works: Sequence[Repeated], count: int) -> list[list[float]]:
+    """The host's seconds of every step of each work, in turns; a GPU is idle when a step begins."""
+    seconds: list[list[float]] = [[] for _ in works]
+    for _ in range(count):
+        for work, found in zip(works, seconds):
+            if work.on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            result = work.forward()
+            if work.backward is not None:
+                work.backward(result)
+            found.append(time.perf_counter() - begin)
+            work.finish()
+    return seconds
 
 
 def _between(begin: Any, end: Any) -> float:

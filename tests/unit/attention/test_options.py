@@ -117,7 +117,6 @@ UNSUPPORTED = {
     "fp4": ("e2m1", "None"),
     "flash_decode": (True, "False"),
     "experimental_attention_variant": ("dsa", "None"),
-    "mla_down_proj_fusion": (True, "False"),
     "attention_output_gate": (True, "False"),
     "apply_query_key_layer_scaling": (True, "False"),
     "qk_l2_norm": (True, "False"),
@@ -242,4 +241,4 @@ def test_down_projection(tp_size, kind, layer, parts):
         builder = ProjectionBuilder(
             submodules, attention.config, options, SimpleNamespace(tp=group), None
         )
-        builder.down_projection("linear_q_down_proj", attention.dims.q_lora_rank)
+        builder.down_projection("linear_q_down_proj", (attention.dims.q_lora_rank,))

@@ -114,14 +114,21 @@ def test_training_after_evaluation_in_inference_mode():
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("q_lora_rank", [TINY.q_lora_rank, None])
-def test_delayed_weight_gradients_of(q_lora_rank):
+@pytest.mark.parametrize(
+    "q_lora_rank, query",
+    [
+        (TINY.q_lora_rank, {"linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj"}),
+        (TINY.q_lora_rank, {"linear_q_up_proj", "linear_qkv_down_proj"}),
+        (None, {"linear_q_proj", "linear_kv_down_proj"}),
+    ],
+)
+def test_delayed_weight_gradients_of(q_lora_rank, query):
     """Megatron asks for them after backward; every layer that is applied must be asked once."""
-    attention = build_attention(replace(TINY, q_lora_rank=q_lora_rank), Setup())
+    fused = "linear_qkv_down_proj" in query
+    mla = replace(TINY, q_lora_rank=q_lora_rank)
+    attention = build_attention(mla, Setup(), mla_down_proj_fusion=fused)
     asked = []
     for name, child in attention.named_children():
         child.backward_dw = lambda name=name: asked.append(name)
     attention.backward_dw()
-    applied = {"linear_kv_down_proj", "linear_proj"}
-    applied |= {"linear_q_down_proj", "linear_q_up_proj"} if q_lora_rank else {"linear_q_proj"}
-    assert sorted(asked) == sorted(applied)
+    assert sorted(asked) == sorted({*query, "linear_proj"})

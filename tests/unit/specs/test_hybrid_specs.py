@@ -71,8 +71,14 @@ def test_latent_norms_are_the_configs():
 @pytest.mark.parametrize("pattern", ["+-", "+-/+-"])
 def test_megatrons_fused_attention_does_not_take_our_place(pattern):
     """Its stack would exchange the class of the attention, without a word."""
-    with refusal("mla_down_proj_fusion=True", "set it to False"):
-        hybrid_model(pattern, spec=absorbed_mla_hybrid_stack_spec, mla_down_proj_fusion=True)
+    model = hybrid_model(pattern, spec=absorbed_mla_hybrid_stack_spec, mla_down_proj_fusion=True)
+    assert len(attentions(model)) == pattern.count("+")
+    for attention in attentions(model):
+        assert type(attention) is AbsorbedMLASelfAttention
+        assert hasattr(attention, "linear_qkv_down_proj")
+    separate = hybrid_model(pattern, spec=absorbed_mla_hybrid_stack_spec)
+    separate.load_state_dict(model.state_dict())
+    torch.testing.assert_close(call(separate), call(model), atol=1e-6, rtol=1e-6)
 
 
 class TestWithTransformerEngine:

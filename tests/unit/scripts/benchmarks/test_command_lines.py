@@ -15,6 +15,7 @@ from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.engine import EngineBenchmark as Engine
+from benchmarks.fusions import FusionsBenchmark as Fusions
 from benchmarks.load import LoadBenchmark as Load
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
 
@@ -74,6 +75,13 @@ MISTAKES = {
         (["--shared-prefix", "2000"], "--shared-prefix must be below --longest-prompt=1024"),
         (["--device", "cuda"], NO_GPU),
     ],
+    Fusions: [
+        (["--cases", "query,value"], "expected some of query, keys, down, layer"),
+        (["--block-heads", "3"], "expected some of 1, 2, 4, 8"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     Load: [
         (["--shared-prefix", "256"], "--shared-prefix must be below --longest-prompt=256, got 256"),
         (["--requests", "0"], f"argument --requests: {COUNT}"),
@@ -89,7 +97,7 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
     ],
 }
-WITHOUT_FOLDER = {Decode, Engine, Load}
+WITHOUT_FOLDER = {Decode, Engine, Fusions, Load}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -1,0 +1,163 @@
+"""Works that are measured in turns, so that a change of the machine's speed meets all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.kit.report import Times, reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.kit.processes import Processes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One work of a row, with its figures or with the error that prevented them.
+
+    Attributes:
+        name: Of the work.
+        error: Empty, or why figures are missing.
+        forward: None after an error, as the next ones.
+        backward: Likewise.
+        step: Forward and backward.
+        host: Seconds until the host had queued a step.
+        difference: Largest deviation of the first step's outputs from the first work's, divided by
+            the largest value; None if it has none to compare.
+        forward_bytes: Read and written by forward; None where products take the time.
+        backward_bytes: Likewise, by backward.
+    """
+
+    name: str
+    error: str = ""
+    forward: Times | None = None
+    backward: Times | None = None
+    step: Times | None = None
+    host: Times | None = None
+    difference: float | None = None
+    forward_bytes: int | None = None
+    backward_bytes: int | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """Microseconds, TB/s and the difference, by name."""
+        found: dict[str, float] = {}
+        for name in ("forward", "backward", "step", "host"):
+            times, moved = getattr(self, name), getattr(self, f"{name}_bytes", None)
+            if times is not None:
+                found[f"{name}_us"] = 1e6 * times.median
+                if moved is not None:
+                    found[f"{name}_tbps"] = moved / times.median / 1e12
+        if self.difference is not None:
+            found["difference"] = self.difference
+        return found
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward and its backward.
+
+    Attributes:
+        name: Of the work.
+        forward: Returns what the others get.
+        backward: Of all gradients.
+        outputs: Tensors of a result, to compare; None if there are none.
+        finish: Called after each step.
+        traffic: Bytes that forward and backward read and write.
+        error: Why it cannot run.
+    """
+
+    name: str
+    forward: Callable[[], Any] = _nothing
+    backward: Callable[[Any], Any] = _nothing
+    outputs: Callable[[Any], Sequence[Tensor]] | None = None
+    finish: Callable[[], Any] = _nothing
+    traffic: tuple[int, int] | None = None
+    error: str = ""
+
+    @classmethod
+    def attempt(cls, name: str, build: Callable[[], Work]) -> Work:
+        """What ``build`` returns, or what it raises as the work's error."""
+        try:
+            return build()
+        except Exception as problem:
+            return cls(name, error=reason(problem))
+
+
+def measure_together(works: Sequence[Work], processes: Processes, budget: float) -> list[Measured]:
+    """Measure works in turns.
+
+    Args:
+        works: Of the same task.
+        processes: For the device.
+        budget: Seconds for the repetitions of all of them.
+    """
+    errors = {work.name: work.error for work in works if work.error}
+    differences: dict[str, float | None] = {}
+    expected: list[Tensor] | None = None
+    for work in works:
+        if work.error:
+            continue
+        try:
+            # It compiles, and allocates what stays allocated.
+            found = _first_step(work)
+            processes.synchronize()
+        except Exception as problem:
+            errors[work.name] = reason(problem)
+            continue
+        expected = found if expected is None else expected
+        differences[work.name] = _difference(found, expected)
+    running = [work for work in works if work.name not in errors]
+    times = _times(running, processes, budget) if running else {}
+    return [
+        Measured(work.name, errors[work.name])
+        if work.name in errors
+        else Measured(
+            work.name,
+            "",
+            *times[work.name],
+            differences[work.name],
+            *(work.traffic or (None, None)),
+        )
+        for work in works
+    ]
+
+
+def _first_step(work: Work) -> list[Tensor]:
+    """A step's outputs, as they were before backward."""
+    result = work.forward()
+    outputs = [] if work.outputs is None else [x.detach().clone() for x in work.outputs(result)]
+    work.backward(result)
+    work.finish()
+    return outputs
+
+
+def _difference(found: list[Tensor], expected: list[Tensor]) -> float | None:
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected)]
+    return max((((a - b).abs().max() / b.abs().max()).item() for a, b in pairs), default=None)
+
+
+def _times(
+    works: Sequence[Work], processes: Processes, budget: float
+) -> dict[str, tuple[Times, ...]]:
+    """Forward, backward, step and the host's of every work."""
+    from benchmarks.kit.timing import Repeated, host_seconds, in_turns, repetitions
+
+    repeated = [
+        Repeated(work.forward, work.backward, work.finish, on_gpu=processes.on_gpu)
+        for work in works
+    ]
+    turn = sum(step for [(_, _, step)] in in_turns(repeated, 1))
+    count = repetitions(turn, budget)
+    host = host_seconds(repeated, min(count, 20))
+    found = in_turns(repeated, count)
+    return {
+        work.name: (*(Times.of(part) for part in zip(*steps)), Times.of(of_host))
+        for work, steps, of_host in zip(works, found, host)
+    }
