@@ -125,4 +125,5 @@ def _forward_step(
 
 def _loss(number: int, output: Tensor) -> tuple[Tensor, dict[str, object]]:
     loss = output.float().mean()
-    return loss, {"loss": loss.detach(), "number": number}
+    # A copy: the schedule divides the loss by the number of microbatches in place.
+    return loss, {"loss": loss.detach().clone(), "number": number}
