@@ -1,0 +1,147 @@
+"""Run recipes, each beside its reference, and measure how far apart they end."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.kit.report import Refused, reason
+from checks.recipes.model import dtype_of, write_first_weights
+from checks.recipes.ranks import Ranks
+from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Recipe
+from checks.recipes.row import Row
+
+
+class Comparison:
+    """Recipes of one job, whose references run once.
+
+    Args:
+        ranks: Of the job.
+        folder: For checkpoints; all ranks see it.
+        args: With ``begin`` and ``time_limit``.
+    """
+
+    def __init__(self, ranks: Ranks, folder: Path, args: argparse.Namespace) -> None:
+        self._ranks, self._folder, self._args = ranks, folder, args
+        self._outcomes: dict[str, Outcome] = {}
+        self._failed: dict[str, str] = {}
+
+    def row(self, recipe: Recipe) -> Row:
+        """The row of a recipe, whatever goes wrong in it."""
+        row = Row(recipe.name, recipe.layout.name, missing=self._missing(recipe))
+        begin = time.monotonic()
+        if not row.missing:
+            self._measure(recipe, row)
+        row.seconds = time.monotonic() - begin
+        return row
+
+    def _missing(self, recipe: Recipe) -> str:
+        """Why it is left out; the same on all ranks."""
+        if recipe.layout.least > self._ranks.size:
+            return f"it needs {recipe.layout.least} processes"
+        late = time.monotonic() - self._args.begin > self._args.time_limit
+        if any(self._ranks.gathered(late)):
+            return f"{self._args.time_limit:g} s are over (--time-limit)"
+        return recipe.missing()
+
+    def _measure(self, recipe: Recipe, row: Row) -> None:
+        reference = recipe.reference
+        assert reference is not None
+        row.reference = f"{reference.name} ({reference.layout.name})"
+        row.tolerances = EXACT if recipe.exact else ROUNDING[_word(recipe)]
+        try:
+            expected, found = self._outcome(reference), self._outcome(recipe)
+            figures = self._ranks.gathered(differences(found, expected))
+        except Exception as error:
+            row.error = reason(error)
+            row.traceback = "\n".join(traceback.format_exc().splitlines()[-40:])
+            return
+        row.losses = _largest(one[0] for one in figures)
+        row.weights = _largest(one[1] for one in figures)
+        row.weight = next(one[2] for one in figures if not one[1] < row.weights)
+        row.equal = all(one[3] for one in figures)
+        row.note = found.note
+
+    def _outcome(self, recipe: Recipe) -> Outcome:
+        """A run, once.
+
+        Raises:
+            Refused: On every rank if it fails on any.
+        """
+        if recipe.name in self._failed:
+            raise Refused(f"{recipe.name}: {self._failed[recipe.name]}")
+        if recipe.name not in self._outcomes:
+            outcome, error, cause = None, "", None
+            try:
+                write_first_weights(recipe, self._folder)
+                outcome = recipe.run(recipe)
+                self._ranks.synchronize()
+            except Exception as problem:
+                error, cause = reason(problem), problem
+            gc.collect()
+            first = self._ranks.first_error(error)
+            if first:
+                self._failed[recipe.name] = first
+                raise Refused(first) from cause
+            assert outcome is not None
+            self._outcomes[recipe.name] = outcome
+        return self._outcomes[recipe.name]
+
+
+def differences(found: Outcome, expected: Outcome) -> tuple[float, float, str, bool]:
+    """Largest relative difference of losses and of weights, that weight's name, and equality.
+
+    Raises:
+        ValueError: If they have other losses or weights.
+    """
+    ours, theirs = _weights(found, expected)
+    if len(found.losses) != len(expected.losses) or ours.keys() != theirs.keys():
+        raise ValueError(
+            f"{len(found.losses)} losses and {len(expected.losses)}; weights of one run only: "
+            f"{sorted(ours.keys() ^ theirs.keys())}"
+        )
+    losses = [relative(*map(torch.tensor, pair)) for pair in zip(found.losses, expected.losses)]
+    weights = {name: relative(ours[name], theirs[name]) for name in ours}
+    worst = max(weights, key=lambda name: _order(weights[name]), default="")
+    equal = found.losses == expected.losses and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    return _largest(losses), weights.get(worst, 0.0), worst, equal
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected; infinite for other shapes."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.double(), expected.double()
+    norm = float(expected.norm())
+    return float((found - expected).norm()) / (norm or 1.0)
+
+
+def _weights(
+    found: Outcome, expected: Outcome
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """Whole weights where both runs have them, else this rank's."""
+    if found.whole and expected.whole:
+        return found.whole, expected.whole
+    return found.tensors, expected.tensors
+
+
+def _largest(values) -> float:
+    return max(values, key=_order, default=0.0)
+
+
+def _order(value: float) -> float:
+    """NaN is the largest."""
+    return float("inf") if value != value else value
+
+
+def _word(recipe: Recipe) -> str:
+    return str(dtype_of(recipe)).removeprefix("torch.")

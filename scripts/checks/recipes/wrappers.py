@@ -1,0 +1,96 @@
+"""What computes and reduces the gradients of a chunk of the model: Megatron's DDP and two FSDPs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from megatron.core import distributed
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from absorbed_mla.checkpoint.hybrid_names import to_gpt_name
+from checks.recipes.recipe import Recipe
+from tests.support import world
+
+
+def ddp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
+    """Megatron's DistributedDataParallel; gradients are summed in fp32."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **recipe.ddp)
+    return DistributedDataParallel(chunk.config, settings, chunk)
+
+
+def megatron_fsdp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
+    """Megatron-FSDP, with its own choice of units: the transformer layers."""
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    settings = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        megatron_fsdp_main_grads_dtype=torch.float32,
+        megatron_fsdp_grad_comm_dtype=torch.float32,
+        **recipe.ddp,
+    )
+    return FullyShardedDataParallel(chunk.config, settings, chunk)
+
+
+def torch_fsdp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
+    """Megatron's wrapper of PyTorch's ``fully_shard``, which asks for a mesh of GPUs."""
+    settings = TorchFullyShardedDataParallelConfig(**recipe.ddp)
+    from_group = DeviceMesh.from_group
+
+    def on_this_device(group, device_type):
+        return from_group(group, world.device().type)
+
+    with mock.patch.object(DeviceMesh, "from_group", on_this_device):
+        return distributed.TorchFullyShardedDataParallel(chunk.config, settings, chunk)
+
+
+def weights(chunks: list[nn.Module], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights of wrapped chunks in a dtype, those that FSDP has sharded whole; collective.
+
+    A HybridModel's are under the names of a GPTModel.
+    """
+    found = {}
+    for number, chunk in enumerate(chunks):
+        named = _of_megatron_fsdp(chunk) if _is_megatron_fsdp(chunk) else _named(chunk)
+        is_hybrid = any(isinstance(module, HybridModel) for module in chunk.modules())
+        for name, value in named.items():
+            own = name.split("module.")[-1]
+            own = to_gpt_name(own, state_dict=True) if is_hybrid else own
+            found[f"{number}.{own}"] = value.detach().to(dtype).clone()
+    return found
+
+
+def _named(chunk: nn.Module) -> dict[str, Tensor]:
+    if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+        # The distributed optimizer would gather in the next forward.
+        chunk.start_param_sync(force_sync=True)
+    parameters = chunk.named_parameters()
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters}
+
+
+def _is_megatron_fsdp(chunk: nn.Module) -> bool:
+    return getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False)
+
+
+def _of_megatron_fsdp(chunk: nn.Module) -> dict[str, Tensor]:
+    """It shows its shards, which are uneven, in state dicts only."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        uneven_dtensor_to_full_tensor,
+    )
+
+    chunk.stop_communication()
+    return {
+        name: uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value
+        for name, value in chunk.state_dict().items()
+        if isinstance(value, Tensor) and "_extra_state" not in name
+    }
