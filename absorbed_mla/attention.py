@@ -424,8 +424,8 @@ class AbsorbedMLASelfAttention(Attention):
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Megatron's interface for FP8 with a recomputed input norm, whose output is then kept."""
-        query = self.linear_q_proj if self.dims.q_lora_rank is None else self.linear_q_down_proj
-        keep_original_input(query, self.linear_kv_down_proj)
+        names = [*self.down_layers, *(["linear_q_proj"] if self.dims.q_lora_rank is None else [])]
+        keep_original_input(*(getattr(self, name) for name in names))
 
     def backward_dw(self) -> None:
         """Compute delayed weight gradients of the layers that were applied as layers."""

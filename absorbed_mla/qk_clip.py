@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from absorbed_mla.dims import MLADims
+from absorbed_mla.fp8 import dequantized
 
 
 def clip_qk(
@@ -150,7 +152,7 @@ def scale_query_and_key(
 def scale_rows(weight: nn.Parameter, factors: Tensor) -> None:
     """Multiply the rows of a weight, and of the copy that Megatron's optimizer updates.
 
-    Rows whose factor is 1 keep their bits.
+    Rows whose factor is 1 keep their bits, but for FP8 parameters, which are quantized again.
 
     Args:
         weight: [rows, columns]; a DTensor if FSDP shards it. ``SHARDS`` was asked for it.
@@ -160,7 +162,10 @@ def scale_rows(weight: nn.Parameter, factors: Tensor) -> None:
         ValueError: If FSDP shards it by columns.
     """
     # All of them are found before one is changed: some cannot be.
-    for values, first in [*_pieces(weight)]:
+    pieces = [*_pieces(weight)]
+    if is_float8tensor(weight):
+        weight.copy_((dequantized(weight) * factors[:, None]).to(weight.dtype))
+    for values, first in pieces:
         _multiply(values, first, factors, weight.shape[1])
 
 
@@ -185,9 +190,14 @@ def _multiply(values: Tensor, first: int, factors: Tensor, columns: int) -> None
 
 
 def _pieces(weight: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
-    """What of a weight lies on this rank: values [n], and where in the whole they begin."""
+    """What of a weight lies on this rank: values [n], and where in the whole they begin.
+
+    Values in FP8, which cannot be multiplied where they are, are left out.
+    """
     data = weight.data
-    if isinstance(data, DTensor):
+    if is_float8tensor(weight):
+        pass
+    elif isinstance(data, DTensor):
         placed = (data.shape, data.device_mesh, data.placements)
         _, offsets = compute_local_shape_and_global_offset(*placed)
         if offsets[1]:

@@ -98,9 +98,7 @@ def hybrid_chunks(recipe: Recipe) -> list[nn.Module]:
     _seed()
     spec = get_absorbed_mla_hybrid_stack_spec(config, backend=backend())
     pattern = "+-" + ("+E" if recipe.experts else "+-") * (LAYERS - 1)
-    model = HybridModel(
-        config, spec, VOCAB, tokens_of_a_sequence(), hybrid_layer_pattern=pattern
-    )
+    model = HybridModel(config, spec, VOCAB, tokens_of_a_sequence(), hybrid_layer_pattern=pattern)
     model = model.to(world.device(), dtype_of(recipe))
     load_model_weights(model, _first_weights(recipe))
     return [model]

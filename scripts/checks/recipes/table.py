@@ -117,9 +117,7 @@ def _offloading() -> list[Recipe]:
     fine_grained = {**every, "note": notes.offloaded}
     return [
         _PLAIN["DP"].variant("CPU offloading of layers", config=half, **every),
-        _PLAIN["DP"].variant(
-            "fine-grained offloading", config=fine(*_ATTENTION), **fine_grained
-        ),
+        _PLAIN["DP"].variant("fine-grained offloading", config=fine(*_ATTENTION), **fine_grained),
         _PLAIN["DP"].variant(
             "fine-grained offloading, mla_up_proj recomputed",
             config=fine(*_ATTENTION, **_RECOMPUTE),

@@ -1,4 +1,4 @@
-"""FP8 without a GPU: what is switched and when. What it computes is in tests/distributed/test_fp8*."""
+"""FP8 without a GPU: what is switched, and when; what it computes is in tests/distributed."""
 
 from __future__ import annotations
 
