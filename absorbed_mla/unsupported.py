@@ -62,6 +62,11 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "
             f"(MLA has no query groups), got {config.num_query_groups}"
         )
+    if getattr(config, "fp8_param", False) and config.use_cpu_initialization:
+        raise ValueError(
+            "fp8_param=True needs use_cpu_initialization=False: TransformerEngine would read the "
+            "CPU's memory on the GPU"
+        )
     if getattr(config, "fine_grained_activation_offloading", False):
         asked = [m for m in config.offload_modules or () if m in _OFFLOAD_MODULES]
         if asked:

@@ -138,8 +138,9 @@ def _largest_kernel(
         lse_rows = lse_ptr + token * lse_s + batch * lse_b + head * lse_n
         lse = tl.load(lse_rows, mask=valid, other=float("-inf"))
         bound = tl.reduce(lse, 0, tl.standard._elementwise_max)
-        # Of another program's finding, this may read an earlier value, which is smaller.
-        found = tl.load(of_heads_ptr + head, volatile=True)
+        # An atomic that changes nothing: one thread reads for all. After a load, threads that saw
+        # another program's finding would go another way than those that did not.
+        found = tl.atomic_max(of_heads_ptr + head, float("-inf"), sem="relaxed")
         if bound + _MARGIN > tl.where(found > threshold, found, threshold):
             q_rows = q_ptr + token * q_s + batch * q_b + head * q_n
             key_rows = k_ptr + batch * k_b + head * k_n

@@ -86,6 +86,7 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
     }
     if setup.fp8_recipe:
         changes |= {"fp8": "hybrid", "fp8_recipe": setup.fp8_recipe, "fp8_param": setup.fp8_param}
+        changes["use_cpu_initialization"] = not setup.fp8_param
     if setup.recompute:
         changes["recompute_granularity"] = "selective"
         changes["recompute_modules"] = list(setup.recompute)

@@ -160,7 +160,7 @@ def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, fl
     for _ in range(count):
         if on_gpu:
             torch.cuda._sleep(int(longest * _CYCLES_PER_SECOND))
-        marks.append([work._step() for work in works])
+        marks.append([work.step() for work in works])
     if on_gpu:
         torch.cuda.synchronize()
     return [

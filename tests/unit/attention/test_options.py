@@ -148,6 +148,7 @@ REFUSED = [
         ("offload_modules=['core_attn']", "qkv_linear, core_attn, attn_proj"),
     ),
     ({"fp8": "hybrid"}, ("fp8='hybrid'", "backend='transformer_engine'", "got RowParallelLinear")),
+    ({"fp8": "hybrid", "fp8_param": True}, ("fp8_param=True", "use_cpu_initialization=False")),
     ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
     ({"rotary_percent": 0.5}, ("rotary_percent", "1.0", "got 0.5")),
     ({"rotary_scaling_factor": 0}, ("rotary_scaling_factor", "positive", "got 0")),
