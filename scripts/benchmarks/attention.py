@@ -217,6 +217,7 @@ def build_layer(case: LayerCase, args: argparse.Namespace, processes: Processes)
     )
     options = None
     if case.implementation == "ours":
+        config.mla_down_proj_fusion = args.fused_down
         options = AbsorbedMLAOptions(form=args.form, core_attention_backend=args.backend)
     packed = None
     if case.layout == "thd":
@@ -313,6 +314,8 @@ class AttentionBenchmark(Benchmark):
         add("--layouts", type=list_of(one_of(LAYOUTS)), default="sbhd,thd", help=text)
         text = "of the linear layers: bf16 (fp32 on a CPU), or FP8 with these scales, on a GPU"
         add("--precisions", type=list_of(one_of(PRECISIONS)), default=PLAIN, help=text)
+        text = "our layer with mla_down_proj_fusion"
+        add("--fused-down", action="store_true", help=text)
         add("--form", choices=FORM_OPTIONS, default="auto", help="form that our layer computes in")
         text = "core_attention_backend of our layer"
         add("--backend", choices=CORE_ATTENTION_BACKENDS, default="auto", help=text)
@@ -328,6 +331,7 @@ class AttentionBenchmark(Benchmark):
             dims=dims_of(self.args),
             form=self.args.form,
             backend=self.args.backend,
+            fused_down=self.args.fused_down,
             ceilings=ceilings(self.processes.on_gpu),
         )
 
