@@ -17,6 +17,7 @@ from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.load import LoadBenchmark as Load
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
+from benchmarks.qk_clip import QKClipBenchmark as QKClip
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 COUNT, SECONDS = (
@@ -88,8 +89,16 @@ MISTAKES = {
         (["--micro-batch-size", "3"], "must be a multiple of --micro-batch-size x --gpus = 3"),
         (["--render", "/nowhere.json"], FILE),
     ],
+    QKClip: [
+        (["--suites", "all"], "expected some of maxima, cost, clip"),
+        (["--backends", "flash_attention_3"], "expected some of hopper, triton, "),
+        (["--tokens", "8k,16k"], "expected one number, got '8k,16k'"),
+        (["--layers", "0"], f"argument --layers: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
 }
-WITHOUT_FOLDER = {Decode, Engine, Load}
+WITHOUT_FOLDER = {Decode, Engine, Load, QKClip}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 
