@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from absorbed_mla.core_attention import module
 from absorbed_mla.core_attention.selection import Candidates
 from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights, module_table
@@ -223,6 +224,24 @@ def test_a_hybrid_model_with_mtp():
     before = [layer.linear_q_up_proj.weight.detach().clone() for layer in layers]
     assert len(layers) == 2 and clip_qk(model) > 1e-3
     assert not any(torch.equal(x.linear_q_up_proj.weight, b) for x, b in zip(layers, before))
+
+
+@needs.gpu
+@pytest.mark.parametrize("above", [False, True])
+def test_waits_once_for_the_gpu(above):
+    """However many layers there are."""
+    attentions = [clipping(setup=Setup(dtype=torch.bfloat16))[0] for _ in range(3)]
+    for attention in attentions:
+        found = torch.full((TINY.heads,), TAU * (1.5 if above else 0.5), device=world.device())
+        attention.core_attention.current_max_attn_logits = found
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            clip_qk(nn.ModuleList(attentions))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing CUDA operation" in str(one.message) for one in seen) == 1
 
 
 class TestRefused:
