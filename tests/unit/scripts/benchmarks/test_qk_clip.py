@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -48,10 +49,11 @@ def test_a_run_on_a_cpu(tmp_path):
 
 
 def test_wrong_maxima(capsys):
-    """The exit code says so: too small ones, and bounds that are none."""
+    """The exit code says so: too small ones, bounds that are none, and what is no number."""
     case, right = AttentionCase("maxima", "cudnn", 2, 30), {"worst": 1e-6, "above_bound": -0.1}
     benchmark = QKClipBenchmark.__new__(QKClipBenchmark)
-    for changes, expected in (({}, 0), ({"worst": 1e-3}, 1), ({"above_bound": 1e-3}, 1)):
+    wrong = ({"worst": 1e-3}, {"worst": math.nan}, {"above_bound": 1e-3})
+    for changes, expected in (({}, 0), *((one, 1) for one in wrong)):
         report = QKClipReport({}, [AttentionRow(case, **{**right, **changes})])
         assert benchmark.exit_code(report) == expected
-        assert ("wrong maxima: maxima cudnn n=2" in capsys.readouterr().err) == bool(expected)
+        assert ("wrong: maxima cudnn n=2" in capsys.readouterr().err) == bool(expected)
