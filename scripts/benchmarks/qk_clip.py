@@ -25,7 +25,8 @@ measured. Output:
 
     3.1 s  cost hopper n=16 S=8192 sbhd log flat: forward_ms 4.2, ..., step_ratio 1.002
 
-The exit code is 1 if a maximum is wrong. The last line of the output is JSON.
+The exit code is 1 if a maximum is wrong, or an fp32 copy ("copies_off") is not its weight's. The
+last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ SUITES = ("maxima", "cost", "clip")
 SEARCHING = ("cudnn", "flash_attention_4")
 # Of a maximum in fp32 from products in bf16, which are exact, in another order of summation.
 TOLERANCE = 1e-4
+# Twice that of rounding to bf16.
+COPIES_TOLERANCE = 2**-7
 # The reference is slow, and its cost is nobody's.
 UNTIMED = ("reference",)
 
@@ -195,15 +198,16 @@ class QKClipBenchmark(Benchmark):
         return AttentionRow(case, error=error)
 
     def exit_code(self, report: Report) -> int:
-        """1 if a maximum is wrong."""
-        rows = [row for row in report.measured if row.case.suite == "maxima"]
+        """1 if a maximum or an fp32 copy is wrong."""
+        limits = {"worst": TOLERANCE, "above_bound": TOLERANCE, "copies_off": COPIES_TOLERANCE}
         wrong = [
-            row
-            for row in rows
-            if (row.worst or 0.0) > TOLERANCE or (row.above_bound or 0.0) > TOLERANCE
+            f"{row.case}: {name} {value:.3g}"
+            for row in report.measured
+            for name, value in row.figures().items()
+            if not value <= limits.get(name, value)
         ]
-        for row in wrong:
-            print(f"qk_clip.py: wrong maxima: {row.case}", file=sys.stderr)
+        for one in wrong:
+            print(f"qk_clip.py: wrong: {one}", file=sys.stderr)
         return int(bool(wrong))
 
 

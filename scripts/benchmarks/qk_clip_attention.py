@@ -155,7 +155,7 @@ def _cost(case: AttentionCase, args: argparse.Namespace, processes: Processes) -
     import torch
 
     from absorbed_mla.core_attention.types import OutputGradient
-    from benchmarks.kit.timing import Repeated, in_turn
+    from benchmarks.kit.timing import Repeated, times_in_turns
 
     backend = _backend(case, args, processes)
     inputs, rules = _inputs(case, args, processes), _rules(case, args)
@@ -180,7 +180,8 @@ def _cost(case: AttentionCase, args: argparse.Namespace, processes: Processes) -
         return Repeated(forward, backward, on_gpu=processes.on_gpu)
 
     with_them = replace(rules, max_logits=found)
-    without, recorded = in_turn(step(rules), step(with_them), args.seconds_per_row)
+    works = step(rules), step(with_them)
+    without, recorded = times_in_turns(works, args.seconds_per_row)
     return AttentionRow(case, *without, *recorded)
 
 
@@ -191,7 +192,7 @@ def _cost_of_layer(
     from absorbed_mla import AbsorbedMLAOptions
     from benchmarks.kit.chosen_backends import ChosenBackends
     from benchmarks.kit.layers import build, layer_config
-    from benchmarks.kit.timing import Repeated, in_turn
+    from benchmarks.kit.timing import Repeated, times_in_turns
 
     config = layer_config(args, processes, heads=case.heads, recompute=None)
     subject = build(config, AbsorbedMLAOptions(), processes, case.tokens, None)
@@ -210,7 +211,8 @@ def _cost_of_layer(
         finish: Callable[[], None] = subject.forget_gradients
         return Repeated(forward, subject.backward, finish, on_gpu=processes.on_gpu)
 
-    without, recorded = in_turn(step(False), step(True), args.seconds_per_row)
+    works = step(False), step(True)
+    without, recorded = times_in_turns(works, args.seconds_per_row)
     return AttentionRow(case, *without, *recorded, ran=str(chosen))
 
 

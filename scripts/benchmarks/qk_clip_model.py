@@ -53,6 +53,8 @@ class ClipRow:
         first: Seconds of the first call, which asks the ranks for their shards.
         again: Seconds of the calls after it.
         syncs: Times that such a call makes the host wait for the GPU; None without one.
+        copies_off: Largest relative deviation of fp32 copies from their part of the weights after
+            the first call, which is that of rounding to bf16; None without copies.
         error: Empty, or why figures are missing.
     """
 
@@ -60,13 +62,15 @@ class ClipRow:
     first: float | None = None
     again: Times | None = None
     syncs: int | None = None
+    copies_off: float | None = None
     error: str = ""
 
     def figures(self) -> dict[str, float]:
         """Milliseconds, and how often the host waits."""
         assert self.first is not None and self.again is not None
         found = {"first_ms": 1e3 * self.first, "ms": 1e3 * self.again.median}
-        return found if self.syncs is None else {**found, "syncs": self.syncs}
+        more = {"syncs": self.syncs, "copies_off": self.copies_off}
+        return found | {name: value for name, value in more.items() if value is not None}
 
 
 def measure_clip(case: ClipCase, args: argparse.Namespace, processes: Processes) -> ClipRow:
@@ -83,11 +87,11 @@ def measure_clip(case: ClipCase, args: argparse.Namespace, processes: Processes)
         processes.synchronize()
         return time.perf_counter() - begin
 
-    first = call()
+    first, off = call(), _copies_off(attentions)
     again = Times.of([call() for _ in range(_REPETITIONS)])
     _pretend(attentions, case)
     processes.meet()
-    return ClipRow(case, first, again, _waits(lambda: clip_qk(model), processes))
+    return ClipRow(case, first, again, _waits(lambda: clip_qk(model), processes), off)
 
 
 def _model(
@@ -132,6 +136,20 @@ def _pretend(attentions: list[nn.Module], case: ClipCase) -> None:
         if case.clipped == "half":
             found[::2] = 1.01 * THRESHOLD
         attention.core_attention.current_max_attn_logits = found
+
+
+def _copies_off(attentions: list[nn.Module]) -> float | None:
+    """See :class:`ClipRow`; of weights whose shards were asked for."""
+    from absorbed_mla.qk_clip import SHARDS
+
+    found = []
+    for weight in (w for attention in attentions for w in attention.qk_clip_weights()):
+        shard = getattr(weight, "main_param", None)
+        if shard is not None and SHARDS.know([weight]):
+            first = SHARDS.first(weight)
+            part = weight.detach().flatten()[first : first + shard.numel()].float()
+            found.append(float(((shard - part).abs() / part.abs().clamp(min=1e-6)).max()))
+    return max(found, default=None)
 
 
 def _waits(function: Callable[[], object], processes: Processes) -> int | None:

@@ -253,7 +253,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     _add_switches(
         group.add_argument,
         ("--qk-clip", "scale query and key weights of heads with larger scores after each step"),
-        ("--log-max-attention-logit", "report the largest attention score of each iteration"),
+        (
+            "--log-max-attention-logit",
+            "report the exact largest attention score of each iteration",
+        ),
     )
     _add_switches(
         group.add_mutually_exclusive_group().add_argument,

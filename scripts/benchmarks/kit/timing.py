@@ -96,32 +96,6 @@ class Repeated:
         return event
 
 
-def in_turn(
-    first: Repeated, second: Repeated, budget: float
-) -> tuple[tuple[Times, Times], tuple[Times, Times]]:
-    """Times of two ways to do the same, repeated in turn, so that clocks and heat are alike.
-
-    Args:
-        first: With a backward, as the second.
-        second: After the first in every other pair, before it in the others.
-        budget: Seconds for all repetitions.
-
-    Returns:
-        Of forward and of the step: the first's, the second's.
-    """
-    # The first times compile.
-    count = [repetitions(first.once() + second.once(), budget) for _ in range(2)][-1]
-    marks: tuple[list, list] = [], []
-    for index in range(count):
-        for one in ((0, 1), (1, 0))[index % 2]:
-            marks[one].append((first, second)[one].step())
-    found = []
-    for one, own in zip((first, second), marks):
-        forward, _, step = zip(*one.seconds_of(own))
-        found.append((Times.of(forward), Times.of(step)))
-    return found[0], found[1]
-
-
 def repeat_together(
     repeated: Repeated, budget: float, processes: Processes
 ) -> tuple[list[float], list[float]]:
@@ -151,21 +125,32 @@ def repeat_together(
 def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, float, float]]]:
     """Seconds of forward, backward and both of every repetition of each work, all in turns.
 
-    Before each turn a GPU is kept busy for as long as the host takes to queue it, so that the times
-    are the GPU's also where the host is slower.
+    So clocks and heat are alike; every other turn is in the opposite order. Before each turn a GPU
+    is kept busy for as long as the host takes to queue it, so that the times are the GPU's also
+    where the host is slower.
     """
     on_gpu = works[0].on_gpu
     longest = max(sum(turn) for turn in zip(*host_seconds(works, 3)))
-    marks = []
-    for _ in range(count):
+    marks: list[list] = [[] for _ in works]
+    for turn in range(count):
         if on_gpu:
             torch.cuda._sleep(int(longest * _CYCLES_PER_SECOND))
-        marks.append([work.step() for work in works])
-    if on_gpu:
-        torch.cuda.synchronize()
-    return [
-        [(_between(a, b), _between(b, c), _between(a, c)) for a, b, c in w] for w in zip(*marks)
-    ]
+        for work, own in [*zip(works, marks)][:: -1 if turn % 2 else 1]:
+            own.append(work.step())
+    return [work.seconds_of(own) for work, own in zip(works, marks)]
+
+
+def times_in_turns(works: Sequence[Repeated], budget: float) -> list[tuple[Times, Times]]:
+    """Times of forward and step of each work, see :func:`in_turns`.
+
+    Args:
+        works: With a backward.
+        budget: Seconds for all repetitions.
+    """
+    # The first times compile.
+    seconds = [sum(work.once() for work in works) for _ in range(2)][-1]
+    found = in_turns(works, repetitions(seconds, budget))
+    return [(Times.of([f for f, _, _ in x]), Times.of([s for _, _, s in x])) for x in found]
 
 
 def host_seconds(works: Sequence[Repeated], count: int) -> list[list[float]]:

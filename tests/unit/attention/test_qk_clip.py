@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,13 @@ from torch import nn
 
 from absorbed_mla import AbsorbedMLASelfAttention
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.core_attention import module
+from absorbed_mla.core_attention.selection import Candidates
 from absorbed_mla.qk_clip import clip_qk
 from tests import oracle
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, random_weights
+from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.harness import Setup, build_attention, load_weights, module_table
 from tests.support.hybrid import hybrid_model
 from tests.support.layouts import dense
@@ -30,6 +34,7 @@ from tests.support.standard import build_standard, load_standard
 TAU = 2.5
 # Above tau, below it, never positive, and what is no number.
 MAX_LOGITS = torch.tensor([7.5, 2.0, -3.0, math.nan])
+ONLY_CUDNN = Candidates((("expanded", PlainCudnn()),), (), False, world.device())
 NO_QUERY_COMPRESSION = replace(TINY, q_lora_rank=None, latent_norm=False)
 pytestmark = pytest.mark.skipif(world.size() > 1, reason="tests/distributed has more processes")
 
@@ -154,6 +159,28 @@ class TestRecorded:
         assert torch.equal(attention.linear_q_up_proj.weight, before)
         assert clip_qk(attention, log_max_only=True) == 0
 
+    def test_exactly_only_where_it_matters(self, monkeypatch):
+        """With an LSE alone: a bound below the threshold, unless scores are logged."""
+        monkeypatch.setattr(module, "candidates", lambda *_: ONLY_CUDNN)
+        recorded, expected = {}, None
+        for logs in (True, False):
+            attention, weights = clipping(
+                setup=Setup(form="expanded"), log_max_attention_logit=logs
+            )
+            attention.config.qk_clip_threshold = math.inf
+            forward(attention)
+            recorded[logs] = attention.core_attention.current_max_attn_logits.cpu()
+            attention.core_attention.current_max_attn_logits = None
+            expected = self.expected(attention, weights, forward(attention))
+            attention.core_attention.current_max_attn_logits = None
+            # Changed between forwards, as by a schedule.
+            attention.config.qk_clip_threshold = 1e-9
+            forward(attention)
+            exact = attention.core_attention.current_max_attn_logits.cpu()
+            torch.testing.assert_close(exact, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(recorded[True], expected, rtol=1e-6, atol=1e-6)
+        assert (recorded[False] > expected).all()
+
     def test_not_at_all(self):
         attention, _ = clipping(qk_clip=False)
         forward(attention)
@@ -197,6 +224,24 @@ def test_a_hybrid_model_with_mtp():
     before = [layer.linear_q_up_proj.weight.detach().clone() for layer in layers]
     assert len(layers) == 2 and clip_qk(model) > 1e-3
     assert not any(torch.equal(x.linear_q_up_proj.weight, b) for x, b in zip(layers, before))
+
+
+@needs.gpu
+@pytest.mark.parametrize("above", [False, True])
+def test_waits_once_for_the_gpu(above):
+    """However many layers there are."""
+    attentions = [clipping(setup=Setup(dtype=torch.bfloat16))[0] for _ in range(3)]
+    for attention in attentions:
+        found = torch.full((TINY.heads,), TAU * (1.5 if above else 0.5), device=world.device())
+        attention.core_attention.current_max_attn_logits = found
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            clip_qk(nn.ModuleList(attentions))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing CUDA operation" in str(one.message) for one in seen) == 1
 
 
 class TestRefused:

@@ -166,6 +166,21 @@ def test_tiles_that_cannot_matter_are_left_out():
     assert (found[1:] > before[1:]).all()
 
 
+def test_every_tile_has_a_program(monkeypatch):
+    """Four tiles in groups of three; each has the largest score of a head in turn."""
+    monkeypatch.setattr(kernels, "QUERIES", 16)
+    monkeypatch.setattr(kernels, "_TOGETHER", 3)
+    case = Case(50, 50, (Span(0, 50, 0, 50, 0),), width=16)
+    q, k = case.tensors()
+    for first in range(0, case.queries, 16):
+        large = q.clone()
+        large[first : first + 16] *= 6
+        expected, lse = case.exact(large, k)
+        found = nothing_yet()
+        by_kernel(large, k, as_kernels_write_it(lse, case.spans), found, case.spans, -torch.inf)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_part_of_the_heads():
     """As the expanded form calls it, for a chunk of heads."""
     case = replace(CASES["zigzag"], queries=9, spans=(Span(0, 9, 0, 9, 0),))

@@ -15,9 +15,11 @@ from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.engine import EngineBenchmark as Engine
+from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
 from benchmarks.load import LoadBenchmark as Load
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
+from benchmarks.qk_clip import QKClipBenchmark as QKClip
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 COUNT, SECONDS = (
@@ -96,8 +98,22 @@ MISTAKES = {
         (["--micro-batch-size", "3"], "must be a multiple of --micro-batch-size x --gpus = 3"),
         (["--render", "/nowhere.json"], FILE),
     ],
+    FP8Training: [
+        (["--precisions", "mxfp8"], "expected some of bf16, bf16-absorbed, tensorwise, blockwise"),
+        (["--attentions", "flash"], "expected some of absorbed, standard"),
+        (["--iterations", "0"], f"argument --iterations: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+    ],
+    QKClip: [
+        (["--suites", "all"], "expected some of maxima, cost, clip"),
+        (["--backends", "flash_attention_3"], "expected some of hopper, triton, "),
+        (["--tokens", "8k,16k"], "expected one number, got '8k,16k'"),
+        (["--layers", "0"], f"argument --layers: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
 }
-WITHOUT_FOLDER = {Decode, Engine, Fusions, Load}
+WITHOUT_FOLDER = {Decode, Engine, Fusions, Load, QKClip}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 
