@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttenti
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from absorbed_mla import to_standard_state_dict
+from absorbed_mla import AbsorbedMLAOptions, to_standard_state_dict
 from absorbed_mla.checkpoint.distributed import (
     load_model_weights,
     model_sharded_state_dict,
@@ -27,6 +27,15 @@ from absorbed_mla.checkpoint.distributed import (
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from tests.support import world
 from tests.support.cases import TINY, random_weights
+from tests.support.engine import (
+    Request,
+    assert_generates,
+    by_whole_forwards,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
 from tests.support.harness import Setup, build_attention, load_weights, own_tokens
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
@@ -111,6 +120,16 @@ def test_generates_what_separate_layers_do(setup):
     x = dense(12, 2).random_rows(TINY.hidden, 1).to(world.device())
     separate, one = (infer_in_steps(a.eval(), setup, x, (8, 4)) for a in pair(setup))
     assert close(one, separate)
+
+
+@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+def test_engine_generates_from_a_live_model(down_projection):
+    """The tokens of whole forwards, through Megatron's dynamic context."""
+    options = AbsorbedMLAOptions(down_projection=down_projection)
+    made = generating_model(options, mla_down_proj_fusion=True).eval()
+    requests = [Request(prompt(length, seed=length), 3) for length in (5, 20)]
+    run = generate(engine_of(made), requests, log_probs=True)
+    assert_generates(run, by_whole_forwards(made, requests))
 
 
 @pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
