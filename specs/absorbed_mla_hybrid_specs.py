@@ -69,10 +69,6 @@ class AbsorbedMLAHybridStack(HybridStack):
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
 
-    def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
-        """Keep Megatron from putting its own attention in the place of ours, which fuses, too."""
-        return submodules
-
 
 def get_absorbed_mla_hybrid_stack_spec(
     config: MLATransformerConfig,
@@ -114,8 +110,8 @@ class NeedsTransformerEngine:
 
 def _stack_spec(parts: LayerParts) -> ModuleSpec:
     mla_layer = spec_by_config(AbsorbedMLAAttentionLayer, parts)
-    # Multi-token prediction has a stack of Megatron's own class, which exchanges its attention for
-    # a fused one by writing into the submodules of this layer. This layer uses none of them.
+    # With mla_down_proj_fusion, Megatron's stack exchanges its attention for a fused one: it writes
+    # into the submodules of this layer. This layer uses none of them, and its own attention fuses.
     unused = ModuleSpec(IdentityOp, submodules=SimpleNamespace())
     submodules = replace(
         hybrid_stack_spec.submodules,

@@ -1,6 +1,7 @@
-"""Megatron-Bridge's mappings of the weights that standard MLA does not have.
+"""Megatron-Bridge's mappings of the weights that it does not know.
 
-Bridge knows ``linear_kv_up_proj``; our attention has the rows of K and of V apart.
+Bridge knows ``linear_kv_up_proj``; our attention has the rows of K and of V apart. It does not know
+the ``linear_qkv_down_proj`` of ``mla_down_proj_fusion``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.bridge.models.kimi.kimi_bridge import KimiK2Bridge
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from absorbed_mla.checkpoint.names import KV_UP
+from absorbed_mla.checkpoint.names import KV_DOWN, KV_UP, Q_DOWN, QKV_DOWN
 
 # Classes of ours that hold the whole weight on every tensor-parallel rank.
 for _name in ("DuplicatedLinear", "TEDuplicatedLinear", "PackedRouter"):
@@ -94,6 +95,68 @@ class HalfOfKVUp(MegatronParamMapping[Tensor]):
         return {}
 
 
+class BothDown(MegatronParamMapping[dict[str, Tensor]]):
+    """``linear_qkv_down_proj``, the rows of ``q_a_proj`` and then those of ``kv_a_proj_with_mqa``.
+
+    Each tensor-parallel rank of a column-parallel layer has its rows of both.
+
+    Args:
+        megatron_param: Pattern of our name.
+        hf_param: Patterns of the two, ``"q"`` and ``"kv"``.
+        widths: Rows of the two.
+    """
+
+    def __init__(
+        self, megatron_param: str, hf_param: dict[str, str], widths: tuple[int, int]
+    ) -> None:
+        super().__init__(megatron_param, hf_param)
+        self._whole = AutoMapping(megatron_param, hf_param["q"])
+        self._widths = widths
+
+    def resolve(self, captures: tuple[str, ...]) -> BothDown:
+        """The mapping of one layer."""
+        return type(self)(*self._resolve_names(captures), self._widths)
+
+    def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
+        """This rank's rows."""
+        shards = self._shards(megatron_module)
+        parts = [hf_weights[name].chunk(shards) for name in ("q", "kv")]
+        by_rank = torch.cat([part for of_rank in zip(*parts) for part in of_rank])
+        return self._whole.hf_to_megatron(by_rank, megatron_module)
+
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
+        """Both weights."""
+        own = None if megatron_module is None else self._shards(megatron_module)
+        shards = self.broadcast_obj_from_pp_rank(own, f"{self.megatron_param} shards")
+        found = self._whole.megatron_to_hf(megatron_weights, megatron_module)
+        widths = [width // shards for width in self._widths]
+        for by_rank in found.values():
+            parts = by_rank.unflatten(0, (shards, -1)).split(widths, dim=1)
+            names = self.hf_param["q"], self.hf_param["kv"]
+            return {name: part.flatten(0, 1).contiguous() for name, part in zip(names, parts)}
+        return {}
+
+    def _shards(self, module: nn.Module) -> int:
+        return sum(self._widths) // module.weight.shape[0]
+
+
+def _both_down(mappings: Iterable[MegatronParamMapping], config: object) -> Iterator[BothDown]:
+    """Mappings of fused down-projections beside those of separate ones.
+
+    Args:
+        mappings: Of a bridge.
+        config: Of transformers.
+    """
+    by_name = {mapping.megatron_param: mapping.hf_param for mapping in mappings}
+    for pattern, q in by_name.items():
+        kv = by_name.get(pattern.replace(Q_DOWN, KV_DOWN))
+        if pattern.endswith(Q_DOWN) and kv is not None and config.q_lora_rank is not None:
+            widths = config.q_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim
+            yield BothDown(pattern.replace(Q_DOWN, QKV_DOWN), {"q": q, "kv": kv}, widths)
+
+
 def _halves(mappings: Iterable[MegatronParamMapping], config: object) -> Iterator[HalfOfKVUp]:
     """Our mappings beside those of standard MLA's up-projection.
 
@@ -129,12 +192,15 @@ def _extended(bridge: type[MegatronModelBridge]) -> type[MegatronModelBridge]:
     """A bridge that also knows our projections, registered in place of ``bridge``."""
 
     class Extended(bridge):  # type: ignore[misc, valid-type]
-        """The same bridge with two more mappings for each of standard MLA's up-projection."""
+        """The same bridge with more mappings for each of standard MLA's projections."""
 
         def mapping_registry(self) -> MegatronMappingRegistry:
             """See the base class."""
             mappings = super().mapping_registry().get_all_mappings()
-            return MegatronMappingRegistry(*mappings, *_halves(mappings, self.hf_config))
+            halves = _halves(mappings, self.hf_config)
+            return MegatronMappingRegistry(
+                *mappings, *halves, *_both_down(mappings, self.hf_config)
+            )
 
     Extended.__name__ = f"AbsorbedMLA{bridge.__name__}"
     register(Extended, bridge)

@@ -8,7 +8,7 @@ blocks, so that any tensor-parallel size, and either attention, can read what th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -79,44 +79,25 @@ def _separate_down_projections(
     """Write a fused down-projection as two, in place, as Megatron's own fused layer does."""
     [stack] = CHECKPOINT_LAYOUTS["fused_down"].joined
     whole, *parts = (
-        prefix + name.removeprefix(ATTENTION).removesuffix(".weight")
-        for name in (stack.whole, *stack.parts)
+        name.removeprefix(ATTENTION).removesuffix(".weight") for name in (stack.whole, *stack.parts)
     )
-    entry = entries.get(f"{whole}.weight")
-    if entry is None:
+    key = f"{prefix}{whole}.weight"
+    if key not in entries:
         return
-    shards = sum(stack.rows(dims)) // entry.data.shape[0]
+    shards = sum(stack.rows(dims)) // entries[key].data.shape[0]
     # Part of each of the two if the layer is column-parallel.
     rows = [count // shards for count in stack.rows(dims)]
-    axis = len(sharded_offsets)
-    own_rows = [(axis, tp_rank, shards)] if shards > 1 else []
-    names = [module.removeprefix(prefix) for module in (whole, *parts)]
+    offset = [(len(sharded_offsets), tp_rank, shards)] if shards > 1 else []
 
-    @torch.no_grad()
-    def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: slice | None):
-        if flattened_range is not None:
-            raise ValueError(f"{key}: flattened optimizer states are not supported; got a slice")
-        return [
-            ShardedTensor.from_rank_offsets(
-                key.replace(names[0], name),
-                part,
-                *sharded_offsets,
-                *own_rows,
-                replica_id=replica_id,
-                prepend_axis_num=axis,
-            )
-            for name, part in zip(names[1:], weight.split(rows))
-        ]
+    def pieces(key: str, weight: Tensor) -> Iterator[_Piece]:
+        for name, part in zip(parts, weight.split(rows)):
+            yield key.replace(whole, name), offset, part
 
-    @torch.no_grad()
-    def merge(loaded: list[Tensor]) -> Tensor:
-        return torch.cat(loaded)
-
-    key = f"{whole}.weight"
-    entries[key] = ShardedTensorFactory(key, entry.data, build, merge, replica_id=entry.replica_id)
-    extra = entries.pop(whole + EXTRA_STATE)
-    for module in parts:
-        entries[module + EXTRA_STATE] = replace(extra, key=module + EXTRA_STATE)
+    entries[key] = _factory(key, entries[key], pieces, sharded_offsets)
+    extra = entries.pop(prefix + whole + EXTRA_STATE)
+    for name in parts:
+        own = prefix + name + EXTRA_STATE
+        entries[own] = replace(extra, key=own)
 
 
 def _kv_up_factory(
@@ -129,10 +110,7 @@ def _kv_up_factory(
     dims: MLADims,
     tp_rank: int,
 ) -> ShardedTensorFactory:
-    """An entry that scatters a parameter's heads into the combined weight, and gathers them back.
-
-    A factory rather than a copy: the optimizer applies it to its states as well.
-    """
+    """An entry that scatters a parameter's heads into the combined weight, and back."""
     rows_per_head = dims.qk_nope_head_dim + dims.v_head_dim
     # The largest block that tiles K and V rows of every head on one grid.
     block = math.gcd(dims.qk_nope_head_dim, dims.v_head_dim)
@@ -140,10 +118,29 @@ def _kv_up_factory(
     first_head = tp_rank * dims.num_heads_per_rank
     axis = len(sharded_offsets)
 
-    def blocks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def blocks(key: str, weight: Tensor) -> Iterator[_Piece]:
         for i, part in enumerate(weight.split(block)):
             head, row = divmod(i * block, head_dim)
-            yield ((first_head + head) * rows_per_head + first_row + row) // block, part
+            index = ((first_head + head) * rows_per_head + first_row + row) // block
+            yield key, [(axis, index, num_blocks)], part
+
+    return _factory(key, entry, blocks, sharded_offsets)
+
+
+# Name of the tensor in the checkpoint, its place there as an offset along an axis, and its rows.
+_Piece = tuple[str, list[tuple[int, int, int]], Tensor]
+
+
+def _factory(
+    key: str,
+    entry: ShardedTensor,
+    pieces: Callable[[str, Tensor], Iterator[_Piece]],
+    sharded_offsets: tuple,
+) -> ShardedTensorFactory:
+    """An entry that a checkpoint has as pieces, which are its rows in order.
+
+    A factory rather than a copy: the optimizer applies it to its states as well.
+    """
 
     @torch.no_grad()
     def build(key: str, weight: Tensor, replica_id: ReplicaId, flattened_range: slice | None):
@@ -151,14 +148,14 @@ def _kv_up_factory(
             raise ValueError(f"{key}: flattened optimizer states are not supported; got a slice")
         return [
             ShardedTensor.from_rank_offsets(
-                key,
+                name,
                 part,
                 *sharded_offsets,
-                (axis, index, num_blocks),
+                *offset,
                 replica_id=replica_id,
-                prepend_axis_num=axis,
+                prepend_axis_num=len(sharded_offsets),
             )
-            for index, part in blocks(weight)
+            for name, offset, part in pieces(key, weight)
         ]
 
     @torch.no_grad()

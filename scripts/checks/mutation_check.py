@@ -384,6 +384,19 @@ MUTATIONS = {
         "        if ended:\n            self._die(ended[0])\n",
         "",
     ),
+    "fused_down_rows": Mutation(
+        "absorbed_mla/tensor_parallel.py",
+        "return x.split(list(widths), dim=-1)",
+        "return x.split(list(widths)[::-1], dim=-1)[::-1]",
+    ),
+    "fused_down_rows_of_ranks": Mutation(
+        "absorbed_mla/tensor_parallel.py", "    if shards == 1:\n", "    if shards >= 1:\n"
+    ),
+    "fused_down_in_checkpoints": Mutation(
+        "absorbed_mla/checkpoint/sharded.py",
+        "zip(parts, weight.split(rows))",
+        "zip(parts, weight.split(rows[::-1])[::-1])",
+    ),
     "hybrid_layer_halves": Mutation(
         "absorbed_mla/checkpoint/hybrid_names.py",
         'index = 2 * int(found["index"]) + _half(found["rest"])',
@@ -391,8 +404,8 @@ MUTATIONS = {
     ),
     "hybrid_fused_attention": Mutation(
         "specs/absorbed_mla_hybrid_specs.py",
-        "def _fuse_mla_down_proj(",
-        "def _left_to_megatron(",
+        "submodules=TransformerLayerSubmodules(self_attention=unused)",
+        "submodules=None",
     ),
     "layer_kind_by_its_place_in_the_stage": Mutation(
         "specs/absorbed_mla_layers.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.export import hf_weights
 from tests.conversion.megatron_models import SAME
@@ -65,7 +67,7 @@ def written(folder: Path, **changes) -> dict[str, Tensor]:
     return tensors
 
 
-def provider_of(bridge: AutoBridge):
+def provider_of(bridge: AutoBridge, **changes):
     """A provider of small local layers on this machine."""
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.transformer_layer_spec = absorbed_mla_layer_spec
@@ -81,13 +83,15 @@ def provider_of(bridge: AutoBridge):
     provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
     provider.tensor_model_parallel_size = world.tp_size()
     provider.sequence_parallel = world.tp_size() > 1
+    for name, value in changes.items():
+        setattr(provider, name, value)
     provider.finalize()
     return provider
 
 
-def built(bridge: AutoBridge) -> GPTModel:
+def built(bridge: AutoBridge, **changes) -> GPTModel:
     """A model with the bridge's weights."""
-    provider = provider_of(bridge)
+    provider = provider_of(bridge, **changes)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     model = provider.provide(pre_process=True, post_process=True)
@@ -149,6 +153,21 @@ def test_load_train_export(name, folder):
     write_hugging_face(folder / "after", config, after)
     assert difference(model, folder / "after") < 1e-5
     assert difference(model, folder / "before") > 1e-2
+
+
+@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+def test_fused_down_projections(down_projection, folder):
+    """mla_down_proj_fusion, which Bridge's own mappings do not know."""
+    tensors = written(folder / "model")
+    bridge = AutoBridge.from_hf_pretrained(folder / "model")
+    options = AbsorbedMLAOptions(latent_norm_eps=1e-6, down_projection=down_projection)
+    spec = partial(absorbed_mla_layer_spec, options=options)
+    model = built(bridge, mla_down_proj_fusion=True, transformer_layer_spec=spec)
+    assert hasattr(model.decoder.layers[0].self_attention, "linear_qkv_down_proj")
+    found = exported(bridge, model)
+    assert set(found) == set(tensors)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert difference(model, folder / "model") < 1e-5
 
 
 LAST_KV_UP = "model.layers.2.self_attn.kv_b_proj.weight"

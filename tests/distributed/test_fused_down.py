@@ -19,14 +19,25 @@ from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttenti
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
-from absorbed_mla import to_standard_state_dict
+from absorbed_mla import AbsorbedMLAOptions, to_standard_state_dict
 from absorbed_mla.checkpoint.distributed import (
     load_model_weights,
     model_sharded_state_dict,
 )
+from absorbed_mla.export import hf_weights
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import world
-from tests.support.cases import TINY, random_weights
+from tests.support.cases import TINY, config_for, random_weights
+from tests.support.engine import (
+    Request,
+    assert_generates,
+    by_whole_forwards,
+    engine_of,
+    generate,
+    generating_model,
+    prompt,
+)
 from tests.support.harness import Setup, build_attention, load_weights, own_tokens
 from tests.support.inference import infer_in_steps
 from tests.support.layouts import dense
@@ -114,6 +125,16 @@ def test_generates_what_separate_layers_do(setup):
 
 
 @pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+def test_engine_generates_from_a_live_model(down_projection):
+    """The tokens of whole forwards, through Megatron's dynamic context."""
+    options = AbsorbedMLAOptions(down_projection=down_projection)
+    made = generating_model(options, mla_down_proj_fusion=True).eval()
+    requests = [Request(prompt(length, seed=length), 3) for length in (5, 20)]
+    run = generate(engine_of(made), requests, log_probs=True)
+    assert_generates(run, by_whole_forwards(made, requests))
+
+
+@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
 @pytest.mark.parametrize("kind", ["standard", "standard fused", "own", "own separate"])
 def test_state_dicts_of_every_layout_load(kind, down_projection):
     setup = Setup(down_projection=down_projection)
@@ -139,23 +160,43 @@ def test_state_dicts_of_every_layout_load(kind, down_projection):
         assert torch.equal(dict(other.named_parameters())[name], weight), name
 
 
-def model(*, one: bool, seed: int = 0, tp: int) -> nn.Module:
-    return gpt_model(
-        num_layers=2,
-        seed=seed,
-        mla_down_proj_fusion=one,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
+def model(*, one: bool, tp: int, seed: int = 0, down_projection: str = "duplicated") -> nn.Module:
+    fields = {
+        "num_layers": 2,
+        "mla_down_proj_fusion": one,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "activation_func": torch.nn.functional.silu,
+    }
+    options = AbsorbedMLAOptions(down_projection=down_projection)
+    spec = get_absorbed_mla_decoder_block_spec(
+        config_for(TINY, torch.float32, **fields), backend="local", options=options
     )
+    return gpt_model(seed=seed, spec=spec, **fields)
+
+
+@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+def test_live_weights_are_those_of_separate_layers(down_projection):
+    """Under Hugging Face's names, from all ranks."""
+    with world.parallel(tp=world.size()):
+        parts = {"tp": world.size(), "down_projection": down_projection}
+        separate, one = model(one=False, **parts), model(one=True, seed=1, **parts)
+        one.load_state_dict(separate.state_dict())
+        expected, found = (dict(hf_weights(made)) for made in (separate, one))
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("saved_fused", [True, False])
 @pytest.mark.parametrize("stacked", [True, False])
-def test_distributed_checkpoints_are_those_of_separate_layers(saved_fused, stacked, folder):
+@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+def test_distributed_checkpoints_are_those_of_separate_layers(
+    saved_fused, stacked, down_projection, folder
+):
     """Under the standard's names, read at another tensor-parallel size and by either."""
     size = world.size()
     with world.parallel(tp=size):
-        source = model(one=saved_fused, tp=size)
+        source = model(one=saved_fused, tp=size, down_projection=down_projection)
         expected = logits(source)
         entries = model_sharded_state_dict(source, non_homogeneous_layers=not stacked)
         dist_checkpointing.save(entries, str(folder))
@@ -165,7 +206,7 @@ def test_distributed_checkpoints_are_those_of_separate_layers(saved_fused, stack
     assert not any(FUSED in name for name in names)
     for tp, one in itertools.product({1, size}, (True, False)):
         with world.parallel(tp=tp):
-            target = model(one=one, seed=1, tp=tp)
+            target = model(one=one, seed=1, tp=tp, down_projection=down_projection)
             load_model_weights(target, folder)
             assert relative_error(logits(target), expected) < 1e-5
 

@@ -172,6 +172,19 @@ class TestInputNorm:
         target.load_state_dict(to_absorbed_state_dict(self.fused(source), DIMS))
         assert_same(target.state_dict(), source.state_dict())
 
+    @pytest.mark.parametrize("down", ["separate", "fused"])
+    def test_converted_for_fused_down_projections(self, models, down):
+        """Megatron's own fused layers to ours, which keep the norm in front."""
+        source, _ = models
+        theirs = self.fused(source)
+        target = gpt_model(num_layers=2, seed=1, mla_down_proj_fusion=True)
+        converted = to_absorbed_state_dict(theirs, DIMS, down=down)
+        target.load_state_dict(converted)
+        if down == "fused":
+            assert_same(converted, target.state_dict())
+        assert torch.equal(logits(target), logits(source))
+        assert_same(to_absorbed_state_dict(target.state_dict(), DIMS), source.state_dict())
+
     @pytest.mark.parametrize("strict", [True, False])
     def test_loaded_by_the_model_unconverted(self, models, strict):
         """Lost, it would leave the norm at its initial ones, and the model quietly wrong.

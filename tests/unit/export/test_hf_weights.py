@@ -109,6 +109,13 @@ class TestEqualToTheConverter:
         names = {entry.key for entry in keys[-1].values()}
         assert any(name.endswith("linear_fc1.layer_norm_weight") for name in names)
 
+    def test_fused_down_projections(self):
+        """mla_down_proj_fusion changes no weight's name outside of the live model."""
+        separate, fused = made(), made(mla_down_proj_fusion=True)
+        fused.load_state_dict(separate.state_dict())
+        assert hasattr(fused.decoder.layers[0].self_attention, "linear_qkv_down_proj")
+        assert_equal(dict(hf_weights(fused)), dict(hf_weights(separate)))
+
     def test_padding_of_the_vocabulary(self):
         model, config = made(), tiny_config(**SAME, vocab_size=50)
         expected = dict(hf_weights(model))

@@ -104,6 +104,11 @@ class TestRefused:
         with refusal("hybrid_layer_pattern", f"has {symbol},", "backend='local' has +, -, E"):
             hybrid_model(f"+-{symbol}-", spec=get(backend="local"))
 
+    def test_layers_of_multi_token_prediction(self):
+        """In a stack of Megatron's own class."""
+        with refusal("hybrid_layer_pattern", "backend='local' has +, -, E"):
+            hybrid_model("+-/M", spec=get(backend="local"))
+
     def test_ordinary_attention_alone(self):
         with refusal("hybrid_layer_pattern", "has *,", "backend='transformer_engine'"):
             hybrid_model("*-", spec=get(backend="local"))

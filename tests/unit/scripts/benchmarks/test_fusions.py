@@ -39,7 +39,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
     # One product computes what two compute, for tensors as well as for layers.
     names = [f"{name} difference" for name in ("one of tensors", "two layers", "one of layers")]
     assert max(rows["down"][name] for name in names) < 1e-6
-    assert rows["layer"]["separate difference"] == 0
+    assert rows["layer"]["separate difference"] == 0 and rows["layer"]["fused difference"] < 1e-6
     assert FusionsBenchmark.main(["--render", str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == done.stdout.splitlines()[-1]
 
