@@ -121,7 +121,7 @@ def _stack_spec(parts: LayerParts) -> ModuleSpec:
     return ModuleSpec(module=AbsorbedMLAHybridStack, params={"parts": parts}, submodules=submodules)
 
 
-def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec]:
+def _local_layers(parts: LayerParts) -> dict[str, ModuleSpec | type]:
     """The fields of ``HybridStackSubmodules`` that work without TransformerEngine."""
     mtp = MultiTokenPredictionBlockSubmodules([parts.mtp_layer(None)])
     others = {f.name for f in fields(HybridStackSubmodules) if f.name.endswith("_layer")}

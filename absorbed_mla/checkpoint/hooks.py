@@ -53,7 +53,7 @@ class _LoadHooks:
             raise input_norm_error(prefix)
         own = module.state_dict(keep_vars=True)
         down = recognise_layout(own).down
-        converted = {}
+        converted: dict = {}
         if names:
             converted = to_absorbed_state_dict(state_dict, self._dims, prefix, down=down)
         state_dict.clear()

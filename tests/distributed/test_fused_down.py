@@ -14,6 +14,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
@@ -27,7 +28,7 @@ from absorbed_mla.checkpoint.distributed import (
 from absorbed_mla.export import hf_weights
 from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
-from tests.support import world
+from tests.support import needs, world
 from tests.support.cases import TINY, config_for, random_weights
 from tests.support.engine import (
     Request,
@@ -83,12 +84,23 @@ def pair(setup: Setup) -> tuple[nn.Module, nn.Module]:
     return separate, one
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return ((found - expected).abs().max() <= 1e-12 * expected.abs().max()).item()
+def close(found: Tensor, expected: Tensor, bound: float = 1e-12) -> bool:
+    return ((found - expected).abs().max() <= bound * expected.abs().max()).item()
 
 
 @every_setup
 def test_computes_what_separate_layers_do(setup):
+    check_results(setup, 1e-12)
+
+
+@needs.gpu_with("TransformerEngine", None if HAVE_TE else "it is not installed")
+@pytest.mark.parametrize("setup", SETUPS[1:], ids=lambda s: "-".join(_words(s)))
+def test_computes_what_separate_layers_do_with_transformer_engine(setup):
+    """In bf16, whose rounding is 4e-3."""
+    check_results(replace(setup, backend="transformer_engine", dtype=torch.bfloat16), 3e-2)
+
+
+def check_results(setup: Setup, bound: float) -> None:
     """Output, and the gradients of the input and of every weight, as they are on each rank."""
     layout = dense(12, 2)
     rows = (layout.random_rows(TINY.hidden, seed) for seed in (1, 2))
@@ -101,11 +113,11 @@ def test_computes_what_separate_layers_do(setup):
         grads = {name: weight.grad for name, weight in attention.named_parameters()}
         found.append((out, own.grad, grads))
     (out, input_grad, grads), (out_of_one, input_grad_of_one, grads_of_one) = found
-    assert close(out_of_one, out) and close(input_grad_of_one, input_grad)
+    assert close(out_of_one, out, bound) and close(input_grad_of_one, input_grad, bound)
     grads = fused(grads)
     assert set(grads_of_one) == set(grads)
     for name, expected in grads.items():
-        assert close(grads_of_one[name], expected), name
+        assert close(grads_of_one[name], expected, bound), name
 
 
 @every_setup
@@ -235,7 +247,7 @@ def test_optimizer_states_are_those_of_separate_layers(folder):
             assert torch.equal(loaded[name], 3 * weight.detach() + 1), name
 
 
-@pytest.mark.skipif(world.size() > 1, reason="standard MLA has them at TP 1")
+@needs.processes(1)
 class TestMegatronsOwn:
     @staticmethod
     def attention(one: bool) -> nn.Module:
@@ -247,7 +259,7 @@ class TestMegatronsOwn:
         spec = get_standard_mla_layer_spec(config, backend="local").submodules.self_attention
         layers = replace(spec.submodules, linear_qkv_down_proj=ColumnParallelLinear)
         fused_spec = replace(spec, module=FusedMLASelfAttention, submodules=layers)
-        return build_module(fused_spec, config=config, layer_number=1)
+        return build_module(fused_spec, config=config, layer_number=1).to(world.device())
 
     @pytest.mark.parametrize("one", [True, False])
     def test_state_dicts_go_there_and_back(self, one):
@@ -262,7 +274,7 @@ class TestMegatronsOwn:
         weights = dict(back.named_parameters())
         for name, weight in ours.named_parameters():
             assert torch.equal(weights[name], weight), name
-        x = dense(12, 2).random_rows(TINY.hidden, 1)
+        x = dense(12, 2).random_rows(TINY.hidden, 1).to(world.device())
         assert (theirs(x, None)[0] - ours(x, None)[0]).abs().max() < 1e-6
 
     @pytest.mark.parametrize("one", [True, False])
@@ -276,7 +288,7 @@ class TestMegatronsOwn:
         theirs.load_state_dict(
             {k: v for k, v in loaded.items() if not k.endswith("_extra_state")}, strict=False
         )
-        x = dense(12, 2).random_rows(TINY.hidden, 1)
+        x = dense(12, 2).random_rows(TINY.hidden, 1).to(world.device())
         assert (theirs(x, None)[0] - ours(x, None)[0]).abs().max() < 1e-6
 
 
@@ -288,7 +300,7 @@ def test_without_a_compressed_query_there_is_nothing_to_fuse(options):
         )
 
 
-@pytest.mark.skipif(world.size() == 1, reason="one rank divides everything")
+@needs.processes(2, 4)
 def test_rows_of_each_must_divide():
     """Not only those of both together."""
     mla = replace(TINY, q_lora_rank=16 * world.size() - 1, kv_lora_rank=16 * world.size() - 7)
