@@ -28,6 +28,7 @@ from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
+from absorbed_mla.offloading import StageOffloading
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
@@ -110,6 +111,7 @@ class AbsorbedMLASelfAttention(Attention):
             config.recompute_granularity == "selective"
             and "mla_up_proj" in config.recompute_modules
         )
+        self.offloading = StageOffloading(config, self.parameters)
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
         self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))
@@ -221,7 +223,6 @@ class AbsorbedMLASelfAttention(Attention):
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         refuse_graphs_in_training(self.config)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
-        q_down, kv_down = self._down_project(hidden_states)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in
         # their hooks; the weights are arguments below, so that checkpoints return their gradients.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
@@ -229,13 +230,21 @@ class AbsorbedMLASelfAttention(Attention):
         cos, sin = self.rotary.rows(plan.keys.max_position, positions, hidden_states.device)
         # mla_up_proj: backward computes kv and query again instead of keeping them.
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
-        run = up_project.checkpoint if up_project else _call
-        kv, *query = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
-        core_out = self._core_attention(plan, w_uk, w_uv, kv, *query)
+        run = partial(self.offloading.on_device, up_project.checkpoint) if up_project else _call
+
+        def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
+            q_down, kv_down = self._down_project(hidden_states)
+            return run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+
+        offload = self.offloading.run
+        kv, *query = offload("qkv_linear", project, hidden_states)
+        attend = partial(self._core_attention, plan, w_uk, w_uv)
+        recomputed = (kv, *query) if up_project else ()
+        core_out = offload("core_attn", attend, kv, *query, kept=recomputed)
         if up_project:
             up_project.discard_output_and_register_recompute(core_out)
             refuse_graph_of_gradients(core_out)
-        return self.linear_proj(core_out)
+        return offload("attn_proj", self.linear_proj, core_out)
 
     def _infer(
         self, hidden_states: Tensor, attention_mask: Tensor | None, context: Any, packed: Any

@@ -39,7 +39,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "quant_recipe": ((None,), "train in fp32, fp16 or bf16"),
     "use_kitchen": ((False,), "layers are local or TransformerEngine's"),
 }
-_OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def refuse_unsupported_config(config: MLATransformerConfig) -> None:
@@ -62,13 +61,6 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
             f"num_query_groups must be None or num_attention_heads={config.num_attention_heads} "
             f"(MLA has no query groups), got {config.num_query_groups}"
         )
-    if getattr(config, "fine_grained_activation_offloading", False):
-        asked = [m for m in config.offload_modules or () if m in _OFFLOAD_MODULES]
-        if asked:
-            raise ValueError(
-                f"offload_modules={asked} are not supported by AbsorbedMLASelfAttention; leave out "
-                f"{', '.join(_OFFLOAD_MODULES)}, or recompute with recompute_modules"
-            )
 
 
 def refuse_unsupported_input(

@@ -81,7 +81,9 @@ def _rows(args: argparse.Namespace, ranks: Ranks) -> list[Row]:
             if not rank():
                 print(rows[-1].line(), flush=True)
                 if args.json:
-                    write_json(args.json, {"environment": about, "rows": [r.as_json() for r in rows]})
+                    write_json(
+                        args.json, {"environment": about, "rows": [r.as_json() for r in rows]}
+                    )
     return rows
 
 

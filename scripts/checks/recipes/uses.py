@@ -28,5 +28,7 @@ def generate(recipe: Recipe) -> Outcome:
         [model] = recipe.build(recipe)
         with LLM.from_model(model, max_model_len=128, max_num_seqs=4) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-    tokens = {f"tokens {i}": torch.tensor(one.outputs[0].token_ids) for i, one in enumerate(outputs)}
+    tokens = {
+        f"tokens {i}": torch.tensor(one.outputs[0].token_ids) for i, one in enumerate(outputs)
+    }
     return Outcome([], {}, tokens)
