@@ -129,6 +129,9 @@ def _weights(
     found: Outcome, expected: Outcome
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Whole weights where both runs have them, else this rank's."""
+    for why in (found.whole, expected.whole):
+        if isinstance(why, str):
+            raise Refused(f"no whole weights: {why}")
     if found.whole and expected.whole:
         return found.whole, expected.whole
     return found.tensors, expected.tensors

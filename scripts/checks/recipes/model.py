@@ -65,6 +65,7 @@ def config_of(recipe: Recipe, **changes: Any) -> MLATransformerConfig:
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
         "transformer_impl": backend(),
+        "use_cpu_initialization": not _on_gpu(),
         "activation_func": torch.nn.functional.silu,
         **(_experts(mla.hidden) if recipe.experts else {}),
     }
