@@ -28,7 +28,7 @@ from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
-from absorbed_mla.offloading import StageOffloading
+from absorbed_mla.offloading import StageOffloading, on_device
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import AbsorbedMLASelfAttentionSubmodules, ProjectionBuilder
 from absorbed_mla.qk_clip import clip_factors, scale_query_and_key
@@ -111,7 +111,7 @@ class AbsorbedMLASelfAttention(Attention):
             config.recompute_granularity == "selective"
             and "mla_up_proj" in config.recompute_modules
         )
-        self.offloading = StageOffloading(config, self.parameters)
+        self.offloading = StageOffloading.of(config, self.parameters)
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
         self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))
@@ -230,13 +230,15 @@ class AbsorbedMLASelfAttention(Attention):
         cos, sin = self.rotary.rows(plan.keys.max_position, positions, hidden_states.device)
         # mla_up_proj: backward computes kv and query again instead of keeping them.
         up_project = CheckpointWithoutOutput(fp8=None) if self._recomputes_up_proj else None
-        run = partial(self.offloading.on_device, up_project.checkpoint) if up_project else _call
+        run = up_project.checkpoint if up_project else _call
+        if up_project and self.offloading:
+            run = partial(on_device, run)
 
         def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
             q_down, kv_down = self._down_project(hidden_states)
             return run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
 
-        offload = self.offloading.run
+        offload = self.offloading.run if self.offloading else _on_device_stage
         kv, *query = offload("qkv_linear", project, hidden_states)
         attend = partial(self._core_attention, plan, w_uk, w_uv)
         recomputed = (kv, *query) if up_project else ()
@@ -419,6 +421,11 @@ class AbsorbedMLASelfAttention(Attention):
 
 def _call(function, *args):
     return function(*args)
+
+
+def _on_device_stage(name: str, stage, *args, kept=()):
+    """A stage whose activations stay where they are; see ``StageOffloading.run``."""
+    return stage(*args)
 
 
 def _requiring_grad(x: Tensor) -> Tensor:

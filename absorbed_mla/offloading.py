@@ -24,7 +24,7 @@ class StageOffloading:
     """Runs stages, and sends what they save for backward to the host where the config asks for it.
 
     Args:
-        config: Read for ``fine_grained_activation_offloading`` and ``offload_modules``.
+        config: Read for ``offload_modules``.
         parameters: Gives the weights, which stay also where views of them are saved: a copy on the
             host would free nothing.
     """
@@ -32,9 +32,16 @@ class StageOffloading:
     def __init__(
         self, config: TransformerConfig, parameters: Callable[[], Iterable[Tensor]]
     ) -> None:
+        self._stages = frozenset(config.offload_modules)
         self._parameters = parameters
+
+    @classmethod
+    def of(
+        cls, config: TransformerConfig, parameters: Callable[[], Iterable[Tensor]]
+    ) -> StageOffloading | None:
+        """For this config; None if it asks for no offloading."""
         is_on = getattr(config, "fine_grained_activation_offloading", False)
-        self._stages = frozenset(config.offload_modules or ()) if is_on else frozenset()
+        return cls(config, parameters) if is_on else None
 
     def run(
         self,
@@ -66,16 +73,15 @@ class StageOffloading:
             found = stage(x, *more)
         return group.group_offload(found)
 
-    def on_device(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """``function(*args)``, whose saved tensors stay on the device whatever stage it is in.
 
-        For a checkpoint that is recomputed before the backward of its stage begins: what it has
-        saved would not be back by then.
-        """
-        if not self._stages:
-            return function(*args)
-        with saved_tensors_hooks(_same, _same):
-            return function(*args)
+def on_device(function: Callable[..., _Result], *args: Any) -> _Result:
+    """``function(*args)``, whose saved tensors stay on the device whatever stage it is in.
+
+    For a checkpoint that is recomputed before the backward of its stage begins: what it has saved
+    would not be back by then.
+    """
+    with saved_tensors_hooks(_same, _same):
+        return function(*args)
 
 
 @contextlib.contextmanager
