@@ -29,6 +29,7 @@ from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
+from absorbed_mla.offloading import StageOffloading, on_device
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import (
     AbsorbedMLASelfAttentionSubmodules,
@@ -117,6 +118,7 @@ class AbsorbedMLASelfAttention(Attention):
             config.recompute_granularity == "selective"
             and "mla_up_proj" in config.recompute_modules
         )
+        self.offloading = StageOffloading.of(config, self.parameters)
         self.softmax_scale = softmax_scale(config, dims)
         self.rotary = RotaryTable(config)
         self._build_projections(ProjectionBuilder(submodules, config, options, pg_collection, name))
@@ -239,7 +241,6 @@ class AbsorbedMLASelfAttention(Attention):
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
         refuse_graphs_in_training(self.config)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
-        q_down, kv_down = self._down_project(hidden_states)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in
         # their hooks; the weights are arguments below, so that checkpoints return their gradients.
         w_uk, w_uv = self.linear_k_up_proj(), self.linear_v_up_proj()
@@ -250,12 +251,22 @@ class AbsorbedMLASelfAttention(Attention):
         if self._recomputes_up_proj:
             up_project = CheckpointWithoutOutput(fp8=self.config.fp8 or None)
         run = up_project.checkpoint if up_project else _call
-        kv, *query = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
-        core_out = self._core_attention(plan, w_uk, w_uv, kv, *query)
+        if up_project and self.offloading:
+            run = partial(on_device, run)
+
+        def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
+            q_down, kv_down = self._down_project(hidden_states)
+            return run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+
+        offload = self.offloading.run if self.offloading else _on_device_stage
+        kv, *query = offload("qkv_linear", project, hidden_states)
+        attend = partial(self._core_attention, plan, w_uk, w_uv)
+        recomputed = (kv, *query) if up_project else ()
+        core_out = offload("core_attn", attend, kv, *query, kept=recomputed)
         if up_project:
             up_project.discard_output_and_register_recompute(core_out)
             refuse_graph_of_gradients(core_out)
-        return self.linear_proj(core_out)
+        return offload("attn_proj", self.linear_proj, core_out)
 
     def _infer(
         self, hidden_states: Tensor, attention_mask: Tensor | None, context: Any, packed: Any
@@ -436,6 +447,11 @@ class AbsorbedMLASelfAttention(Attention):
 
 def _call(function, *args):
     return function(*args)
+
+
+def _on_device_stage(name: str, stage, *args, kept=()):
+    """A stage whose activations stay where they are; see ``StageOffloading.run``."""
+    return stage(*args)
 
 
 def _requiring_grad(x: Tensor) -> Tensor:

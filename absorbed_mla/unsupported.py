@@ -39,7 +39,6 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "quant_recipe": ((None,), "one fp8_recipe holds for all layers"),
     "use_kitchen": ((False,), "layers are local or TransformerEngine's"),
 }
-_OFFLOAD_MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def refuse_unsupported_config(config: MLATransformerConfig) -> None:
@@ -67,13 +66,6 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
             "fp8_param=True needs use_cpu_initialization=False: TransformerEngine would read the "
             "CPU's memory on the GPU"
         )
-    if getattr(config, "fine_grained_activation_offloading", False):
-        asked = [m for m in config.offload_modules or () if m in _OFFLOAD_MODULES]
-        if asked:
-            raise ValueError(
-                f"offload_modules={asked} are not supported by AbsorbedMLASelfAttention; leave out "
-                f"{', '.join(_OFFLOAD_MODULES)}, or recompute with recompute_modules"
-            )
 
 
 def refuse_unsupported_input(

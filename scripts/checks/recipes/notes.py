@@ -14,13 +14,24 @@ def offloaded(chunks: Sequence[nn.Module]) -> str:
     Raises:
         RuntimeError: Naming the modules that sent none.
     """
-    manager = PipelineOffloadManager.get_instance()
-    sent = manager.offload_summary_bytes
-    PipelineOffloadManager.reset_instance()
+    sent = PipelineOffloadManager.get_instance().offload_summary_bytes
     idle = [name for name in chunks[0].config.offload_modules if not sent.get(name)]
     if idle:
         raise RuntimeError(f"nothing was offloaded of {', '.join(idle)}; of others: {sent}")
     return ", ".join(f"{name} {count / 2**20:.2f} MiB" for name, count in sent.items())
+
+
+def layers_offloaded(chunks: Sequence[nn.Module]) -> str:
+    """What TransformerEngine has sent to the host of all layers.
+
+    Raises:
+        RuntimeError: If it was nothing.
+    """
+    context = chunks[0].decoder.offload_context
+    sent = context.offload_synchronizer.get_offloaded_total_size_mb()
+    if not sent:
+        raise RuntimeError("no layer was offloaded")
+    return f"{sent:.2f} MiB"
 
 
 def fused(chunks: Sequence[nn.Module]) -> str:

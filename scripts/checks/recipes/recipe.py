@@ -43,13 +43,14 @@ class Outcome:
     Attributes:
         losses: Of every microbatch of every step.
         tensors: This rank's weights, by name.
-        whole: Weights by Hugging Face name, where runs of different layouts are compared.
+        whole: Weights by Hugging Face name, where runs of different layouts are compared; or why
+            there are none.
         note: What else is worth a word in the report.
     """
 
     losses: list[float]
     tensors: Mapping[str, Tensor]
-    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    whole: Mapping[str, Tensor] | str = field(default_factory=dict)
     note: str = ""
 
 

@@ -62,7 +62,9 @@ _PLAIN = {
 _DISTRIBUTED = {"use_distributed_optimizer": True}
 _GATHER = {**_DISTRIBUTED, "overlap_param_gather": True}
 _OVERLAPPED = {**_GATHER, "overlap_grad_reduce": True}
-_ATTENTION = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+_ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+# Megatron's mark at the MLP's norm makes autograd sum gradients in another order.
+_LAYER = (*_ATTENTION, "mlp_norm")
 _RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 
 
@@ -112,11 +114,18 @@ def _offloading() -> list[Recipe]:
         chosen = {"offload_modules": list(modules), "min_offloaded_tensor_size": 1024}
         return {"fine_grained_activation_offloading": True, **chosen, **more}
 
-    half = {"cpu_offloading": True, "cpu_offloading_num_layers": model.LAYERS // 2}
+    half = {
+        "cpu_offloading": True,
+        "cpu_offloading_num_layers": model.LAYERS // 2,
+        # So that they can be counted afterwards.
+        "cpu_offloading_retain_pinned_cpu_buffers": True,
+    }
     every = {"missing": needs_transformer_engine, "exact": True}
     fine_grained = {**every, "note": notes.offloaded}
     return [
-        _PLAIN["DP"].variant("CPU offloading of layers", config=half, **every),
+        _PLAIN["DP"].variant(
+            "CPU offloading of layers", config=half, note=notes.layers_offloaded, **every
+        ),
         _PLAIN["DP"].variant("fine-grained offloading", config=fine(*_ATTENTION), **fine_grained),
         _PLAIN["DP"].variant(
             "fine-grained offloading, mla_up_proj recomputed",
@@ -128,8 +137,8 @@ def _offloading() -> list[Recipe]:
         ),
         _PLAIN["EP"].variant(
             "fine-grained offloading, experts",
-            config=fine(*_ATTENTION, "expert_fc1", "moe_act"),
-            **fine_grained,
+            config=fine(*_LAYER, "expert_fc1", "moe_act"),
+            **{**fine_grained, "exact": False},
         ),
     ]
 
@@ -138,8 +147,12 @@ def _sharded() -> list[Recipe]:
     megatron = {
         f"Megatron-FSDP, {strategy}": {
             "wrap": wrappers.megatron_fsdp,
-            "ddp": {"data_parallel_sharding_strategy": strategy, "overlap_param_gather": gather},
-            "optimizer": _DISTRIBUTED,
+            "ddp": {
+                "data_parallel_sharding_strategy": strategy,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": gather,
+            },
+            "optimizer": {**_DISTRIBUTED, "overlap_param_gather": gather},
             "missing": needs_gpu,
         }
         for strategy, gather in (

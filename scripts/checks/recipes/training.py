@@ -12,10 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch import Tensor, nn
 
 from absorbed_mla.export import hf_weights
+from benchmarks.kit.report import reason
 from checks.recipes import wrappers
 from checks.recipes.model import VOCAB, dtype_of, tokens_of_a_sequence
 from checks.recipes.recipe import Outcome, Recipe
@@ -43,6 +45,9 @@ def train(recipe: Recipe) -> Outcome:
         # It has the layers of the model before.
         destroy_moe_metrics_tracker()
         chunks = recipe.build(recipe)
+        if chunks[0].config.fine_grained_activation_offloading:
+            # It remembers the groups of the model before.
+            PipelineOffloadManager.reset_instance()
         wrapped = [recipe.wrap(recipe, chunk) for chunk in chunks]
         config = chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
@@ -55,8 +60,16 @@ def train(recipe: Recipe) -> Outcome:
             losses |= _step(recipe, wrapped, optimizer, step)
         note = recipe.note(chunks)
         tensors = wrappers.weights(wrapped, dtype_of(recipe))
-        whole = dict(hf_weights(chunks)) if recipe.is_whole else {}
+        whole = _whole(chunks) if recipe.is_whole else {}
         return Outcome([losses[n] for n in sorted(losses)], tensors, whole, note)
+
+
+def _whole(chunks: list[nn.Module]) -> dict[str, Tensor] | str:
+    """By Hugging Face name, or why there are none, which concerns no run in the same layout."""
+    try:
+        return dict(hf_weights(chunks))
+    except Exception as error:
+        return reason(error)
 
 
 def _optimizer_config(recipe: Recipe) -> OptimizerConfig:

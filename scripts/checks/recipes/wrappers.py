@@ -34,7 +34,6 @@ def megatron_fsdp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
         megatron_fsdp_main_grads_dtype=torch.float32,
         megatron_fsdp_grad_comm_dtype=torch.float32,
         **recipe.ddp,

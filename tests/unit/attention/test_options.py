@@ -21,7 +21,6 @@ from absorbed_mla.linear import DuplicatedLinear
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import CORE_ATTENTION_BACKENDS
 from absorbed_mla.projections import ProjectionBuilder
-from absorbed_mla.unsupported import refuse_unsupported_config
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.harness import Setup, build_attention
@@ -143,10 +142,6 @@ REFUSED = [
         for width in (7, -2)
     ),
     ({"num_query_groups": 2}, ("num_query_groups", "num_attention_heads=4", "got 2")),
-    (
-        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn", "moe_act"]},
-        ("offload_modules=['core_attn']", "qkv_linear, core_attn, attn_proj"),
-    ),
     ({"fp8": "hybrid"}, ("fp8='hybrid'", "backend='transformer_engine'", "got RowParallelLinear")),
     ({"fp8": "hybrid", "fp8_param": True}, ("fp8_param=True", "use_cpu_initialization=False")),
     ({"rope_type": "dynamic"}, ("rope_type", "rope, yarn", "'dynamic'")),
@@ -172,12 +167,6 @@ class TestConfig:
         assert all(hasattr(known, name) for name in fields), "another name is never refused"
         with refusal(*parts):
             build(config_with(**fields))
-
-    def test_offloading_of_other_modules(self):
-        """The MLP's business."""
-        refuse_unsupported_config(
-            config_with(fine_grained_activation_offloading=True, offload_modules=["moe_act"])
-        )
 
     def test_fused_rope(self):
         """On in recipes of standard MLA; ours is one kernel on GPUs whatever it says."""

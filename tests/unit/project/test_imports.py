@@ -202,7 +202,10 @@ def level_of(module: str) -> int:
 PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 # Of absorbed_mla, lowest first: a file may import what stands below its own level or beside it.
 LEVELS = [
-    {"registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"},
+    {
+        *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
+        "offloading",
+    },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
     {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections", "qk_clip"},
