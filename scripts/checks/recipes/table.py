@@ -166,7 +166,7 @@ def _sharded() -> list[Recipe]:
 
 
 def _clipped() -> Recipe:
-    clip = {"qk_clip": True, "qk_clip_threshold": 1e-3}
+    clip = {"qk_clip": True, "qk_clip_threshold": 0.01}
     plain = _plain("QK-clip", DP, config=clip, after_step=clip_qk)
     return plain.variant(
         "QK-clip with the distributed optimizer",
