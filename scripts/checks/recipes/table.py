@@ -178,7 +178,7 @@ def _clipped() -> Recipe:
 
 def _muon() -> list[Recipe]:
     """Muon's matrices belong to whole ranks."""
-    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
+    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "highest"}
     plain = _plain("Muon in one process", ONE, optimizer=muon)
     return [
         _plain("Muon, DP", DP, plain, optimizer=muon, missing=needs_muon),
