@@ -153,7 +153,6 @@ def _sharded() -> list[Recipe]:
                 "overlap_param_gather": gather,
             },
             "optimizer": {**_DISTRIBUTED, "overlap_param_gather": gather},
-            "missing": needs_gpu,
         }
         for strategy, gather in (
             ("optim", False),
