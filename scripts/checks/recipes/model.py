@@ -154,7 +154,7 @@ def _first_weights(recipe: Recipe) -> Path:
 def write_first_weights(recipe: Recipe, parent: Path) -> None:
     """Write a model in one process as a distributed checkpoint, once. Collective."""
     key = recipe.experts, dtype_of(recipe)
-    if key in _folders:
+    if key in _folders and _folders[key].exists():
         return
     folder = parent / "-".join(map(str, key))
     with world.parallel():

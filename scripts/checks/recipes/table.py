@@ -153,7 +153,6 @@ def _sharded() -> list[Recipe]:
                 "overlap_param_gather": gather,
             },
             "optimizer": {**_DISTRIBUTED, "overlap_param_gather": gather},
-            "missing": needs_gpu,
         }
         for strategy, gather in (
             ("optim", False),
@@ -166,7 +165,7 @@ def _sharded() -> list[Recipe]:
 
 
 def _clipped() -> Recipe:
-    clip = {"qk_clip": True, "qk_clip_threshold": 1e-3}
+    clip = {"qk_clip": True, "qk_clip_threshold": 0.01}
     plain = _plain("QK-clip", DP, config=clip, after_step=clip_qk)
     return plain.variant(
         "QK-clip with the distributed optimizer",
@@ -178,7 +177,7 @@ def _clipped() -> Recipe:
 
 def _muon() -> list[Recipe]:
     """Muon's matrices belong to whole ranks."""
-    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
+    muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "highest"}
     plain = _plain("Muon in one process", ONE, optimizer=muon)
     return [
         _plain("Muon, DP", DP, plain, optimizer=muon, missing=needs_muon),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core import distributed
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -29,28 +32,44 @@ def ddp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
 
 def megatron_fsdp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
     """Megatron-FSDP, with its own choice of units: the transformer layers."""
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
         megatron_fsdp_main_grads_dtype=torch.float32,
         megatron_fsdp_grad_comm_dtype=torch.float32,
+        # The fused sum and division is NCCL's.
+        gradient_reduce_div_fusion=world.device().type == "cuda",
         **recipe.ddp,
     )
-    return FullyShardedDataParallel(chunk.config, settings, chunk)
+    with _meshes_of_this_device():
+        return distributed.FullyShardedDataParallel(
+            chunk.config, settings, chunk, device=world.device()
+        )
 
 
 def torch_fsdp(recipe: Recipe, chunk: nn.Module) -> nn.Module:
-    """Megatron's wrapper of PyTorch's ``fully_shard``, which asks for a mesh of GPUs."""
+    """Megatron's wrapper of PyTorch's ``fully_shard``."""
     settings = TorchFullyShardedDataParallelConfig(**recipe.ddp)
+    with _meshes_of_this_device():
+        return distributed.TorchFullyShardedDataParallel(chunk.config, settings, chunk)
+
+
+@contextlib.contextmanager
+def _meshes_of_this_device() -> Iterator[None]:
+    """Megatron's wrappers ask for meshes of GPUs, and for the number of this process's GPU."""
+    if world.device().type == "cuda":
+        yield
+        return
     from_group = DeviceMesh.from_group
 
-    def on_this_device(group, device_type):
-        return from_group(group, world.device().type)
+    def on_a_cpu(group, device_type=None, **more):
+        return from_group(group, "cpu", **more)
 
-    with mock.patch.object(DeviceMesh, "from_group", on_this_device):
-        return distributed.TorchFullyShardedDataParallel(chunk.config, settings, chunk)
+    with (
+        mock.patch.object(DeviceMesh, "from_group", on_a_cpu),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield
 
 
 def weights(chunks: list[nn.Module], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -83,13 +102,20 @@ def _is_megatron_fsdp(chunk: nn.Module) -> bool:
 
 def _of_megatron_fsdp(chunk: nn.Module) -> dict[str, Tensor]:
     """It shows its shards, which are uneven, in state dicts only."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
-        uneven_dtensor_to_full_tensor,
-    )
-
     chunk.stop_communication()
-    return {
-        name: uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value
+    own = {
+        name: value.to_local() if isinstance(value, DTensor) else value
         for name, value in chunk.state_dict().items()
         if isinstance(value, Tensor) and "_extra_state" not in name
     }
+    shapes = {name: value.shape for name, value in chunk.state_dict().items() if name in own}
+    parts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {name: value.detach().cpu() for name, value in own.items()})
+    return {name: _joined([part[name] for part in parts], shapes[name]) for name in own}
+
+
+def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
+    """The whole of shards, or of copies."""
+    if parts[0].shape != shape or sum(part.numel() for part in parts) == shape.numel():
+        parts = [torch.cat([part.flatten() for part in parts])]
+    return parts[0].view(shape).to(world.device())

@@ -1,0 +1,39 @@
+"""Some recipes of scripts/checks/training_recipes.py on two processes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import pytest
+
+from checks.recipes import table
+from checks.recipes.compare import Comparison
+from tests.distributed.whole import shared_folder
+from tests.support import needs, world
+from tests.unit.scripts.checks.test_training_recipes import OneRank
+
+pytestmark = [needs.processes(2), needs.no_gpu]
+
+# Whole weights in another layout, a wrapper with shards, another model, tokens.
+NAMES = ("plain TP", "Megatron-FSDP, optim_grads_params", "HybridModel, TP", "generation, PP 2")
+
+
+class Ranks(OneRank):
+    """The errors of this rank only: its figures are enough for a test."""
+
+    size = world.size()
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    with shared_folder() as folder:
+        args = argparse.Namespace(begin=time.monotonic(), time_limit=600.0)
+        yield Comparison(Ranks(), folder, args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe(name, comparison):
+    [recipe] = (one for one in table.all_recipes() if one.name == name)
+    row = comparison.row(recipe)
+    assert not row.failed and not row.missing, row.line() + row.traceback
