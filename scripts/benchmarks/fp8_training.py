@@ -5,12 +5,13 @@
     $ python scripts/benchmarks/fp8_training.py docs/fp8 --gpus 2          # two runs at a time
     $ python scripts/benchmarks/fp8_training.py docs/fp8 --render old/fp8_training.json
 
-Each run is scripts/train.py on one GPU with the sources of Python's standard library, byte by byte;
-all runs have the same weights and batches at the start. The model has DeepSeek-V3's attention with
-16 heads, 8 layers and 656 M parameters. A run's loss is the mean of the second half of its
-iterations; that in FP8 must be within 1 % of that in bf16. How much of a difference is chance, the
-run bf16-absorbed shows: it is in bf16 with the attention in the other form, which rounds elsewhere.
-Logs and metrics stay in the folder. Output:
+Each run is scripts/train.py on one GPU with the sources of Python's standard library, byte by byte.
+The model has DeepSeek-V3's attention with 16 heads, 8 layers and 656 M parameters. First it is
+trained in bf16 for some iterations, in which any rounding changes the loss by several percent; all
+runs continue from there, on the same batches. A run's loss is the mean of all its iterations; that
+in FP8 must be within 1 % of that in bf16. How much of a difference is chance, the run bf16-absorbed
+shows: it is in bf16 with the attention in the other form, which rounds elsewhere. Logs and metrics
+stay in the folder. Output:
 
     95.0 s  absorbed fp8 blockwise: loss 1.812, loss of bf16's 1.0004, tokens_per_second 71000
 
@@ -23,6 +24,7 @@ import json
 import queue
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,7 +55,7 @@ MODEL = """
 --num-experts 0 --num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16
 --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
 --vocab-size 32000 --rope-type rope --seq-length 2048 --micro-batch-size 4 --global-batch-size 8
---lr 2e-4 --lr-warmup-iters 20 --eval-iters 8 --bf16
+--lr 2e-4 --lr-warmup-iters 20 --lr-decay-style constant --eval-iters 8 --bf16
 """
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 # Iterations of a mean in the plot; by how much a run's loss may be off.
@@ -100,8 +102,8 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """Mean of the second half."""
-        return mean(self.losses[len(self.losses) // 2 :])
+        """Mean of all iterations."""
+        return mean(self.losses)
 
 
 class TrainingReport(Report):
@@ -184,7 +186,11 @@ class TrainingBenchmark(Benchmark):
         kinds = list_of(one_of(tuple(PRECISIONS)))
         add("--precisions", type=kinds, default=every, help="bf16, and FP8 with these scales")
         add("--iterations", type=count, default=200, help="updates of each run")
-        add("--gpus", type=count, default=1, help="runs at a time, each on a GPU of its own")
+        text = "updates in bf16 before them"
+        add("--first-iterations", type=count, default=100, help=text)
+        add("--gpus", type=count, default=1, help="how many there are")
+        text = "runs on a GPU at a time, which makes their times meaningless"
+        add("--runs-per-gpu", type=count, default=1, help=text)
         more = "more of train.py's options, for all runs (default: none)"
         add("--train", default="", metavar="'--OPTION ...'", help=more)
 
@@ -202,36 +208,48 @@ class TrainingBenchmark(Benchmark):
 
     def rows(self) -> Iterator[Row]:
         """All runs, in the order of the cases."""
-        self.args.folder.mkdir(parents=True, exist_ok=True)
+        args = self.args
+        args.folder.mkdir(parents=True, exist_ok=True)
         free: queue.Queue[int] = queue.Queue()
-        for gpu in range(self.args.gpus):
+        for gpu in [*range(args.gpus)] * args.runs_per_gpu:
             free.put(gpu)
 
         def run(case: Case) -> Row:
             gpu = free.get()
             try:
-                return self.train(case, gpu)
+                return self.row_of(case, gpu, Path(scratch))
             finally:
                 free.put(gpu)
 
-        with ThreadPoolExecutor(self.args.gpus) as pool:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            ThreadPoolExecutor(args.gpus * args.runs_per_gpu) as pool,
+        ):
+            error = self.train("first", 0, args.first_iterations, ["--save", scratch])
+            if error:
+                yield from (self.failed(case, f"the first run: {error}") for case in self.cases())
+                return
             yield from pool.map(run, self.cases())
 
-    def train(self, case: Case, gpu: int) -> Row:
-        """Run train.py on one GPU."""
+    def row_of(self, case: Case, gpu: int, first: Path) -> Row:
+        """Continue from the first run's checkpoint."""
         name = f"{case.attention}-{case.precision}"
-        log, metrics = (self.args.folder / f"{name}.{kind}" for kind in ("log", "jsonl"))
+        metrics = self.args.folder / f"{name}.jsonl"
+        options = ["--attention", case.attention, *PRECISIONS[case.precision].split()]
+        options += ["--load", str(first), "--metrics", str(metrics)]
+        error = self.train(name, gpu, self.args.first_iterations + self.args.iterations, options)
+        return self.failed(case, error) if error else read_metrics(case, metrics)
+
+    def train(self, name: str, gpu: int, iterations: int, options: Sequence[str]) -> str:
+        """Run train.py on one GPU; returns "", or why it failed."""
+        log = self.args.folder / f"{name}.log"
         command = [sys.executable, str(TRAIN), *MODEL.split(), *shlex.split(self.args.train)]
-        command += ["--train-iters", str(self.args.iterations), "--seed", str(self.args.seed)]
-        command += ["--attention", case.attention, *PRECISIONS[case.precision].split()]
-        command += ["--metrics", str(metrics)]
+        command += ["--train-iters", str(iterations), "--seed", str(self.args.seed), *options]
         code = run_to_log(command, log, TIMEOUT, {"CUDA_VISIBLE_DEVICES": str(gpu)})
         if code is None:
-            return self.failed(case, f"not over after {TIMEOUT:g} s")
-        if code:
-            lines = log.read_text(errors="replace").strip().splitlines()
-            return self.failed(case, lines[-1] if lines else f"exit code {code}")
-        return read_metrics(case, metrics)
+            return f"not over after {TIMEOUT:g} s"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return (lines[-1] if lines else f"exit code {code}") if code else ""
 
     def exit_code(self, report: Report) -> int:
         """1 if a run failed or its loss is too far off."""

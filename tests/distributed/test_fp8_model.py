@@ -68,6 +68,8 @@ class Trainer:
 
     def step(self) -> float:
         self.wrapped.train()
+        # As Megatron's schedules do: layers quantize their weights anew.
+        self.wrapped.set_is_first_microbatch()
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = call(self.wrapped, labels=token_batch()).float().mean()

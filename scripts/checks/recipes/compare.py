@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.kit.report import Refused, reason
 from checks.recipes.model import dtype_of, write_first_weights
 from checks.recipes.ranks import Ranks
-from checks.recipes.recipe import EXACT, ROUNDING, Outcome, Recipe
+from checks.recipes.recipe import EXACT, Outcome, Recipe
 from checks.recipes.row import Row
 
 
@@ -56,7 +56,7 @@ class Comparison:
         reference = recipe.reference
         assert reference is not None
         row.reference = f"{reference.name} ({reference.layout.name})"
-        row.tolerances = EXACT if recipe.exact else ROUNDING[_word(recipe)]
+        row.tolerances = EXACT if recipe.exact else recipe.rounding[_word(recipe)]
         try:
             expected, found = self._outcome(reference), self._outcome(recipe)
             figures = self._ranks.gathered(differences(found, expected))
@@ -81,7 +81,7 @@ class Comparison:
         again = replace(reference, name=f"{reference.name}, again")
         figures = self._ranks.gathered(differences(self._outcome(again), self._outcome(reference)))
         if not all(one[3] for one in figures):
-            row.tolerances = ROUNDING[_word(recipe)]
+            row.tolerances = recipe.rounding[_word(recipe)]
             noise = _largest(one[1] for one in figures)
             row.note = f"the plain run differs from itself by {noise:.1e}"
 

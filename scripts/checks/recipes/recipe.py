@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 # The largest relative difference of losses and of weights that rounding may make in five steps of
 # Adam, in bfloat16 and in float32: it moves a weight by the sign of a gradient, however small.
-ROUNDING = {"bfloat16": (2e-3, 2e-2), "float32": (1e-5, 1e-3)}
+ROUNDING = {"bfloat16": (2e-3, 4e-2), "float32": (1e-5, 1e-3)}
+# Of Muon, which gives the smallest directions of a gradient the size of the largest.
+MUON_ROUNDING = {"bfloat16": (2e-3, 1e-1), "float32": (1e-5, 1e-3)}
 EXACT = (0.0, 0.0)
 
 
@@ -63,7 +65,8 @@ class Recipe:
         layout: Of the ranks.
         run: What it does.
         reference: The recipe that it must be equal to; None: it is only compared with.
-        exact: Whether it must be equal to the bit; else within ``ROUNDING``.
+        exact: Whether it must be equal to the bit; else within ``rounding``.
+        rounding: Largest relative differences of losses and weights, by dtype.
         experts: Whether the layers but the first are mixtures of experts.
         bf16: Whether it needs bfloat16 on a CPU, too.
         config: Fields of Megatron's config.
@@ -83,6 +86,7 @@ class Recipe:
     wrap: Callable[[Recipe, nn.Module], nn.Module]
     reference: Recipe | None = None
     exact: bool = True
+    rounding: Mapping[str, tuple[float, float]] = field(default_factory=ROUNDING.copy)
     experts: bool = False
     bf16: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from absorbed_mla.qk_clip import clip_qk
 from checks.recipes import model, notes, uses, wrappers
-from checks.recipes.recipe import Layout, Recipe
+from checks.recipes.recipe import MUON_ROUNDING, Layout, Recipe
 from checks.recipes.training import train
 
 PIPELINE, EXPERTS = "pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -179,10 +179,8 @@ def _muon() -> list[Recipe]:
     """Muon's matrices belong to whole ranks."""
     muon = {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "highest"}
     plain = _plain("Muon in one process", ONE, optimizer=muon)
-    return [
-        _plain("Muon, DP", DP, plain, optimizer=muon, missing=needs_muon),
-        _plain("Muon, TP", TP, plain, optimizer=muon, missing=needs_muon),
-    ]
+    more = {"optimizer": muon, "missing": needs_muon, "rounding": MUON_ROUNDING}
+    return [_plain("Muon, DP", DP, plain, **more), _plain("Muon, TP", TP, plain, **more)]
 
 
 def _uses(name: str, run) -> list[Recipe]:
