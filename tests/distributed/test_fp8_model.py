@@ -128,7 +128,7 @@ def test_generation(parallel, fp8_param):
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     texts = []
     for model in (trainer.model, plain):
-        with LLM.from_model(model, max_model_len=64, max_num_seqs=4) as llm:
+        with LLM.from_model(model, max_model_len=64, max_num_seqs=4, cache_tokens=2048) as llm:
             texts.append([x.outputs[0].token_ids for x in llm.generate(prompts, sampling)])
     assert texts[0] == texts[1]
     assert trainer.model.config.fp8 == "hybrid"

@@ -26,7 +26,7 @@ def generate(recipe: Recipe) -> Outcome:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     with world.parallel(**recipe.layout.sizes):
         [model] = recipe.build(recipe)
-        with LLM.from_model(model, max_model_len=128, max_num_seqs=4) as llm:
+        with LLM.from_model(model, max_model_len=128, max_num_seqs=4, cache_tokens=2048) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
     tokens = {
         f"tokens {i}": torch.tensor(one.outputs[0].token_ids) for i, one in enumerate(outputs)
