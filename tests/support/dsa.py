@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tests import oracle, oracle_dsa
+from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
 
@@ -33,3 +36,48 @@ def random_weights(dsa: OracleDSA, seed: int = 0) -> dict[str, Tensor]:
         else:
             weights[name] = noise / 5 + (name != "i_k_bias")
     return weights
+
+
+def index_rows(
+    dsa: OracleDSA, w: dict[str, Tensor], x: Tensor, table: Table
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the indexer makes of one sequence [S, hidden]: [S, Hi, Di], [S, Di] and [S, Hi]."""
+    return oracle_dsa.index_vectors(dsa, w, x, oracle_dsa.query_latent(dsa.mla, w, x), table)
+
+
+def absorbed_rows(
+    mla: OracleMLA, w: dict[str, Tensor], x: Tensor, table: Table
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The absorbed form's inputs for one sequence [S, hidden], from the paper's equations.
+
+    Returns:
+        Absorbed query [S, H, C], rotated query [S, H, rope] and [latent | rotated key] [S, C+rope].
+    """
+    q_nope, q_rope = oracle.project_query(mla, w, x).split([mla.nope, mla.rope], dim=-1)
+    latent, k_rope = (x @ w["w_dkv"].T).split([mla.kv_lora_rank, mla.rope], dim=-1)
+    if mla.latent_norm:
+        latent = oracle.rms_norm(latent, w["kv_norm"], mla.norm_eps)
+    if mla.rope:
+        q_rope = oracle.rotate(q_rope, table)
+        k_rope = oracle.rotate(k_rope[:, None], table)[:, 0]
+    w_uk = w["w_uk"].view(mla.heads, mla.nope, mla.kv_lora_rank)
+    q_content = torch.einsum("shd,hdc->shc", q_nope, w_uk)
+    return q_content, q_rope, torch.cat((latent, k_rope), dim=-1)
+
+
+def by_sequence(sequences: Sequence[TokenSequence], rows: int, of_sequence) -> tuple[Tensor, ...]:
+    """Tensors [rows, ...] put together from those of every sequence; zeros between sequences.
+
+    Args:
+        sequences: Where the tokens are.
+        rows: Tokens in all, with those between sequences.
+        of_sequence: Makes the tensors [S, ...] of one sequence.
+    """
+    made = [of_sequence(sequence) for sequence in sequences]
+    found = []
+    for parts in zip(*made, strict=True):
+        whole = parts[0].new_zeros(rows, *parts[0].shape[1:])
+        for sequence, part in zip(sequences, parts, strict=True):
+            whole = whole.index_copy(0, sequence.rows, part)
+        found.append(whole)
+    return tuple(found)

@@ -12,7 +12,7 @@ What transformers does differently, none of which changes the function:
 - ``weights_proj`` stays in float32 where the model is loaded in half precision
   (``_keep_in_fp32_modules``), and the hidden states are converted to it.
 - Ties are broken as ``torch.topk`` does, in no documented order. They are not rare: a key whose
-  products are negative in all heads scores 0, which is likely with a few heads. Hence 16 heads here.
+  products are negative in all heads scores 0, likely with a few heads. Hence 16 heads here.
 - ``indexer_types`` "shared" layers take the selection of the layer before, which passes it on.
 """
 
