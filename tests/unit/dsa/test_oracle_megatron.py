@@ -135,6 +135,7 @@ def test_megatron(case, layout, sparse, per_token, monkeypatch):
     x = layout.random_rows(dsa.mla.hidden, seed=1).flatten(0, 1)
     truth = oracle_dsa.evaluate(dsa, weights, x, torch.ones_like(x), layout.sequences, loss=loss)
     core = build(dsa, loss, weights)
+    x = x.requires_grad_()
     query, key, hidden, latent = inputs_of(dsa, weights, x, layout)
     found = []
     monkeypatch.setattr(
@@ -148,28 +149,27 @@ def test_megatron(case, layout, sparse, per_token, monkeypatch):
         "scatter_topk_into_index_mask",
         lambda mask, topk, **how: (found.append(topk), scatter(mask, topk, **how))[1],
     )
-    w_uv = weights["w_uv"].view(dsa.mla.heads, dsa.mla.v, -1).float()
     output = core(
-        query.requires_grad_(),
+        query,
         key,
         None,
         None,
-        x=hidden.requires_grad_(),
-        qr=latent.requires_grad_(),
-        up_v_weight=w_uv,
+        x=hidden,
+        qr=latent,
+        up_v_weight=weights["w_uv"].view(dsa.mla.heads, dsa.mla.v, -1).float(),
         attn_mask_type=AttnMaskType.causal,
         packed_seq_params=layout.packed_seq_params(torch.device("cpu")),
     )
+    output = output.double().view(len(x), -1) @ weights["w_o"].T
     output.sum().backward()
 
-    projected = output.double().view(len(x), -1) @ weights["w_o"].T
-    assert relative_error(projected, truth.output) < BOUND
+    assert relative_error(output, truth.output) < BOUND
     topk, reported = found[0], found[1]
     assert relative_error(reported, truth.loss) < BOUND
+    assert relative_error(x.grad, truth.input_grad) < BOUND, "the loss must not reach the model"
     for name, its in PARAMETERS.items():
         grad = core.indexer.get_parameter(its).grad
         assert relative_error(grad, truth.weight_grads[name]) < 10 * BOUND, name
-    assert hidden.grad is None and latent.grad is None
     _same_keys(topk, truth, layout)
 
 
