@@ -6,12 +6,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
+from absorbed_mla.dsa.layer_norm import LayerNorm
+from absorbed_mla.linear import DuplicatedLinear
 from tests import oracle, oracle_dsa
 from tests.oracle import OracleMLA, Table, TokenSequence
 from tests.oracle_dsa import OracleDSA
-from tests.support.cases import TINY
+from tests.support import world
+from tests.support.cases import TINY, config_for
+
+# Names of the indexer's weights in the oracle, and of its parameters, which are Megatron's.
+PARAMETERS = {
+    "i_wq": "linear_wq_b.weight",
+    "i_wk": "linear_wk.weight",
+    "i_k_gain": "k_norm.weight",
+    "i_k_bias": "k_norm.bias",
+    "i_w": "linear_weights_proj.weight",
+}
 
 # Fewer keys are chosen than most queries of the tests' layouts see.
 TINY_DSA = OracleDSA(mla=TINY, heads=3, width=16, topk=4)
@@ -81,3 +96,36 @@ def by_sequence(sequences: Sequence[TokenSequence], rows: int, of_sequence) -> t
             whole = whole.index_copy(0, sequence.rows, part)
         found.append(whole)
     return tuple(found)
+
+
+def config_of(
+    dsa: OracleDSA, dtype: torch.dtype = torch.float64, **changes
+) -> MLATransformerConfig:
+    """Megatron's config of such a layer."""
+    fields = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": dsa.heads,
+        "dsa_indexer_head_dim": dsa.width,
+        "dsa_indexer_topk": dsa.topk,
+        "dsa_indexer_rope_interleaved": dsa.interleaved,
+        "dsa_indexer_rotate_activation": dsa.hadamard,
+        "dsa_indexer_scoring_relu": dsa.relu,
+        "dsa_indexer_k_norm_epsilon": dsa.k_norm_eps,
+        **changes,
+    }
+    return config_for(dsa.mla, dtype, **fields)
+
+
+def build_indexer(dsa: OracleDSA, weights: dict[str, Tensor], **changes) -> Indexer:
+    """Our indexer with the weights of the oracle, in float64."""
+    linear = DuplicatedLinear
+    indexer = Indexer(
+        config_of(dsa, **changes),
+        IndexerSubmodules(linear, linear, LayerNorm, linear),
+        ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    with torch.no_grad():
+        for name, its in PARAMETERS.items():
+            indexer.get_parameter(its).copy_(weights[name])
+    assert {*dict(indexer.named_parameters())} == {*PARAMETERS.values()}
+    return indexer.to(world.device())

@@ -31,19 +31,18 @@ from torch import Tensor, nn
 from absorbed_mla.linear import DuplicatedLinear
 from tests import oracle_dsa
 from tests.oracle_dsa import OracleDSA, OracleLoss
-from tests.support.cases import config_for
-from tests.support.dsa import VARIANTS, absorbed_rows, by_sequence, random_weights
+from tests.support.dsa import (
+    PARAMETERS,
+    VARIANTS,
+    absorbed_rows,
+    by_sequence,
+    config_of,
+    random_weights,
+)
 from tests.support.layouts import Layout, dense, packed
 from tests.support.numerics import relative_error
 
 BOUND = 2e-5
-PARAMETERS = {
-    "i_wq": "linear_wq_b.weight",
-    "i_wk": "linear_wk.weight",
-    "i_k_gain": "k_norm.weight",
-    "i_k_bias": "k_norm.bias",
-    "i_w": "linear_weights_proj.weight",
-}
 LAYOUTS = {"sbhd": dense(13, 2), "thd": packed((5, 1, 11))}
 # More heads than elsewhere: their scores are seldom all cut off by the ReLU, which makes ties.
 CASES = {
@@ -71,20 +70,12 @@ def _hadamard_on_a_cpu(monkeypatch):
 
 def build(dsa: OracleDSA, loss: OracleLoss, weights) -> megatron.DSAttention:
     """Megatron's core attention with the weights of the oracle."""
-    config = config_for(
-        dsa.mla,
+    config = config_of(
+        dsa,
         torch.float32,
-        experimental_attention_variant="dsa",
         calculate_per_token_loss=loss.per_token,
-        dsa_indexer_n_heads=dsa.heads,
-        dsa_indexer_head_dim=dsa.width,
-        dsa_indexer_topk=dsa.topk,
         dsa_indexer_loss_coeff=loss.coefficient,
         dsa_indexer_use_sparse_loss=loss.sparse,
-        dsa_indexer_rope_interleaved=dsa.interleaved,
-        dsa_indexer_rotate_activation=dsa.hadamard,
-        dsa_indexer_scoring_relu=dsa.relu,
-        dsa_indexer_k_norm_epsilon=dsa.k_norm_eps,
     )
     linear = DuplicatedLinear
     indexer = megatron.DSAIndexerSubmodules(linear, linear, HostLayerNorm, linear)
