@@ -148,7 +148,7 @@ def visible_keys(
     """All queries of the spans in chunks whose scores, of one head at least, are ``elements``.
 
     Args:
-        spans: Which queries see which keys. Queries in no span are left out.
+        spans: Which queries see which keys. Queries that see none are left out.
         batch: Batch size.
         device: Where the tensors are.
         elements: Most numbers of [B, H, Q, P].
@@ -156,8 +156,10 @@ def visible_keys(
     for span in spans:
         size = max(1, min(256, elements // max(1, batch * span.num_keys)))
         for chunk in Spans([span]).chunks(size):
-            scores = batch * chunk.num_queries * chunk.num_keys
-            yield VisibleKeys(chunk, device, heads=max(1, elements // max(1, scores)))
+            # With a negative offset the first queries of a span see no key.
+            if chunk.num_keys > 0:
+                scores = batch * chunk.num_queries * chunk.num_keys
+                yield VisibleKeys(chunk, device, heads=max(1, elements // max(1, scores)))
 
 
 def chosen_keys(

@@ -32,7 +32,7 @@ class TestFields:
         assert found == DSAConfig(
             num_heads=3,
             head_dim=16,
-            topk=4,
+            topk=2,
             rope_interleaved=True,
             rotate_activation=False,
             scoring_relu=False,

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.sequences import SequenceLayout
 from tests.oracle_dsa import kl_of_rows, masked_softmax
+from tests.support.memory import PeakMemory
 from tests.support.numerics import relative_error
 from tests.unit.dsa.test_selection import visible
 from tests.unit.dsa.test_sparse_reference import mask_of, random_selection
@@ -93,9 +95,9 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
         assert relative_error(a, e) < BOUND, name
 
 
-def loss_of(index, inputs) -> Tensor:
+def loss_of(index, inputs, factor: float = FACTOR) -> Tensor:
     supports = visible_keys(SPANS, BATCH, torch.device("cpu"))
-    scales = {"attention_scale": SCALE, "factor": FACTOR, "relu": True}
+    scales = {"attention_scale": SCALE, "factor": factor, "relu": True}
     return indexer_loss(index, inputs, None, supports, **scales)
 
 
@@ -149,3 +151,39 @@ def test_half_precision(index, inputs, dtype):
     for own, grad, true in zip(half, grads, truths, strict=True):
         assert grad.dtype == own.dtype
         assert relative_error(grad, true) < 2 * torch.finfo(own.dtype).eps + 1e-5
+
+
+def test_small_gradients_in_fp16(index, inputs):
+    """A mean over many tokens is below the range of fp16 until the loss scale multiplies it."""
+    half = IndexVectors(*(x.detach().half().requires_grad_() for x in index[:2]), index.weights)
+    scale = 2.0**24
+    grads = torch.autograd.grad(scale * loss_of(half, inputs, FACTOR / scale), half)
+    truths = torch.autograd.grad(loss_of(half, inputs), half)
+    for grad, true in zip(grads, truths, strict=True):
+        assert relative_error(grad, true) < 1e-3
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
+def test_memory(stage):
+    """Forward and backward hold a few copies of the inputs, and of a chunk of scores."""
+    tokens, heads, width, elements = 2048, 4, 16, 2**16
+    index = IndexVectors(
+        torch.randn(tokens, 1, 2, 8, requires_grad=True),
+        torch.randn(tokens, 1, 8, requires_grad=True),
+        torch.randn(tokens, 1, 2, requires_grad=True),
+    )
+    query, kv = torch.randn(tokens, 1, heads, width), torch.randn(tokens, 1, width)
+    inputs = latent_inputs(query, query[..., :0], kv)
+    if stage == "warm_up":
+        supports = visible_keys(
+            self_attention_spans(SequenceLayout.dense(tokens), True), 1, kv.device, elements
+        )
+    else:
+        chosen = torch.arange(tokens, dtype=torch.int32)[:, None, None] - torch.arange(16)
+        supports = chosen_keys(chosen.clamp(min=-1).int(), width, elements)
+    with PeakMemory() as memory:
+        indexer_loss(
+            index, inputs, None, supports, attention_scale=SCALE, factor=FACTOR, relu=True
+        ).backward()
+    own = sum(x.nbytes for x in (*index, query, kv))
+    assert memory.peak < 3 * own + 60 * elements < 2 * tokens * tokens

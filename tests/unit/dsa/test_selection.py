@@ -13,6 +13,7 @@ from absorbed_mla.dsa.support import VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
+from tests.support.memory import PeakMemory
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -135,19 +136,21 @@ class TestOrder:
         assert found[0].tolist() == [[0, 1], [0, 3]]
 
 
-def test_no_gradient_and_no_quadratic_memory(monkeypatch):
-    """Scores of one chunk at a time, also for a long sequence."""
-    tokens, largest = 1000, 2**14
-    layout = SequenceLayout.dense(tokens)
-    index = index_of(tokens, tokens, 1, ties=False)
-    seen = []
-    original = torch.einsum
+@pytest.mark.parametrize("topk", [2, 30])
+@pytest.mark.parametrize("offset", [-3, -1, 2, 10, None])
+def test_offsets(offset, topk):
+    """Queries that see nothing yet, and queries that see all keys from some query on."""
+    spans = Spans([Span(1, 6, 3, 7, offset)])
+    index = index_of(7, 8, 2, ties=True)
+    found = select(index, spans, topk, relu=True, elements=5)
+    assert torch.equal(found, expected(index, spans, topk, True))
 
-    def einsum(equation, *tensors):
-        found = original(equation, *tensors)
-        seen.append(found.numel())
-        return found
 
-    monkeypatch.setattr(torch, "einsum", einsum)
-    select(index, self_attention_spans(layout, True), 16, relu=True, elements=largest)
-    assert max(seen) <= largest < tokens * tokens
+def test_memory():
+    """Scores of a chunk at a time: nothing grows with the square of the length."""
+    tokens, elements = 2048, 2**16
+    index = IndexVectors(*(x.float() for x in index_of(tokens, tokens, 1, ties=False)))
+    spans = self_attention_spans(SequenceLayout.dense(tokens), True)
+    with PeakMemory() as memory:
+        chosen = select(index, spans, 16, relu=True, elements=elements)
+    assert memory.peak < chosen.nbytes + 40 * elements < tokens * tokens
