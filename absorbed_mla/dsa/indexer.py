@@ -39,8 +39,7 @@ class Indexer(nn.Module):
     all their tokens or some of them.
 
     Every tensor-parallel rank has all parameters, and Megatron's ``finalize_model_grads`` averages
-    their gradients over those ranks, as for its own indexer. Ranks that each take some of the
-    queries must multiply their loss by the tensor-parallel size.
+    their gradients over those ranks, as for its own indexer.
 
     Args:
         config: Megatron's MLA config.

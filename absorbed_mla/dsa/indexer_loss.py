@@ -16,7 +16,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.sparse_reference import masked_scores, probabilities
-from absorbed_mla.dsa.support import Support, head_groups
+from absorbed_mla.dsa.support import Support, head_groups, turns
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.first_order import first_order_only
 
@@ -47,11 +47,15 @@ def indexer_loss(
         attention_scale: Multiplies the scores of the attention.
         factor: The coefficient, over the number of queries if their mean is the loss.
         relu: Whether products of the indexer pass a ReLU.
-        tp_group: Ranks over which the heads are split, all with the same queries; None for one.
+        tp_group: Ranks over which the heads are split, all with the same ``index`` and
+            ``supports``; None for one. They take turns with the chunks, so a rank has some terms of
+            the gradient, times the number of ranks: Megatron averages gradients of the indexer.
 
     Returns:
-        Scalar in the dtype of ``index.weights``.
+        Scalar in the dtype of ``index.weights``, the same on all ranks of ``tp_group``.
     """
+    if tp_group is not None and tp_group.size() == 1:
+        tp_group = None
     target = _Target(inputs, lse, attention_scale, tp_group)
     if torch.is_grad_enabled() and any(x.requires_grad for x in index):
         return _IndexerLoss.apply(target, supports, factor, relu, *index)
@@ -100,10 +104,13 @@ class _Target:
         self.kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
         self.lse = None if lse is None else lse.detach()
         self.scale = scale
-        self.tp_group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+        self.tp_group = tp_group
 
-    def __call__(self, support: Support, dtype: torch.dtype) -> Tensor:
-        """Probabilities [B, Q, P]; a row sums to 1, or to 0 where a query has no key."""
+    def of(self, support: Support, owner: int, dtype: torch.dtype) -> Tensor:
+        """Probabilities [B, Q, P]; a row sums to 1, or to 0 where a query has no key.
+
+        Only the rank ``owner`` of the group has those of all heads.
+        """
         rows = support.queries
         taken = support.take(self.kv).to(dtype)
         total: Tensor | None = None
@@ -118,7 +125,7 @@ class _Target:
             total = part if total is None else total.add_(part)
         assert total is not None, "a rank has a head"
         if self.tp_group is not None:
-            dist.all_reduce(total, group=self.tp_group)
+            dist.reduce(total, group=self.tp_group, group_dst=owner)
         return total / total.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
 
 
@@ -132,9 +139,13 @@ def _compute(
 ) -> Tensor:
     """The loss; its gradient is added to ``gradient``, if that is wanted."""
     dtype = index.weights.dtype
+    group = target.tp_group
+    size = 1 if group is None else group.size()
     total = index.weights.new_zeros(())
-    for support in supports:
-        wanted = target(support, dtype)
+    for support, owner, own in turns(group, supports):
+        wanted = target.of(support, owner, dtype)
+        if not own:
+            continue
         seen = support.seen.expand(wanted.shape)
         scores = index_scores(index, support, relu).masked_fill(~seen, -torch.inf)
         # A query without keys has no distribution: its row is 0 everywhere.
@@ -143,6 +154,8 @@ def _compute(
         rows = torch.xlogy(wanted, wanted) - wanted * predicted.masked_fill(~seen, 0.0)
         total += rows.sum()
         if gradient is not None:
-            score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0) * factor
+            score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0) * (factor * size)
             add_index_gradient(gradient, score_grad, index, support, relu)
+    if group is not None:
+        dist.all_reduce(total, group=group)
     return total * factor

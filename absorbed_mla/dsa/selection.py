@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, visible_keys
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, turns, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 
 
 @torch.no_grad()
 def select(
-    index: IndexVectors, spans: Spans, topk: int, *, relu: bool, elements: int = CHUNK_ELEMENTS
+    index: IndexVectors,
+    spans: Spans,
+    topk: int,
+    *,
+    relu: bool,
+    tp_group: dist.ProcessGroup | None = None,
+    elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """The ``topk`` keys of highest score that each query sees; of equal scores the first ones.
 
@@ -26,6 +33,7 @@ def select(
         spans: Which queries see which keys; queries in no span choose none.
         topk: Most keys of a query.
         relu: Whether products pass a ReLU.
+        tp_group: Ranks that call with the same arguments; each selects for some of the queries.
         elements: Most scores of one head that are held at a time.
 
     Returns:
@@ -33,7 +41,10 @@ def select(
     """
     num_queries, batch = index.query.shape[:2]
     chosen = index.query.new_full((num_queries, batch, topk), -1, dtype=torch.int32)
-    for keys in visible_keys(spans, batch, index.query.device, elements):
+    chunks = visible_keys(spans, batch, index.query.device, elements)
+    for keys, _, own in turns(tp_group, chunks):
+        if not own:
+            continue
         if keys.span.num_keys <= topk:
             # No query of the chunk has a choice.
             number = torch.arange(topk, device=chosen.device, dtype=torch.int32)
@@ -42,6 +53,9 @@ def select(
         else:
             best = best_keys(index_scores(index, keys, relu), keys, topk)
             chosen[keys.queries] = best.transpose(0, 1)
+    if tp_group is not None and tp_group.size() > 1:
+        # The other ranks have -1 where one has selected.
+        dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
     return chosen
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 
+_Chunk = TypeVar("_Chunk")
 # Numbers in the largest tensors of a chunk: 64 MiB in fp32.
 CHUNK_ELEMENTS = 2**24
 
@@ -179,6 +181,19 @@ def chosen_keys(
         part = slice(first, min(first + size, num_queries))
         heads = max(1, elements // (row * (part.stop - part.start)))
         yield ChosenKeys(part, indices[part], heads)
+
+
+def turns(
+    tp_group: dist.ProcessGroup | None, chunks: Iterable[_Chunk]
+) -> Iterator[tuple[_Chunk, int, bool]]:
+    """Every chunk, the rank that computes it, and whether that is this one; ranks take turns.
+
+    Tensor-parallel ranks have the same queries, of which the later ones see more keys.
+    """
+    size, rank = (tp_group.size(), tp_group.rank()) if tp_group is not None else (1, 0)
+    for number, chunk in enumerate(chunks):
+        owner = number % size
+        yield chunk, owner, owner == rank
 
 
 def head_groups(num_heads: int, size: int) -> Iterable[slice]:
