@@ -93,7 +93,7 @@ def by_sequence(sequences: Sequence[TokenSequence], rows: int, of_sequence) -> t
     for parts in zip(*made, strict=True):
         whole = parts[0].new_zeros(rows, *parts[0].shape[1:])
         for sequence, part in zip(sequences, parts, strict=True):
-            whole = whole.index_copy(0, sequence.rows, part)
+            whole = whole.index_copy(0, sequence.rows.to(part.device), part)
         found.append(whole)
     return tuple(found)
 

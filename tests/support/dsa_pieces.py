@@ -26,8 +26,6 @@ from tests.support import world
 from tests.support.dsa import PARAMETERS, absorbed_rows, build_indexer, by_sequence
 from tests.support.layouts import Layout
 
-CPU = torch.device("cpu")
-
 
 def evaluate(
     dsa: OracleDSA,
@@ -49,18 +47,18 @@ def evaluate(
         loss: How the indexer learns.
         chosen: A selection to be used instead.
     """
-    mla, scale = dsa.mla, dsa.mla.softmax_scale()
+    mla, scale, device = dsa.mla, dsa.mla.softmax_scale(), world.device()
     tp_group, cp_group = world.tp_group(), world.cp_group()
     indexer = build_indexer(dsa, weights)
-    leaves = {n: weights[n].clone().requires_grad_() for n in mla.weight_shapes()}
-    x = x.clone().requires_grad_()
+    leaves = {n: weights[n].to(device, copy=True).requires_grad_() for n in mla.weight_shapes()}
+    x, output_grad = x.to(device, copy=True).requires_grad_(), output_grad.to(device)
     shape = layout.tokens, layout.batch
-    table = mla.rotary_table(layout.tokens)
+    table = tuple(t.to(device) for t in mla.rotary_table(layout.tokens))
     made = by_sequence(
         layout.sequences, len(x), lambda s: absorbed_rows(mla, leaves, x[s.rows], table)
     )
     q_content, q_rope, kv = (t.unflatten(0, shape) for t in made)
-    sequences = SequenceLayout.from_host(layout.packed_seq_params(CPU), layout.tokens)
+    sequences = SequenceLayout.from_host(layout.packed_seq_params(device), layout.tokens)
     tokens, spans = torch.arange(layout.tokens), self_attention_spans(sequences, causal=True)
     if cp_group.size() > 1:
         part = ContextParallelLayout.of(sequences, cp_group.size(), cp_group.rank())
@@ -71,7 +69,7 @@ def evaluate(
     )
     q_content, q_rope = (t[tokens][:, :, heads].contiguous() for t in (q_content, q_rope))
     latent = oracle_dsa.query_latent(mla, leaves, x).unflatten(0, shape)[tokens]
-    cos, sin = (t[sequences.positions(CPU)[tokens]] for t in table)
+    cos, sin = (t[sequences.positions(device)[tokens]] for t in table)
     index = indexer(x.unflatten(0, shape)[tokens], latent, cos, sin)
     if cp_group.size() > 1:
         key = gather_from_sequence_parallel_region(index.key, group=cp_group)
@@ -85,7 +83,7 @@ def evaluate(
     if loss.sparse:
         supports = chosen_keys(chosen, kv.shape[-1], 1000)
     else:
-        supports, lse = visible_keys(spans, layout.batch, CPU, 50), None
+        supports, lse = visible_keys(spans, layout.batch, device, 50), None
     rows = sum(len(sequence.rows) for sequence in layout.sequences)
     reported = indexer_loss(
         index,
@@ -103,12 +101,12 @@ def evaluate(
     whole[tokens] = output.detach()
     everywhere = dist.group.WORLD
     results = {"output": whole.flatten(0, 1), "x": x.grad, **{n: t.grad for n, t in leaves.items()}}
-    results = {n: world.all_reduce(t, group=everywhere) for n, t in results.items()}
+    results = {n: world.all_reduce(t, group=everywhere).cpu() for n, t in results.items()}
     for name, its in PARAMETERS.items():
         # Averaged over tensor-parallel ranks, as finalize_model_grads does.
         grad = world.all_reduce(indexer.get_parameter(its).grad, group=everywhere)
-        results[name] = grad / tp_group.size()
-    total = world.all_reduce(reported.detach(), group=cp_group)
+        results[name] = grad.cpu() / tp_group.size()
+    total = world.all_reduce(reported.detach(), group=cp_group).cpu()
     result = OracleDSAResult(results.pop("output"), total, [], results.pop("x"), results)
     return result, chosen
 

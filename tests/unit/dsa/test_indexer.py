@@ -37,7 +37,7 @@ def test_index_vectors(variant):
     x = torch.randn(TOKENS, BATCH, mla.hidden, dtype=torch.float64, requires_grad=True)
     latent = oracle_dsa.query_latent(mla, weights, x.flatten(0, 1)).unflatten(0, (TOKENS, BATCH))
     table = mla.rotary_table(TOKENS)
-    found = indexer(x.to(world.device()), latent.to(world.device()), *table)
+    found = indexer(*(t.to(world.device()) for t in (x, latent, *table)))
 
     leaves = {name: weights[name].clone().requires_grad_() for name in PARAMETERS}
     rows = [
@@ -52,7 +52,7 @@ def test_index_vectors(variant):
         expected[:2] = (t[..., order] for t in expected[:2])
     for actual, truth in zip(found, expected, strict=True):
         assert relative_error(actual, truth) < BOUND
-    sum((a * d).sum() for a, d in zip(found, directions, strict=True)).backward()
+    sum((a.cpu() * d).sum() for a, d in zip(found, directions, strict=True)).backward()
     sum((a * d).sum() for a, d in zip(expected, directions, strict=True)).backward()
     for name, its in PARAMETERS.items():
         assert relative_error(indexer.get_parameter(its).grad, leaves[name].grad) < BOUND, name
@@ -96,7 +96,7 @@ class TestHalfPrecision:
         x = torch.randn(TOKENS, BATCH, dsa.mla.hidden, dtype=torch.bfloat16)
         latent = torch.randn(TOKENS, BATCH, dsa.mla.q_lora_rank, dtype=torch.bfloat16)
         cos, sin = (t.float() for t in dsa.mla.rotary_table(TOKENS))
-        found = indexer(x, latent, cos, sin)
+        found = indexer(*(t.to(world.device()) for t in (x, latent, cos, sin)))
         dtypes = torch.bfloat16, torch.bfloat16, torch.float32
         assert tuple(t.dtype for t in found) == dtypes
 

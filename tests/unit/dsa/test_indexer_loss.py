@@ -14,11 +14,13 @@ from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests.oracle_dsa import kl_of_rows, masked_softmax
+from tests.support import world
 from tests.support.memory import PeakMemory
 from tests.support.numerics import relative_error
 from tests.unit.dsa.test_selection import visible
 from tests.unit.dsa.test_sparse_reference import mask_of, random_selection
 
+pytestmark = pytest.mark.usefixtures("_on_the_device")
 BOUND = 1e-12
 QUERIES, KEYS, BATCH, HEADS, LATENT, ROPE = 7, 11, 2, 3, 6, 4
 SCALE, FACTOR = 0.3, 0.17
@@ -73,7 +75,7 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
     """Whatever the size of a chunk; queries and keys are different tokens."""
     if stage == "warm_up":
         seen = visible(SPANS, QUERIES, KEYS).expand(BATCH, -1, -1)
-        supports = visible_keys(SPANS, BATCH, torch.device("cpu"), elements)
+        supports = visible_keys(SPANS, BATCH, world.device(), elements)
     else:
         chosen = random_selection(4)
         seen = mask_of(chosen, KEYS)
@@ -96,7 +98,7 @@ def test_value_and_gradient(index, inputs, stage, relu, with_lse, elements):
 
 
 def loss_of(index, inputs, factor: float = FACTOR) -> Tensor:
-    supports = visible_keys(SPANS, BATCH, torch.device("cpu"))
+    supports = visible_keys(SPANS, BATCH, world.device())
     scales = {"attention_scale": SCALE, "factor": factor, "relu": True}
     return indexer_loss(index, inputs, None, supports, **scales)
 
@@ -120,7 +122,7 @@ def test_a_perfect_indexer_has_no_loss(inputs):
     query = torch.cat((one.q_content, one.q_rope), -1)
     key = torch.cat((one.k_content.squeeze(2), one.k_rope), -1)
     weights = torch.full((QUERIES, BATCH, 1), SCALE, dtype=torch.float64, requires_grad=True)
-    supports = visible_keys(SPANS, BATCH, torch.device("cpu"))
+    supports = visible_keys(SPANS, BATCH, world.device())
     found = indexer_loss(
         IndexVectors(query, key, weights),
         one,

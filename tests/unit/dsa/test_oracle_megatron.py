@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from absorbed_mla.linear import DuplicatedLinear
 from tests import oracle_dsa
 from tests.oracle_dsa import OracleDSA, OracleLoss
+from tests.support import needs
 from tests.support.dsa import (
     PARAMETERS,
     VARIANTS,
@@ -42,6 +43,7 @@ from tests.support.dsa import (
 from tests.support.layouts import Layout, dense, packed
 from tests.support.numerics import relative_error
 
+pytestmark = needs.no_gpu  # Megatron puts its rotary tables on a GPU
 BOUND = 2e-5
 LAYOUTS = {"sbhd": dense(13, 2), "thd": packed((5, 1, 11))}
 # More heads than elsewhere: their scores are seldom all cut off by the ReLU, which makes ties.

@@ -13,9 +13,10 @@ from absorbed_mla.dsa.support import VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.sequences import SequenceLayout
 from tests import oracle_dsa
+from tests.support import world
 from tests.support.memory import PeakMemory
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("_on_the_device")
 LAYOUTS = {
     "sbhd": (SequenceLayout.dense(19), 2),
     "thd": (SequenceLayout.pack((5, 1, 0, 13)), 1),
@@ -106,7 +107,7 @@ def rows_of(scores: list[list[float]], topk: int, dtype=torch.float32) -> list[l
     """What is chosen of rows of scores, all of whose keys are seen."""
     table = torch.tensor(scores, dtype=dtype)
     span = Span(0, len(table), 0, table.shape[1], None)
-    return best_keys(table[None], VisibleKeys(span, CPU, 1), topk)[0].tolist()
+    return best_keys(table[None], VisibleKeys(span, world.device(), 1), topk)[0].tolist()
 
 
 class TestOrder:
@@ -132,7 +133,7 @@ class TestOrder:
         """Also where scores of the visible ones are -inf."""
         span = Span(0, 2, 0, 4, 2)
         scores = torch.tensor([[-self.inf, -self.inf, -self.inf, 9.0]]).expand(1, 2, 4)
-        found = best_keys(scores, VisibleKeys(span, CPU, 1), 2)
+        found = best_keys(scores, VisibleKeys(span, world.device(), 1), 2)
         assert found[0].tolist() == [[0, 1], [0, 3]]
 
 

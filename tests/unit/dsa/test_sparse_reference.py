@@ -11,6 +11,7 @@ from absorbed_mla.dsa.sparse_reference import sparse_attention
 from tests.oracle_dsa import masked_softmax
 from tests.support.numerics import relative_error
 
+pytestmark = pytest.mark.usefixtures("_on_the_device")
 BOUND = 1e-12
 QUERIES, KEYS, BATCH, HEADS, LATENT, ROPE = 7, 11, 2, 3, 6, 4
 SCALE = 0.3
