@@ -22,17 +22,22 @@ CHUNK_ELEMENTS = 2**24
 
 
 class Support(Protocol):
-    """A chunk of queries and the keys for each of them.
+    """A chunk of queries and the keys for each of them."""
 
-    Attributes:
-        queries: Their place on the query axis.
-        seen: Bool, broadcastable to [B, Q, P]: False where a query does not have a P-th key.
-        heads: Heads whose scores are computed at a time.
-    """
+    @property
+    def queries(self) -> slice:
+        """Their place on the query axis."""
+        ...
 
-    queries: slice
-    seen: Tensor
-    heads: int
+    @property
+    def seen(self) -> Tensor:
+        """Bool, broadcastable to [B, Q, P]: False where a query does not have a P-th key."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Heads whose scores are computed at a time."""
+        ...
 
     def take(self, rows: Tensor) -> Tensor:
         """The keys' rows of ``rows`` [S_k, B, D], as the other methods take them."""
@@ -57,7 +62,13 @@ class Support(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class VisibleKeys:
-    """All keys that the queries see: a run of the key axis, the same for all but its end."""
+    """All keys that the queries see: a run of the key axis, the same for all but its end.
+
+    Attributes:
+        span: The queries and the keys.
+        device: Where the tensors are.
+        heads: See ``Support``.
+    """
 
     span: Span
     device: torch.device
