@@ -19,17 +19,22 @@ from tests.support.layouts import LAYOUTS, cut_layout
 from tests.support.numerics import compare
 
 BOUND = 1e-9
-SIZES = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(2, 2), (1, 4), (4, 1)]}.get(world.size(), [(1, 1)])
+# Tensor- and context-parallel sizes, and whether there is sequence parallelism.
+SIZES = {
+    2: [(2, 1, False), (2, 1, True), (1, 2, False)],
+    4: [(2, 2, False), (2, 2, True), (1, 4, False), (4, 1, True)],
+}.get(world.size(), [(1, 1, False)])
 
 
 @needs.processes(1, 2, 4)
-@pytest.mark.parametrize("stage", ["warm_up", "sparse"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", ["deepseek", "glm"])
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"tp{sizes[0]}-cp{sizes[1]}")
+@pytest.mark.parametrize(
+    ("variant", "stage"), [("deepseek", "warm_up"), ("deepseek", "sparse"), ("glm", "sparse")]
+)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"tp{s[0]}-cp{s[1]}" + "-sp" * s[2])
 def test_against_the_oracle(sizes, variant, layout, stage):
     """Mean in the warm-up, sum in the sparse stage."""
-    tp, cp = sizes
+    tp, cp, sequence_parallel = sizes
     dsa, layout = VARIANTS[variant], cut_layout(layout, max(cp, 2))
     weights = random_weights(dsa)
     sparse = stage == "sparse"
@@ -37,7 +42,9 @@ def test_against_the_oracle(sizes, variant, layout, stage):
     x = layout.random_rows(dsa.mla.hidden, seed=1).flatten(0, 1)
     output_grad = layout.random_rows(dsa.mla.hidden, seed=2).flatten(0, 1)
     with world.parallel(tp=tp, cp=cp):
-        found, chosen = evaluate(dsa, weights, x, output_grad, layout, loss)
+        found, chosen = evaluate(
+            dsa, weights, x, output_grad, layout, loss, sequence_parallel=sequence_parallel
+        )
         least = world.all_reduce(chosen, torch.distributed.ReduceOp.MIN, world.tp_group())
     truth = oracle_dsa.evaluate(dsa, weights, x, output_grad, layout.sequences, loss=loss)
     worst_over_ranks(compare(named(found), named(truth), BOUND)).check()

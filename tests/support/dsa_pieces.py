@@ -35,6 +35,7 @@ def evaluate(
     layout: Layout,
     loss: OracleLoss,
     chosen: Tensor | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[OracleDSAResult, Tensor]:
     """What ``oracle_dsa.evaluate`` gives, and the selection for this rank's queries.
 
@@ -46,6 +47,7 @@ def evaluate(
         layout: What the rows are.
         loss: How the indexer learns.
         chosen: A selection to be used instead.
+        sequence_parallel: Whether tensor-parallel ranks project different tokens for the indexer.
     """
     mla, scale, device = dsa.mla, dsa.mla.softmax_scale(), world.device()
     tp_group, cp_group = world.tp_group(), world.cp_group()
@@ -68,12 +70,17 @@ def evaluate(
         mla.heads // tp_group.size() * (tp_group.rank() + 1),
     )
     q_content, q_rope = (t[tokens][:, :, heads].contiguous() for t in (q_content, q_rope))
-    latent = oracle_dsa.query_latent(mla, leaves, x).unflatten(0, shape)[tokens]
-    cos, sin = (t[sequences.positions(device)[tokens]] for t in table)
-    index = indexer(x.unflatten(0, shape)[tokens], latent, cos, sin)
+    rows = world.own_part(tokens, 0) if sequence_parallel else tokens
+    latent = oracle_dsa.query_latent(mla, leaves, x).unflatten(0, shape)[rows]
+    cos, sin = (t[sequences.positions(device)[rows]] for t in table)
+    index = indexer(x.unflatten(0, shape)[rows], latent, cos, sin)
+    if sequence_parallel:
+        # Backward sums over ranks, which have taken turns with the queries.
+        gathered = (gather_from_sequence_parallel_region(t, group=tp_group) for t in index)
+        index = IndexVectors(*gathered)
     if cp_group.size() > 1:
         key = gather_from_sequence_parallel_region(index.key, group=cp_group)
-        index = IndexVectors(index.query, key[part.sequence_order()], index.weights)
+        index = index._replace(key=key[part.sequence_order()])
     if chosen is None:
         chosen = select(index, spans, dsa.topk, relu=dsa.relu, tp_group=tp_group, elements=50)
     out, lse = sparse_attention(q_content, q_rope, kv, chosen, scale)
@@ -84,14 +91,14 @@ def evaluate(
         supports = chosen_keys(chosen, kv.shape[-1], 1000)
     else:
         supports, lse = visible_keys(spans, layout.batch, device, 50), None
-    rows = sum(len(sequence.rows) for sequence in layout.sequences)
+    num_rows = sum(len(sequence.rows) for sequence in layout.sequences)
     reported = indexer_loss(
         index,
         latent_inputs(q_content, q_rope, kv),
         lse,
         supports,
         attention_scale=scale,
-        factor=loss.coefficient / (1 if loss.per_token else rows),
+        factor=loss.coefficient / (1 if loss.per_token else num_rows),
         relu=dsa.relu,
         tp_group=tp_group,
     )
