@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +22,7 @@ def select(
     *,
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
+    scores: Callable[[IndexVectors, VisibleKeys, bool], Tensor] = index_scores,
     elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """The ``topk`` keys of highest score that each query sees; of equal scores the first ones.
@@ -34,6 +37,7 @@ def select(
         topk: Most keys of a query.
         relu: Whether products pass a ReLU.
         tp_group: Ranks that call with the same arguments; each selects for some of the queries.
+        scores: Computes [B, Q, K] for a chunk; ``tiled_index_scores`` in parity mode.
         elements: Most scores of one head that are held at a time.
 
     Returns:
@@ -51,7 +55,7 @@ def select(
             rows = torch.where(number < keys.num_seen[:, None], number + keys.span.key_start, -1)
             chosen[keys.queries] = rows[:, None]
         else:
-            best = best_keys(index_scores(index, keys, relu), keys, topk)
+            best = best_keys(scores(index, keys, relu), keys, topk)
             chosen[keys.queries] = best.transpose(0, 1)
     if tp_group is not None and tp_group.size() > 1:
         # The other ranks have -1 where one has selected.
