@@ -7,6 +7,8 @@ probabilities from the log-sum-exp. Arithmetic is fp32 (fp64 for fp64 inputs).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,16 @@ from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, 
 from absorbed_mla.dsa.support import Support, chosen_keys, head_groups
 from absorbed_mla.first_order import first_order_only
 
+SparseForward = Callable[[AttentionInputs, Tensor, float], AttentionOutput]
+
 
 def sparse_attention(
-    q_content: Tensor, q_rope: Tensor, kv: Tensor, chosen: Tensor, scale: float
+    q_content: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    chosen: Tensor,
+    scale: float,
+    forward: SparseForward | None = None,
 ) -> AttentionOutput:
     """Attention of every query over the keys chosen for it, with a gradient.
 
@@ -26,19 +35,20 @@ def sparse_attention(
         kv: [latent | k_rope], [S_k, B, C + R].
         chosen: A selection, int32 [S_q, B, topk]: indices of keys, -1 for none.
         scale: Multiplies the scores.
+        forward: None for ``sparse_forward``; ``tiled_sparse_forward`` in parity mode.
 
     Returns:
         Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32 (fp64); 0 and
         -inf where a query has no key.
     """
-    return AttentionOutput(*_SparseAttention.apply(q_content, q_rope, kv, chosen, scale))
+    forward = forward or sparse_forward
+    return AttentionOutput(*_SparseAttention.apply(forward, scale, chosen, q_content, q_rope, kv))
 
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_content, q_rope, kv, chosen, scale):
-        inputs = latent_inputs(q_content, q_rope, kv)
-        out, lse = sparse_forward(inputs, chosen, scale)
+    def forward(ctx, forward, scale, chosen, q_content, q_rope, kv):
+        out, lse = forward(latent_inputs(q_content, q_rope, kv), chosen, scale)
         out = out.to(q_content.dtype)
         ctx.scale = scale
         ctx.set_materialize_grads(False)
@@ -56,7 +66,8 @@ class _SparseAttention(torch.autograd.Function):
         found = sparse_backward(grad, output, inputs, chosen, ctx.scale)
         dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), dim=-1)
         grads = found.q_content, found.q_rope, dkv
-        return *(g.to(x.dtype) for g, x in zip(grads, (q_content, q_rope, kv))), None, None
+        cast = (g.to(x.dtype) for g, x in zip(grads, (q_content, q_rope, kv)))
+        return None, None, None, *cast
 
 
 def latent_inputs(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInputs:

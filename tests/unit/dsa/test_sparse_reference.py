@@ -8,6 +8,7 @@ from torch import Tensor
 
 from absorbed_mla.dsa import sparse_reference, support
 from absorbed_mla.dsa.sparse_reference import sparse_attention
+from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 from tests.oracle_dsa import masked_softmax
 from tests.support.numerics import relative_error
 
@@ -130,3 +131,50 @@ def test_keys_in_two_parts(inputs):
         assert relative_error(found.k_content, truth.k_content[first:last]) < BOUND
         total += found.q_content
     assert relative_error(total, truth.q_content) < BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("topk", [5, 64, 100])
+class TestParity:
+    """Attention of parity mode."""
+
+    def inputs(self, dtype):
+        widths = (300, 1, 3, LATENT), (300, 1, 3, ROPE), (300, 1, LATENT + ROPE)
+        return [torch.randn(s, dtype=torch.float64).to(dtype) for s in widths]
+
+    def selection(self, topk):
+        """Of 300 queries, more than a chunk; some see fewer keys than ``topk``."""
+        best = torch.rand(300, 300).tril().topk(topk).indices.sort().values
+        best = best.masked_fill(best > torch.arange(300)[:, None], 300).sort().values
+        return best.masked_fill(best == 300, -1).int()[:, None]
+
+    def test_numbers(self, topk, dtype):
+        """Also with its own gradient, which is the reference's."""
+        tensors = [x.requires_grad_() for x in self.inputs(dtype)]
+        chosen = self.selection(topk)
+        found = sparse_attention(*tensors, chosen, SCALE, tiled_sparse_forward)
+        truth = sparse_attention(*tensors, chosen, SCALE)
+        bound = 4 * torch.finfo(dtype).eps
+        assert relative_error(found.out, truth.out) < bound
+        assert relative_error(found.lse, truth.lse) < 1e-6
+        grads, truths = (torch.autograd.grad(x.out.sum(), tensors) for x in (found, truth))
+        for grad, true in zip(grads, truths, strict=True):
+            assert relative_error(grad, true) < max(bound, 1e-5)
+
+    def test_bits(self, topk, dtype):
+        """A decode over a cache in other blocks of memory, with a wider selection."""
+        q_content, q_rope, kv = self.inputs(dtype)
+        chosen = self.selection(topk)
+        inputs = sparse_reference.latent_inputs(q_content, q_rope, kv)
+        whole = tiled_sparse_forward(inputs, chosen, SCALE)
+        moved = torch.randperm(300)
+        cache = torch.empty_like(kv)
+        cache[moved] = kv
+        for token in (0, 7, 255, 299):
+            places = torch.where(chosen[token] >= 0, moved[chosen[token].long()], -1)
+            places = torch.nn.functional.pad(places, (0, 70), value=-1).int()[None]
+            one = slice(token, token + 1)
+            given = sparse_reference.latent_inputs(q_content[one], q_rope[one], cache)
+            found = tiled_sparse_forward(given, places, SCALE)
+            assert torch.equal(found.out[0], whole.out[token])
+            assert torch.equal(found.lse[0], whole.lse[token])
