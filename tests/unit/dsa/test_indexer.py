@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.experimental_attention_variant import dsa as megatron
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import nn
 
 from absorbed_mla.dsa.hadamard import hadamard_transform
@@ -72,6 +73,13 @@ def test_names_are_megatrons():
     assert shapes == {name: p.shape for name, p in host.named_parameters()}
     assert ours.state_dict().keys() == host.state_dict().keys()
     host.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(host.state_dict(), strict=True)
+    entries = [sharded_state_dict_default(module, "indexer.") for module in (ours, host)]
+    described = [
+        {key: (type(e), e.key, e.global_shape, e.replica_id) for key, e in found.items()}
+        for found in entries
+    ]
+    assert described[0] == described[1], "distributed checkpoints"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
