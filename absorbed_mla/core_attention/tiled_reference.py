@@ -41,12 +41,12 @@ def attend_to_tiles(
         a token that sees no key.
     """
     shape = query.shape[:2]
-    query = _padded(query)
+    query = padded_rows(query)
     largest = query.new_full(shape, -torch.inf)
-    total, acc = query.new_zeros(shape), _padded(query.new_zeros(*shape, width))
+    total, acc = query.new_zeros(shape), padded_rows(query.new_zeros(*shape, width))
     for key, seen in tiles:
-        key = _padded(key.to(query.dtype))
-        scores = _products(query, key.transpose(1, 2)) * scale
+        key = padded_rows(key.to(query.dtype))
+        scores = row_products(query, key.transpose(1, 2)) * scale
         scores = scores.masked_fill(~seen[:, None], -torch.inf)
         larger = torch.maximum(largest, scores.amax(-1))
         # -inf - -inf would be NaN for a token that has seen nothing.
@@ -54,14 +54,14 @@ def attend_to_tiles(
         probs, decay = torch.exp(scores - shift[..., None]), torch.exp(largest - shift)
         total = total * decay + probs.sum(-1)
         value = key[..., : acc.shape[-1]].contiguous()  # the channels behind width are cut off
-        acc = acc * decay[..., None] + _products(probs, value)
+        acc = acc * decay[..., None] + row_products(probs, value)
         largest = larger
     blind = total == 0
     out = acc[..., :width] / total.masked_fill(blind, 1.0)[..., None]
     return out, largest + total.log(), largest
 
 
-def _padded(x: Tensor) -> Tensor:
+def padded_rows(x: Tensor) -> Tensor:
     """``x`` [T, M, K] with zeros behind its rows, so that every row begins on a cache line.
 
     How a product is summed depends on where in memory its operands begin. Rows of any other width
@@ -71,7 +71,7 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
+def row_products(left: Tensor, right: Tensor) -> Tensor:
     """Products [T, M, N], of one shape for every token.
 
     Batch-invariant mode leaves the ``out`` variant alone; the other would pad the rows.

@@ -364,6 +364,33 @@ MUTATIONS = {
         "self._commands.put(_Abort([names[i] for i in running]))",
         "            pass",
     ),
+    "indexer_trains_the_model": Mutation(
+        "absorbed_mla/dsa/indexer.py",
+        "x, q_latent = x.detach(), q_latent.detach()",
+        "pass",
+    ),
+    "indexer_rope_pairing": Mutation(
+        "absorbed_mla/dsa/indexer.py", "transpose(-1, -2).flatten(-2)", "flatten(-2)"
+    ),
+    "ties_of_the_selection": Mutation(
+        "absorbed_mla/dsa/selection.py",
+        "(ties.cumsum(-1, dtype=torch.int32) <= missing)",
+        "(ties.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= missing)",
+    ),
+    "hidden_keys_are_ties": Mutation(
+        "absorbed_mla/dsa/selection.py", "(scores == last) & seen", "scores == last"
+    ),
+    "repeated_key_gradients": Mutation(
+        "absorbed_mla/dsa/support.py", ".index_add_(0, places", ".index_copy_(0, places"
+    ),
+    "indexer_gradient_of_some_ranks": Mutation(
+        "absorbed_mla/dsa/indexer_loss.py", "(factor * size)", "factor"
+    ),
+    "target_of_own_heads": Mutation(
+        "absorbed_mla/dsa/indexer_loss.py",
+        "dist.reduce(total, group=self.tp_group, group_dst=owner)",
+        "pass",
+    ),
     "nobody_hears_of_the_death": Mutation(
         "absorbed_mla/llm/server/service.py",
         "            self._on_death()\n",

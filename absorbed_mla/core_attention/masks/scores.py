@@ -47,10 +47,7 @@ class ScoreRules:
 
     def chunks(self) -> Iterator[Span]:
         """The spans, cut into parts of at most ``query_chunk_size`` queries."""
-        for span in self.spans:
-            for first in range(span.query_start, span.query_end, self.query_chunk_size):
-                last = min(first + self.query_chunk_size, span.query_end)
-                yield span.within_queries(first, last)
+        return self.spans.chunks(self.query_chunk_size)
 
     def on_keys(self, spans: Spans, tokens: Callable[[], Tensor]) -> ScoreRules:
         """The rules for one block of keys.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from absorbed_mla.caching import DerivedTables
@@ -75,6 +76,12 @@ class Spans(tuple[Span, ...]):
         made = super().__new__(cls, spans)
         made.tables = DerivedTables()
         return made
+
+    def chunks(self, num_queries: int) -> Iterator[Span]:
+        """The spans, cut into parts of at most ``num_queries`` queries."""
+        for span in self:
+            for first in range(span.query_start, span.query_end, num_queries):
+                yield span.within_queries(first, min(first + num_queries, span.query_end))
 
     def cover(self, num_queries: int) -> bool:
         """Whether every one of ``num_queries`` queries is in a span."""

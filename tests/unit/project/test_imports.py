@@ -210,7 +210,7 @@ LEVELS = [
     {"batch_invariant"},
     {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections", "qk_clip"},
     {"unsupported", "checkpoint"},
-    {"core_attention"},
+    {"core_attention", "dsa"},
     {"context_parallel", "inference"},
     {"attention"},
     {"cpu_host", "generation", "packed_router", "standard_mla"},
