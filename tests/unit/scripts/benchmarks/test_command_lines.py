@@ -136,10 +136,12 @@ def test_mistakes(script, options, message, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "files"),
     [
-        (Attention, "attention/*.json"),
+        (Attention, "attention/[cl]*.json"),
+        (Attention, "fp8/layer.json"),
         (CachedAttention, "inference/[po][rf]*.json"),
         (ContextParallel, "context-parallel/*.json"),
         (Conversion, "conversion/benchmark.json"),
+        (FP8Training, "fp8/fp8_training.json"),
         (Pretraining, "pretraining/*.json"),
     ],
 )
@@ -158,7 +160,13 @@ def test_published_results_are_shown_again(script, files, tmp_path, capsys, monk
 
 @pytest.mark.parametrize(
     ("script", "file", "figure"),
-    [(Decode, "decode/uneven.json", "tbps"), (Engine, "inference/engine.json", "generated")],
+    [
+        (Decode, "decode/uneven.json", "tbps"),
+        (Engine, "inference/engine.json", "generated"),
+        (Fusions, "attention/fusions.json", "ours step_us"),
+        (QKClip, "recipes/qk_clip.json", "step_ratio"),
+        (QKClip, "recipes/qk_clip-maxima.json", "worst"),
+    ],
 )
 def test_published_results_without_a_folder_are_shown_again(script, file, figure, capsys):
     assert script.main(["--render", str(DOCS / file)]) == 0
