@@ -72,7 +72,9 @@ def read_indexer(fields: Fields, model_type: str, layers: int) -> Indexer | None
     if isinstance(rope, int) and sizes["width"] < rope:
         fields.wrong("index_head_dim", f"at least qk_rope_head_dim {rope}")
     if fields.null("q_lora_rank"):
-        fields.wrong("q_lora_rank", "an integer: the indexer reads the compressed query")
+        fields.problems.append(
+            "q_lora_rank must be an integer: the indexer reads the compressed query; got null"
+        )
     interleaved = INTERLEAVED[model_type]
     if fields.boolean("indexer_rope_interleave", interleaved) != interleaved:
         fields.wrong("indexer_rope_interleave", f"{str(interleaved).lower()} in {model_type}")
@@ -167,7 +169,7 @@ def read_indexer_args(fields: Fields, norm_epsilon: float) -> dict[str, object]:
     freq = fields.integer("dsa_indexer_topk_freq", _MOST_LAYERS, default=1)
     offset = fields.integer("dsa_indexer_skip_topk_offset", _MOST_LAYERS, least=0, default=0)
     layers = fields.raw("num_layers")
-    if model_type_of(fields) == "glm_moe_dsa":
+    if fields.boolean("dsa_indexer_rope_interleaved", default=False):
         config["indexer_rope_interleave"] = True
     if freq == 1 or not isinstance(layers, int):
         return config
@@ -192,5 +194,5 @@ def has_indexer_args(fields: Fields) -> bool:
 
 def model_type_of(fields: Fields) -> str:
     """The model type of Megatron's arguments with sparse attention."""
-    interleaved = fields.boolean("dsa_indexer_rope_interleaved", default=False)
+    interleaved = fields.equals("dsa_indexer_rope_interleaved", True)
     return next(kind for kind, pairs in INTERLEAVED.items() if pairs == interleaved)

@@ -364,7 +364,11 @@ def _layer_pattern(fields: Fields) -> dict[str, object]:
         every = first or layers
     if pattern != tuple(int(i >= first and i % every == 0) for i in range(layers)):
         fields.wrong("moe_layer_freq", "dense layers, then every N-th a mixture of experts")
-    return {"first_k_dense_replace": first, "moe_layer_freq": every}
+    found: dict[str, object] = {"first_k_dense_replace": first, "moe_layer_freq": every}
+    if every > 1 and has_indexer_args(fields):
+        # These models of transformers do not read moe_layer_freq.
+        found["mlp_layer_types"] = ["sparse" if moe else "dense" for moe in pattern]
+    return found
 
 
 def read_rotary_args(fields: Fields) -> Rotary:

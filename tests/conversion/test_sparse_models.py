@@ -17,6 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from absorbed_mla.export.live import LiveCheckpoint, model_config, model_shards
+from absorbed_mla.export.shards import describe, gathered_tensors
 from checkpoint_conversion import logits as logits_module
 from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
@@ -31,14 +33,16 @@ from checkpoint_conversion.logits import (
     megatron_model,
     without_mtp,
 )
-from checkpoint_conversion.mapping import megatron_shapes
+from checkpoint_conversion.mapping import hugging_face_shapes, megatron_shapes
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
+from checkpoint_conversion.planning import plan_conversion
 from tests.conversion.converted import loaded_logits
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch
 from tests.conversion.support import (
     CONFIGS,
+    in_memory,
     load_all,
     random_tensors,
     read_torch_dist,
@@ -297,3 +301,27 @@ def test_arguments_of_the_model():
         "dsa_indexer_scoring_relu": True,
         "dsa_indexer_k_norm_epsilon": 1e-6,
     }
+
+
+class TestLiveModel:
+    """What ``hf_weights`` does with the shards of a model; here one of Megatron's own attention."""
+
+    @pytest.mark.parametrize("name", ["v32", "shared", "dense shared"])
+    def test_names_and_values(self, name):
+        config = tiny_config(**{**CONFIGS[name], "num_nextn_predict_layers": 0})
+        tensors = random_tensors(config, torch.float32)
+        with logits_module.one_process():
+            model = megatron_model(config, "standard")
+            load_megatron_model(model, config, in_memory(tensors))
+            shards = model_shards([model])
+            found = model_config(model, None)
+            device = torch.device("cpu")
+            told = [[describe(shard) for shard in shards]]
+            live = LiveCheckpoint(gathered_tensors(told, shards, device), found)
+            parts = plan_conversion(live, "hf", TargetOptions()).parts
+            written = [entry for part in parts for entry in part.entries]
+            assert found.indexer == config.indexer
+            assert [entry.key for entry in written] == list(hugging_face_shapes(config))
+            for entry in written:
+                (value,) = load_all({entry.key: entry.tensor}).values()
+                assert torch.equal(value, tensors[entry.key]), entry.key
