@@ -15,7 +15,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.quantizers.base import HfQuantizer
 
 from absorbed_mla.export.live import LiveCheckpoint, model_config, model_shards
 from absorbed_mla.export.shards import describe, gathered_tensors
@@ -24,6 +26,7 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import as_mapped
+from checkpoint_conversion.fp8 import is_quantised
 from checkpoint_conversion.inspection import inspect_checkpoint
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import (
@@ -39,9 +42,11 @@ from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import plan_conversion
 from tests.conversion.converted import loaded_logits
 from tests.conversion.legacy_support import write_legacy
+from tests.conversion.megatron_models import load_strictly, save_torch_dist
 from tests.conversion.models import Architecture, logits_of, make_model, save, token_batch
 from tests.conversion.support import (
     CONFIGS,
+    assert_same_tensors,
     in_memory,
     load_all,
     random_tensors,
@@ -200,6 +205,25 @@ class TestOfMegatron:
         state = {as_mapped(name): t for name, t in model.state_dict().items() if t is not None}
         assert {n: tuple(t.shape) for n, t in state.items()} == megatron_shapes(config)
 
+    @pytest.mark.parametrize("name", ["v32", "glm5", "shared", "v32 dense"])
+    def test_saved_and_loaded_by_megatron(self, tmp_path, name):
+        """A checkpoint of its own is read; one of ours it loads with nothing missing or left."""
+        changes = {**CONFIGS[name.split()[0]], "num_nextn_predict_layers": 0}
+        dense = "dense" in name
+        if dense:
+            # All layers are alike: Megatron stores them as one tensor.
+            changes["first_k_dense_replace"] = 3
+        config = tiny_config(**changes)
+        tensors = random_tensors(config, torch.float32)
+        source = write_hugging_face(tmp_path / "hf", config, tensors)
+        convert(source, tmp_path / "ours", "megatron", TargetOptions(norms="separate"))
+        with logits_module.one_process():
+            model = megatron_model(config, "standard")
+            load_strictly(tmp_path / "ours" / "release", model, stacked=dense)
+            args = to_megatron_args(config, dtype=torch.float32)
+            save_torch_dist(tmp_path / "theirs", model, args, stacked=dense)
+        assert_same_tensors(read_torch_dist(tmp_path / "theirs"), tensors)
+
     def test_norms_of_the_attention_are_modules(self, tmp_path):
         """An indexer reads their outputs, whatever the layers are."""
         config = tiny_config(**CONFIGS["v32"])
@@ -253,6 +277,19 @@ class TestQuantised:
         assert found == {n for n, t in again.stored.items() if t.dtype == torch.float8_e4m3fn}
         for key, tensor in load_all(again.hugging_face_tensors()).items():
             assert torch.equal(expected[key], tensor), key
+
+    @pytest.mark.parametrize("name", ["v32-dense", "glm5-dense"])
+    def test_what_transformers_quantises(self, name):
+        """The same linear layers, by what its class keeps in float32."""
+        model = make_model(MODELS[name])
+        linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        replace_with_fp8_linear(
+            model, modules_to_not_convert=kept, quantization_config=FineGrainedFP8Config()
+        )
+        found = {n for n, m in model.named_modules() if type(m).__name__ == "FP8Linear"}
+        assert found == {name for name in linear if is_quantised(f"{name}.weight")}
+        assert any("indexer" in name for name in linear - found)
 
     def test_logits(self, case, tmp_path):
         """Transformers gets what the tool has dequantised, Megatron the same."""
