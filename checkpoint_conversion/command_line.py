@@ -265,8 +265,8 @@ def flags() -> list[Flag]:
             "dtype",
             TARGETS,
             tuple(_DTYPES),
-            "of all weights except the routing's correction bias; default: each keeps its own, and "
-            "FP8 becomes bf16",
+            "of all weights except the routing's correction bias and the indexers' weights_proj; "
+            "default: each keeps its own, and FP8 becomes bf16",
         ),
         Flag(
             "--fp8",

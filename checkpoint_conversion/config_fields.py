@@ -22,6 +22,8 @@ _SCORING = {
     "kimi_k2": "sigmoid",
     "glm4_moe_lite": "sigmoid",
     "mistral4": "softmax",
+    "deepseek_v32": "sigmoid",
+    "glm_moe_dsa": "sigmoid",
 }
 _METHODS = {
     "deepseek_v2": ("greedy", "group_limited_greedy"),
@@ -29,6 +31,8 @@ _METHODS = {
     "kimi_k2": ("noaux_tc",),
     "glm4_moe_lite": ("noaux_tc",),
     "mistral4": ("greedy",),
+    "deepseek_v32": ("noaux_tc",),
+    "glm_moe_dsa": ("noaux_tc",),
 }
 
 

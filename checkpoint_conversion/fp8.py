@@ -28,8 +28,12 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 SCALE_FORMATS = ("float", "ue8m0")
 SCALE_SUFFIX = "_scale_inv"
 LARGEST = 448.0  # of e4m3
-# The linear layers of attention and MLPs. Not eh_proj, router, embedding, output layer or norms.
-_QUANTISED = re.compile(r".+\.(?:self_attn|mlp)\..+_proj(?:_with_mqa)?\.weight")
+# The linear layers of attention and MLPs, and the indexer's wq_b and wk, as in DeepSeek-V3.2 and
+# GLM-5-FP8. Not the indexer's weights_proj, eh_proj, router, embedding, output layer or norms.
+_QUANTISED = re.compile(
+    r".+\.(?:self_attn\.indexer\.(?:wq_b|wk)"
+    r"|(?:self_attn|mlp)\.(?!indexer\.).+_proj(?:_with_mqa)?)\.weight"
+)
 # Memory per value while a slab of 128 rows is converted: up to four float32 temporaries.
 _SLAB_BYTES = 16
 

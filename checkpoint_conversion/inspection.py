@@ -221,6 +221,19 @@ def _model(config: ModelConfig) -> dict[str, object]:
         "qk_rope_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
         **(experts if moe else {}),
+        **_indexer(config),
+    }
+
+
+def _indexer(config: ModelConfig) -> dict[str, object]:
+    indexer = config.indexer
+    if indexer is None:
+        return {}
+    return {
+        "index_layers": sum(map(indexer.selects, range(config.num_layers))),
+        "index_heads": indexer.heads,
+        "index_head_dim": indexer.width,
+        "index_topk": indexer.topk,
     }
 
 
@@ -241,6 +254,7 @@ _SWITCHES = (
     "untie_embeddings_and_output_weights",
     "moe_router_pre_softmax",
     "moe_router_enable_expert_bias",
+    "dsa_indexer_rope_interleaved",
     "bf16",
     "fp16",
 )
@@ -274,7 +288,16 @@ _VALUES = (
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_dtype",
+    "experimental_attention_variant",
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_topk_freq",
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_k_norm_epsilon",
 )
+# Switches that are on unless the command line says no.
+_ON_BY_DEFAULT = ("dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu")
 # Fields of Megatron's config that its command line has no option for, with their defaults there.
 _WITHOUT_OPTION = {
     "original_max_position_embeddings": 4096,
@@ -293,6 +316,7 @@ def megatron_options(config: ModelConfig) -> list[str]:
     """
     args = to_megatron_args(config)
     words = [_option(name) for name in _SWITCHES if getattr(args, name, False)]
+    words += [_option(f"no_{name}") for name in _ON_BY_DEFAULT if not getattr(args, name, True)]
     words.append("--disable-bias-linear")
     for name in _VALUES:
         value = getattr(args, name, None)

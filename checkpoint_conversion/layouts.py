@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from absorbed_mla.checkpoint.layout import LayoutChange, MegatronLayout
+from absorbed_mla.checkpoint.names import ATTENTION_NORMS
 from absorbed_mla.registry import CHECKPOINT_LAYOUTS
 from checkpoint_conversion.errors import CheckpointError
 from checkpoint_conversion.lazy_tensor import LazyTensor, concat, zeros
@@ -61,6 +62,8 @@ def laid_out_tensors(
         why_not = one.why_not(config) if layout.includes(one) else None
         if why_not is not None:
             raise CheckpointError(f"--{one.option.replace('_', '-')} {one.value} {why_not}")
+    if config.indexer and layout.down == "fused":
+        raise CheckpointError("--down fused: Megatron's sparse attention has separate ones")
     return _in_layout(tensors, layout, config)
 
 
@@ -68,7 +71,12 @@ def _in_layout(
     tensors: Mapping[str, LazyTensor], layout: MegatronLayout, config: ModelConfig
 ) -> dict[str, LazyTensor]:
     change: LayoutChange[LazyTensor] = LayoutChange(
-        layout, config, config.num_attention_heads, concat, lambda x, shape: x.view(*shape)
+        layout,
+        config,
+        config.num_attention_heads,
+        concat,
+        lambda x, shape: x.view(*shape),
+        kept=ATTENTION_NORMS if config.indexer else (),
     )
     layers: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():

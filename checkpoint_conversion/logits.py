@@ -29,7 +29,13 @@ from checkpoint_conversion.model import ModelConfig
 # Format of a checkpoint -> the attention that evaluates it.
 ATTENTION = {"megatron": "standard", "megatron-legacy": "standard", "absorbed": "absorbed"}
 # Class prefixes in transformers, for models other than DeepSeek-V3.
-_FAMILIES = {"deepseek_v2": "DeepseekV2", "glm4_moe_lite": "Glm4MoeLite", "mistral4": "Mistral4"}
+_FAMILIES = {
+    "deepseek_v2": "DeepseekV2",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "mistral4": "Mistral4",
+    "deepseek_v32": "DeepseekV32",
+    "glm_moe_dsa": "GlmMoeDsa",
+}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS_OFF = {
     "masked_softmax_fusion": False,
@@ -211,14 +217,19 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "perform_initialization": False,
+        # Products of index queries and keys are the same without it, and Megatron's wants a GPU.
+        "dsa_indexer_rotate_activation": False,
     }
     return MLATransformerConfig(**options, **_FUSED_PARTS_OFF)
 
 
 def _block_spec(megatron_config: Any, attention: str, latent_norm_eps: float) -> Any:
     if attention == "standard":
+        from absorbed_mla.standard_dsa import get_standard_dsa_decoder_block_spec
         from absorbed_mla.standard_mla import get_standard_mla_decoder_block_spec
 
+        if megatron_config.experimental_attention_variant == "dsa":
+            return get_standard_dsa_decoder_block_spec(megatron_config)
         return get_standard_mla_decoder_block_spec(megatron_config, backend="local")
     from absorbed_mla import AbsorbedMLAOptions
     from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec

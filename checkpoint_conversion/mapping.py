@@ -21,6 +21,7 @@ from checkpoint_conversion.mapping_table import (
     MODEL,
     MTP,
     MTP_DUPLICATES,
+    LayerKind,
     Row,
     widths,
 )
@@ -52,28 +53,31 @@ def pairs(config: ModelConfig) -> Iterator[Pair]:
     """Every tensor of a model with its names on both sides, in the order of the model."""
     sizes = widths(config)
     embedding, norm, head = MODEL
-    yield from _expand(embedding, "", "", config, False, sizes)
+    indexer = config.indexer
+    yield from _expand(embedding, "", "", config, LayerKind(), sizes)
     for layer, moe in enumerate(config.moe_layers):
+        kind = LayerKind(moe, indexer is not None and indexer.selects(layer))
         for row in LAYER:
             prefixes = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-            yield from _expand(row, *prefixes, config, moe, sizes)
+            yield from _expand(row, *prefixes, config, kind, sizes)
     for row in (norm, head):
-        yield from _expand(row, "", "", config, False, sizes)
-    # An MTP layer is dense or MoE as the last layer of the decoder is.
+        yield from _expand(row, "", "", config, LayerKind(), sizes)
+    # An MTP layer is dense or MoE as the last layer of the decoder is, and shares no selection.
     moe = bool(config.moe_layers) and config.moe_layers[-1]
+    kind = LayerKind(moe, indexer is not None)
     for i in range(config.mtp_layers):
         hugging_face, megatron = f"model.layers.{config.num_layers + i}.", f"mtp.layers.{i}."
         for row in MTP:
-            yield from _expand(row, hugging_face, megatron, config, moe, sizes)
+            yield from _expand(row, hugging_face, megatron, config, kind, sizes)
         for row in LAYER:
             inner = f"{megatron}transformer_layer."
-            yield from _expand(row, hugging_face, inner, config, moe, sizes)
+            yield from _expand(row, hugging_face, inner, config, kind, sizes)
 
 
 def _expand(
-    row: Row, prefix: str, other: str, config: ModelConfig, moe: bool, sizes: dict[str, int]
+    row: Row, prefix: str, other: str, config: ModelConfig, kind: LayerKind, sizes: dict[str, int]
 ) -> Iterator[Pair]:
-    if not row.condition(config, moe):
+    if not row.condition(config, kind):
         return
     shape = tuple(sizes[word] for word in row.shape.split())
     experts = range(config.num_experts) if "{expert}" in row.megatron else (None,)

@@ -5,7 +5,8 @@ through, norms in modules of their own, K and V up-projections combined. What a 
 instead is declared in ``absorbed_mla/checkpoint/layouts``.
 
 No row permutes anything. Both sides keep the rotary channels in DeepSeek's interleaved order, and
-both keep the rows of each head of ``kv_b_proj`` together, first K, then V.
+both keep the rows of each head of ``kv_b_proj`` together, first K, then V. Both rotate the first
+channels of an indexer's head, in halves or as pairs as the model has it.
 """
 
 from __future__ import annotations
@@ -83,40 +84,57 @@ COPY = Transform(1)
 GATED = Transform(2)
 
 
-# Whether a layer of a model has the tensors of a row; the bool says if the layer is MoE.
-Condition = Callable[[ModelConfig, bool], bool]
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer has that others of the same model may lack.
+
+    Attributes:
+        moe: Whether its MLP is a mixture of experts.
+        indexer: Whether its attention has an indexer of its own.
+    """
+
+    moe: bool = False
+    indexer: bool = False
 
 
-def _always(config: ModelConfig, moe: bool) -> bool:
+# Whether a layer of a model has the tensors of a row.
+Condition = Callable[[ModelConfig, LayerKind], bool]
+
+
+def _always(config: ModelConfig, kind: LayerKind) -> bool:
     return True
 
 
-def _q_lora(config: ModelConfig, moe: bool) -> bool:
+def _q_lora(config: ModelConfig, kind: LayerKind) -> bool:
     return config.q_lora_rank is not None
 
 
-def _no_q_lora(config: ModelConfig, moe: bool) -> bool:
+def _no_q_lora(config: ModelConfig, kind: LayerKind) -> bool:
     return config.q_lora_rank is None
 
 
-def _untied(config: ModelConfig, moe: bool) -> bool:
+def _untied(config: ModelConfig, kind: LayerKind) -> bool:
     return not config.tied_embeddings
 
 
-def _dense(config: ModelConfig, moe: bool) -> bool:
-    return not moe
+def _indexer(config: ModelConfig, kind: LayerKind) -> bool:
+    return kind.indexer
 
 
-def _moe(config: ModelConfig, moe: bool) -> bool:
-    return moe
+def _dense(config: ModelConfig, kind: LayerKind) -> bool:
+    return not kind.moe
 
 
-def _router_bias(config: ModelConfig, moe: bool) -> bool:
-    return moe and config.router_bias
+def _moe(config: ModelConfig, kind: LayerKind) -> bool:
+    return kind.moe
 
 
-def _shared_experts(config: ModelConfig, moe: bool) -> bool:
-    return moe and config.num_shared_experts > 0
+def _router_bias(config: ModelConfig, kind: LayerKind) -> bool:
+    return kind.moe and config.router_bias
+
+
+def _shared_experts(config: ModelConfig, kind: LayerKind) -> bool:
+    return kind.moe and config.num_shared_experts > 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +176,11 @@ Row("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.w
 Row("self_attn.kv_a_layernorm.weight",    "self_attention.kv_layernorm.weight",       REPLICATED, COPY,  "kv_rank"),
 Row("self_attn.kv_b_proj.weight",         "self_attention.linear_kv_up_proj.weight",  ROWS,       COPY,  "heads*kv kv_rank"),
 Row("self_attn.o_proj.weight",            "self_attention.linear_proj.weight",        COLUMNS,    COPY,  "hidden heads*v"),
+Row("self_attn.indexer.wq_b.weight",      "self_attention.core_attention.indexer.linear_wq_b.weight", REPLICATED, COPY, "index_heads*width q_rank", _indexer),
+Row("self_attn.indexer.wk.weight",        "self_attention.core_attention.indexer.linear_wk.weight", REPLICATED, COPY, "index_width hidden", _indexer),
+Row("self_attn.indexer.k_norm.weight",    "self_attention.core_attention.indexer.k_norm.weight", REPLICATED, COPY, "index_width", _indexer),
+Row("self_attn.indexer.k_norm.bias",      "self_attention.core_attention.indexer.k_norm.bias", REPLICATED, COPY, "index_width", _indexer),
+Row("self_attn.indexer.weights_proj.weight", "self_attention.core_attention.indexer.linear_weights_proj.weight", REPLICATED, COPY, "index_heads hidden", _indexer),
 Row("post_attention_layernorm.weight",    "pre_mlp_layernorm.weight",                 REPLICATED, COPY,  "hidden"),
 Row("mlp.[gate|up]_proj.weight",          "mlp.linear_fc1.weight",                    GATED_ROWS, GATED, "ffn hidden", _dense),
 Row("mlp.down_proj.weight",               "mlp.linear_fc2.weight",                    COLUMNS,    COPY,  "hidden ffn", _dense),
@@ -201,4 +224,11 @@ def widths(config: ModelConfig) -> dict[str, int]:
         "heads*qk": heads * (nope + rope),
         "heads*kv": heads * (nope + v),
         "heads*v": heads * v,
+        **_indexer_widths(config),
     }
+
+
+def _indexer_widths(config: ModelConfig) -> dict[str, int]:
+    indexer = config.indexer
+    heads, width = (indexer.heads, indexer.width) if indexer else (0, 0)
+    return {"index_heads": heads, "index_width": width, "index_heads*width": heads * width}

@@ -24,6 +24,12 @@ from checkpoint_conversion.config_fields import (
     shown,
 )
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.indexer import (
+    has_indexer_args,
+    indexer_args,
+    model_type_of,
+    read_indexer_args,
+)
 from checkpoint_conversion.model import (
     DIMENSIONS,
     DTYPES,
@@ -62,7 +68,12 @@ COMMON_ARGS: dict[str, object] = {
     "hidden_dropout": 0.0,
 }
 _MOST = 1e12
-_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+_ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+}
 # Required values.
 _REQUIRED: dict[str, object] = {
     "multi_latent_attention": True,
@@ -86,8 +97,6 @@ _ONLY: dict[str, object] = {
     "hybrid_override_pattern": None,
     "heterogeneous_layers_config_path": None,
     "heterogeneous_layers_config_encoded_json": None,
-    "dsa_indexer_n_heads": None,
-    "experimental_attention_variant": None,
     "attention_output_gate": False,
 }
 
@@ -120,6 +129,7 @@ def to_megatron_args(
         **_dimensions(config),
         **_experts(config, function),
         **_rotary(function.rotary),
+        **indexer_args(config.indexer, config.model_type),
         # Megatron 0.19's name, and that of earlier releases.
         layernorm_epsilon=function.norm_epsilon,
         norm_epsilon=function.norm_epsilon,
@@ -229,6 +239,7 @@ def from_megatron_args(args: Namespace | Mapping[str, object]) -> ModelConfig:
     config = {
         **_read_dimensions(fields),
         **_read_experts(fields),
+        **read_indexer_args(fields, read_norm_epsilon(fields)),
         **rotary.hugging_face(),
         **_dtype(fields),
         "bos_token_id": None,
@@ -243,6 +254,11 @@ def check_kind(fields: Fields) -> None:
     for name, accepted in (_REQUIRED | _ONLY).items():
         if (fields.given(name) or name in _REQUIRED) and not fields.equals(name, accepted):
             fields.wrong(name, shown(accepted))
+    variant = "experimental_attention_variant"
+    if fields.given(variant) and not has_indexer_args(fields):
+        fields.wrong(variant, "None or 'dsa'")
+    if fields.given("dsa_indexer_n_heads") and not fields.given(variant):
+        fields.wrong("dsa_indexer_n_heads", f"None without {variant}")
 
 
 def _read_dimensions(fields: Fields) -> dict[str, object]:
@@ -281,7 +297,7 @@ def read_norm_epsilon(fields: Fields) -> float:
 def _read_experts(fields: Fields) -> dict[str, object]:
     if not fields.given("num_experts"):
         # Dense models of V2 and V3 are the same.
-        return {**_kind("deepseek_v3"), "first_k_dense_replace": fields.raw("num_layers")}
+        return {**_kind(fields, "deepseek_v3"), "first_k_dense_replace": fields.raw("num_layers")}
     width = fields.integer("moe_ffn_hidden_size", MOST_WIDTH)
     shared = fields.integer("moe_shared_expert_intermediate_size", 2**30, least=0, default=0)
     if shared % width:
@@ -298,6 +314,8 @@ def _read_experts(fields: Fields) -> dict[str, object]:
 def _routing(fields: Fields) -> dict[str, object]:
     scores = fields.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
     softmax = scores == "softmax"
+    if softmax and has_indexer_args(fields):
+        fields.wrong("moe_router_score_function", "'sigmoid' with sparse attention")
     bias = fields.boolean("moe_router_enable_expert_bias", default=False)
     if bias == softmax:
         fields.wrong("moe_router_enable_expert_bias", f"{not bias} with {scores} scores")
@@ -306,7 +324,7 @@ def _routing(fields: Fields) -> dict[str, object]:
     topk = fields.integer("moe_router_topk", MOST_EXPERTS)
     greedy = "group_limited_greedy" if limited else "greedy"
     return {
-        **_kind("deepseek_v2" if softmax else "deepseek_v3"),
+        **_kind(fields, "deepseek_v2" if softmax else "deepseek_v3"),
         "scoring_func": scores,
         "topk_method": greedy if softmax else "noaux_tc",
         "num_experts_per_tok": topk,
@@ -320,7 +338,9 @@ def _routing(fields: Fields) -> dict[str, object]:
     }
 
 
-def _kind(model_type: str) -> dict[str, object]:
+def _kind(fields: Fields, dense: str) -> dict[str, object]:
+    """Model type and architecture, ``dense`` without sparse attention."""
+    model_type = model_type_of(fields) if has_indexer_args(fields) else dense
     return {"architectures": [_ARCHITECTURES[model_type]], "model_type": model_type}
 
 
@@ -344,7 +364,11 @@ def _layer_pattern(fields: Fields) -> dict[str, object]:
         every = first or layers
     if pattern != tuple(int(i >= first and i % every == 0) for i in range(layers)):
         fields.wrong("moe_layer_freq", "dense layers, then every N-th a mixture of experts")
-    return {"first_k_dense_replace": first, "moe_layer_freq": every}
+    found: dict[str, object] = {"first_k_dense_replace": first, "moe_layer_freq": every}
+    if every > 1 and has_indexer_args(fields):
+        # These models of transformers do not read moe_layer_freq.
+        found["mlp_layer_types"] = ["sparse" if moe else "dense" for moe in pattern]
+    return found
 
 
 def read_rotary_args(fields: Fields) -> Rotary:

@@ -19,6 +19,7 @@ from checkpoint_conversion.config_fields import (
     shown,
 )
 from checkpoint_conversion.errors import CheckpointError
+from checkpoint_conversion.indexer import INTERLEAVED, Indexer, read_indexer
 
 # Model type: architectures that have its tensors. Moonlight and R1 are DeepSeek-V3s.
 _ARCHITECTURES = {
@@ -27,14 +28,13 @@ _ARCHITECTURES = {
     "kimi_k2": ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM",),
     "mistral4": ("Mistral4ForCausalLM",),
+    "deepseek_v32": ("DeepseekV32ForCausalLM",),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM",),
 }
 # Models of text and images whose text model is one of the above.
 _WITH_IMAGES = {"kimi_k25": "deepseek_v3"}
-_SPARSE = "sparse attention (DeepSeek-V3.2), whose indexer no model of plain MLA has"
 # Model types with a latent attention that cannot be converted, and what they have.
 _MISSING = {
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "deepseek_v4": "compressed attention (deepseek_v4), which is no multi-latent attention",
     "kimi_linear": "linear attention in most of its layers",
     "longcat_flash": (
@@ -52,8 +52,6 @@ _ONLY = {
     "hidden_act": "silu",
     "rope_interleave": True,
 }
-# Fields of an indexer in a config.json with another model_type than deepseek_v32.
-_INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 
 
 def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -97,9 +95,6 @@ def check_supported(fields: Fields, model_type: str) -> None:
         # 0 equals False.
         if value is not None and (type(value) is not type(accepted) or value != accepted):
             fields.wrong(name, shown(accepted))
-    for name in _INDEXER:
-        if fields.given(name):
-            fields.wrong(name, f"left out: {_SPARSE}")
     if model_type == "mistral4":
         _check_mistral4(fields)
     read_dtype(fields)
@@ -155,6 +150,8 @@ def _check_quantisation(fields: Fields) -> None:
         section.wrong("weight_block_size", str(list(FP8_BLOCK)))
 
 
+# Model types whose config.json may list the kind of every layer's MLP.
+_LISTED_LAYERS = ("glm4_moe_lite", *INTERLEAVED)
 # Bounds far above any model, so that a broken file cannot fill the memory with names.
 MOST_LAYERS, MOST_HEADS, MOST_MTP_LAYERS = 2**12, 2**14, 64
 MOST_WIDTH, MOST_VOCABULARY, MOST_EXPERTS_OF_ALL_LAYERS = 2**20, 2**24, 2**18
@@ -189,6 +186,7 @@ class ModelConfig:
         moe_ffn_hidden_size: Width of one routed expert.
         num_shared_experts: Number of shared experts, each ``moe_ffn_hidden_size`` wide.
         router_bias: Whether MoE layers have an ``e_score_correction_bias``.
+        indexer: Of models with sparse attention; None for dense ones.
         mtp_layers: Number of multi-token-prediction layers in the checkpoint.
         tied_embeddings: Whether the output layer is the embedding.
         hugging_face: The whole config.json (of a model with images, its text model's), as read or
@@ -211,6 +209,7 @@ class ModelConfig:
     moe_ffn_hidden_size: int = 0
     num_shared_experts: int = 0
     router_bias: bool = False
+    indexer: Indexer | None = None
     mtp_layers: int = 0
     tied_embeddings: bool = False
     hugging_face: dict = field(default_factory=dict, compare=False)
@@ -238,6 +237,7 @@ class ModelConfig:
             model_type=model_type,
             **dimensions,
             **_mixture_of_experts(fields, model_type, dimensions["num_layers"]),
+            indexer=read_indexer(fields, model_type, dimensions["num_layers"]),
             mtp_layers=fields.integer(
                 "num_nextn_predict_layers", MOST_MTP_LAYERS, least=0, default=0
             ),
@@ -375,7 +375,7 @@ def _mixture_of_experts(fields: Fields, model_type: str, layers: int) -> dict:
 
 def _moe_layers(fields: Fields, model_type: str, layers: int) -> tuple[bool, ...]:
     """For each layer, whether it is a mixture of experts."""
-    if model_type == "glm4_moe_lite" and fields.given("mlp_layer_types"):
+    if model_type in _LISTED_LAYERS and fields.given("mlp_layer_types"):
         kinds = fields.raw("mlp_layer_types")
         known = ("dense", "sparse")
         if isinstance(kinds, list) and len(kinds) == layers and all(k in known for k in kinds):

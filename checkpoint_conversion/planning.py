@@ -26,6 +26,8 @@ from checkpoint_conversion.model import ModelConfig
 # Target size of a part: 64 MiB, or half of the largest tensor if that is more. Several parts then
 # fit into memory together, whatever the checkpoint's size.
 _SMALLEST_PART = 64 << 20
+# Ends of names of weights that --dtype leaves alone.
+_KEPT = ("e_score_correction_bias", "indexer.weights_proj.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +127,10 @@ def dtype_notes(checkpoint: Checkpoint) -> list[str]:
 def cast(name: str, tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """A weight in another dtype.
 
-    The routing's correction bias keeps its dtype, because a rounded one selects other experts.
+    What transformers keeps in float32 keeps its dtype here, because a rounded one selects others:
+    the routing's correction bias (experts), the weights of the indexer's heads (keys).
     """
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith(_KEPT):
         return tensor
     return tensor.to(dtype)
 

@@ -9,7 +9,7 @@ both work from these declarations. Nothing here imports torch or Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -213,6 +213,7 @@ class LayoutChange(Generic[T]):
         concat: Concatenates tensors along a dim.
         reshape: Gives a tensor another shape.
         sharded: Whether weights may be a rank's equal part of the rows of each part of a stack.
+        kept: Weights that keep their names of the default layout.
 
     Attributes:
         problems: What does not fit, one line each.
@@ -227,9 +228,11 @@ class LayoutChange(Generic[T]):
         reshape: Callable[[T, tuple[int, ...]], T],
         *,
         sharded: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         self.problems: list[str] = []
         self._sizes, self._heads, self._sharded = sizes, heads, sharded
+        self._kept = kept
         self._concat, self._reshape = concat, reshape
         self._all = list(CHECKPOINT_LAYOUTS)
         self._wanted = [one for one in self._all if layout.includes(one)]
@@ -256,7 +259,9 @@ class LayoutChange(Generic[T]):
             for stack in split:
                 result = self._split(result, stack, full_name)
         for rename in (rename for one in self._wanted for rename in one.renames):
-            if rename.default in result and (rename.needs is None or rename.needs in result):
+            if rename.default not in result or rename.default in self._kept:
+                continue
+            if rename.needs is None or rename.needs in result:
                 result = _replaced(result, [rename.default], {rename.name: result[rename.default]})
         return result
 

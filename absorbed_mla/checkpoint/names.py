@@ -26,6 +26,8 @@ INPUT_NORM_FUSED = f"{ATTENTION}linear_qkv_down_proj.layer_norm_weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
 MLP_NORM_FUSED = "mlp.linear_fc1.layer_norm_weight"
 DENSE_MLP_UP = "mlp.linear_fc1.weight"
+# Norms of an attention, whose outputs an indexer reads; sparse attention keeps them as modules.
+ATTENTION_NORMS = (INPUT_NORM, Q_NORM, KV_NORM)
 
 # Ends the key of a linear layer's extra state, which is empty outside of FP8 training.
 EXTRA_STATE = "._extra_state"

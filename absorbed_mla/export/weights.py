@@ -46,8 +46,8 @@ def hf_weights(
 
     Args:
         model: This rank's GPTModel, perhaps in DDP or Float16Module; or the list of its chunks.
-        dtype: Of the weights; None keeps each tensor's own. The router's correction bias keeps its
-            own in any case.
+        dtype: Of the weights; None keeps each tensor's own. The router's correction bias and
+            the weights of an indexer's heads keep their own in any case.
         fp8: Linear layers of attention and MLPs in FP8, with one ``weight_scale_inv`` per block of
             128 x 128, as in DeepSeek-V3's checkpoints. True or ``"float"``: float32 scales;
             ``"ue8m0"``: powers of two.

@@ -71,7 +71,7 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _HALVES = ("_w", "_v")
 # Modules that save an _extra_state: linear layers; in TransformerEngine also norms.
 _LINEAR = re.compile(r"(?:.+\.)?(?:linear_\w+|eh_proj)")
-_NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm)")
+_NORM = re.compile(r"(?:.+\.)?(?:\w*layernorm|enorm|hnorm|k_norm)")
 
 
 class TorchDistCheckpoint(MegatronCheckpoint):

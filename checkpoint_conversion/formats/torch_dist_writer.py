@@ -89,7 +89,7 @@ class TorchDistWriter(Writer):
         )
         # Megatron numbers layers where moe_layer_freq is a list, as the written args of MoE models.
         self._stacked = options.layers == "stacked" or (
-            options.layers is None and not any(config.moe_layers)
+            options.layers is None and not any(config.moe_layers) and not _shares(config)
         )
         self._vocab_rows = padded_size(config.vocab_size, options.vocab_multiple or 1)
         self._common: dict[str, object] = {}
@@ -258,8 +258,15 @@ class TorchDistWriter(Writer):
             problems.append("--down fused: the absorbed model has separate ones")
         if options.layers == "stacked" and len(set(self.config.moe_layers)) > 1:
             problems.append("--layers stacked: the model has dense and MoE layers")
+        if options.layers == "stacked" and _shares(self.config):
+            problems.append("--layers stacked: the model has layers with and without an indexer")
         if problems:
             raise CheckpointError(f"--to {self.format} cannot do this:", problems)
+
+
+def _shares(config: ModelConfig) -> bool:
+    """Whether some layers have no indexer and share the selection of another."""
+    return config.indexer is not None and config.indexer.topk_freq > 1
 
 
 def _bytes_of(unit: tuple[list[Entry], int]) -> int:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 
 from checkpoint_conversion.config_fields import Fields
+from checkpoint_conversion.indexer import has_indexer_args
 from checkpoint_conversion.megatron_args import (
     COMMON_ARGS,
     check_kind,
@@ -100,6 +101,7 @@ def preset_from_args(saved: argparse.Namespace) -> ModelPreset:
         # Models trained by Megatron have one epsilon for all norms.
         latent_norm_eps=fields.number("latent_norm_epsilon", 1e-12, 1.0, default=epsilon),
         **_experts(fields),
+        **_sparse(fields),
     )
     fields.raise_problems("--load: this script cannot train the checkpoint's model:")
     return preset
@@ -130,6 +132,28 @@ def _experts(fields: Fields) -> dict:
         scale: fields.number(scale, 1e-6, 1e6) if fields.given(scale) else None,
         **{name: _optional(fields, name, required=limited) for name in groups if limited},
         "moe_aux_loss_coeff": fields.number("moe_aux_loss_coeff", 0.0, 1e6, default=1e-4),
+    }
+
+
+def _sparse(fields: Fields) -> dict:
+    """Fields of sparse attention; what is missing has the default of Megatron's config."""
+    if not has_indexer_args(fields):
+        return {}
+    needed = ("n_heads", "head_dim", "topk")
+    epsilon = "dsa_indexer_k_norm_epsilon"
+    return {
+        "experimental_attention_variant": "dsa",
+        **{f"dsa_indexer_{name}": fields.integer(f"dsa_indexer_{name}", _MOST) for name in needed},
+        "dsa_indexer_topk_freq": fields.integer("dsa_indexer_topk_freq", _MOST, default=1),
+        # 0 means the same as 1.
+        "dsa_indexer_skip_topk_offset": fields.integer(
+            "dsa_indexer_skip_topk_offset", _MOST, least=0, default=1
+        )
+        or 1,
+        "dsa_indexer_rope_interleaved": fields.boolean("dsa_indexer_rope_interleaved", False),
+        "dsa_indexer_rotate_activation": fields.boolean("dsa_indexer_rotate_activation", True),
+        "dsa_indexer_scoring_relu": fields.boolean("dsa_indexer_scoring_relu", True),
+        epsilon: fields.number(epsilon, 1e-12, 1.0) if fields.given(epsilon) else None,
     }
 
 

@@ -21,7 +21,9 @@ from training.start import Start
 _SHAPES = {
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    "num_moe_experts",
+    *("num_moe_experts", "experimental_attention_variant"),
+    *("dsa_indexer_n_heads", "dsa_indexer_head_dim"),
+    *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
 }
 _MOE_SHAPES = {
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),

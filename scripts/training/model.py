@@ -26,6 +26,8 @@ from training.presets import ModelPreset
 
 # Fields of a preset that are no fields of Megatron's config.
 _NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}
+# Begin the names of fields of sparse attention.
+_SPARSE = ("dsa_", "experimental_attention_variant")
 
 # Kernels that need apex or a CUDA extension, and fused RoPE, which MLA refuses.
 _NOT_FUSED = {
@@ -61,6 +63,8 @@ def build_config(
     names = {f.name for f in dataclasses.fields(model)} - _NOT_IN_CONFIG
     if not model.num_moe_experts:
         names = {name for name in names if "moe" not in name}
+    if model.experimental_attention_variant is None:
+        names = {name for name in names if not name.startswith(_SPARSE)}
     options = {name: getattr(model, name) for name in sorted(names)}
     # Padded packs differ in length, so pipeline stages must send each other the lengths.
     lengths_vary = is_padded(args) and args.pipeline_model_parallel_size > 1
@@ -126,6 +130,11 @@ def build_model(
 ) -> DistributedDataParallel:
     """This rank's part of the model, wrapped in Megatron's data parallelism."""
     if args.attention == "standard":
+        if config.experimental_attention_variant is not None:
+            raise ValueError(
+                "--attention must be absorbed for a model with sparse attention, got standard: "
+                "Megatron's MLASelfAttention is dense"
+            )
         block = get_standard_mla_decoder_block_spec(config, backend=config.transformer_impl)
     else:
         options = AbsorbedMLAOptions(form=args.form, down_projection=args.down_projection)

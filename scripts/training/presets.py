@@ -17,6 +17,8 @@ class ModelPreset:
         moe_shared_expert_intermediate_size: Total width of the shared experts; None without them.
         latent_norm_eps: Epsilon of the norms inside the attention, which is 1e-6 in Hugging Face's
             models whatever ``layernorm_epsilon`` is.
+        experimental_attention_variant: ``"dsa"`` for sparse attention, with an indexer of the
+            ``dsa_indexer_*`` fields; None for dense attention.
     """
 
     vocab_size: int
@@ -51,6 +53,16 @@ class ModelPreset:
     moe_router_group_topk: int | None = None
     moe_router_enable_expert_bias: bool = True
     moe_aux_loss_coeff: float = 1e-4
+    experimental_attention_variant: str | None = None
+    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_topk: int | None = None
+    dsa_indexer_topk_freq: int = 1
+    dsa_indexer_skip_topk_offset: int = 1
+    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_rotate_activation: bool = True
+    dsa_indexer_scoring_relu: bool = True
+    dsa_indexer_k_norm_epsilon: float | None = None
 
     def replace(self, **changes) -> ModelPreset:
         """Return a copy with some fields changed."""
@@ -121,6 +133,58 @@ PRESETS = {
         moe_router_num_groups=8,
         moe_router_group_topk=4,
     ),
+    # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3's sizes and an indexer in every
+    # layer; without the multi-token-prediction layer.
+    "deepseek-v3.2": ModelPreset(
+        vocab_size=129280,
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        rotary_scaling_factor=40.0,
+        num_moe_experts=256,
+        moe_layer_freq=_dense_then_moe(3, 61),
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_router_topk=8,
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_num_groups=8,
+        moe_router_group_topk=4,
+        experimental_attention_variant="dsa",
+        dsa_indexer_n_heads=64,
+        dsa_indexer_head_dim=128,
+        dsa_indexer_topk=2048,
+        dsa_indexer_k_norm_epsilon=1e-6,
+    ),
+    # zai-org/GLM-5, 744B parameters, 40B active; without the multi-token-prediction layer.
+    "glm-5": ModelPreset(
+        vocab_size=154880,
+        num_layers=78,
+        hidden_size=6144,
+        ffn_hidden_size=12288,
+        num_attention_heads=64,
+        q_lora_rank=2048,
+        qk_head_dim=192,
+        v_head_dim=256,
+        layernorm_epsilon=1e-5,
+        max_position_embeddings=202752,
+        rope_type="rope",
+        rotary_base=1000000.0,
+        num_moe_experts=256,
+        moe_layer_freq=_dense_then_moe(3, 78),
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_router_topk=8,
+        moe_router_topk_scaling_factor=2.5,
+        experimental_attention_variant="dsa",
+        dsa_indexer_n_heads=32,
+        dsa_indexer_head_dim=128,
+        dsa_indexer_topk=2048,
+        dsa_indexer_rope_interleaved=True,
+        dsa_indexer_rotate_activation=False,
+        dsa_indexer_k_norm_epsilon=1e-6,
+    ),
     # moonshotai/Kimi-K2-Base (arXiv:2507.20534), first release, 1T parameters, 32B active.
     "kimi-k2": ModelPreset(
         vocab_size=163840,
@@ -178,7 +242,8 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
 
     Query compression, the ratio of a head's nope, rope and value widths, the order of dense and MoE
     layers, shared experts and routing scores stay. Head widths are divided by at most 4, so that
-    RoPE has enough frequencies; at least 4 heads are left, so that ranks can share them.
+    RoPE has enough frequencies; at least 4 heads are left, so that ranks can share them. An indexer
+    has a power of two as its head width, as its Hadamard transform needs.
 
     Args:
         preset: The model.
@@ -219,4 +284,12 @@ def scale_down(preset: ModelPreset, factor: int) -> ModelPreset:
         # Routing groups limit the nodes that a token is sent to; a small model fits on one node.
         moe_router_num_groups=None,
         moe_router_group_topk=None,
+        dsa_indexer_n_heads=shrink(preset.dsa_indexer_n_heads, 4),
+        dsa_indexer_head_dim=_power_of_two(preset.dsa_indexer_head_dim, head_factor),
+        dsa_indexer_topk=shrink(preset.dsa_indexer_topk, 16),
     )
+
+
+def _power_of_two(width: int | None, factor: int) -> int | None:
+    """The largest power of two that is at most ``width / factor``."""
+    return None if width is None else 1 << ((width // factor).bit_length() - 1)

@@ -26,7 +26,7 @@ from tests.conversion.support import in_memory, load_all
 
 _EXPERT = re.compile(r"(.*mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _DOWN = re.compile(r".*linear_(q|kv|qkv)_down_proj\.weight")
-_COPIED = re.compile(r".*(layernorm|layer_norm|[eh]norm|router)[._]?\w*")
+_COPIED = re.compile(r".*((layernorm|layer_norm|[eh]norm|router)[._]?\w*|\.indexer\..*)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

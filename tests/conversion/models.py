@@ -33,7 +33,12 @@ FAMILIES = {
     "v3": "DeepseekV3",
     "glm": "Glm4MoeLite",
     "mistral4": "Mistral4",
+    "v32": "DeepseekV32",
+    "glm5": "GlmMoeDsa",
 }
+# Far fewer keys than the tests' tokens. With many heads, hardly a key is cut off by the ReLU of all
+# of them; keys that are, have equal scores, of which anything may choose any.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,17 @@ def _fields(architecture: Architecture) -> dict:
     if architecture.family == "mistral4":
         rope = {**fields["rope_parameters"], "llama_4_scaling_beta": 0.0}
         return fields | {"rope_parameters": rope, "routed_scaling_factor": 1.5}
+    if architecture.family == "glm5":
+        # The third layer shares the second one's selection, which is not the first one's. What
+        # Megatron's own attention computes depends on the epsilon.
+        return fields | {
+            **_INDEXER,
+            "indexer_types": ["full", "full", "shared"],
+            "rms_norm_eps": 1e-6,
+            "routed_scaling_factor": 2.5,
+        }
+    if architecture.family == "v32":
+        fields |= _INDEXER
     return fields | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
 
 

@@ -128,10 +128,61 @@ MOONLIGHT = {
     "rope_theta": 50000.0,
     "rope_scaling": None,
 }
+_SPARSE = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3,
+    **_SPARSE,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "quantization_config": {**DEEPSEEK_V3["quantization_config"], "scale_fmt": "ue8m0"},
+}
+# With transformers 4's fields of the rotary embedding, as in the others.
+GLM_5 = {
+    **_COMMON,
+    **_SIGMOID,
+    **_SPARSE,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 78,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+# 21 layers with an indexer, 57 without.
+GLM_52 = {
+    **GLM_5,
+    "indexer_types": ["full"] * 3 + (["shared"] * 3 + ["full"]) * 18 + ["shared"] * 3,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 8000000,
+}
 # By the names of scripts/training/presets.py.
 RELEASED = {
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
     "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": DEEPSEEK_V32,
+    "glm-5": GLM_5,
     "kimi-k2": KIMI_K2,
     "moonlight": MOONLIGHT,
 }

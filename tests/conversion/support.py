@@ -25,6 +25,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Small enough that a tiny model has many files.
 PART_BYTES = 1 << 14
+# What transformers keeps, and saves, in float32.
+IN_FLOAT32 = ("e_score_correction_bias", "indexer.weights_proj.weight")
 
 
 def hugging_face_config(**changes) -> dict:
@@ -89,6 +91,33 @@ V2_LITE = {
 }
 
 
+V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 6,
+}
+GLM5 = {
+    **V32,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "indexer_rope_interleave": True,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "n_group": 1,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 28,
+}
+SHARED = {
+    **GLM5,
+    "num_hidden_layers": 6,
+    "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+    "index_topk_freq": 3,
+    "index_skip_topk_offset": 2,
+}
+
+
 def tiny_config(**changes) -> ModelConfig:
     """A tiny model; ``changes`` are fields of its config.json."""
     return ModelConfig.from_hugging_face(hugging_face_config(**changes))
@@ -101,6 +130,10 @@ CONFIGS: dict[str, dict] = {
     "all_moe": {"first_k_dense_replace": 0},
     "mtp": {"num_nextn_predict_layers": 1},
     "tied": {"tie_word_embeddings": True},
+    "v32": {**V32, "num_nextn_predict_layers": 1},
+    "glm5": GLM5,
+    "shared": {**SHARED, "num_nextn_predict_layers": 1},
+    "dense shared": {**SHARED, "first_k_dense_replace": 6},
 }
 
 
@@ -111,7 +144,7 @@ def random_tensors(
     generator = torch.Generator().manual_seed(seed)
     result = {}
     for name, shape in hugging_face_shapes(config).items():
-        wide = torch.float32 if name.endswith("e_score_correction_bias") else dtype
+        wide = torch.float32 if name.endswith(IN_FLOAT32) else dtype
         result[name] = torch.randn(shape, generator=generator).to(wide)
     for name, original in duplicates(config).items():
         result[name] = result[original].clone()

@@ -16,6 +16,7 @@ from checkpoint_conversion.manifest import find_manifest, read_manifest
 from tests.conversion.legacy_support import write_legacy
 from tests.conversion.support import (
     CONFIGS,
+    IN_FLOAT32,
     assert_same_tensors,
     load_all,
     random_tensors,
@@ -42,6 +43,12 @@ STACKED = [
     ("megatron", {"layers": "stacked", "norms": "separate"}),
     ("megatron", {"layers": "numbered", "down": "fused"}),
     ("absorbed", {"layers": "stacked"}),
+]
+# Of models with an indexer, whose attention has norms and down-projections of its own only.
+SPARSE = [
+    ("megatron", {"norms": "separate", "kv_up": "split"}),
+    ("megatron", {"vocab_multiple": 48, "iteration": 7}),
+    ("absorbed", {"norms": "fused"}),
 ]
 
 
@@ -88,6 +95,7 @@ def test_there_and_back(models, tmp_path, name, to, options):
     ("name", "to", "options"),
     [("v3", *layout) for layout in LAYOUTS]
     + [("dense", *layout) for layout in STACKED]
+    + [(name, *layout) for name in ("v32", "shared") for layout in SPARSE]
     # It has no query down-projection to fuse.
     + [("v2_lite", *layout) for layout in LAYOUTS if layout[1].get("down") != "fused"],
     ids=name_of,
@@ -119,7 +127,7 @@ def write_first(model: Model, folder: Path, kind: str) -> None:
     shutil.copy(model.path / "tokenizer.json", folder / "release/hugging_face")
 
 
-@pytest.mark.parametrize("name", ["v3", "mtp"])
+@pytest.mark.parametrize("name", ["v3", "mtp", "v32", "shared"])
 @pytest.mark.parametrize(
     ("first", "second"), [(a, b) for a in (*TARGETS, LEGACY) for b in TARGETS if a != b]
 )
@@ -154,16 +162,17 @@ def test_back_from_another_format_is_the_same_checkpoint(models, tmp_path, to, o
     assert before == after
 
 
+@pytest.mark.parametrize("name", ["v3", "v32"])
 @pytest.mark.parametrize(("to", "options"), PLAIN, ids=name_of)
-def test_dtype_of_the_target(models, tmp_path, to, options):
-    """Rounded once; the correction bias keeps its own."""
-    model = models["v3"]
+def test_dtype_of_the_target(models, tmp_path, name, to, options):
+    """Rounded once; what transformers keeps in float32 keeps its own."""
+    model = models[name]
     convert(model.path, tmp_path / "there", to, TargetOptions(dtype=torch.float16, **options))
     checkpoint = open_checkpoint(tmp_path / "there")
     assert checkpoint.config.hugging_face["torch_dtype"] == "float16"
     found = load_all(checkpoint.hugging_face_tensors())
     expected = {
-        name: tensor if name.endswith("e_score_correction_bias") else tensor.half()
+        name: tensor if name.endswith(IN_FLOAT32) else tensor.half()
         for name, tensor in model.tensors.items()
     }
     assert_same_tensors(found, expected)

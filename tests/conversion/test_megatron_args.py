@@ -53,9 +53,17 @@ _NOT_COMPARED = {
     "quantization_config",
     "rope_scaling",
 }
+_DSA = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 2,
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 6,
+}
 _SCALES = {
     "deepseek-v2-lite": 0.1147214,
     "deepseek-v3": 0.1352338,
+    "deepseek-v3.2": 0.1352338,
+    "glm-5": 0.0625,
     "kimi-k2": 0.1308608,
     "moonlight": 0.0721688,
 }
@@ -96,6 +104,9 @@ def test_arguments_agree_with_the_presets(name):
         value = getattr(preset, field.name)
         if field.name in ("latent_norm_eps", "moe_aux_loss_coeff"):
             continue  # a note says the one, the other is for training only
+        if field.name.startswith(("dsa", "experimental")) and value == field.default:
+            assert getattr(args, field.name, value) == value
+            continue
         own = getattr(args, {"num_moe_experts": "num_experts"}.get(field.name, field.name))
         if field.name == "moe_router_topk_scaling_factor":
             value = value or 1.0
@@ -144,7 +155,8 @@ def test_transformers_loads_the_config_json(name):
     loaded = auto.CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     assert loaded.num_hidden_layers == config.num_layers
     assert loaded.first_k_dense_replace == config.moe_layers.count(False)
-    assert loaded.rope_parameters["rope_type"] == ("default" if name == "moonlight" else "yarn")
+    yarn = config.hugging_face["rope_scaling"] is not None
+    assert loaded.rope_parameters["rope_type"] == ("yarn" if yarn else "default")
     assert loaded.rope_parameters["rope_theta"] == config.hugging_face["rope_theta"]
 
 
@@ -199,7 +211,26 @@ _REFUSED = [
     ({"qk_layernorm": False}, "args.qk_layernorm must be True"),
     ({"layernorm_zero_centered_gamma": True}, "args.layernorm_zero_centered_gamma must be False"),
     ({"moe_latent_size": 8}, "args.moe_latent_size must be None, got 8"),
-    ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant must be None"),
+    (
+        {"experimental_attention_variant": "gated_delta_net"},
+        "experimental_attention_variant must be None or 'dsa'",
+    ),
+    ({**_DSA, "dsa_indexer_topk": None}, "dsa_indexer_topk is missing"),
+    ({**_DSA, "dsa_indexer_rope_interleaved": 1}, "dsa_indexer_rope_interleaved must be true"),
+    ({"dsa_indexer_n_heads": 4}, "dsa_indexer_n_heads must be None without"),
+    ({**_DSA, "dsa_indexer_scoring_relu": False}, "dsa_indexer_scoring_relu must be True"),
+    ({**_DSA, "dsa_indexer_k_norm_epsilon": 1e-5}, "dsa_indexer_k_norm_epsilon must be 1e-06"),
+    ({**_DSA, "dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq must be 1 without"),
+    ({**_DSA, "dsa_indexer_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim 8"),
+    ({**_DSA, "q_lora_rank": None}, "q_lora_rank must be an integer: the indexer reads"),
+    (
+        {
+            **_DSA,
+            "moe_router_score_function": "softmax",
+            "moe_router_enable_expert_bias": False,
+        },
+        "moe_router_score_function must be 'sigmoid' with sparse attention",
+    ),
     ({"normalization": torch.ones(2)}, "args.normalization must be 'RMSNorm', got tensor"),
     ({"num_layers": ...}, "args.num_layers is missing"),
     ({"kv_lora_rank": -1}, "args.kv_lora_rank must be an integer from 1 to"),

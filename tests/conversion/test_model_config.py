@@ -134,7 +134,7 @@ _REFUSED = [
     ({"mlp_bias": True}, "mlp_bias must be False"),
     ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
     ({"rope_interleave": False}, "rope_interleave must be True"),
-    ({"index_topk": 2048}, "index_topk must be left out: sparse attention (DeepSeek-V3.2)"),
+    ({"index_topk": 2048}, "index_topk must be left out: sparse attention is that of deepseek_v32"),
     ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be 'fp8', got 'awq'"),
     (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},

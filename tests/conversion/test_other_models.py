@@ -143,9 +143,6 @@ MISTRAL4 = {
 @pytest.mark.parametrize(
     ("fields", "messages"),
     [
-        ({"model_type": "deepseek_v32"}, ("'deepseek_v32' has sparse attention", "indexer")),
-        ({"model_type": "glm_moe_dsa"}, ("'glm_moe_dsa' has sparse attention", "indexer")),
-        ({"index_topk": 2048}, ("index_topk must be left out", "sparse attention")),
         (
             {"model_type": "longcat_flash"},
             ("mla_scale_q_lora", "two attentions in a layer", "zero_expert_num"),

@@ -213,7 +213,7 @@ LEVELS = [
     {"core_attention", "dsa"},
     {"context_parallel", "inference"},
     {"attention"},
-    {"cpu_host", "generation", "packed_router", "standard_mla"},
+    {"cpu_host", "generation", "packed_router", "standard_dsa", "standard_mla"},
     {"testing"},
     # Above specs and conversion, too: they put everything together.
     {"llm", "export", "bridge"},

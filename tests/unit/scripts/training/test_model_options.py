@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from absorbed_mla.dims import MLADims, softmax_scale
+from absorbed_mla.dsa.config import DSAConfig
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
 from training.arguments import parse_arguments
 from training.model import build_config
@@ -16,6 +17,8 @@ REAL = [name for name in PRESETS if name != "tiny"]
 _SCALES = {
     "deepseek-v2-lite": 0.1147214,
     "deepseek-v3": 0.1352338,
+    "deepseek-v3.2": 0.1352338,
+    "glm-5": 0.0625,
     "kimi-k2": 0.1308608,
     "moonlight": 0.0721688,
 }
@@ -37,7 +40,8 @@ def test_softmax_scale_of_the_released_models(name):
 @pytest.mark.parametrize("name", REAL)
 def test_released_models_have_the_released_shape(name):
     preset = get_preset(name)
-    assert (preset.kv_lora_rank, preset.qk_head_dim, preset.v_head_dim) == (512, 128, 128)
+    heads = (192, 256) if name == "glm-5" else (128, 128)
+    assert (preset.kv_lora_rank, preset.qk_head_dim, preset.v_head_dim) == (512, *heads)
     assert preset.qk_pos_emb_head_dim == 64
     assert preset.latent_norm_eps == 1e-6
     assert len(preset.moe_layer_freq) == preset.num_layers
@@ -56,7 +60,13 @@ def test_scaled_models_stay_valid(name, factor):
     assert (small.q_lora_rank is None) == (preset.q_lora_rank is None)
     assert small.hidden_size <= preset.hidden_size
     args = parse_arguments(["--preset", name, "--scale-down", str(factor)])
-    build_config(args, resolve_model(args), torch.device("cpu"))
+    config = build_config(args, resolve_model(args), torch.device("cpu"))
+    assert config.experimental_attention_variant == preset.experimental_attention_variant
+    if preset.experimental_attention_variant:
+        dsa = DSAConfig.from_config(config)
+        assert 4 <= dsa.num_heads <= preset.dsa_indexer_n_heads
+        assert 16 <= dsa.topk <= preset.dsa_indexer_topk
+        assert dsa.head_dim > small.qk_pos_emb_head_dim
 
 
 def test_scaling_by_one_changes_nothing():
