@@ -32,6 +32,7 @@ from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.unsupported import refuse_other_variant
 
 
 @dataclass
@@ -99,6 +100,7 @@ class SparseCoreAttention(LatentCoreAttention):
         pg_collection: ProcessGroupCollection,
         name: str | None = None,
     ) -> None:
+        refuse_other_variant(config, self)
         causal = attn_mask_type in CAUSAL_MASKS
         refuse_unsupported_dsa(config, options, causal=causal, cp_comm_type=cp_comm_type)
         options = options.replace(form="absorbed")
@@ -156,8 +158,7 @@ class SparseCoreAttention(LatentCoreAttention):
             nonlocal index
             if index is None:
                 with torch.set_grad_enabled(learns):
-                    latent = query_latent
-                    index = self._index_vectors(plan, hidden_states, latent, cos, sin)
+                    index = self._index_vectors(plan, hidden_states, query_latent, cos, sin)
             return index
 
         def select() -> Tensor | None:
@@ -175,6 +176,7 @@ class SparseCoreAttention(LatentCoreAttention):
             )
 
         chosen = self.selection.get(select)
+        self._check_shape(chosen, plan, hidden_states)
         plan = replace(plan, chosen=chosen, index=vectors() if learns else None)
         if chosen is None:
             return plan
@@ -253,6 +255,18 @@ class SparseCoreAttention(LatentCoreAttention):
                 *(gather_from_sequence_parallel_region(x, group=self._tp_group) for x in index)
             )
         return index._replace(key=plan.keys.gather(index.key))
+
+    def _check_shape(self, chosen: Tensor | None, plan: SparsePlan, hidden_states: Tensor) -> None:
+        """Refuse a selection of other tokens, which a kernel would read out of bounds."""
+        if chosen is None:
+            return
+        cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
+        expected = (plan.layout.num_tokens // cp_size, hidden_states.shape[1], self.dsa.topk)
+        if tuple(chosen.shape) != expected:
+            raise ValueError(
+                f"a selection for layer {self.layer_number} must be [S, B, topk] = {expected}, "
+                f"got {tuple(chosen.shape)}"
+            )
 
     def _request(self, x: Tensor) -> SparseRequest:
         return SparseRequest(

@@ -65,7 +65,8 @@ class LayerSelection:
         self.layer_number = layer_number
         self.source = dsa.source_layer(layer_number)
         self.shares = self.source != layer_number
-        self.is_shared_next = dsa.source_layer(layer_number + 1) == self.source
+        is_last = layer_number == config.num_layers
+        self.is_shared_next = not is_last and dsa.source_layer(layer_number + 1) == self.source
         self.recorder: Callable[[Selected], Any] | None = None
         self.replayed: Iterator[Selected] | None = None
         self._neighbours: Neighbours = _neighbours.setdefault(config, Neighbours())
@@ -88,16 +89,21 @@ class LayerSelection:
             ValueError: If the layer whose selection is shared did not run just before, or there is
                 nothing left to replay.
         """
-        watched = self.shares or self.is_shared_next or self.recorder or self.replayed
-        recomputation = current_recomputation() if watched else None
-        again = recomputation is not None and self in recomputation.seen
-        found = self._kept(recomputation) if again else None
-        if found is None:
-            found = self._find(select, recomputation)
+        recomputation = current_recomputation()
+        if recomputation is not None and self in recomputation.seen:
+            return self._again(select, recomputation).chosen
+        if self.shares:
+            found, kept = self._shared(recomputation)
+        elif self.replayed is not None:
+            found, kept = self._next_replayed(), True
+        else:
+            found, kept = Selected(select()), False
+        if self.recorder is not None:
+            self.recorder(found)
         if recomputation is not None:
             recomputation.seen.add(self)
-        if self.recorder is not None and not again:
-            self.recorder(found)
+            if kept:
+                recomputation.kept[self] = found
         if self.is_shared_next:
             self._neighbours.latest = _Latest(self.source, found, recomputation)
         elif self.shares:
@@ -105,27 +111,24 @@ class LayerSelection:
             self._neighbours.latest = None
         return found.chosen
 
-    def _kept(self, recomputation: Recomputation | None) -> Selected | None:
-        return None if recomputation is None else recomputation.kept.get(self)
-
-    def _find(
-        self, select: Callable[[], Tensor | None], recomputation: Recomputation | None
-    ) -> Selected:
-        if self.shares:
-            latest = self._neighbours.latest
-            if latest is None or latest.source != self.source:
-                raise ValueError(
-                    f"layer {self.layer_number} shares the selection of layer {self.source}, which "
-                    "did not run before it in this forward"
-                )
-            found, inside = latest.selected, latest.recomputation is recomputation
-        elif self.replayed is not None:
-            found, inside = self._next_replayed(), False
-        else:
-            return Selected(select())
-        if recomputation is not None and not inside:
-            recomputation.kept[self] = found
+    def _again(self, select: Callable[[], Tensor | None], recomputation: Recomputation) -> Selected:
+        """What the first run had; what layers in the same checkpoint share is made again."""
+        found = recomputation.kept.get(self)
+        if found is None:
+            found = recomputation.kept[_SHARED] if self.shares else Selected(select())
+        if self.is_shared_next:
+            recomputation.kept[_SHARED] = found
         return found
+
+    def _shared(self, recomputation: Recomputation | None) -> tuple[Selected, bool]:
+        """The selection of the source, and whether it was made outside of the checkpoint."""
+        latest = self._neighbours.latest
+        if latest is None or latest.source != self.source:
+            raise ValueError(
+                f"layer {self.layer_number} shares the selection of layer {self.source}, which "
+                "did not run before it in this forward"
+            )
+        return latest.selected, latest.recomputation is not recomputation
 
     def _next_replayed(self) -> Selected:
         assert self.replayed is not None
@@ -136,3 +139,7 @@ class LayerSelection:
                 f"there is no selection left to replay for layer {self.layer_number}: the model "
                 "was called more often than in record_selections"
             ) from None
+
+
+# Key of the selection on its way to the next layer of a recomputation.
+_SHARED = "shared"
