@@ -42,6 +42,7 @@ from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
     refuse_graphs_in_training,
+    refuse_other_variant,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
     refuse_unsupported_inference,
@@ -129,7 +130,12 @@ class AbsorbedMLASelfAttention(Attention):
             attn_mask_type=attn_mask_type,
             softmax_scale=self.softmax_scale,
             options=options,
+            layer_number=layer_number,
+            cp_comm_type=self.context_parallel.cp_comm_type,
+            pg_collection=pg_collection,
+            name=f"{name}.core_attention" if name is not None else None,
         )
+        refuse_other_variant(config, self.core_attention)
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
         register_load_hooks(self, dims)
         keep_parameter_marks(self)
@@ -256,13 +262,18 @@ class AbsorbedMLASelfAttention(Attention):
 
         def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
             q_down, kv_down = self._down_project(hidden_states)
-            return run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+            found = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+            return *found, q_down
 
         offload = self.offloading.run if self.offloading else _on_device_stage
-        kv, *query = offload("qkv_linear", project, hidden_states)
+        kv, *query, q_down = offload("qkv_linear", project, hidden_states)
+        # Sparse attention only: the indexer's choice of keys here, its loss below.
+        query_latent = partial(self._query_latent, q_down)
+        plan = self.core_attention.choose_keys(plan, hidden_states, query_latent, cos, sin)
         attend = partial(self._core_attention, plan, w_uk, w_uv)
         recomputed = (kv, *query) if up_project else ()
-        core_out = offload("core_attn", attend, kv, *query, kept=recomputed)
+        core_out, lse = offload("core_attn", attend, kv, *query, kept=recomputed)
+        core_out = self.core_attention.learn_choice(plan, core_out, lse, tuple(query), kv)
         if up_project:
             up_project.discard_output_and_register_recompute(core_out)
             refuse_graph_of_gradients(core_out)
@@ -360,7 +371,11 @@ class AbsorbedMLASelfAttention(Attention):
         """
         if self.dims.q_lora_rank is None:
             return own_output(self.linear_q_proj, q_down)
-        return own_output(self.linear_q_up_proj, self.q_layernorm(q_down))
+        return own_output(self.linear_q_up_proj, self._query_latent(q_down))
+
+    def _query_latent(self, q_down: Tensor) -> Tensor:
+        """What the query is projected from: the normalised compressed query, or the input."""
+        return q_down if self.dims.q_lora_rank is None else self.q_layernorm(q_down)
 
     def _latent(self, kv_down: Tensor) -> Tensor:
         """[latent | k_rope] [S, B, C + R] of all tokens, normalised and not rotated."""
@@ -371,17 +386,21 @@ class AbsorbedMLASelfAttention(Attention):
 
     def _core_attention(
         self, plan: AttentionPlan, w_uk: Tensor, w_uv: Tensor, kv: Tensor, *query: Tensor
-    ) -> Tensor:
-        """[S, B, N * v]; recomputed in backward if ``core_attn`` is among recompute_modules."""
+    ) -> tuple[Tensor, Tensor]:
+        """[S, B, N * v], recomputed in backward if ``core_attn`` is among recompute_modules.
+
+        Returns:
+            Also the LSE [S, B, N], without gradient.
+        """
 
         def run(w_uk, w_uv, kv, *query):
-            out, _ = self.core_attention(plan, query, kv, w_uk, w_uv)
-            return out.flatten(2)
+            out, lse = self.core_attention(plan, query, kv, w_uk, w_uv)
+            return out.flatten(2), lse.detach()
 
         if self.checkpoint_core_attention and self.training:
-            core_out = checkpoint(run, False, w_uk, w_uv, kv, *query)
+            core_out, lse = checkpoint(run, False, w_uk, w_uv, kv, *query)
             refuse_graph_of_gradients(core_out)
-            return core_out
+            return core_out, lse.detach()
         return run(w_uk, w_uv, kv, *query)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -393,7 +412,9 @@ class AbsorbedMLASelfAttention(Attention):
             sharded_offsets,
             dims=self.dims,
             tp_rank=self.pg_collection.tp.rank(),
-            fused_norms=not isinstance(self.linear_proj, RowParallelLinear),
+            # Megatron's layers with an indexer have norms of their own, to give it what they make.
+            fused_norms=not isinstance(self.linear_proj, RowParallelLinear)
+            and self.core_attention.variant is None,
         )
 
     def get_query_key_value_tensors(self, *args, **kwargs):

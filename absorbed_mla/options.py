@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from absorbed_mla.registry import ATTENTION_BACKENDS, CP_STRATEGIES, PAGED_BACKENDS
+from absorbed_mla.registry import (
+    ATTENTION_BACKENDS,
+    CP_STRATEGIES,
+    INDEXER_BACKENDS,
+    PAGED_BACKENDS,
+    SPARSE_BACKENDS,
+)
 
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
@@ -53,6 +59,11 @@ class AbsorbedMLAOptions:
         muon_kv_up: What Muon orthogonalises as one matrix (docs/muon.md): ``"combined"`` the K and
             V up-projections of all heads together, as in standard MLA; ``"split"`` each of the two;
             ``"per_head"`` each head's rows of each. Other optimizers do not read it.
+        sparse_attention_backend: With DeepSeek Sparse Attention, the implementation of the
+            attention over chosen keys, one of the files in ``dsa/backends``; ``"auto"`` takes the
+            fastest that can run.
+        indexer_backend: Likewise of the indexer's selection and loss, in
+            ``dsa/indexer_backends``.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -69,6 +80,8 @@ class AbsorbedMLAOptions:
     latent_cache_tokens: int | None = None
     batch_invariant: bool = False
     muon_kv_up: str = "combined"
+    sparse_attention_backend: str = "auto"
+    indexer_backend: str = "auto"
 
     def __post_init__(self) -> None:
         _require_one_of("form", self.form, FORMS)
@@ -77,6 +90,8 @@ class AbsorbedMLAOptions:
         ATTENTION_BACKENDS.require(self.core_attention_backend, "auto")
         self._require_fitting_form()
         PAGED_BACKENDS.require(self.paged_attention_backend, "auto")
+        SPARSE_BACKENDS.require(self.sparse_attention_backend, "auto")
+        INDEXER_BACKENDS.require(self.indexer_backend, "auto")
         eps = self.latent_norm_eps
         if eps is not None and not (isinstance(eps, (int, float)) and 0 < eps < 1):
             raise ValueError(f"latent_norm_eps must be None or between 0 and 1, got {eps!r}")

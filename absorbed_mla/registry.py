@@ -133,5 +133,7 @@ ATTENTION_BACKENDS: Registry = Registry(
 )
 PAGED_BACKENDS: Registry = Registry("paged_attention_backend", "absorbed_mla.inference.backends")
 CP_STRATEGIES: Registry = Registry("cp_comm_type", "absorbed_mla.context_parallel.strategies")
+SPARSE_BACKENDS: Registry = Registry("sparse_attention_backend", "absorbed_mla.dsa.backends")
+INDEXER_BACKENDS: Registry = Registry("indexer_backend", "absorbed_mla.dsa.indexer_backends")
 LATENT_CACHES: Registry = Registry("inference_context", "absorbed_mla.inference.caches")
 CHECKPOINT_LAYOUTS: Registry = Registry("layout", "absorbed_mla.checkpoint.layouts")

@@ -18,7 +18,10 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "fp8_multi_head_attention": ((False,), "linear layers are in FP8, attention is in bf16"),
     "fp4": ((None, False), "it needs Blackwell GPUs, which it was not tested on; use fp8"),
     "flash_decode": ((False,), "latents are cached, not keys and values"),
-    "experimental_attention_variant": ((None,), "attention is dense"),
+    "experimental_attention_variant": (
+        (None, "dsa"),
+        "it is dense, or DeepSeek's sparse one",
+    ),
     "attention_output_gate": ((False,), "the output is not gated"),
     "apply_query_key_layer_scaling": ((False,), "scores are computed in fp32"),
     "qk_l2_norm": ((False,), "use qk_layernorm, the RMSNorm of MLA's latents"),
@@ -65,6 +68,20 @@ def refuse_unsupported_config(config: MLATransformerConfig) -> None:
         raise ValueError(
             "fp8_param=True needs use_cpu_initialization=False: TransformerEngine would read the "
             "CPU's memory on the GPU"
+        )
+
+
+def refuse_other_variant(config: MLATransformerConfig, core_attention: Any) -> None:
+    """Refuse a core attention that was made for another ``experimental_attention_variant``.
+
+    Raises:
+        ValueError: If the config asks for another.
+    """
+    asked, made = config.experimental_attention_variant, core_attention.variant
+    if asked != made:
+        raise ValueError(
+            f"experimental_attention_variant={asked!r}, but the spec's core_attention "
+            f"({type(core_attention).__name__}) is for {made!r}; build the spec with this config"
         )
 
 
@@ -157,6 +174,11 @@ def refuse_unsupported_inference(
     Raises:
         ValueError: Naming what was given and what is supported.
     """
+    if config.experimental_attention_variant is not None:
+        raise ValueError(
+            "inference_context needs experimental_attention_variant=None, got "
+            f"{config.experimental_attention_variant!r}: generation with DSA is not there yet"
+        )
     if torch.is_grad_enabled():
         raise ValueError(
             "inference_context needs torch.no_grad() or torch.inference_mode(): cached latents "

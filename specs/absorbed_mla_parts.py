@@ -22,6 +22,9 @@ from megatron.core.transformer.transformer_layer import (
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.core_attention.module import LatentCoreAttention
+from absorbed_mla.dsa.core_attention import SparseCoreAttention, SparseCoreAttentionSubmodules
+from absorbed_mla.dsa.indexer import Indexer, IndexerSubmodules
+from absorbed_mla.dsa.layer_norm import LayerNorm
 from absorbed_mla.linear import DuplicatedLinear, HeadwiseUpProjection
 from absorbed_mla.norm import RMSNorm
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -129,9 +132,19 @@ class LayerParts:
                 kv_layernorm=latent_norm,
                 linear_k_up_proj=HeadwiseUpProjection,
                 linear_v_up_proj=HeadwiseUpProjection,
-                core_attention=LatentCoreAttention,
+                core_attention=self._core_attention(config),
                 linear_proj=self.provider.row_parallel_linear(),
             ),
+        )
+
+    def _core_attention(self, config: MLATransformerConfig) -> ModuleSpec | type:
+        if config.experimental_attention_variant != "dsa":
+            return LatentCoreAttention
+        linear = self._duplicated_linear()
+        layers = IndexerSubmodules(linear, linear, LayerNorm, linear)
+        indexer = ModuleSpec(module=Indexer, submodules=layers)
+        return ModuleSpec(
+            module=SparseCoreAttention, submodules=SparseCoreAttentionSubmodules(indexer)
         )
 
     def _duplicated_linear(self) -> type:

@@ -61,6 +61,11 @@ class OracleDSA:
     relu: bool = True
     k_norm_eps: float = 1e-6
 
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return self.mla.hidden
+
     def indexer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight of the indexer."""
         hidden = self.mla.hidden

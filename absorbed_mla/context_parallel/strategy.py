@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.context_parallel.consistency import require_equal_shapes
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.key_source import KeyBlock, TrainableKeySource
-from absorbed_mla.core_attention.masks.spans import self_attention_spans
+from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
 from absorbed_mla.registry import CP_STRATEGIES
 from absorbed_mla.sequences import SequenceLayout
 
@@ -100,6 +100,7 @@ class LocalKeys:
     """
 
     num_blocks = 1
+    group = None
 
     def __init__(self, layout: SequenceLayout, causal: bool) -> None:
         self.layout = layout
@@ -124,13 +125,20 @@ class LocalKeys:
 
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
         """See ``KeySource``."""
-        spans = self_attention_spans(self.layout, self.causal)
-        yield KeyBlock(kv, spans, lambda: self.query_tokens(kv.device))
+        yield KeyBlock(kv, self.spans(), lambda: self.query_tokens(kv.device))
 
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
         """See ``TrainableKeySource``."""
         [block] = self.blocks(kv, keep=False)
         return block_gradient(block).to(kv.dtype)
+
+    def spans(self) -> Spans:
+        """See ``WholeKeySource``."""
+        return self_attention_spans(self.layout, self.causal)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See ``WholeKeySource``."""
+        return x
 
 
 def _require_supported(cp_comm_type: str | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
@@ -83,5 +84,26 @@ class TrainableKeySource(KeySource, Protocol):
             kv: What it returned.
             block_gradient: Gradient [S_k, B, C + R] of a block from this rank's queries, in the
                 dtype in which ranks sum it.
+        """
+        ...
+
+
+class WholeKeySource(TrainableKeySource, Protocol):
+    """A key source whose keys are one block, so that they have one axis."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the tokens; None if this one has all."""
+        ...
+
+    def spans(self) -> Spans:
+        """Which of this rank's queries see which keys."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows of all tokens on the axis of the keys, given those of this rank's tokens.
+
+        Args:
+            x: [S, ...]. Backward sums its gradient over the ranks.
         """
         ...

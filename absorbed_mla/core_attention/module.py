@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -45,6 +48,7 @@ class LatentCoreAttention(nn.Module):
         attn_mask_type: Which keys a token may see.
         softmax_scale: Multiplies the scores.
         options: Form, backend and chunk sizes.
+        _layer: What other kinds of core attention must know of their layer.
 
     Attributes:
         current_max_attn_logits: The largest scaled score of each head of this rank over its tokens,
@@ -53,6 +57,9 @@ class LatentCoreAttention(nn.Module):
             value up to ``qk_clip_threshold``, which clips nothing, may be an upper bound of it.
     """
 
+    # What of ``experimental_attention_variant`` it computes.
+    variant: str | None = None
+
     def __init__(
         self,
         config: MLATransformerConfig,
@@ -60,6 +67,7 @@ class LatentCoreAttention(nn.Module):
         attn_mask_type: AttnMaskType,
         softmax_scale: float,
         options: AbsorbedMLAOptions,
+        **_layer: Any,
     ) -> None:
         super().__init__()
         self.dims = dims
@@ -174,6 +182,39 @@ class LatentCoreAttention(nn.Module):
         )
         name, chosen = fastest(able, self.dims, work)
         return self._forms[name], chosen
+
+    def choose_keys(
+        self,
+        plan: AttentionPlan,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> AttentionPlan:
+        """The plan with the keys that every query attends to; here all that it sees.
+
+        Args:
+            plan: From :meth:`plan`.
+            hidden_states: [S or S / tp, B, hidden_size].
+            query_latent: Makes the normalised latent of the query, of the same tokens.
+            cos: fp32 [S, R / 2], for the positions of the tokens.
+            sin: Likewise.
+        """
+        return plan
+
+    def learn_choice(
+        self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
+    ) -> Tensor:
+        """``core_out``, whose backward is also that of a loss of the choice of keys; here none.
+
+        Args:
+            plan: From :meth:`choose_keys`.
+            core_out: Output of the attention, [S, B, N * v].
+            lse: From :meth:`forward`.
+            query: As in :meth:`forward`.
+            kv: As in :meth:`forward`.
+        """
+        return core_out
 
     def forward(
         self, plan: AttentionPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor

@@ -102,7 +102,12 @@ def config_of(
     dsa: OracleDSA, dtype: torch.dtype = torch.float64, **changes
 ) -> MLATransformerConfig:
     """Megatron's config of such a layer."""
-    fields = {
+    return config_for(dsa.mla, dtype, **{**dsa_fields(dsa), **changes})
+
+
+def dsa_fields(dsa: OracleDSA) -> dict[str, object]:
+    """Megatron's fields of the sparse attention."""
+    return {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": dsa.heads,
         "dsa_indexer_head_dim": dsa.width,
@@ -111,9 +116,7 @@ def config_of(
         "dsa_indexer_rotate_activation": dsa.hadamard,
         "dsa_indexer_scoring_relu": dsa.relu,
         "dsa_indexer_k_norm_epsilon": dsa.k_norm_eps,
-        **changes,
     }
-    return config_for(dsa.mla, dtype, **fields)
 
 
 def build_indexer(dsa: OracleDSA, weights: dict[str, Tensor], **changes) -> Indexer:

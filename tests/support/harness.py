@@ -34,6 +34,12 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], int | str | None]] = {
     "w_o": (("linear_proj.weight",), 1),
     "q_norm": (("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"), None),
     "kv_norm": (("kv_layernorm.weight",), None),
+    # Of an indexer (tests.oracle_dsa).
+    "i_wq": (("core_attention.indexer.linear_wq_b.weight",), None),
+    "i_wk": (("core_attention.indexer.linear_wk.weight",), None),
+    "i_k_gain": (("core_attention.indexer.k_norm.weight",), None),
+    "i_k_bias": (("core_attention.indexer.k_norm.bias",), None),
+    "i_w": (("core_attention.indexer.linear_weights_proj.weight",), None),
 }
 
 
@@ -226,8 +232,9 @@ def whole_gradients(
 ) -> dict[str, Tensor]:
     """Whole gradients as the optimizer sees them after Megatron's finalize_model_grads.
 
-    That function sums the gradients of parameters marked ``sequence_parallel``, and no others, over
-    the tensor-parallel group; before it, DDP has summed over context-parallel ranks.
+    That function sums the gradients of parameters marked ``sequence_parallel`` over the
+    tensor-parallel group, and averages those marked so; before it, DDP has summed over
+    context-parallel ranks.
     """
     whole = {
         name: torch.full_like(parameter, torch.nan) if parameter.grad is None else parameter.grad
@@ -238,6 +245,13 @@ def whole_gradients(
     if setup.sequence_parallel:
         marked = [n for n, p in parameters.items() if getattr(p, "sequence_parallel", False)]
         whole |= summed({n: whole[n] for n in marked}, world.tp_group())
+    averaged = [
+        name
+        for name, parameter in parameters.items()
+        if getattr(parameter, "average_gradients_across_tp_domain", False)
+    ]
+    sums = summed({n: whole[n] for n in averaged}, world.tp_group())
+    whole |= {name: total / world.tp_size() for name, total in sums.items()}
     dims = {name: shard_dim(name, setup) for name in parameters}
     sharded = {n: whole[n] for n, dim in dims.items() if dim is not None}
     parts = [split_like(part, sharded) for part in world.gather(flat(sharded)[None], 0).unbind()]

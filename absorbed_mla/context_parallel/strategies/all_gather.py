@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from absorbed_mla.context_parallel.exchange import LatentExchange, gradient_in_flight
 from absorbed_mla.core_attention.key_source import KeyBlock
+from absorbed_mla.core_attention.masks.spans import Spans
 
 
 class AllGather(LatentExchange):
@@ -51,8 +53,9 @@ class AllGather(LatentExchange):
             gathered = rank_major.index_select(0, in_order)
             if keep and not self.recomputed:
                 self._gathered = gathered
-        spans = self.layout.gathered_spans(self.causal)
-        yield KeyBlock(gathered, spans, lambda: torch.arange(len(gathered), device=kv.device))
+        yield KeyBlock(
+            gathered, self.spans(), lambda: torch.arange(len(gathered), device=kv.device)
+        )
 
     def gradient(self, kv: Tensor, block_gradient: Callable[[KeyBlock], Tensor]) -> Tensor:
         """See ``LatentExchange``."""
@@ -70,6 +73,15 @@ class AllGather(LatentExchange):
         (own, work), self._gradient = self._gradient, None
         work.wait()
         return own
+
+    def spans(self) -> Spans:
+        """See ``WholeKeySource``."""
+        return self.layout.gathered_spans(self.causal)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """See ``WholeKeySource``."""
+        rank_major = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
+        return rank_major.index_select(0, self.layout.index("sequence_order", x.device))
 
 
 ENTRY = AllGather

@@ -115,7 +115,7 @@ UNSUPPORTED = {
     "fp8_multi_head_attention": (True, "False"),
     "fp4": ("e2m1", "None"),
     "flash_decode": (True, "False"),
-    "experimental_attention_variant": ("dsa", "None"),
+    "experimental_attention_variant": ("gated_delta_net", "None"),
     "attention_output_gate": (True, "False"),
     "apply_query_key_layer_scaling": (True, "False"),
     "qk_l2_norm": (True, "False"),

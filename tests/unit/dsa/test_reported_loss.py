@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
@@ -11,13 +10,6 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 
 from absorbed_mla.dsa.reported_loss import report_loss
 from tests.support import world
-
-
-@pytest.fixture(autouse=True)
-def _own_state(monkeypatch):
-    """Megatron keeps both in class attributes."""
-    monkeypatch.setattr(DSAIndexerLossAutoScaler, "main_loss_backward_scale", None)
-    monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", {})
 
 
 def test_backward_and_log():

@@ -1,0 +1,182 @@
+"""Interfaces of the implementations: attention over chosen keys, and the indexer's work.
+
+An implementation is a file in ``dsa/backends`` (an entry of ``SPARSE_BACKENDS``) or in
+``dsa/indexer_backends`` (``INDEXER_BACKENDS``). None of it uses autograd but the loss.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.dsa.support import Support
+from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.log_once import log_once
+from absorbed_mla.registry import Registry
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SparseRequest:
+    """What an implementation must be able to do for one call.
+
+    Attributes:
+        device: Of the tensors.
+        dtype: Of the model.
+        heads: Of the attention, on this tensor-parallel rank.
+        kv_lora_rank: Width of the value, C.
+        rope_dim: Width of the rotated part of a key, R.
+        index_heads: Of the indexer, Hi.
+        index_dim: Width of one, Di.
+        topk: Keys of a query, at most.
+        relu: Whether the indexer's products pass a ReLU.
+        deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
+            run.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_lora_rank: int
+    rope_dim: int
+    index_heads: int
+    index_dim: int
+    topk: int
+    relu: bool
+    deterministic: bool
+
+
+class SparseBackend(Protocol):
+    """Attention over chosen keys. The contract is that of ``dsa/sparse_reference.py``.
+
+    Attributes:
+        name: As ``sparse_attention_backend`` names it; the name of the file.
+        summary: What it is and what it needs.
+        speed: Relative to the reference's 1; ``"auto"`` takes the largest that can run.
+    """
+
+    name: str
+    summary: str
+    speed: float
+
+    def why_not(self, request: SparseRequest) -> str | None:
+        """The reason why it cannot do what is requested here, or None."""
+        ...
+
+    def forward(self, inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
+        """Output [S_q, B, N, C] in any dtype and LSE [S_q, B, N] in fp32 (fp64).
+
+        Args:
+            inputs: In the absorbed form; ``k_content`` and ``k_rope`` may be views of one tensor.
+            chosen: int32 [S_q, B, topk] on the key axis, ascending, then -1.
+            scale: Multiplies the scores.
+        """
+        ...
+
+    def backward(
+        self,
+        grad: OutputGradient,
+        output: AttentionOutput,
+        inputs: AttentionInputs,
+        chosen: Tensor,
+        scale: float,
+    ) -> AttentionInputs:
+        """Gradients of the inputs; those of the keys in fp32 (fp64)."""
+        ...
+
+
+class IndexerBackend(Protocol):
+    """The indexer's selection and loss.
+
+    Attributes:
+        name: As ``indexer_backend`` names it; the name of the file.
+        summary: What it is and what it needs.
+        speed: As of ``SparseBackend``.
+    """
+
+    name: str
+    summary: str
+    speed: float
+
+    def why_not(self, request: SparseRequest) -> str | None:
+        """The reason why it cannot do what is requested here, or None."""
+        ...
+
+    def select(
+        self,
+        index: IndexVectors,
+        spans: Spans,
+        topk: int,
+        *,
+        relu: bool,
+        tp_group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        """A selection; see ``selection.select``."""
+        ...
+
+    def loss(
+        self,
+        index: IndexVectors,
+        inputs: AttentionInputs,
+        lse: Tensor | None,
+        supports: Iterable[Support],
+        *,
+        attention_scale: float,
+        factor: float,
+        relu: bool,
+        tp_group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        """The loss, with a gradient of ``index``; see ``indexer_loss.indexer_loss``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class OverChosen:
+    """An ``AttentionBackend`` of one call: attention over the keys of a selection.
+
+    Attributes:
+        sparse: The implementation.
+        chosen: A selection, int32 [S_q, B, topk].
+    """
+
+    sparse: SparseBackend
+    chosen: Tensor
+
+    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+        """See ``AttentionBackend``; of the rules only the scale is read."""
+        return self.sparse.forward(inputs, self.chosen, rules.scale)
+
+    def backward(
+        self,
+        grad: OutputGradient,
+        output: AttentionOutput,
+        inputs: AttentionInputs,
+        rules: ScoreRules,
+    ) -> AttentionInputs:
+        """See ``AttentionBackend``."""
+        return self.sparse.backward(grad, output, inputs, self.chosen, rules.scale)
+
+
+def choose_implementation(registry: Registry, name: str, request: SparseRequest) -> Any:
+    """The entry of that name, or for ``"auto"`` the fastest that can run.
+
+    Raises:
+        ValueError: If it cannot run what is requested, with the reason.
+    """
+    able, refused = registry.examine(name, request)
+    if not able:
+        reasons = "; ".join(f"{entry}: {reason}" for entry, reason in refused.items())
+        raise ValueError(f"{registry.option}={name!r} cannot run here: {reasons}")
+    chosen = max(able, key=lambda entry: entry.speed)
+    log_once(_logger, f"{registry.option}: {chosen.name}")
+    return chosen

@@ -1,0 +1,1 @@
+"""Implementations of the attention over chosen keys: one file each, named as the option."""

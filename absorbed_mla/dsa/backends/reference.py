@@ -1,0 +1,22 @@
+"""Attention over chosen keys in plain PyTorch."""
+
+from __future__ import annotations
+
+from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.sparse_reference import sparse_backward, sparse_forward
+
+
+class ReferenceBackend:
+    """Plain PyTorch in fp32 (fp64 for fp64 inputs); see ``dsa/sparse_reference.py``."""
+
+    name = "reference"
+    summary = "plain PyTorch in fp32, any device and dtype"
+    speed = 1.0
+    forward = staticmethod(sparse_forward)
+    backward = staticmethod(sparse_backward)
+
+    def why_not(self, request: SparseRequest) -> None:
+        """Nothing is refused."""
+
+
+ENTRY = ReferenceBackend()

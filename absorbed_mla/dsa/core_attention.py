@@ -1,0 +1,283 @@
+"""Sparse attention in the ``core_attention`` slot: its indexer, what it chooses, how it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from absorbed_mla.core_attention.attend import AttentionPlan
+from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED
+from absorbed_mla.core_attention.forms.base import Query
+from absorbed_mla.core_attention.key_source import WholeKeySource
+from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
+from absorbed_mla.dims import MLADims
+from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
+from absorbed_mla.dsa.config import DSAConfig
+from absorbed_mla.dsa.indexer import Indexer
+from absorbed_mla.dsa.reported_loss import report_loss
+from absorbed_mla.dsa.sharing import LayerSelection
+from absorbed_mla.dsa.sparse_reference import latent_inputs
+from absorbed_mla.dsa.support import chosen_keys, visible_keys
+from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
+from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
+from absorbed_mla.sequences import SequenceLayout
+from absorbed_mla.unsupported import refuse_other_variant
+
+
+@dataclass
+class SparseCoreAttentionSubmodules:
+    """``indexer`` is an :class:`Indexer` with its ``IndexerSubmodules``."""
+
+    indexer: ModuleSpec | type
+
+
+@dataclass(frozen=True)
+class SparsePlan(AttentionPlan):
+    """The plan of one call, which becomes complete with the choice of keys.
+
+    Attributes:
+        keys: Their axis is what a selection counts on.
+        layout: The whole sequences, of all context-parallel ranks.
+        chosen: int32 [S_q, B, topk]; None where every query has all keys that it sees.
+        index: What the indexer made, if it has a loss in this call.
+    """
+
+    keys: WholeKeySource
+    layout: SequenceLayout
+    chosen: Tensor | None = None
+    index: IndexVectors | None = None
+
+
+class SparseCoreAttention(LatentCoreAttention):
+    """Attention over the latents that an indexer chooses for every query.
+
+    Where no sequence is longer than ``dsa_indexer_topk`` nothing is chosen: the attention is the
+    dense one with the dense layer's backends, as while an indexer warms up.
+
+    Args:
+        config: Megatron's MLA config with ``dsa_indexer_*``.
+        submodules: The indexer's spec.
+        dims: Dimensions of the layer on this rank.
+        attn_mask_type: A causal one.
+        softmax_scale: Multiplies the scores.
+        options: Backends.
+        layer_number: Counted from 1, over all pipeline stages.
+        cp_comm_type: ``"all_gather"``.
+        pg_collection: Process groups; ``tp`` and ``cp`` are used.
+        name: Name of the module instance, or None.
+
+    Attributes:
+        indexer: None in a layer that shares the selection of an earlier one.
+
+    Raises:
+        ValueError: If the config asks for something unsupported.
+    """
+
+    variant = "dsa"
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: SparseCoreAttentionSubmodules,
+        dims: MLADims,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float,
+        options: AbsorbedMLAOptions,
+        *,
+        layer_number: int,
+        cp_comm_type: str,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ) -> None:
+        refuse_other_variant(config, self)
+        causal = attn_mask_type in CAUSAL_MASKS
+        refuse_unsupported_dsa(config, options, causal=causal, cp_comm_type=cp_comm_type)
+        options = options.replace(form="absorbed")
+        super().__init__(config, dims, attn_mask_type, softmax_scale, options)
+        self.dsa = DSAConfig.from_config(config)
+        self.layer_number = layer_number
+        self.selection = LayerSelection(config, self.dsa, layer_number)
+        self.indexer: Indexer | None = None
+        if not self.selection.shares:
+            self.indexer = build_module(
+                submodules.indexer,
+                config=config,
+                pg_collection=pg_collection,
+                name=f"{name}.indexer" if name is not None else None,
+            )
+        self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
+        self._rows_are_split = config.sequence_parallel and self._tp_group is not None
+
+    def plan(
+        self,
+        keys: Any,
+        layout: SequenceLayout,
+        cp_size: int,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+    ) -> SparsePlan:
+        """See ``LatentCoreAttention``; the attention over all visible keys.
+
+        Raises:
+            ValueError: If there is a mask.
+        """
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask must be None for experimental_attention_variant='dsa', which is "
+                f"causal; got a tensor of shape {tuple(attention_mask.shape)}"
+            )
+        dense = super().plan(keys, layout, cp_size, hidden_states, None)
+        return SparsePlan(dense.form, dense.backend, keys, dense.rules, layout)
+
+    def choose_keys(
+        self,
+        plan: AttentionPlan,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> SparsePlan:
+        """See ``LatentCoreAttention``; with the selection, and the index vectors for their loss."""
+        assert isinstance(plan, SparsePlan)
+        request = self._request(hidden_states)
+        learns = self._learns()
+        index: IndexVectors | None = None
+
+        def vectors() -> IndexVectors:
+            nonlocal index
+            if index is None:
+                with torch.set_grad_enabled(learns):
+                    index = self._index_vectors(plan, hidden_states, query_latent, cos, sin)
+            return index
+
+        def select() -> Tensor | None:
+            if self.dsa.topk >= max(plan.layout.lengths, default=0):
+                return None
+            implementation = choose_implementation(
+                INDEXER_BACKENDS, self.options.indexer_backend, request
+            )
+            return implementation.select(
+                vectors(),
+                plan.keys.spans(),
+                self.dsa.topk,
+                relu=self.dsa.scoring_relu,
+                tp_group=self._tp_group,
+            )
+
+        chosen = self.selection.get(select)
+        self._check_shape(chosen, plan, hidden_states)
+        plan = replace(plan, chosen=chosen, index=vectors() if learns else None)
+        if chosen is None:
+            return plan
+        sparse = choose_implementation(
+            SPARSE_BACKENDS, self.options.sparse_attention_backend, request
+        )
+        return replace(plan, backend=OverChosen(sparse, chosen))
+
+    def learn_choice(
+        self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
+    ) -> Tensor:
+        """See ``LatentCoreAttention``: the KL divergence of the indexer from the attention."""
+        assert isinstance(plan, SparsePlan)
+        if plan.index is None:
+            return core_out
+        dsa = self.dsa
+        with torch.no_grad():
+            [block] = plan.keys.blocks(kv, keep=False)
+        supports, over_attended = self._supports(plan, block.kv)
+        rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
+        implementation = choose_implementation(
+            INDEXER_BACKENDS, self.options.indexer_backend, self._request(kv)
+        )
+        loss = implementation.loss(
+            plan.index,
+            latent_inputs(*query, block.kv),
+            lse if over_attended else None,
+            supports,
+            attention_scale=self.softmax_scale,
+            factor=dsa.loss_coefficient / rows,
+            relu=dsa.scoring_relu,
+            tp_group=self._tp_group,
+        )
+        return report_loss(
+            core_out,
+            loss,
+            layer_number=self.layer_number,
+            num_layers=self._config.num_layers,
+            cp_group=plan.keys.group,
+        )
+
+    def _supports(self, plan: SparsePlan, kv: Tensor) -> tuple[Any, bool]:
+        """The keys of the loss, and whether the attention was over them."""
+        supports: Any
+        if self.dsa.sparse_loss and plan.chosen is not None:
+            return chosen_keys(plan.chosen, kv.shape[-1]), True
+        supports = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
+        return supports, plan.chosen is None
+
+    def _learns(self) -> bool:
+        wanted = self.indexer is not None and self.dsa.loss_coefficient > 0
+        return wanted and self.training and torch.is_grad_enabled()
+
+    def _index_vectors(
+        self,
+        plan: SparsePlan,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> IndexVectors:
+        """Of all queries of this context-parallel rank, and of the keys of all of them."""
+        assert self.indexer is not None
+        with torch.no_grad():
+            latent = query_latent()
+        if self._rows_are_split:
+            assert self._tp_group is not None
+            # Every rank projects its own tokens.
+            rows = len(hidden_states)
+            own = slice(self._tp_group.rank() * rows, (self._tp_group.rank() + 1) * rows)
+            cos, sin = cos[own], sin[own]
+        index = self.indexer(hidden_states, latent, cos, sin)
+        if self._rows_are_split:
+            # Backward sums over ranks, which take turns with the queries of the loss.
+            index = IndexVectors(
+                *(gather_from_sequence_parallel_region(x, group=self._tp_group) for x in index)
+            )
+        return index._replace(key=plan.keys.gather(index.key))
+
+    def _check_shape(self, chosen: Tensor | None, plan: SparsePlan, hidden_states: Tensor) -> None:
+        """Refuse a selection of other tokens, which a kernel would read out of bounds."""
+        if chosen is None:
+            return
+        cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
+        expected = (plan.layout.num_tokens // cp_size, hidden_states.shape[1], self.dsa.topk)
+        if tuple(chosen.shape) != expected:
+            raise ValueError(
+                f"a selection for layer {self.layer_number} must be [S, B, topk] = {expected}, "
+                f"got {tuple(chosen.shape)}"
+            )
+
+    def _request(self, x: Tensor) -> SparseRequest:
+        return SparseRequest(
+            device=x.device,
+            dtype=x.dtype,
+            heads=self.dims.num_heads_per_rank,
+            kv_lora_rank=self.dims.kv_lora_rank,
+            rope_dim=self.dims.qk_rope_head_dim,
+            index_heads=self.dsa.num_heads,
+            index_dim=self.dsa.head_dim,
+            topk=self.dsa.topk,
+            relu=self.dsa.scoring_relu,
+            deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
+        )

@@ -1,0 +1,1 @@
+"""Implementations of the indexer's selection and loss: one file each, named as the option."""

@@ -1,0 +1,93 @@
+"""Taking the selections of a model's forwards, and giving them to it again.
+
+Reinforcement learning samples with one set of weights or kernels and trains with another. With the
+keys that were chosen while sampling, both are probabilities of the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from absorbed_mla.dsa.core_attention import SparseCoreAttention
+from absorbed_mla.dsa.sharing import Selected
+
+# By the name of a layer's core attention in the model: its selection in every forward. int32
+# [S_q, B, topk], or None where every query had all keys that it sees.
+Selections = dict[str, list[Tensor | None]]
+
+
+@contextmanager
+def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Selections]:
+    """Record what is chosen in every forward inside of the ``with`` block.
+
+    A selection has the queries of this context-parallel rank, and indices on the axis of the keys
+    of all ranks; it is equal on all tensor-parallel ranks. Recomputation in backward is no forward.
+
+    Args:
+        model: Or its chunks, under a virtual pipeline. Its layers that have an indexer are
+            recorded; those that share a selection follow them.
+
+    Raises:
+        ValueError: If the model has no such layer.
+    """
+    layers = _selecting_layers(model)
+    found: Selections = {name: [] for name in layers}
+    for name, layer in layers.items():
+        kept = found[name]
+        layer.selection.recorder = lambda selected, kept=kept: kept.append(selected.chosen)
+    try:
+        yield found
+    finally:
+        for layer in layers.values():
+            layer.selection.recorder = None
+
+
+@contextmanager
+def replay_selections(
+    model: nn.Module | Sequence[nn.Module], selections: Selections
+) -> Iterator[None]:
+    """Use recorded selections in the forwards inside of the ``with`` block, in their order.
+
+    The forwards must be those of the recording: the same sequences in the same layout, cut over the
+    same ranks. Backward may follow after the block.
+
+    Args:
+        model: As in :func:`record_selections`.
+        selections: From there.
+
+    Raises:
+        ValueError: If layers or shapes do not fit, or the model is called more often.
+    """
+    layers = _selecting_layers(model)
+    if layers.keys() != selections.keys():
+        raise ValueError(
+            f"selections are of layers {sorted(selections)}, this model has {sorted(layers)}"
+        )
+    for name, layer in layers.items():
+        layer.selection.replayed = iter([Selected(one) for one in selections[name]])
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.selection.replayed = None
+
+
+def _selecting_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:
+    """The core attentions with an indexer, by name."""
+    chunks = (
+        {"": model} if isinstance(model, nn.Module) else {f"{i}.": m for i, m in enumerate(model)}
+    )
+    layers = {
+        prefix + name: module
+        for prefix, chunk in chunks.items()
+        for name, module in chunk.named_modules()
+        if isinstance(module, SparseCoreAttention) and module.indexer is not None
+    }
+    if not layers:
+        raise ValueError(
+            "the model has no layer with an indexer (experimental_attention_variant='dsa')"
+        )
+    return layers

@@ -1,0 +1,60 @@
+"""Refusals: what goes with dense attention and not with DeepSeek Sparse Attention."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.options import AbsorbedMLAOptions
+
+# Config field -> (supported values, what holds or what to do instead).
+_CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
+    "dsa_kernel_backend": (
+        ("none",),
+        "it names Megatron's own kernels; see AbsorbedMLAOptions.sparse_attention_backend",
+    ),
+    "attention_dropout": ((0.0,), "probabilities of chosen keys are not dropped"),
+    "fp8": ((None, False), "an indexer in FP8 was not tested"),
+    "qk_clip": ((False,), "the largest scores are not recorded"),
+    "log_max_attention_logit": ((False,), "the largest scores are not recorded"),
+}
+
+
+def refuse_unsupported_dsa(
+    config: MLATransformerConfig,
+    options: AbsorbedMLAOptions,
+    *,
+    causal: bool,
+    cp_comm_type: str,
+) -> None:
+    """Refuse what sparse attention cannot do, or would ignore.
+
+    Raises:
+        ValueError: Naming the option, what it is and what is supported.
+    """
+    for name, (accepted, advice) in _CONFIG_FIELDS.items():
+        value = getattr(config, name, accepted[0])
+        if value not in accepted:
+            raise ValueError(
+                "experimental_attention_variant='dsa' does not support "
+                f"{name}={value!r}: {advice}; set it to {accepted[0]!r}"
+            )
+    if not causal:
+        raise ValueError(
+            "experimental_attention_variant='dsa' needs a causal attn_mask_type: the indexer "
+            "chooses among a token and those before it"
+        )
+    if cp_comm_type != "all_gather":
+        raise ValueError(
+            f"cp_comm_type must be all_gather for experimental_attention_variant='dsa', got "
+            f"{cp_comm_type!r}: a query may choose keys of any rank, so every rank needs all"
+        )
+    if options.form == "expanded":
+        raise ValueError(
+            "form must be auto or absorbed for experimental_attention_variant='dsa', got "
+            "'expanded': all heads of a query share the chosen latents"
+        )
+    if options.batch_invariant:
+        raise ValueError(
+            "batch_invariant must be False for experimental_attention_variant='dsa', got True: "
+            "parity mode with DSA is not there yet"
+        )

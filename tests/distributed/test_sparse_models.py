@@ -1,0 +1,77 @@
+"""Models with sparse attention in Megatron's schedules; one rank's model is the judge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossLoggingHelper,
+)
+
+from tests.distributed.test_pipeline import PIPELINES, alone, cut, require_equal
+from tests.oracle_dsa import OracleLoss
+from tests.support import needs, world
+from tests.support.dsa import TINY_DSA, dsa_fields
+from tests.support.dsa_layer import check
+from tests.support.harness import Setup
+from tests.support.layouts import cut_layout
+from tests.support.pipeline import Model
+from tests.support.refusal import refusal
+
+# Layers 2 and 4 share what layers 1 and 3 choose.
+SHARED = {
+    **dsa_fields(TINY_DSA),
+    "dsa_indexer_topk_freq": 2,
+    "dsa_indexer_loss_coeff": 0.5,
+    "dsa_indexer_use_sparse_loss": True,
+}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_losses(monkeypatch):
+    monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", {})
+
+
+def model_with(**changes) -> Model:
+    return Model(dtype=torch.float64, fields=tuple({**SHARED, **changes}.items()))
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
+def test_pipeline(recompute, layout):
+    """Four microbatches, two of them in flight on the first stage."""
+    model, seeds = model_with(**recompute), range(4)
+    losses, expected = alone(model, layout, seeds)
+    found, gradients = cut(model, layout, seeds, **PIPELINES["pp"])
+    assert not found or found == losses
+    # The losses of the indexers are among the gradients.
+    require_equal(gradients, expected)
+
+
+@needs.processes(2)
+def test_a_stage_that_begins_with_a_shared_layer():
+    """The selection would have to come from another rank."""
+    model = model_with(dsa_indexer_skip_topk_offset=2)
+    with world.parallel(pipeline_model_parallel_size=2):
+        if world.rank() == 0:
+            model.build()
+        else:
+            with refusal("layer 3 shares the selection of layer 2", "dsa_indexer_topk_freq=2"):
+                model.build()
+
+
+@needs.processes(2, 4)
+def test_dynamic_context_parallelism():
+    """The call brings its ranks, which are those of the exchange, the loss and the log."""
+    size = world.size()
+    with world.parallel(hybrid_context_parallel=True):
+        layout = cut_layout("thd_padded", size)
+        call = {"cp": {"local_cp_size": size}}
+        loss = OracleLoss(coefficient=0.7)
+        check(TINY_DSA, Setup(form="auto"), layout, loss, call=call)

@@ -1,0 +1,186 @@
+"""The layer with sparse attention on one process: stages of training, recomputation, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
+    DSAIndexerLossLoggingHelper,
+)
+from megatron.core.transformer.spec_utils import build_module
+
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.core_attention.module import LatentCoreAttention
+from absorbed_mla.dsa.core_attention import SparseCoreAttention
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_layer_spec
+from tests.oracle_dsa import OracleLoss
+from tests.support import world
+from tests.support.cases import TINY, config_for
+from tests.support.dsa import TINY_DSA, VARIANTS, config_of, random_weights
+from tests.support.dsa_layer import BOUND, build, check, evaluate, named, truth
+from tests.support.harness import Setup
+from tests.support.layouts import LAYOUTS, grid_layout
+from tests.support.numerics import compare
+from tests.support.refusal import refusal
+
+SETUP = Setup(form="auto")
+SPARSE, WARM_UP = OracleLoss(sparse=True), OracleLoss(sparse=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant, layout):
+    """Odd lengths, empty sequences; three heads of the indexer, so that many keys tie."""
+    check(VARIANTS[variant], SETUP, grid_layout(layout, False), SPARSE)
+
+
+@pytest.mark.parametrize("module", ["mla_up_proj", "core_attn"])
+@pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+def test_recomputation(loss, module):
+    setup = replace(SETUP, recompute=(module,))
+    check(TINY_DSA, setup, grid_layout("thd_padded", False), loss)
+
+
+@pytest.mark.parametrize("coefficient", [None, 0.0])
+def test_no_loss(coefficient):
+    """The indexer chooses, and does not learn."""
+    layout = grid_layout("sbhd", False)
+    weights = random_weights(TINY_DSA)
+    attention = build(TINY_DSA, SETUP, weights, dsa_indexer_loss_coeff=coefficient)
+    x = layout.random_rows(TINY_DSA.hidden, seed=1).to(world.device()).requires_grad_()
+    output, _ = attention(x, None)
+    output.sum().backward()
+    assert all(p.grad is None for p in attention.core_attention.indexer.parameters())
+    expected = truth(attention, TINY_DSA, weights, layout, None).output
+    compare({"output": output.flatten(0, 1)}, {"output": expected}, BOUND).check()
+
+
+class TestWarmUp:
+    """Dense attention of a frozen model, whose indexers learn from all visible keys."""
+
+    DSA = VARIANTS["topk_above"]
+
+    @pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "core_attn")], ids=["", "recompute"])
+    def test_only_the_indexer_learns(self, recompute):
+        layout, weights = grid_layout("sbhd", False), random_weights(self.DSA)
+        setup = replace(SETUP, recompute=recompute)
+        attention = build(self.DSA, setup, weights, WARM_UP)
+        indexer = dict(attention.core_attention.indexer.named_parameters())
+        for parameter in attention.parameters():
+            parameter.requires_grad_(any(parameter is p for p in indexer.values()))
+        x = layout.random_rows(self.DSA.hidden, seed=1).to(world.device())
+        DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+        attention(x, None)[0].sum().backward()
+        expected = truth(attention, self.DSA, weights, layout, WARM_UP, dense=True).weight_grads
+        assert all(p.grad is None for p in attention.parameters() if not p.requires_grad)
+        found = {"i_wq": "linear_wq_b.weight", "i_k_bias": "k_norm.bias"}
+        for name, its in found.items():
+            compare({name: indexer[its].grad}, {name: expected[name]}, BOUND).check()
+
+    def test_nothing_is_chosen(self, monkeypatch):
+        """No [S, topk] tensor, and the dense layer's backends."""
+        layout, weights = grid_layout("sbhd", False), random_weights(self.DSA)
+        attention = build(self.DSA, SETUP, weights, WARM_UP)
+        plans = []
+        forward = LatentCoreAttention.forward
+        monkeypatch.setattr(
+            LatentCoreAttention,
+            "forward",
+            lambda self, plan, *args: (plans.append(plan), forward(self, plan, *args))[1],
+        )
+        evaluate(attention, self.DSA, SETUP, layout)
+        assert plans[0].chosen is None and plans[0].backend.name == "reference"
+
+
+def test_evaluation_reports_nothing():
+    layout, weights = grid_layout("sbhd", False), random_weights(TINY_DSA)
+    attention = build(TINY_DSA, SETUP, weights, SPARSE)
+    x = layout.random_rows(TINY_DSA.hidden, seed=1).to(world.device())
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    with torch.no_grad():
+        first, _ = attention(x, None)
+    second, _ = attention.eval()(x, None)
+    assert DSAIndexerLossLoggingHelper.tracker == {}
+    assert torch.equal(first, second)
+    expected = truth(attention, TINY_DSA, weights, layout, None).output
+    compare({"output": first.flatten(0, 1)}, {"output": expected}, BOUND).check()
+
+
+def test_one_step_twice():
+    """Nothing of a forward is left for the next one."""
+    layout, weights = grid_layout("thd", False), random_weights(TINY_DSA)
+    attention = build(TINY_DSA, SETUP, weights, SPARSE)
+    found = []
+    for _ in range(2):
+        attention.zero_grad()
+        found.append(named(evaluate(attention, TINY_DSA, SETUP, layout)))
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changes", "parts"),
+        [
+            ({"dsa_kernel_backend": "tilelang"}, ("dsa_kernel_backend='tilelang'", "'none'")),
+            ({"attention_dropout": 0.1}, ("attention_dropout=0.1", "0.0")),
+            ({"log_max_attention_logit": True}, ("log_max_attention_logit=True", "False")),
+            ({"dsa_indexer_topk": None}, ("dsa_indexer_topk", "at least 1", "None")),
+        ],
+        ids=str,
+    )
+    def test_config(self, changes, parts):
+        config = config_of(TINY_DSA)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        spec = get_absorbed_mla_layer_spec(config, backend="local").submodules.self_attention
+        with refusal(*parts):
+            build_module(spec, config=config, layer_number=1)
+
+    @pytest.mark.parametrize(
+        ("changes", "parts"),
+        [
+            ({"form": "expanded"}, ("form", "auto or absorbed", "'expanded'")),
+            ({"cp_comm_type": "p2p"}, ("cp_comm_type", "all_gather", "'p2p'")),
+            ({"mask_type": AttnMaskType.no_mask}, ("causal attn_mask_type",)),
+            ({"batch_invariant": True}, ("batch_invariant",)),
+        ],
+        ids=str,
+    )
+    def test_setup(self, changes, parts):
+        with refusal(*parts):
+            build(TINY_DSA, replace(SETUP, **changes), random_weights(TINY_DSA))
+
+    def test_a_spec_of_another_variant(self):
+        """A dense spec would leave the config's indexer out in silence."""
+        dense, sparse = config_for(TINY), config_of(TINY_DSA)
+        for one, other in ((dense, sparse), (sparse, dense)):
+            spec = get_absorbed_mla_layer_spec(one, backend="local").submodules.self_attention
+            with refusal("experimental_attention_variant", "build the spec with this config"):
+                build_module(spec, config=other, layer_number=1)
+
+    def test_mask(self):
+        attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
+        x = torch.zeros(4, 1, TINY_DSA.hidden, dtype=torch.float64, device=world.device())
+        with refusal("attention_mask must be None", "(1, 1, 4, 4)"):
+            attention(x, torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=world.device()))
+
+    def test_generation(self):
+        attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
+        x = torch.zeros(4, 1, TINY_DSA.hidden, dtype=torch.float64, device=world.device())
+        with refusal("generation with DSA is not there yet"), torch.no_grad():
+            attention(x, None, inference_context=object())
+
+    @pytest.mark.parametrize("option", ["sparse_attention_backend", "indexer_backend"])
+    def test_backend(self, option):
+        with refusal(option, "auto", "reference", "'hpoper'"):
+            AbsorbedMLAOptions(**{option: "hpoper"})
+
+
+def test_the_layer_is_sparse():
+    attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
+    assert type(attention.core_attention) is SparseCoreAttention
