@@ -54,15 +54,17 @@ class Emulation:
                 name,
                 f"{name}.language",
                 f"{name}.language.nvidia.hopper",
+                f"{name}.language.nvidia.ampere",
                 "triton.language.core",
             )
         }
-        outer, gluon, language, hopper, core = found.values()
+        outer, gluon, language, hopper, ampere, core = found.values()
         outer.gluon, gluon.language, core._aggregate = gluon, language, lambda cls: cls
         gluon.constexpr_function = lambda function: function
         gluon.jit = self._jit
         vars(language).update(self._language())
         vars(hopper).update(self._hopper())
+        ampere.async_copy = self._row_copies()
         return found
 
     def _jit(self, function=None, **_):
@@ -75,7 +77,7 @@ class Emulation:
             return Memory(torch.full(shape, torch.nan, dtype=dtype))
 
         layouts = {
-            name: lambda *_: None
+            name: lambda *_, **__: None
             for name in (
                 "NVMMADistributedLayout",
                 "DistributedLinearLayout",
@@ -98,7 +100,8 @@ class Emulation:
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "int32": torch.int32,
             "int64": torch.int64,
-            "load": lambda pointer: pointer.load(),
+            "barrier": lambda: None,
+            "load": lambda pointer, mask=True, other=None: pointer.load(mask, other),
             "log2": torch.log2,
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
@@ -158,6 +161,30 @@ class Emulation:
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
         }
+
+
+    def _row_copies(self) -> SimpleNamespace:
+        """``cp.async``: what is asked for is there when it has been waited for."""
+        local = self.roles.local
+
+        def copy(target, pointer, mask):
+            target.data.fill_(torch.nan)
+            source = pointer.load(mask, 0.0)
+            local.rows.append(lambda: target.data.copy_(source))
+
+        def commit():
+            local.groups.append(local.rows)
+            local.rows = []
+
+        def wait(pending):
+            self.roles.pause()
+            while len(local.groups) > pending:
+                for arrives in local.groups.pop(0):
+                    arrives()
+
+        return SimpleNamespace(
+            async_copy_global_to_shared=copy, commit_group=commit, wait_group=wait
+        )
 
 
 class _Constant(int):

@@ -45,10 +45,12 @@ class Roles:
 
     def _role(self, number, function, arguments) -> None:
         self.local.number, self.local.products = number, []
+        self.local.rows, self.local.groups = [], []
         self.waiting[number][0].acquire()
         try:
             function(*arguments)
             assert not self.local.products, "products that nobody waited for"
+            assert not self.local.rows + self.local.groups, "copies that nobody waited for"
         except BaseException as error:
             self.errors.append(error)
         self.left -= 1
@@ -152,9 +154,16 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.base, self.offset + offset)
 
-    def load(self):
-        assert 0 <= int(self.offset) < len(self.base), "read beyond the tensor"
-        return self.base[int(self.offset)].clone()
+    def load(self, mask=True, other=None):
+        offset, mask = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, mask)))
+        offset = offset.long()
+        inside = (0 <= offset) & (offset < len(self.base))
+        assert (inside | ~mask).all(), "read beyond the tensor"
+        if other is None:
+            assert mask.all(), "what is masked has no value"
+            return self.base[offset]
+        found = self.base[torch.where(mask, offset, 0)]
+        return torch.where(mask, found, torch.tensor(other, dtype=self.base.dtype))
 
     def store(self, value, mask):
         offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)

@@ -1,7 +1,7 @@
 """Backward of attention over chosen keys: the launch of its kernels.
 
-One program has a tile of rows: their dQ stays in registers, and what a block of keys gets from
-them is added to dKV in global memory, in any order. The deterministic variant keeps what every
+One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
+from them to dKV in global memory, in any order; both compute the probabilities. The deterministic variant keeps what every
 entry of the lists gets in a buffer, for some tiles at a time, and adds it up key by key in the
 order of the tiles (``key_sums.py``): the same bits in every run, for a buffer of 1 GiB and one more
 writing and reading of it.
@@ -21,8 +21,8 @@ from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
 
-# Columns of one product.
-_COLUMNS = 128
+# Columns of one product, and most rows of a tile: the most that need no stack on Hopper.
+_COLUMNS, _ROWS = 128, 32
 
 
 def backward(
@@ -69,7 +69,7 @@ def backward(
     width = kv_lora_rank + k_rope.shape[-1]
     dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
-    tile = head_tile(q_content.shape[2], launch.query.rows)
+    tile = head_tile(q_content.shape[2], min(_ROWS, launch.query.rows))
     lists = key_lists(chosen, keys, tile.tokens)
     gradients = _Gradients(operands, dq, lists, tile, scale, launch)
     if not deterministic:
@@ -108,28 +108,30 @@ class _Gradients(NamedTuple):
             return
         blocks = self.launch.query
         strides = (s for x in self.operands[:5] for s in x.stride()[: min(x.dim() - 1, 3)])
-        backward_kernel[grid](
-            *self.operands,
-            *self.dq,
-            dkv,
-            self.lists.entries,
-            self.lists.counts,
-            *strides,
-            tiles.start,
-            len(q_content),
-            heads,
-            self.tile.blocks,
-            self.lists.entries.shape[2],
-            self.scale,
-            C=kv_lora_rank,
-            R=q_rope.shape[3],
-            CHUNK=min(_COLUMNS, kv_lora_rank),
-            HB=self.tile.heads,
-            TOKENS=self.tile.tokens,
-            BLOCK_N=blocks.keys,
-            IN_ORDER=in_order,
-            PRECISION=precision(q_content.dtype),
-            INTERPRETED=interpreted(),
-            num_warps=self.launch.warps,
-            num_stages=1,
-        )
+        for of_keys in (False, True):
+            backward_kernel[grid](
+                *self.operands,
+                *self.dq,
+                dkv,
+                self.lists.entries,
+                self.lists.counts,
+                *strides,
+                tiles.start,
+                len(q_content),
+                heads,
+                self.tile.blocks,
+                self.lists.entries.shape[2],
+                self.scale,
+                C=kv_lora_rank,
+                R=q_rope.shape[3],
+                CHUNK=min(_COLUMNS, kv_lora_rank),
+                HB=self.tile.heads,
+                TOKENS=self.tile.tokens,
+                BLOCK_N=blocks.keys,
+                OF_KEYS=of_keys,
+                IN_ORDER=in_order,
+                PRECISION=precision(q_content.dtype),
+                INTERPRETED=interpreted(),
+                num_warps=self.launch.warps,
+                num_stages=1,
+            )

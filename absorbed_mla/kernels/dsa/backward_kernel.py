@@ -1,4 +1,4 @@
-"""Device code of the sparse backward: all gradients of a tile of query rows."""
+"""Device code of the sparse backward: gradients of a tile of query rows, or of its keys."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def backward_kernel(
     HB: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OF_KEYS: tl.constexpr,
     IN_ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """dQ of a tile, and what its keys get; see ``_Gradients.of_tiles``.
+    """What the keys of a tile get (OF_KEYS), or its dQ; see ``_Gradients.of_tiles``.
 
-    Matrices of C columns are tuples of CHUNK columns each: what keys get is computed and sent off
-    chunk by chunk, because all of it would not fit into registers beside dQ.
+    Both at once would spill registers. Matrices of C columns are tuples of CHUNK columns each: what
+    keys get is computed and sent off chunk by chunk.
     """
     batch, batches = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     tile, token, head, own, valid = tile_rows(first, queries, heads, head_blocks, TOKENS, HB)
@@ -95,31 +96,34 @@ def backward_kernel(
         probs = tl.where(seen, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
         dscores = narrow(probs * (dprobs - delta[:, None]) * scale, kc[0].dtype, INTERPRETED)
         probs = narrow(probs, kc[0].dtype, INTERPRETED)
-        old, dqc = dqc, ()
-        for i in tl.static_range(C // CHUNK):
-            dqc += (product(dscores, kc[i], old[i], PRECISION, INTERPRETED),)
-        if R > 0:
-            dqr = product(dscores, kr, dqr, PRECISION, INTERPRETED)
-        if IN_ORDER:
-            place = (number - first * batches) * length + start + tl.arange(0, BLOCK_N)
-            place = place * head_blocks + tl.program_id(0) % head_blocks
+        if OF_KEYS:
+            if IN_ORDER:
+                place = (number - first * batches) * length + start + tl.arange(0, BLOCK_N)
+                place = place * head_blocks + tl.program_id(0) % head_blocks
+            else:
+                place = key * batches + batch
+            dk_rows = place * (C + R)
+            for i in tl.static_range(C // CHUNK):
+                part = tl.full([BLOCK_N, CHUNK], 0.0, tl.float32)
+                part = product(tl.trans(probs), do[i], part, PRECISION, INTERPRETED)
+                part = product(tl.trans(dscores), qc[i], part, PRECISION, INTERPRETED)
+                _send(dkv_ptr + i * CHUNK, dk_rows, there, part, CHUNK, IN_ORDER)
+            if R > 0:
+                part = tl.full([BLOCK_N, R], 0.0, tl.float32)
+                part = product(tl.trans(dscores), qr, part, PRECISION, INTERPRETED)
+                _send(dkv_ptr + C, dk_rows, there, part, R, IN_ORDER)
         else:
-            place = key * batches + batch
-        dk_rows = place * (C + R)
-        for i in tl.static_range(C // CHUNK):
-            part = tl.full([BLOCK_N, CHUNK], 0.0, tl.float32)
-            part = product(tl.trans(probs), do[i], part, PRECISION, INTERPRETED)
-            part = product(tl.trans(dscores), qc[i], part, PRECISION, INTERPRETED)
-            _send(dkv_ptr + i * CHUNK, dk_rows, there, part, CHUNK, IN_ORDER)
-        if R > 0:
-            part = tl.full([BLOCK_N, R], 0.0, tl.float32)
-            part = product(tl.trans(dscores), qr, part, PRECISION, INTERPRETED)
-            _send(dkv_ptr + C, dk_rows, there, part, R, IN_ORDER)
+            old, dqc = dqc, ()
+            for i in tl.static_range(C // CHUNK):
+                dqc += (product(dscores, kc[i], old[i], PRECISION, INTERPRETED),)
+            if R > 0:
+                dqr = product(dscores, kr, dqr, PRECISION, INTERPRETED)
 
-    for i in tl.static_range(C // CHUNK):
-        store_rows(dq_content_ptr + i * CHUNK, row * C, valid, dqc[i], CHUNK, INTERPRETED)
-    if R > 0:
-        store_rows(dq_rope_ptr, row * R, valid, dqr, R, INTERPRETED)
+    if not OF_KEYS:
+        for i in tl.static_range(C // CHUNK):
+            store_rows(dq_content_ptr + i * CHUNK, row * C, valid, dqc[i], CHUNK, INTERPRETED)
+        if R > 0:
+            store_rows(dq_rope_ptr, row * R, valid, dqr, R, INTERPRETED)
 
 
 @triton.jit

@@ -55,11 +55,14 @@ class KeyLists(NamedTuple):
     Attributes:
         entries: int32 [tiles, B, L], contiguous; negative (or beyond the count) for none.
         counts: int32 [tiles, B]: entries up to the last one that is there.
+        open_counts: int32 [tiles, B]: how many of these, from the first on, all tokens have chosen,
+            or fewer.
         tokens: Of a tile; the last has fewer where they do not divide the query axis.
     """
 
     entries: Tensor
     counts: Tensor
+    open_counts: Tensor
     tokens: int
 
 
@@ -77,14 +80,19 @@ def key_lists(chosen: Tensor, num_keys: int, tokens: int) -> KeyLists:
     chosen = chosen.contiguous()
     queries, batch, topk = chosen.shape
     tiles = triton.cdiv(queries, tokens)
-    counts = chosen.new_zeros(tiles, batch)
+    counts, open_counts = chosen.new_zeros(2, tiles, batch)
     if not counts.numel() or not topk:
-        return KeyLists(chosen.new_empty(tiles, batch, 0), counts, tokens)
+        return KeyLists(chosen.new_empty(tiles, batch, 0), counts, open_counts, tokens)
     if tokens == 1:
         _count_kernel[(queries * batch,)](
-            chosen, counts, topk, BLOCK=triton.next_power_of_2(topk), num_warps=4
+            chosen,
+            counts,
+            open_counts,
+            topk,
+            BLOCK=triton.next_power_of_2(topk),
+            num_warps=4,
         )
-        return KeyLists(chosen, counts, tokens)
+        return KeyLists(chosen, counts, open_counts, tokens)
     if num_keys > KEY_MASK.value:
         raise ValueError(f"tiles of {tokens} tokens take up to 2**27 - 1 keys, got {num_keys}")
     entries = chosen.new_empty(tiles, batch, min(tokens * topk, num_keys))
@@ -105,17 +113,24 @@ def key_lists(chosen: Tensor, num_keys: int, tokens: int) -> KeyLists:
         BLOCK=min(2048, triton.next_power_of_2(max(num_keys, topk))),
         num_warps=8,
     )
-    return KeyLists(entries, counts, tokens)
+    return KeyLists(entries, counts, open_counts, tokens)
 
 
 @triton.jit
-def _count_kernel(chosen_ptr, counts_ptr, topk, BLOCK: tl.constexpr):
-    """How many entries there are up to the last key of a query."""
+def _count_kernel(chosen_ptr, counts_ptr, open_counts_ptr, topk, BLOCK: tl.constexpr):
+    """How many entries there are up to the last key of a query, and before the first hole."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     key = tl.load(chosen_ptr + row * topk + place, mask=place < topk, other=-1)
     last = tl.reduce(tl.where(key >= 0, place + 1, 0), 0, tl.standard._elementwise_max)
     tl.store(counts_ptr + row, last)
+    hole = tl.reduce(tl.where(key < 0, place, topk), 0, _smaller)
+    tl.store(open_counts_ptr + row, hole)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.where(a < b, a, b)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,16 +14,18 @@ from torch import Tensor
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_backward, sparse_forward
 from tests.support.backends import triton_interpreter
+from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
 SCALE = 0.2
 
 with triton_interpreter():
-    from absorbed_mla.dsa import sparse_triton
+    from absorbed_mla.dsa import sparse_hopper, sparse_triton
     from absorbed_mla.kernels.dsa import key_sums
     from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, head_tile, key_lists
 
@@ -71,7 +75,7 @@ class Case:
 
 CASES = {
     "one_token_tiles": Case(5, 90, 64, 70, with_lse=True),
-    "two_head_blocks": Case(3, 70, 128, 24, batch=2),
+    "two_head_blocks": Case(2, 70, 128, 24, batch=2),
     "four_tokens": Case(7, 150, 16, 40, batch=2, with_lse=True),
     "four_tokens_that_share": Case(9, 150, 16, 70, shared=True),
     "two_tokens": Case(5, 80, 32, 20),
@@ -82,6 +86,9 @@ CASES = {
     "without_rope": Case(5, 50, 16, 30, rope=0),
     "one_key": Case(4, 1, 16, 1),
     "more_than_there_are": Case(4, 20, 16, 64),
+    "wide_two_blocks": Case(2, 160, 64, 150, content=512, rope=64, with_lse=True),
+    "wide_union": Case(9, 150, 16, 70, batch=2, content=128, rope=64, shared=True, with_lse=True),
+    "wide_odd_heads": Case(6, 140, 20, 130, content=128, rope=64),
     "several_chunks_of_columns": Case(4, 30, 16, 20, content=256, rope=64),
 }
 
@@ -104,6 +111,16 @@ def named(output: AttentionOutput, found: AttentionInputs) -> dict[str, Tensor]:
         "dq_rope": found.q_rope,
         "dkv": dkv,
     }
+
+
+def check_forward(case: Case, found: AttentionOutput) -> None:
+    q_content, q_rope, kv, *_ = (x.double() for x in case.tensors())
+    truth = sparse_forward(latent_inputs(q_content, q_rope, kv), case.selection(), SCALE)
+    blind = truth.lse == -torch.inf
+    assert torch.equal(found.lse == -torch.inf, blind)
+    assert relative_error(found.lse[~blind].double(), truth.lse[~blind]) < 1e-4
+    assert not found.out[blind].any()
+    assert relative_error(found.out.double(), truth.out) < 2 * torch.finfo(case.dtype).eps
 
 
 class _Reference:
@@ -142,6 +159,36 @@ def test_equals_the_reference(name, deterministic, monkeypatch):
     with poisoned_memory():
         found = compute(case, sparse_triton, case.tensors())
     check(case, found)
+
+
+@contextlib.contextmanager
+def hopper(seed: int = 0):
+    """Within, the launchers' kernels run: on the GPU, or in PyTorch."""
+    with contextlib.ExitStack() as stack:
+        if not ON_GPU:
+            for name in ("forward",):
+                module = importlib.import_module(f"absorbed_mla.kernels.hopper.sparse_{name}")
+                kernel = f"attend_sparse_{name}"
+                stack.enter_context(emulated(module, kernel, f"sparse_{name}_kernel", seed))
+        yield
+
+
+def of_hopper(case: Case) -> bool:
+    return case.rope == 64 and case.content >= 128
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
+def test_hopper_forward(name):
+    """Also in another order of roles and copies, with the same bits."""
+    case, found = CASES[name], []
+    q_content, q_rope, kv, *_ = case.tensors()
+    inputs = latent_inputs(q_content, q_rope, kv), case.selection(), SCALE
+    for seed in (0, 1):
+        with hopper(seed), poisoned_memory():
+            found.append(sparse_hopper.sparse_forward(*inputs))
+    check_forward(case, found[0])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])
