@@ -94,6 +94,7 @@ class Emulation:
             "constexpr": lambda value: _Constant(value) if type(value) is int else value,
             "allocate_shared_memory": allocate,
             "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            "atomic_add": lambda pointer, value, mask, sem: pointer.add(value, mask),
             "convert_layout": lambda values, layout: values,
             "exp2": torch.exp2,
             "float32": torch.float32,
@@ -106,6 +107,7 @@ class Emulation:
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
             "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
+            "inline_asm_elementwise": lambda *_, **__: None,
             "num_warps": lambda: 4,
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "static_range": range,
@@ -144,8 +146,8 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
-            (result,) = deps
-            return result.value
+            values = tuple(product.value for product in deps)
+            return values if len(values) > 1 else values[0]
 
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: "barriers",
@@ -161,7 +163,6 @@ class Emulation:
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
         }
-
 
     def _row_copies(self) -> SimpleNamespace:
         """``cp.async``: what is asked for is there when it has been waited for."""
@@ -208,7 +209,8 @@ class _Kernel:
             device = [_argument(each) for each in args]
             for program in itertools.product(*map(range, grid)):
                 self.emulation.program = program
-                self.function(*device, **constants)
+                with self.emulation.roles.alone():
+                    self.function(*device, **constants)
 
         return launch
 

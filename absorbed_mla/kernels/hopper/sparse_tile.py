@@ -79,6 +79,16 @@ class SparseTile:
         """As ``Tile.open_blocks``."""
         return self.open_keys // KEYS
 
+    @gluon.jit
+    def hides_some(self, block, first):
+        """Whether any row does not see all of a block."""
+        return block >= self.open_keys // KEYS
+
+    @gluon.jit
+    def sees_from(self, block, first, layout: gl.constexpr):
+        """As ``sees``."""
+        return self.sees(block, layout)
+
 
 @gluon.jit
 def key_of(entry, tile):

@@ -84,6 +84,22 @@ class Tile:
         """How many blocks, from the first on, all rows see all of."""
         return open_until(self)
 
+    @gluon.jit
+    def hides_some(self, block, first):
+        """Whether any row does not see all of the keys ``first`` to ``first + 63`` of the axis."""
+        last = first + KEYS - 1
+        past_diagonal = last - self.key_start > self.offset
+        return (first < self.key_start) | (last >= self.key_end) | past_diagonal
+
+    @gluon.jit
+    def sees_from(self, block, first, layout: gl.constexpr):
+        """Which row sees which of these keys, [64, 64]."""
+        # Not self.keys: for the few blocks at an edge it would occupy a register all along.
+        key = first - self.key_start + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+        token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // self.HEADS
+        inside = (key >= 0) & (key < self.key_end - self.key_start)
+        return inside.expand_dims(0) & (key.expand_dims(0) <= (token + self.offset).expand_dims(1))
+
 
 @gluon.jit
 def sees_until(tile, block, layout: gl.constexpr):

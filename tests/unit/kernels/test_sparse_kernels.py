@@ -166,7 +166,7 @@ def hopper(seed: int = 0):
     """Within, the launchers' kernels run: on the GPU, or in PyTorch."""
     with contextlib.ExitStack() as stack:
         if not ON_GPU:
-            for name in ("forward",):
+            for name in ("forward", "backward"):
                 module = importlib.import_module(f"absorbed_mla.kernels.hopper.sparse_{name}")
                 kernel = f"attend_sparse_{name}"
                 stack.enter_context(emulated(module, kernel, f"sparse_{name}_kernel", seed))
@@ -189,6 +189,19 @@ def test_hopper_forward(name):
             found.append(sparse_hopper.sparse_forward(*inputs))
     check_forward(case, found[0])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "in_order"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
+def test_hopper(name, deterministic, monkeypatch):
+    """All gradients, amid NaN in all memory that must be written."""
+    case = CASES[name]
+    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 300_000)  # several runs of tiles
+    torch.use_deterministic_algorithms(deterministic)
+    with hopper(), poisoned_memory():
+        found = compute(case, sparse_hopper, case.tensors())
+    check(case, found)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])
