@@ -182,7 +182,7 @@ class Pointer:
     def load(self, mask=True, other=None):
         offset, mask = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, mask)))
         offset = offset.long()
-        inside = (0 <= offset) & (offset < len(self.base))
+        inside = (offset >= 0) & (offset < len(self.base))
         assert (inside | ~mask).all(), "read beyond the tensor"
         if other is None:
             assert mask.all(), "what is masked has no value"

@@ -128,6 +128,17 @@ def sparse_kernels(heads: int = HEADS, module: str = "sparse_triton") -> None:
         sparse.sparse_backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
 
 
+def index_kernels() -> None:
+    """Scores and choice of an indexer."""
+    from absorbed_mla.core_attention.masks.spans import Span, Spans
+    from absorbed_mla.dsa.selection_triton import triton_select
+    from absorbed_mla.dsa.types import IndexVectors
+
+    query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
+    index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
+    triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
+
+
 if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
@@ -135,4 +146,6 @@ if __name__ == "__main__":
     search_kernel()
     decode_kernels()
     for heads in (HEADS, 16):
-        sparse_kernels(heads)
+        for module in ("sparse_triton", "sparse_hopper"):
+            sparse_kernels(heads, module)
+    index_kernels()
