@@ -54,15 +54,17 @@ class Emulation:
                 name,
                 f"{name}.language",
                 f"{name}.language.nvidia.hopper",
+                f"{name}.language.nvidia.ampere",
                 "triton.language.core",
             )
         }
-        outer, gluon, language, hopper, core = found.values()
+        outer, gluon, language, hopper, ampere, core = found.values()
         outer.gluon, gluon.language, core._aggregate = gluon, language, lambda cls: cls
         gluon.constexpr_function = lambda function: function
         gluon.jit = self._jit
         vars(language).update(self._language())
         vars(hopper).update(self._hopper())
+        ampere.async_copy = self._row_copies()
         return found
 
     def _jit(self, function=None, **_):
@@ -75,7 +77,7 @@ class Emulation:
             return Memory(torch.full(shape, torch.nan, dtype=dtype))
 
         layouts = {
-            name: lambda *_: None
+            name: lambda *_, **__: None
             for name in (
                 "NVMMADistributedLayout",
                 "DistributedLinearLayout",
@@ -92,17 +94,20 @@ class Emulation:
             "constexpr": lambda value: _Constant(value) if type(value) is int else value,
             "allocate_shared_memory": allocate,
             "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            "atomic_add": lambda pointer, value, mask, sem: pointer.add(value, mask),
             "convert_layout": lambda values, layout: values,
             "exp2": torch.exp2,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "int32": torch.int32,
             "int64": torch.int64,
-            "load": lambda pointer: pointer.load(),
+            "barrier": lambda: None,
+            "load": lambda pointer, mask=True, other=None: pointer.load(mask, other),
             "log2": torch.log2,
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
             "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
+            "inline_asm_elementwise": lambda *_, **__: None,
             "num_warps": lambda: 4,
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "static_range": range,
@@ -141,8 +146,8 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
-            (result,) = deps
-            return result.value
+            values = tuple(product.value for product in deps)
+            return values if len(values) > 1 else values[0]
 
         barriers = SimpleNamespace(
             MBarrierLayout=lambda: "barriers",
@@ -158,6 +163,29 @@ class Emulation:
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
         }
+
+    def _row_copies(self) -> SimpleNamespace:
+        """``cp.async``: what is asked for is there when it has been waited for."""
+        local = self.roles.local
+
+        def copy(target, pointer, mask):
+            target.data.fill_(torch.nan)
+            source = pointer.load(mask, 0.0)
+            local.rows.append(lambda: target.data.copy_(source))
+
+        def commit():
+            local.groups.append(local.rows)
+            local.rows = []
+
+        def wait(pending):
+            self.roles.pause()
+            while len(local.groups) > pending:
+                for arrives in local.groups.pop(0):
+                    arrives()
+
+        return SimpleNamespace(
+            async_copy_global_to_shared=copy, commit_group=commit, wait_group=wait
+        )
 
 
 class _Constant(int):
@@ -181,7 +209,8 @@ class _Kernel:
             device = [_argument(each) for each in args]
             for program in itertools.product(*map(range, grid)):
                 self.emulation.program = program
-                self.function(*device, **constants)
+                with self.emulation.roles.alone():
+                    self.function(*device, **constants)
 
         return launch
 

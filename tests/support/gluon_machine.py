@@ -5,6 +5,7 @@ See :mod:`tests.support.gluon_emulation`.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from types import SimpleNamespace
@@ -43,12 +44,27 @@ class Roles:
             raise self.errors[0]
         assert not self.copies, "copies that nobody waited for"
 
+    @contextlib.contextmanager
+    def alone(self):
+        """Within, a program runs that has no roles, or has not begun them."""
+        self.local.number, self.copies = None, []
+        with self._finished():
+            yield
+        assert not self.copies, "copies that nobody waited for"
+
+    @contextlib.contextmanager
+    def _finished(self):
+        self.local.products, self.local.rows, self.local.groups = [], [], []
+        yield
+        assert not self.local.products, "products that nobody waited for"
+        assert not self.local.rows + self.local.groups, "copies that nobody waited for"
+
     def _role(self, number, function, arguments) -> None:
-        self.local.number, self.local.products = number, []
+        self.local.number = number
         self.waiting[number][0].acquire()
         try:
-            function(*arguments)
-            assert not self.local.products, "products that nobody waited for"
+            with self._finished():
+                function(*arguments)
         except BaseException as error:
             self.errors.append(error)
         self.left -= 1
@@ -59,6 +75,12 @@ class Roles:
 
     def pause(self, over=lambda: True) -> None:
         """Let others go on, until a condition holds."""
+        if self.local.number is None:
+            while not over():
+                if not self.copies:
+                    raise Deadlock("the program waits for ever")
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+            return
         semaphore = threading.Semaphore(0)
         self.waiting[self.local.number] = (semaphore, over)
         self._next()
@@ -106,6 +128,11 @@ class Barriers:
     def index(self, index) -> Barrier:
         return self.all[int(index)]
 
+    def __getattr__(self, name):
+        """Of one barrier, as if it were that."""
+        (barrier,) = self.all
+        return getattr(barrier, name)
+
 
 class Memory:
     """A view of shared memory."""
@@ -152,13 +179,25 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.base, self.offset + offset)
 
-    def load(self):
-        assert 0 <= int(self.offset) < len(self.base), "read beyond the tensor"
-        return self.base[int(self.offset)].clone()
+    def load(self, mask=True, other=None):
+        offset, mask = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, mask)))
+        offset = offset.long()
+        inside = (offset >= 0) & (offset < len(self.base))
+        assert (inside | ~mask).all(), "read beyond the tensor"
+        if other is None:
+            assert mask.all(), "what is masked has no value"
+            return self.base[offset]
+        found = self.base[torch.where(mask, offset, 0)]
+        return torch.where(mask, found, torch.tensor(other, dtype=self.base.dtype))
 
     def store(self, value, mask):
         offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)
         self.base[offset[mask].long()] = value[mask].to(self.base.dtype)
+
+    def add(self, value, mask):
+        offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)
+        places = (offset[mask].long(),)
+        self.base.index_put_(places, value[mask].to(self.base.dtype), accumulate=True)
 
 
 class TensorMap:

@@ -63,7 +63,9 @@ def _assembled(kernel) -> dict[str, int]:
         command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     [stack] = re.findall(r"STACK:(\d+)", done.stdout)
-    return {"shared": kernel.metadata.shared, "stack": int(stack)}
+    [registers] = re.findall(r"REG:(\d+)", done.stdout)
+    found = {"shared": kernel.metadata.shared, "stack": int(stack)}
+    return found | {"registers": int(registers)}
 
 
 def training_kernels() -> None:
@@ -109,9 +111,41 @@ def decode_kernels() -> None:
     )
 
 
+def sparse_kernels(heads: int = HEADS, module: str = "sparse_triton") -> None:
+    """Sparse attention, forward and both backwards."""
+    import importlib
+
+    from absorbed_mla.core_attention.types import OutputGradient
+    from absorbed_mla.dsa.sparse_reference import latent_inputs
+
+    sparse = importlib.import_module(f"absorbed_mla.dsa.{module}")
+    shapes = [(heads, KV_LORA_RANK), (heads, ROPE), (KV_LORA_RANK + ROPE,)]
+    inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
+    chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
+    output = sparse.sparse_forward(inputs, chosen, 0.1)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        sparse.sparse_backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
+
+
+def index_kernels() -> None:
+    """Scores and choice of an indexer."""
+    from absorbed_mla.core_attention.masks.spans import Span, Spans
+    from absorbed_mla.dsa.selection_triton import triton_select
+    from absorbed_mla.dsa.types import IndexVectors
+
+    query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
+    index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
+    triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
+
+
 if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
     training_kernels()
     search_kernel()
     decode_kernels()
+    for heads in (HEADS, 16):
+        for module in ("sparse_triton", "sparse_hopper"):
+            sparse_kernels(heads, module)
+    index_kernels()

@@ -8,12 +8,11 @@ A block of 64 keys in fp32, from the outermost: groups of 8 columns, 4 warps (16
 r, 4 pairs of columns, the rows r and r + 8, the two columns of the pair.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.tile import KEYS
 
@@ -28,7 +27,7 @@ _WARP = gl.constexpr(8 * 4 * 16)
 _GROUP = gl.constexpr(4 * 8 * 4 * 16)
 
 
-def in_order(dkv: Tensor, columns: int, keys: int) -> Tensor:
+def in_order(dkv: "Tensor", columns: int, keys: int) -> "Tensor":
     """What ``reduce_fragments`` left, as [S_k, B, columns].
 
     Args:
@@ -41,6 +40,26 @@ def in_order(dkv: Tensor, columns: int, keys: int) -> Tensor:
     # -> block, warp, half of its rows, row; batch; group, pair, column
     ordered = fragments.permute(1, 3, 6, 4, 0, 2, 5, 7)
     return ordered.reshape(blocks * KEYS.value, batch, columns)[:keys]
+
+
+@aggregate
+class Fragments:
+    """Where a block of keys has its gradient.
+
+    Attributes:
+        target: Pointer to its 64 * (C + R) numbers.
+    """
+
+    target: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, target):
+        self.target = target
+
+    @gluon.jit
+    def add(self, part, column: gl.constexpr):
+        """Add an accumulator [64, W] to the columns from ``column`` on."""
+        reduce_fragments(part, self.target + column * KEYS)
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.backward_fragments import reduce_fragments
+from absorbed_mla.kernels.hopper.backward_fragments import Fragments
 from absorbed_mla.kernels.hopper.backward_shared import (
     allocate,
     at_step,
@@ -49,19 +49,19 @@ LOG2_E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.constexpr_function
-def _accumulator(columns):
+def key_accumulator(columns):
     """Layout of [64, columns] in the two warpgroups."""
     return accumulator_layout(columns, 2)
 
 
 @gluon.jit
-def _read_statistics(lse, delta, tile, batches, heads):
+def read_statistics(lse, delta, tile, batches, heads):
     """The rows' LSE, times log2(e), and delta, each fp32 [64].
 
     A row that saw nothing, or is not in the tile, gets inf, hence P = exp(-inf), and 0, hence a
     finite dS, whatever the gradient of its LSE of -inf is.
     """
-    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, _accumulator(KEYS)))
+    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, key_accumulator(KEYS)))
     row_lse = gl.load(lse + index, mask=valid, other=float("-inf"))
     seen = row_lse != float("-inf")
     row_delta = gl.load(delta + index, mask=seen, other=0.0)
@@ -71,7 +71,7 @@ def _read_statistics(lse, delta, tile, batches, heads):
 @gluon.jit
 def _scores(shared, i):
     """Begin S = Q K^T, then dP = dO V^T, each [rows, keys] fp32."""
-    zero = gl.zeros([ROWS, KEYS], gl.float32, _accumulator(KEYS))
+    zero = gl.zeros([ROWS, KEYS], gl.float32, key_accumulator(KEYS))
     k_content = at_step(shared.latent, i, 0).permute((1, 0))
     k_rope = at_step(shared.k_rope, i, 0).permute((1, 0))
     value = at_step(shared.latent, i, 1).permute((1, 0))
@@ -82,7 +82,7 @@ def _scores(shared, i):
 
 
 @gluon.jit
-def _probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
+def probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
     """Write P and dS to shared memory.
 
     Args:
@@ -95,42 +95,24 @@ def _probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
         scale: Of the scores.
     """
     dtype: gl.constexpr = shared.probs.dtype
-    layout: gl.constexpr = _accumulator(KEYS)
+    layout: gl.constexpr = key_accumulator(KEYS)
     s, dp = _scores(shared, i)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * (scale * LOG2_E) - lse.expand_dims(1))
-    if _hides(tile, first):
-        p = gl.where(_sees(tile, first, layout), p, 0.0)
+    p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
+    if tile.hides_some(i, first):
+        p = gl.where(tile.sees_from(i, first, layout), p, 0.0)
     # The other warpgroup has read those of the last block.
     synchronize()
     shared.probs.index(0).store(p.to(dtype))
     dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = p * (dp - delta.expand_dims(1)) * scale
+    ds = p * (dp - delta[:, None]) * scale
     shared.grad_scores.index(0).store(ds.to(dtype))
     fence_async_shared()
     synchronize()
 
 
 @gluon.jit
-def _hides(tile, first):
-    """Whether any row does not see all of the block of keys at ``first``."""
-    last = first + KEYS - 1
-    past_diagonal = last - tile.key_start > tile.offset
-    return (first < tile.key_start) | (last >= tile.key_end) | past_diagonal
-
-
-@gluon.jit
-def _sees(tile, first, layout: gl.constexpr):
-    """Which row sees which key of the block at ``first``, [rows, keys]."""
-    # Not tile.keys: for the few blocks at an edge it would occupy a register all along.
-    key = first - tile.key_start + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
-    inside = (key >= 0) & (key < tile.key_end - tile.key_start)
-    return inside.expand_dims(0) & (key.expand_dims(0) <= (token + tile.offset).expand_dims(1))
-
-
-@gluon.jit
-def _add_query_gradient(shared, i, dq_content, dq_rope):
+def add_query_gradient(shared, i, dq_content, dq_rope):
     """Add dS K to dQ, [rows, C] and [rows, R] fp32."""
     ds = at_step(shared.grad_scores, i, 2)
     dq_content = warpgroup_mma(ds, at_step(shared.latent, i, 2), dq_content, is_async=True)
@@ -139,37 +121,37 @@ def _add_query_gradient(shared, i, dq_content, dq_rope):
 
 
 @gluon.jit
-def _reduce_key_gradient(shared, i, dkv):
-    """Add P^T dO + dS^T Q of the block to its 64 * (C + R) numbers at ``dkv``."""
+def reduce_key_gradient(shared, i, target):
+    """Give P^T dO + dS^T Q of the block, [64, C + R], to ``target``, some columns at a time."""
     C: gl.constexpr = shared.latent.shape[2]
     R: gl.constexpr = shared.k_rope.shape[2]
     p = at_step(shared.probs, i, 3).permute((1, 0))
     ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
     grad_out, q_content = at_step(shared.grad_out, i, 3), at_step(shared.q_content, i, 3)
-    zero = gl.zeros([KEYS, COLUMNS], gl.float32, _accumulator(COLUMNS))
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, key_accumulator(COLUMNS))
     for column in gl.static_range(0, C, COLUMNS):
         do_part = grad_out.slice(column, COLUMNS, dim=1)
         q_part = q_content.slice(column, COLUMNS, dim=1)
         part = warpgroup_mma(p, do_part, zero, use_acc=False, is_async=True)
         part = warpgroup_mma(ds, q_part, part, is_async=True)
-        reduce_fragments(warpgroup_mma_wait(0, deps=[part]), dkv + column * KEYS)
-    zero = gl.zeros([KEYS, R], gl.float32, _accumulator(R))
+        target.add(warpgroup_mma_wait(0, deps=[part]), column)
+    zero = gl.zeros([KEYS, R], gl.float32, key_accumulator(R))
     part = warpgroup_mma(ds, at_step(shared.q_rope, i, 3), zero, use_acc=False, is_async=True)
-    reduce_fragments(warpgroup_mma_wait(0, deps=[part]), dkv + C * KEYS)
+    target.add(warpgroup_mma_wait(0, deps=[part]), C)
 
 
 @gluon.jit
-def _store_rows(acc, operand, target, tile, batches, heads):
+def store_rows(acc, operand, target, tile, batches, heads):
     """Store an accumulator as rows of [S_q, B, N, W]; ``operand`` is shared memory to use."""
     W: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     operand.index(0).store(acc.to(operand.dtype))
     index, valid = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    at = (index * W).expand_dims(1) + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)).expand_dims(0)
+    at = (index * W)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for column in gl.static_range(0, W, WIDTH):
         part = operand.index(0).slice(column, WIDTH, dim=1).load(layout)
-        gl.store(target + at + column, part, mask=valid.expand_dims(1))
+        gl.store(target + at + column, part, mask=valid[:, None])
 
 
 @gluon.jit(do_not_specialize=["key_blocks"])
@@ -227,7 +209,7 @@ def attend_backward(
     if blocks > 0:
         load_keys(latent, k_rope, shared, tile, block * KEYS)
 
-    row_lse, row_delta = _read_statistics(lse, delta, tile, batches, heads)
+    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads)
     rows = (tile.query_end - tile.query_start) * HEADS
     mbarrier.wait(shared.rows_full, 0)
     if rows < ROWS:
@@ -237,8 +219,8 @@ def attend_backward(
         finish_clearing()
 
     target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (C + R))
-    acc_content = gl.zeros([ROWS, C], gl.float32, _accumulator(C))
-    acc_rope = gl.zeros([ROWS, R], gl.float32, _accumulator(R))
+    acc_content = gl.zeros([ROWS, C], gl.float32, key_accumulator(C))
+    acc_rope = gl.zeros([ROWS, R], gl.float32, key_accumulator(R))
     for i in range(blocks):
         first = (block + i) * KEYS
         mbarrier.wait(shared.keys_full, i & 1)
@@ -246,15 +228,15 @@ def attend_backward(
             clear_outside(shared.latent, tile.key_start - first, tile.key_end - first)
             clear_outside(shared.k_rope, tile.key_start - first, tile.key_end - first)
             finish_clearing()
-        _probs_and_grad_scores(shared, tile, i, first, row_lse, row_delta, scale)
-        acc_content, acc_rope = _add_query_gradient(shared, i, acc_content, acc_rope)
+        probs_and_grad_scores(shared, tile, i, first, row_lse, row_delta, scale)
+        acc_content, acc_rope = add_query_gradient(shared, i, acc_content, acc_rope)
         # Both warpgroups are done with the keys.
         synchronize()
         if i + 1 < blocks:
             load_keys(latent, k_rope, shared, tile, first + KEYS)
-        _reduce_key_gradient(shared, i, target)
+        reduce_key_gradient(shared, i, Fragments(target))
         target += KEYS * (C + R)
 
     synchronize()
-    _store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
-    _store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)
+    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
+    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)

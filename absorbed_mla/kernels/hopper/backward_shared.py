@@ -6,10 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
+from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
-# All threads of the program; Triton 3.7 renamed it.
-synchronize = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # Shifting the number of a block of keys by as much, or 3 less, leaves 0: it is below 2**25, because
 # keys are counted in int32.
 _ALL_BITS = gl.constexpr(30)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, open_until, sees_until
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
 
 _COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
@@ -63,6 +63,16 @@ class DecodeTile:
     def place_rows(self, layout: gl.constexpr):
         """Where the rows' results wait, int64; negative if they do not."""
         return self.place.to(gl.int64) * ROWS + gl.arange(0, ROWS, layout)
+
+    @gluon.jit
+    def sees(self, block, layout: gl.constexpr):
+        """As ``Tile.sees``."""
+        return sees_until(self, block, layout)
+
+    @gluon.jit
+    def open_blocks(self):
+        """As ``Tile.open_blocks``."""
+        return open_until(self)
 
 
 @gluon.jit

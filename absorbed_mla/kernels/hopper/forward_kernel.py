@@ -48,7 +48,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from absorbed_mla.kernels.hopper.forward_scores import (
     count_blocks,
-    count_open_blocks,
     finish_scores,
     hide,
     softmax,
@@ -117,7 +116,7 @@ def start_left(tile, shared, scale):
     """Queue all products of scores and of the left half of the output, and tell the value role.
 
     Args:
-        tile: With ``keys``, ``offset`` and ``HEADS`` as in ``Tile``.
+        tile: With ``keys``, ``sees`` and ``open_blocks`` as in ``Tile``.
         shared: What ``allocate`` gave.
         scale: Of the scores, times log2(e).
 
@@ -138,7 +137,7 @@ def start_left(tile, shared, scale):
     s = warpgroup_mma_wait(0, deps=[finish_scores(shared, s, 0, 0)])
     for block in range(last):
         stage = block % STAGES
-        if block >= count_open_blocks(tile):
+        if block >= tile.open_blocks():
             s = hide(s, tile, block, layout)
         top, total, factor = softmax(shared, s, top, total, stage, scale)
         o = o * gl.convert_layout(factor, o_rows)[:, None]

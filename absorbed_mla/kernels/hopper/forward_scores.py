@@ -48,19 +48,9 @@ def count_blocks(tile):
 
 
 @gluon.jit
-def count_open_blocks(tile):
-    """How many blocks, from the first on, all rows see all of."""
-    return gl.maximum(gl.minimum(tile.keys, tile.offset + 1), 0) // KEYS
-
-
-@gluon.jit
 def hide(s, tile, block, layout: gl.constexpr):
     """Set the scores [64, 64] of keys that a row does not see to -inf."""
-    key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
-    # Negative where a row sees none.
-    last = gl.minimum(token + tile.offset, tile.keys - 1)
-    return gl.where(key[None, :] <= last[:, None], s, -float("inf"))
+    return gl.where(tile.sees(block, layout), s, -float("inf"))
 
 
 @gluon.jit

@@ -92,15 +92,41 @@ class Shared:
 @gluon.jit
 def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps."""
-    dtype: gl.constexpr = latent.dtype
-    CHUNKS: gl.constexpr = C // latent.block_shape[2]
+    return allocate_blocks(
+        q_content, q_rope, C, R, latent.block_shape[2], latent.layout, k_rope.layout
+    )
+
+
+@gluon.jit
+def allocate_blocks(
+    q_content,
+    q_rope,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    CHUNK: gl.constexpr,
+    LATENT_LAYOUT: gl.constexpr,
+    ROPE_LAYOUT: gl.constexpr,
+):
+    """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
+
+    Args:
+        q_content: Tensor map.
+        q_rope: Tensor map.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
+        CHUNK: Columns of the latents that arrive together.
+        LATENT_LAYOUT: Of [64, 1, columns of the latents].
+        ROPE_LAYOUT: Of [64, 1, R].
+    """
+    dtype: gl.constexpr = q_content.dtype
+    CHUNKS: gl.constexpr = C // CHUNK
     half: gl.constexpr = [STAGES, KEYS, 1, C // 2]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     buffers = (
         gl.allocate_shared_memory(dtype, q_content.block_shape, q_content.layout),
         gl.allocate_shared_memory(dtype, q_rope.block_shape, q_rope.layout),
-        gl.allocate_shared_memory(dtype, half, latent.layout),
-        gl.allocate_shared_memory(dtype, half, latent.layout),
+        gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
+        gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS)),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
@@ -115,7 +141,7 @@ def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr
         _barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, C, R, latent.block_shape[2], k_rope.layout)
+    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT)
 
 
 @gluon.jit

@@ -46,3 +46,9 @@ def row_layout(columns, warps):
 def operand_layout(columns):
     """Of 16-bit matrices in shared memory that products read, [.., columns]."""
     return gl.NVMMASharedLayout(2 * min(columns, SWIZZLED.value), 16)
+
+
+@gluon.constexpr_function
+def block_layout(columns):
+    """Of a block of keys in shared memory that products read, [64, 1, columns]."""
+    return gl.NVMMASharedLayout(2 * min(columns, SWIZZLED.value), 16, rank=3)

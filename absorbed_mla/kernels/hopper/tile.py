@@ -74,6 +74,48 @@ class Tile:
         index = (query.to(gl.int64) * batches + self.batch) * heads + self.head + row % self.HEADS
         return index, query < self.query_end
 
+    @gluon.jit
+    def sees(self, block, layout: gl.constexpr):
+        """Which row sees which key of a block, [64, 64] in ``layout``."""
+        return sees_until(self, block, layout)
+
+    @gluon.jit
+    def open_blocks(self):
+        """How many blocks, from the first on, all rows see all of."""
+        return open_until(self)
+
+    @gluon.jit
+    def hides_some(self, block, first):
+        """Whether any row does not see all of the keys ``first`` to ``first + 63`` of the axis."""
+        last = first + KEYS - 1
+        past_diagonal = last - self.key_start > self.offset
+        return (first < self.key_start) | (last >= self.key_end) | past_diagonal
+
+    @gluon.jit
+    def sees_from(self, block, first, layout: gl.constexpr):
+        """Which row sees which of these keys, [64, 64]."""
+        # Not self.keys: for the few blocks at an edge it would occupy a register all along.
+        key = first - self.key_start + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+        token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // self.HEADS
+        inside = (key >= 0) & (key < self.key_end - self.key_start)
+        return inside.expand_dims(0) & (key.expand_dims(0) <= (token + self.offset).expand_dims(1))
+
+
+@gluon.jit
+def sees_until(tile, block, layout: gl.constexpr):
+    """``sees`` of a tile whose token i sees its keys 0 .. i + offset."""
+    key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+    token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
+    # Negative where a row sees none.
+    last = gl.minimum(token + tile.offset, tile.keys - 1)
+    return key[None, :] <= last[:, None]
+
+
+@gluon.jit
+def open_until(tile):
+    """``open_blocks`` of such a tile."""
+    return gl.maximum(gl.minimum(tile.keys, tile.offset + 1), 0) // KEYS
+
 
 @gluon.jit
 def read_tile(tiles, batches, heads, HEADS: gl.constexpr):

@@ -56,13 +56,13 @@ def backward(
     q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
     grad_out, out = rows_contiguous(grad_out.to(q_content.dtype), out)
     lse = lse.contiguous()
-    delta = _delta(grad_out, grad_lse, out, lse)
+    delta = delta_of(grad_out, grad_lse, out, lse)
     operands = (q_content, q_rope, latent, k_rope, grad_out, lse, delta)
     dq = _query_gradients(operands, query_tiles, scale)
     return *dq, _key_gradients(operands, key_tiles, num_buffers, scale)
 
 
-def _delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
+def delta_of(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
     """sum(grad_out * out) - grad_lse of every row, fp32 [S_q, B, N]; part of all its gradients."""
     delta = torch.empty_like(lse)
     rows = lse.numel()

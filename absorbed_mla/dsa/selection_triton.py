@@ -1,0 +1,65 @@
+"""The indexer's scores and the choice of keys by the ``triton`` kernels.
+
+Both are called like the functions of ``scores.py`` and ``selection.py`` that they replace.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, turns, visible_keys
+from absorbed_mla.dsa.types import IndexVectors
+
+
+def triton_index_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:
+    """As ``index_scores``, fp32; products are those of the operands in their own precision."""
+    from absorbed_mla.kernels.dsa.index_scores import index_scores
+
+    span = keys.span
+    return index_scores(
+        *index, span.queries, span.key_start, span.num_keys, span.causal_offset, relu
+    )
+
+
+def triton_best_keys(scores: Tensor, keys: VisibleKeys, topk: int) -> Tensor:
+    """As ``best_keys``, to the bit, but [Q, B, topk]."""
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    return radix_select(scores, topk, keys.span.key_start, keys.span.causal_offset)
+
+
+@torch.no_grad()
+def triton_select(
+    index: IndexVectors,
+    spans: Spans,
+    topk: int,
+    *,
+    relu: bool,
+    tp_group: dist.ProcessGroup | None = None,
+    elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """As ``select``; the same keys wherever the scores have the same bits."""
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    num_queries, batch = index.query.shape[:2]
+    chosen = index.query.new_full((num_queries, batch, topk), -1, dtype=torch.int32)
+    with torch.cuda.device_of(index.query):
+        chunks = visible_keys(spans, batch, index.query.device, elements)
+        for keys, _, own in turns(tp_group, chunks):
+            if not own:
+                continue
+            span = keys.span
+            # Where no query has a choice, the scores are not read.
+            if span.num_keys > topk:
+                scores = triton_index_scores(index, keys, relu)
+            else:
+                shape = batch, span.num_queries, span.num_keys
+                scores = index.weights.new_empty(1, dtype=torch.float32).expand(shape)
+            radix_select(scores, topk, span.key_start, span.causal_offset, out=chosen[keys.queries])
+    if tp_group is not None and tp_group.size() > 1:
+        # The other ranks have -1 where one has selected.
+        dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
+    return chosen

@@ -1,0 +1,137 @@
+"""Backward of attention over chosen keys: the launch of its kernels.
+
+One program has a tile of rows. One launch computes their dQ, another adds what blocks of keys get
+from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
+variant keeps what every entry of the lists gets in a buffer, for some tiles at a time, and adds it
+up key by key in the order of the tiles (``key_sums.py``): the same bits in every run, for a buffer
+of 1 GiB and one more writing and reading of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
+from absorbed_mla.kernels.triton.backward import delta_of
+from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
+from absorbed_mla.kernels.triton.launch import Launch, launch_for
+
+# Columns of one product, and most rows of a tile: the most that need no stack on Hopper.
+_COLUMNS, _ROWS = 128, 32
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what ``forward`` took.
+
+    Args:
+        grad_out: [S_q, B, N, C].
+        grad_lse: [S_q, B, N], or None where the LSE was not used.
+        out: [S_q, B, N, C], possibly over more keys than these.
+        lse: fp32 [S_q, B, N], over the same keys as ``out``.
+        q_content: [S_q, B, N, C].
+        q_rope: [S_q, B, N, R].
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
+        chosen: int32 [S_q, B, topk], -1 for none, anywhere.
+        scale: Multiplies the scores.
+        deterministic: Whether the result must be the same in every run, to the bit.
+
+    Returns:
+        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
+        [S_k, B, C + R]; the latent's is that of the key and of the value.
+    """
+    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
+    grad_out, out = rows_contiguous(grad_out.to(q_content.dtype), out)
+    lse = lse.contiguous()
+    operands = (q_content, q_rope, latent, k_rope, grad_out, lse)
+    operands += (delta_of(grad_out, grad_lse, out, lse),)
+    dq = tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
+    )
+    keys, batch, kv_lora_rank = latent.shape
+    width = kv_lora_rank + k_rope.shape[-1]
+    dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
+    launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
+    tile = head_tile(q_content.shape[2], min(_ROWS, launch.query.rows))
+    lists = key_lists(chosen, keys, tile.tokens)
+    gradients = _Gradients(operands, dq, lists, tile, scale, launch)
+    if not deterministic:
+        gradients.of_tiles(slice(0, len(lists.entries)), dkv, in_order=False)
+        return *dq, dkv
+    row_count = batch * lists.entries.shape[2] * tile.blocks
+    for tiles in tiles_at_a_time(len(lists.entries), row_count * width):
+        buffer = dkv.new_empty((tiles.stop - tiles.start) * row_count, width)
+        gradients.of_tiles(tiles, buffer, in_order=True)
+        add_in_order(dkv, buffer, lists, tiles, tile.blocks)
+    return *dq, dkv
+
+
+class _Gradients(NamedTuple):
+    """What all launches of the kernel have in common."""
+
+    operands: tuple[Tensor, ...]
+    dq: tuple[Tensor, ...]
+    lists: KeyLists
+    tile: HeadTile
+    scale: float
+    launch: Launch
+
+    def of_tiles(self, tiles: slice, dkv: Tensor, in_order: bool) -> None:
+        """Write dQ of some tiles, and what their keys get.
+
+        Args:
+            tiles: Which.
+            dkv: [S_k, B, C + R], added to; or in_order [tiles * B * L * blocks, C + R], written.
+            in_order: Whether every entry has a place of its own.
+        """
+        q_content, q_rope = self.operands[:2]
+        _, batch, heads, kv_lora_rank = q_content.shape
+        grid = ((tiles.stop - tiles.start) * self.tile.blocks, batch)
+        if not all(grid):
+            return
+        blocks = self.launch.query
+        strides = (s for x in self.operands[:5] for s in x.stride()[: min(x.dim() - 1, 3)])
+        for of_keys in (False, True):
+            backward_kernel[grid](
+                *self.operands,
+                *self.dq,
+                dkv,
+                self.lists.entries,
+                self.lists.counts,
+                *strides,
+                tiles.start,
+                len(q_content),
+                heads,
+                self.tile.blocks,
+                self.lists.entries.shape[2],
+                self.scale,
+                C=kv_lora_rank,
+                R=q_rope.shape[3],
+                CHUNK=min(_COLUMNS, kv_lora_rank),
+                HB=self.tile.heads,
+                TOKENS=self.tile.tokens,
+                BLOCK_N=blocks.keys,
+                OF_KEYS=of_keys,
+                IN_ORDER=in_order,
+                PRECISION=precision(q_content.dtype),
+                INTERPRETED=interpreted(),
+                num_warps=self.launch.warps,
+                num_stages=1,
+            )

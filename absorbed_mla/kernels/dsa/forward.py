@@ -1,0 +1,152 @@
+"""Attention over chosen keys: one tile of query rows, all keys of its list, an online softmax."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.dsa.key_lists import head_tile, key_lists
+from absorbed_mla.kernels.dsa.tile import listed_keys, tile_rows
+from absorbed_mla.kernels.triton.common import (
+    LN_2,
+    LOG2_E,
+    interpreted,
+    load_rows,
+    precision,
+    rows_contiguous,
+    store_rows,
+)
+from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
+from absorbed_mla.kernels.triton.launch import launch_for
+
+
+def forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
+
+    Args:
+        q_content: [S_q, B, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
+        q_rope: [S_q, B, N, R]; R likewise, or 0.
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
+        chosen: int32 [S_q, B, topk], no key twice for a query; -1 for none, anywhere.
+        scale: Multiplies the scores.
+
+    Returns:
+        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
+        a query without keys.
+    """
+    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
+    queries, batch, heads, kv_lora_rank = q_content.shape
+    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=q_content.device)
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
+    tile = head_tile(heads, launch.forward.rows)
+    lists = key_lists(chosen, len(latent), tile.tokens)
+    grid = (len(lists.entries) * tile.blocks, batch)
+    if not all(grid):
+        return out, lse
+    _forward_kernel[grid](
+        q_content,
+        q_rope,
+        latent,
+        k_rope,
+        out,
+        lse,
+        lists.entries,
+        lists.counts,
+        *q_content.stride()[:3],
+        *q_rope.stride()[:3],
+        *latent.stride()[:2],
+        *k_rope.stride()[:2],
+        queries,
+        heads,
+        tile.blocks,
+        lists.entries.shape[2],
+        scale * LOG2_E.value,
+        C=kv_lora_rank,
+        R=q_rope.shape[-1],
+        HB=tile.heads,
+        TOKENS=tile.tokens,
+        BLOCK_N=launch.forward.keys,
+        PRECISION=precision(q_content.dtype),
+        INTERPRETED=interpreted(),
+        num_warps=launch.warps,
+        num_stages=launch.forward.stages,
+    )
+    return out, lse
+
+
+@triton.jit
+def _forward_kernel(
+    q_content_ptr,
+    q_rope_ptr,
+    latent_ptr,
+    k_rope_ptr,
+    out_ptr,
+    lse_ptr,
+    entries_ptr,
+    counts_ptr,
+    stride_qc_s,
+    stride_qc_b,
+    stride_qc_n,
+    stride_qr_s,
+    stride_qr_b,
+    stride_qr_n,
+    stride_kc_s,
+    stride_kc_b,
+    stride_kr_s,
+    stride_kr_b,
+    queries,
+    heads,
+    head_blocks,
+    length,
+    scale_log2,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    HB: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    batch, batches = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    tile, token, head, own, valid = tile_rows(0, queries, heads, head_blocks, TOKENS, HB)
+    number = tile.to(tl.int64) * batches + batch
+    list_ptr, count = entries_ptr + number * length, tl.load(counts_ptr + number)
+    # [rows, C], [rows, R]
+    qc_rows = batch * stride_qc_b + token * stride_qc_s + head * stride_qc_n
+    qc = load_rows(q_content_ptr, qc_rows, valid, C)
+    if R > 0:
+        qr_rows = batch * stride_qr_b + token * stride_qr_s + head * stride_qr_n
+        qr = load_rows(q_rope_ptr, qr_rows, valid, R)
+    else:
+        qr = qc
+
+    largest = tl.full([TOKENS * HB], float("-inf"), tl.float32)
+    total = tl.full([TOKENS * HB], 0.0, tl.float32)
+    acc = tl.full([TOKENS * HB, C], 0.0, tl.float32)
+    for start in range(0, count, BLOCK_N):
+        key, there, seen = listed_keys(list_ptr, start, count, own, TOKENS, BLOCK_N)
+        # [BLOCK_N, C]
+        kc = load_rows(latent_ptr, batch * stride_kc_b + key * stride_kc_s, there, C)
+        if R > 0:
+            kr = load_rows(k_rope_ptr, batch * stride_kr_b + key * stride_kr_s, there, R)
+        else:
+            kr = kc
+        largest, total, acc = attend_to_keys(
+            qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
+        )
+
+    acc, lse = normalised(largest, total, acc)
+    row = (token * batches + batch) * heads + head
+    store_rows(out_ptr, row * C, valid, acc, C, INTERPRETED)
+    tl.store(lse_ptr + row, lse * LN_2, mask=valid)

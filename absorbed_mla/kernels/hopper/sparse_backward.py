@@ -1,0 +1,125 @@
+"""Backward of attention over chosen keys on Hopper GPUs: the launch of its kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
+from absorbed_mla.kernels.hopper.key_rows import in_order
+from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
+from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
+from absorbed_mla.kernels.hopper.tensor_map import tensor_map
+from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.triton.backward import delta_of
+
+
+def sparse_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of what ``sparse_forward`` took.
+
+    Args:
+        grad_out: [S_q, B, N, C].
+        grad_lse: [S_q, B, N], or None where the LSE was not used.
+        out: [S_q, B, N, C], possibly over more keys than these.
+        lse: fp32 [S_q, B, N], over the same keys as ``out``.
+        q_content: bf16 or fp16 [S_q, B, N, C].
+        q_rope: [S_q, B, N, R].
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
+        chosen: int32 [S_q, B, topk], -1 for none, anywhere.
+        scale: Multiplies the scores.
+        deterministic: Whether the result must be the same in every run, to the bit; see
+            key_sums.py.
+
+    Returns:
+        Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
+        [S_k, B, C + R]; the latent's is that of the key and of the value.
+    """
+    dq = tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
+    )
+    keys, batch, kv_lora_rank = latent.shape
+    width = kv_lora_rank + k_rope.shape[-1]
+    dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
+    if not keys or not lse.numel():
+        return dq[0].zero_(), dq[1].zero_(), dkv
+    grad_out, lse = grad_out.to(q_content.dtype), lse.contiguous()
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    statistics = lse, delta_of(grad_out, grad_lse, out, lse)
+    tile = head_tile(q_content.shape[2], ROWS.value)
+    lists = key_lists(chosen, keys, tile.tokens)
+    queries = q_content, q_rope, grad_out
+    rows = rows_of_16_bytes(latent), rows_of_16_bytes(k_rope)
+    gradients = _Gradients(queries, rows, statistics, dq, lists, tile, scale)
+    tiles = len(lists.counts)
+    if not deterministic:
+        gradients.of_tiles(slice(0, tiles), dkv, in_order=False)
+        return *dq, in_order(dkv)
+    row_count = batch * lists.entries.shape[2] * tile.blocks
+    for some in tiles_at_a_time(tiles, row_count * width):
+        buffer = dkv.new_empty((some.stop - some.start) * row_count, width)
+        gradients.of_tiles(some, buffer, in_order=True)
+        add_in_order(dkv, buffer, lists, some, tile.blocks)
+    return *dq, in_order(dkv)
+
+
+class _Gradients(NamedTuple):
+    """What all launches of the kernel have in common."""
+
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, Tensor]
+    statistics: tuple[Tensor, Tensor]
+    dq: tuple[Tensor, ...]
+    lists: KeyLists
+    tile: HeadTile
+    scale: float
+
+    def of_tiles(self, tiles: slice, dkv: Tensor, in_order: bool) -> None:
+        """Write dQ of some tiles, and what their keys get; see the kernel's ``dkv``."""
+        q_content, q_rope, grad_out = self.queries
+        latent, k_rope = self.keys
+        queries, batch, heads, kv_lora_rank = q_content.shape
+        rope = q_rope.shape[3]
+        box = self.tile.tokens, 1, self.tile.heads
+        attend_sparse_backward[((tiles.stop - tiles.start) * batch * self.tile.blocks,)](
+            tensor_map(q_content, (*box, kv_lora_rank)),
+            tensor_map(q_rope, (*box, rope)),
+            tensor_map(grad_out, (*box, kv_lora_rank)),
+            latent,
+            k_rope,
+            *latent.stride()[:2],
+            *k_rope.stride()[:2],
+            *self.statistics,
+            self.lists.entries,
+            self.lists.counts,
+            self.lists.open_counts,
+            *self.dq,
+            dkv,
+            tiles.start,
+            self.lists.entries.shape[2],
+            queries,
+            batch,
+            heads,
+            self.scale,
+            C=kv_lora_rank,
+            R=rope,
+            HEADS=self.tile.heads,
+            IN_ORDER=in_order,
+            num_warps=8,
+        )

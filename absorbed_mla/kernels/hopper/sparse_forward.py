@@ -1,0 +1,86 @@
+"""Attention over chosen keys on Hopper GPUs: the launch of the forward kernel."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.kernels.dsa.key_lists import head_tile, key_lists
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
+from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
+from absorbed_mla.kernels.hopper.tile import ROWS
+
+# Products wait for the latents' columns in so many chunks, or fewer.
+_CHUNKS = 4
+
+
+def sparse_forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention with scores ``scale * (q_content . latent + q_rope . k_rope)`` and values latent.
+
+    Args:
+        q_content: [S_q, B, N, C] in bf16 or fp16; C = 128, 256 or 512.
+        q_rope: [S_q, B, N, R]; R = 64.
+        latent: [S_k, B, C].
+        k_rope: [S_k, B, R].
+        chosen: int32 [S_q, B, topk], no key twice for a query; -1 for none, anywhere.
+        scale: Multiplies the scores.
+
+    Returns:
+        Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
+        a query without keys.
+
+    Raises:
+        ValueError: The scale is not positive.
+    """
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    queries, batch, heads, kv_lora_rank = q_content.shape
+    rope = q_rope.shape[3]
+    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    lse = torch.empty(queries, batch, heads, dtype=torch.float32, device=q_content.device)
+    if not lse.numel():
+        return out, lse
+    if not len(latent):
+        return out.zero_(), lse.fill_(-math.inf)
+    tile = head_tile(heads, ROWS.value)
+    lists = key_lists(chosen, len(latent), tile.tokens)
+    latent, k_rope = map(rows_of_16_bytes, (latent, k_rope))
+    attend_sparse_forward[(lists.counts.numel() * tile.blocks,)](
+        tensor_map(q_content, (tile.tokens, 1, tile.heads, kv_lora_rank)),
+        tensor_map(q_rope, (tile.tokens, 1, tile.heads, rope)),
+        latent,
+        k_rope,
+        *latent.stride()[:2],
+        *k_rope.stride()[:2],
+        lists.entries,
+        lists.counts,
+        lists.open_counts,
+        out,
+        lse,
+        lists.entries.shape[2],
+        queries,
+        batch,
+        heads,
+        scale / math.log(2),
+        HEADS=tile.heads,
+        C=kv_lora_rank,
+        R=rope,
+        CHUNK=max(kv_lora_rank // _CHUNKS, SWIZZLED.value),
+        num_warps=4,
+    )
+    return out, lse
+
+
+def rows_of_16_bytes(x: Tensor) -> Tensor:
+    """The tensor, or a copy where a row may begin at another address than multiples of 16 bytes."""
+    return x if has_map(x) else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,178 @@
+"""The sparse forward kernel: the forward kernel over lists of keys.
+
+Roles, shared memory, barriers and arithmetic are those of forward_kernel.py. Different is how keys
+come: tensor maps load neighbouring rows, so here the load role is four warps that copy rows by
+``cp.async``, 16 bytes a thread and 128 contiguous ones of every row. All copies of a block are
+asked for before the first is waited for; those of the next block begin as soon as the products
+leave room. Rows that are no key are zeros.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from absorbed_mla.kernels.hopper.forward_kernel import (
+    LN_2,
+    compute_right,
+    finish_left,
+    start_left,
+    store_half,
+)
+from absorbed_mla.kernels.hopper.forward_scores import count_blocks
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate_blocks, chunk_full
+from absorbed_mla.kernels.hopper.layouts import (
+    SWIZZLED,
+    accumulator_layout,
+    block_layout,
+    row_layout,
+)
+from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
+from absorbed_mla.kernels.hopper.synchronize import synchronize
+from absorbed_mla.kernels.hopper.tile import KEYS
+
+# Registers of each thread of a role, as in forward_kernel.py; the score role gets 232.
+VALUE_REGISTERS = gl.constexpr(208)
+LOAD_REGISTERS = gl.constexpr(64)
+LOAD_WARPS = gl.constexpr(4)
+
+
+@gluon.jit
+def _load_role(tile, shared, q_content, q_rope, latent, k_rope, strides):
+    """Load the queries, then each block as soon as the block before last is done with its stage."""
+    HALF: gl.constexpr = shared.C // 2
+    layout: gl.constexpr = row_layout(SWIZZLED, LOAD_WARPS)
+    full = shared.q_full.index(0)
+    mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
+    position = [tile.query_start, tile.batch, tile.head, 0]
+    tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
+    tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
+    latent_s, latent_b, rope_s, rope_b = strides
+    latent += tile.batch.to(gl.int64) * latent_b
+    k_rope += tile.batch.to(gl.int64) * rope_b
+    for block in range(count_blocks(tile)):
+        stage = block % STAGES
+        parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
+        key, there = key_of(tile.listed(block, gl.SliceLayout(1, layout)), tile)
+        row = (key * latent_s)[:, None]
+        mbarrier.wait(shared.left_empty.index(stage), parity)
+        left = shared.left.index(stage).reshape([KEYS, HALF])
+        for column in gl.static_range(0, HALF, shared.CHUNK):
+            _gather(left, column, shared.CHUNK, latent + column, row, there)
+        mbarrier.wait(shared.right_empty.index(stage), parity)
+        right = shared.right.index(stage).reshape([KEYS, HALF])
+        for column in gl.static_range(0, HALF, shared.CHUNK):
+            _gather(right, column, shared.CHUNK, latent + HALF + column, row, there)
+        rope = shared.k_rope(stage).reshape([KEYS, shared.R])
+        _gather(rope, 0, shared.R, k_rope, (key * rope_s)[:, None], there)
+        for column in gl.static_range(0, shared.C, shared.CHUNK):
+            # As many as follow this chunk, k_rope among them, may be under way.
+            async_copy.wait_group((shared.C - column) // shared.CHUNK)
+            _announce(chunk_full(shared, stage, column))
+        async_copy.wait_group(0)
+        _announce(shared.rope_full.index(stage))
+
+
+@gluon.jit
+def _gather(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, row, there):
+    """Begin to copy columns of a block's rows to those from ``column`` on, as one group."""
+    WIDTH: gl.constexpr = COLUMNS if COLUMNS < SWIZZLED else SWIZZLED
+    layout: gl.constexpr = row_layout(SWIZZLED, LOAD_WARPS)
+    offset = row + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    for part in gl.static_range(0, COLUMNS, WIDTH):
+        place = target.slice(column + part, WIDTH, dim=1)
+        async_copy.async_copy_global_to_shared(place, source + part + offset, mask=there[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _announce(full):
+    """Let the products of the other roles see what the role's warps have copied."""
+    fence_async_shared()
+    synchronize()
+    mbarrier.arrive(full)
+
+
+@gluon.jit
+def _score_role(tile, shared, out, lse, batches, heads, scale):
+    """Compute all scores, the LSE, and the left half of the output."""
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    o, top, total, norm = start_left(tile, shared, scale)
+    index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
+    value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
+    gl.store(lse + index, value, mask=inside)
+    store_half(out, tile, finish_left(o, norm), batches, heads, 0)
+
+
+@gluon.jit
+def _value_role(tile, shared, out, batches, heads):
+    """Compute the right half of the output."""
+    store_half(out, tile, compute_right(tile, shared), batches, heads, shared.C // 2)
+
+
+@gluon.jit(do_not_specialize=["length", "queries", "batches", "heads"])
+def attend_sparse_forward(
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    latent_s,
+    latent_b,
+    rope_s,
+    rope_b,
+    entries,
+    counts,
+    open_counts,
+    out,
+    lse,
+    length,
+    queries,
+    batches,
+    heads,
+    scale,
+    HEADS: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """Attention of every tile; one program for each tile, entry of the batch and group of heads.
+
+    Args:
+        q_content: Tensor map of [S_q, B, N, C] in boxes [64 / HEADS, 1, HEADS, C].
+        q_rope: Of [S_q, B, N, R] in boxes [64 / HEADS, 1, HEADS, R].
+        latent: [S_k, B, C]; rows begin at multiples of 16 bytes.
+        k_rope: [S_k, B, R], likewise.
+        latent_s: Stride of a key, a multiple of 8.
+        latent_b: Of an entry of the batch.
+        rope_s: Stride of a key in k_rope.
+        rope_b: Of an entry of the batch.
+        entries: int32 [tiles, B, L], see key_lists.py; contiguous like all that follows.
+        counts: int32 [tiles, B].
+        open_counts: int32 [tiles, B], see ``SparseTile``.
+        out: [S_q, B, N, C].
+        lse: [S_q, B, N] fp32.
+        length: L.
+        queries: S_q.
+        batches: B.
+        heads: N.
+        scale: Of the scores, positive, times log2(e).
+        HEADS: Heads in a tile.
+        C: ``kv_lora_rank``.
+        R: Width of k_rope.
+        CHUNK: Columns of the latents that products wait for together.
+    """
+    lists = entries, counts, open_counts
+    tile = read_sparse_tile(lists, 0, length, queries, batches, heads, HEADS)
+    layout: gl.constexpr = block_layout(C)
+    rope_layout: gl.constexpr = block_layout(R)
+    shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout)
+    strides = latent_s, latent_b, rope_s, rope_b
+    gl.warp_specialize(
+        [
+            (_score_role, (tile, shared, out, lse, batches, heads, scale)),
+            (_value_role, (tile, shared, out, batches, heads)),
+            (_load_role, (tile, shared, q_content, q_rope, latent, k_rope, strides)),
+        ],
+        [4, LOAD_WARPS],  # warps of the roles but the first, which has the launch's four
+        [VALUE_REGISTERS, LOAD_REGISTERS],
+    )

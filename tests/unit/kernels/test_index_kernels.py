@@ -1,0 +1,101 @@
+"""The indexer's kernels against plain PyTorch, in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.scores import index_scores
+from absorbed_mla.dsa.selection import best_keys, select
+from absorbed_mla.dsa.support import VisibleKeys
+from absorbed_mla.dsa.types import IndexVectors
+from tests.support.backends import triton_interpreter
+from tests.support.hostile import poisoned_memory
+from tests.support.numerics import relative_error
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+with triton_interpreter():
+    from absorbed_mla.dsa import selection_triton
+    from absorbed_mla.kernels.dsa import index_scores as _  # noqa: F401
+    from absorbed_mla.kernels.dsa import radix_select
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with triton_interpreter():
+        yield
+
+
+def vectors(queries, keys, batch=1, heads=3, width=16, dtype=torch.bfloat16) -> IndexVectors:
+    make = torch.Generator().manual_seed(0)
+    query = torch.randn(queries, batch, heads, width, generator=make)
+    key = torch.randn(keys, batch, width, generator=make)
+    weights = torch.randn(queries, batch, heads, generator=make)
+    return IndexVectors(query.to(DEVICE, dtype), key.to(DEVICE, dtype), weights.to(DEVICE))
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "span", [Span(0, 130, 0, 130, 0), Span(3, 40, 7, 150, 100), Span(0, 9, 2, 31, None)], ids=str
+)
+def test_scores(span, dtype, relu):
+    index = vectors(140, 300, batch=2, dtype=dtype)
+    [chunk] = Spans([span]).chunks(1000)
+    keys = VisibleKeys(chunk, DEVICE, heads=100)
+    with poisoned_memory():
+        found = selection_triton.triton_index_scores(index, keys, relu)
+    truth = index_scores(index._replace(weights=index.weights.double()), keys, relu)
+    seen = keys.seen.expand(truth.shape)
+    assert found.dtype == torch.float32 and found.shape == truth.shape
+    assert relative_error(found[seen].double(), truth[seen]) < 1e-6
+
+
+def hostile_scores(kind: str, shape) -> torch.Tensor:
+    make = torch.Generator().manual_seed(1)
+    scores = torch.randn(shape, generator=make)
+    if kind == "ties":
+        scores = scores.mul(2).round()
+        scores[..., ::3] *= -0.0
+    elif kind == "equal":
+        scores = torch.zeros(shape)
+    elif kind == "infinite":
+        scores[..., ::5] = torch.inf
+        scores[..., 1::4] = -torch.inf
+        scores[..., 2::7] = torch.nan
+        scores[..., 3::11] = -torch.nan
+    elif kind == "tiny":
+        scores = scores * 1e-42
+    elif kind == "close":
+        scores = 1 + torch.randint(0, 9, shape, generator=make) * 2**-23
+    return scores.to(DEVICE)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "infinite", "tiny", "close"])
+@pytest.mark.parametrize("topk", [1, 20])
+def test_choice(kind, topk, monkeypatch):
+    """The bits of the reference, also where scores are not seen or not numbers."""
+    monkeypatch.setattr(radix_select, "_BLOCK", 64)
+    for span in (Span(0, 2, 5, 205, 190), Span(0, 3, 0, 90, 18)):
+        keys = VisibleKeys(span, DEVICE, heads=1)
+        scores = hostile_scores(kind, (2, span.num_queries, span.num_keys))
+        expected = best_keys(scores, keys, topk).transpose(0, 1)
+        with poisoned_memory():
+            found = selection_triton.triton_best_keys(scores, keys, topk)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("elements", [500, 2**24])
+def test_selection(elements):
+    """Sequences in a pack, chunk by chunk."""
+    index = vectors(60, 60, batch=2)
+    spans = Spans([Span(0, 9, 0, 9, 0), Span(12, 60, 12, 60, 0)])
+    expected = select(index, spans, 10, relu=True, scores=selection_triton.triton_index_scores)
+    found = selection_triton.triton_select(index, spans, 10, relu=True, elements=elements)
+    assert torch.equal(found, expected)

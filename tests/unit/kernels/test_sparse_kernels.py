@@ -1,0 +1,233 @@
+"""Sparse attention of the kernels against the reference, in Triton's interpreter without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_backward, sparse_forward
+from tests.support.backends import triton_interpreter
+from tests.support.gluon_emulation import emulated
+from tests.support.hostile import poisoned_memory
+from tests.support.numerics import relative_error
+
+pytest.importorskip("triton.experimental.gluon")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+SCALE = 0.2
+
+with triton_interpreter():
+    from absorbed_mla.dsa import sparse_hopper, sparse_triton
+    from absorbed_mla.kernels.dsa import key_sums
+    from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, head_tile, key_lists
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of an attention over chosen keys."""
+
+    queries: int
+    keys: int
+    heads: int
+    topk: int
+    batch: int = 1
+    content: int = 32
+    rope: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    shared: bool = False  # whether neighbours choose nearly the same keys
+    with_lse: bool = False
+
+    def selection(self) -> Tensor:
+        """Ascending; the first query has no key, others fewer than topk, one has holes."""
+        make = torch.Generator().manual_seed(1)
+        chosen = torch.full((self.queries, self.batch, self.topk), -1, dtype=torch.int32)
+        for q in range(self.queries):
+            for b in range(self.batch):
+                if q == 0 and self.queries > 1:
+                    continue
+                seed = make if not self.shared else torch.Generator().manual_seed(q // 4)
+                count = max(1, min(self.topk, self.keys) - q % 3)
+                keys = torch.randperm(self.keys, generator=seed)[:count].sort().values
+                chosen[q, b, : len(keys)] = keys.int()
+        if self.queries > 2:
+            chosen[2, :, : self.topk // 2] = -1
+        return chosen.to(DEVICE)
+
+    def tensors(self) -> list[Tensor]:
+        make = partial(torch.randn, generator=torch.Generator().manual_seed(2))
+        shapes = (
+            (self.queries, self.batch, self.heads, self.content),
+            (self.queries, self.batch, self.heads, self.rope),
+            (self.keys, self.batch, self.content + self.rope),
+            (self.queries, self.batch, self.heads, self.content),
+            (self.queries, self.batch, self.heads),
+        )
+        return [make(shape).to(DEVICE, self.dtype) for shape in shapes]
+
+
+CASES = {
+    "one_token_tiles": Case(5, 90, 64, 70, with_lse=True),
+    "two_head_blocks": Case(2, 70, 128, 24, batch=2),
+    "four_tokens": Case(7, 150, 16, 40, batch=2, with_lse=True),
+    "four_tokens_that_share": Case(9, 150, 16, 70, shared=True),
+    "two_tokens": Case(5, 80, 32, 20),
+    "odd_heads": Case(6, 40, 3, 12, batch=2),
+    "heads_20": Case(3, 40, 20, 12),
+    "fp16": Case(5, 50, 16, 30, dtype=torch.float16),
+    "fp32": Case(5, 50, 4, 30, dtype=torch.float32, with_lse=True),
+    "without_rope": Case(5, 50, 16, 30, rope=0),
+    "one_key": Case(4, 1, 16, 1),
+    "more_than_there_are": Case(4, 20, 16, 64),
+    "wide_two_blocks": Case(2, 160, 64, 150, content=512, rope=64, with_lse=True),
+    "wide_union": Case(9, 150, 16, 70, batch=2, content=128, rope=64, shared=True, with_lse=True),
+    "wide_odd_heads": Case(6, 140, 20, 130, content=128, rope=64),
+    "several_chunks_of_columns": Case(4, 30, 16, 20, content=256, rope=64),
+}
+
+
+def compute(case: Case, module, tensors, grad: bool = True) -> dict[str, Tensor]:
+    q_content, q_rope, kv, grad_out, grad_lse = tensors
+    inputs, chosen = latent_inputs(q_content, q_rope, kv), case.selection()
+    output = module.sparse_forward(inputs, chosen, SCALE)
+    gradient = OutputGradient(grad_out, grad_lse if case.with_lse else None)
+    found = module.sparse_backward(gradient, output, inputs, chosen, SCALE)
+    return named(output, found)
+
+
+def named(output: AttentionOutput, found: AttentionInputs) -> dict[str, Tensor]:
+    dkv = torch.cat((found.k_content.squeeze(2), found.k_rope), -1)
+    return {
+        "out": output.out,
+        "lse": output.lse,
+        "dq_content": found.q_content,
+        "dq_rope": found.q_rope,
+        "dkv": dkv,
+    }
+
+
+def check_forward(case: Case, found: AttentionOutput) -> None:
+    q_content, q_rope, kv, *_ = (x.double() for x in case.tensors())
+    truth = sparse_forward(latent_inputs(q_content, q_rope, kv), case.selection(), SCALE)
+    blind = truth.lse == -torch.inf
+    assert torch.equal(found.lse == -torch.inf, blind)
+    assert relative_error(found.lse[~blind].double(), truth.lse[~blind]) < 1e-4
+    assert not found.out[blind].any()
+    assert relative_error(found.out.double(), truth.out) < 2 * torch.finfo(case.dtype).eps
+
+
+class _Reference:
+    sparse_forward, sparse_backward = staticmethod(sparse_forward), staticmethod(sparse_backward)
+
+
+def check(case: Case, found: dict[str, Tensor]) -> None:
+    truth = compute(case, _Reference, [x.double() for x in case.tensors()])
+    blind = truth["lse"] == -torch.inf
+    assert torch.equal(found["lse"] == -torch.inf, blind)
+    assert blind.any() or case.queries == 1
+    bound = 2 * torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 1e-5
+    for name, true in truth.items():
+        actual = found[name].double()
+        if name == "lse":
+            actual, true = actual[~blind], true[~blind]
+        assert torch.isfinite(actual).all(), name
+        if true.numel():
+            assert relative_error(actual, true) < bound, name
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with triton_interpreter():
+        yield
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "in_order"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name, deterministic, monkeypatch):
+    """Amid NaN in all memory that must be written."""
+    case = CASES[name]
+    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 40_000)  # several runs of tiles
+    torch.use_deterministic_algorithms(deterministic)
+    with poisoned_memory():
+        found = compute(case, sparse_triton, case.tensors())
+    check(case, found)
+
+
+@contextlib.contextmanager
+def hopper(seed: int = 0):
+    """Within, the launchers' kernels run: on the GPU, or in PyTorch."""
+    with contextlib.ExitStack() as stack:
+        if not ON_GPU:
+            for name in ("forward", "backward"):
+                module = importlib.import_module(f"absorbed_mla.kernels.hopper.sparse_{name}")
+                kernel = f"attend_sparse_{name}"
+                stack.enter_context(emulated(module, kernel, f"sparse_{name}_kernel", seed))
+        yield
+
+
+def of_hopper(case: Case) -> bool:
+    return case.rope == 64 and case.content >= 128
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
+def test_hopper_forward(name):
+    """Also in another order of roles and copies, with the same bits."""
+    case, found = CASES[name], []
+    q_content, q_rope, kv, *_ = case.tensors()
+    inputs = latent_inputs(q_content, q_rope, kv), case.selection(), SCALE
+    for seed in (0, 1):
+        with hopper(seed), poisoned_memory():
+            found.append(sparse_hopper.sparse_forward(*inputs))
+    check_forward(case, found[0])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "in_order"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if of_hopper(case)])
+def test_hopper(name, deterministic, monkeypatch):
+    """All gradients, amid NaN in all memory that must be written."""
+    case = CASES[name]
+    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 300_000)  # several runs of tiles
+    torch.use_deterministic_algorithms(deterministic)
+    with hopper(), poisoned_memory():
+        found = compute(case, sparse_hopper, case.tensors())
+    check(case, found)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])
+def test_every_head_has_a_row(heads):
+    tile = head_tile(heads, 64)
+    assert tile.heads * tile.tokens <= 64 and tile.heads >= 16
+    assert (tile.blocks - 1) * tile.heads < heads <= tile.blocks * tile.heads
+
+
+def test_union():
+    """Every key once, with the bits of the tokens that have chosen it."""
+    chosen = Case(7, 3000, 16, 900, batch=2, shared=True).selection()
+    chosen[5] = torch.randperm(3000)[:900].sort().values.int().to(DEVICE)
+    lists = key_lists(chosen, 3000, 4)
+    for tile in range(2):
+        for b in range(2):
+            rows = chosen[4 * tile : 4 * tile + 4, b]
+            keys = rows[rows >= 0].unique()
+            entries = lists.entries[tile, b, : lists.counts[tile, b]]
+            assert torch.equal(entries & KEY_MASK.value, keys)
+            for token, row in enumerate(rows):
+                seen = (entries >> 27) >> token & 1 == 1
+                assert torch.equal(keys[seen], row[row >= 0])
+
+
+def test_too_many_keys():
+    chosen = torch.zeros(4, 1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="up to"):
+        key_lists(chosen, 2**27, 4)
