@@ -136,6 +136,9 @@ CONFIGS: dict[str, dict] = {
     "dense shared": {**SHARED, "first_k_dense_replace": 6},
 }
 
+# Without a query down-projection to fuse, or with an indexer, for which Megatron has no such layer.
+NO_FUSED_DOWN = ("v2_lite", "v32", "glm5", "shared", "dense shared")
+
 
 def random_tensors(
     config: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed: int = 0

@@ -29,6 +29,7 @@ from tests.conversion.legacy_support import shards
 from tests.conversion.megatron_models import SAME, mapped_weights, megatron_model
 from tests.conversion.support import (
     CONFIGS,
+    NO_FUSED_DOWN,
     assert_same_tensors,
     in_memory,
     lazy,
@@ -37,7 +38,6 @@ from tests.conversion.support import (
     tiny_config,
 )
 
-SPARSE = ("v32", "glm5", "shared", "dense shared")
 LAYOUTS = [
     MegatronLayout(norms=norms, kv_up=kv_up, down=down)
     for norms in ("separate", "fused")
@@ -48,9 +48,9 @@ LAYOUTS = [
 
 CONFIGS_AND_LAYOUTS = [
     pytest.param(name, layout, id=f"{name}-{layout}")
-    for name, changes in CONFIGS.items()
+    for name in CONFIGS
     for layout in LAYOUTS
-    if layout.down != "fused" or name not in ("v2_lite", *SPARSE)
+    if layout.down != "fused" or name not in NO_FUSED_DOWN
 ]
 
 

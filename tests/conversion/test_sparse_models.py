@@ -26,8 +26,10 @@ from checkpoint_conversion.convert import convert
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import TargetOptions
 from checkpoint_conversion.formats.legacy import as_mapped
+from checkpoint_conversion.formats.torch_dist import extra_state_names
 from checkpoint_conversion.fp8 import is_quantised
 from checkpoint_conversion.inspection import inspect_checkpoint
+from checkpoint_conversion.layouts import MegatronLayout, laid_out_tensors
 from checkpoint_conversion.lazy_tensor import LazyTensor
 from checkpoint_conversion.logits import (
     checkpoint_logits,
@@ -36,7 +38,7 @@ from checkpoint_conversion.logits import (
     megatron_model,
     without_mtp,
 )
-from checkpoint_conversion.mapping import hugging_face_shapes, megatron_shapes
+from checkpoint_conversion.mapping import hugging_face_shapes, megatron_shapes, to_megatron
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import ModelConfig
 from checkpoint_conversion.planning import plan_conversion
@@ -90,7 +92,7 @@ class Case:
         return target
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["v32", "glm5", "glm5-dense"])
 def case(request, tmp_path_factory) -> Case:
     model, tokens = make_model(MODELS[request.param]), token_batch()
     folder = save(model, tmp_path_factory.mktemp(request.param) / "hf")
@@ -235,6 +237,24 @@ class TestOfMegatron:
             assert f"{layer}self_attention.{norm}.weight" in names
         assert f"{layer}mlp.linear_fc1.layer_norm_weight" in names
         assert not any("up_proj.layer_norm_weight" in name for name in names)
+
+    def test_states_of_transformer_engines_modules(self):
+        """Its norms and linear layers load one each, the indexer's included."""
+        config = tiny_config(**CONFIGS["shared"])
+        tensors = to_megatron(in_memory(random_tensors(config)), config)
+        names = laid_out_tensors(tensors, MegatronLayout(norms="fused"), config)
+        states = extra_state_names(names, "fused", False, config)
+        assert len(set(states)) == len(states)
+        modules = {name.partition("._extra_state")[0] for name in states}
+        linear = ("linear_wq_b", "linear_wk", "k_norm", "linear_weights_proj")
+        layers = [f"decoder.layers.{n}" for n in (0, 1, 4)] + ["mtp.layers.0.transformer_layer"]
+        assert {module for module in modules if "core_attention" in module} == {
+            f"{layer}.self_attention.core_attention.indexer.{name}"
+            for layer in layers
+            for name in linear
+        }
+        norms = {module for module in modules if module.startswith("decoder.layers.2.")}
+        assert "decoder.layers.2.self_attention.q_layernorm" in norms
 
     @pytest.mark.parametrize(
         ("options", "why"),
