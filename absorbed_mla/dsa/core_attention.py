@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED
 from absorbed_mla.core_attention.forms.base import Query
@@ -30,7 +32,7 @@ from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
 from absorbed_mla.options import AbsorbedMLAOptions
-from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
+from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS, Registry
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.unsupported import refuse_other_variant
 
@@ -116,6 +118,7 @@ class SparseCoreAttention(LatentCoreAttention):
                 pg_collection=pg_collection,
                 name=f"{name}.indexer" if name is not None else None,
             )
+        self._chosen_implementations = DerivedTables()
         self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
         self._rows_are_split = config.sequence_parallel and self._tp_group is not None
 
@@ -152,23 +155,17 @@ class SparseCoreAttention(LatentCoreAttention):
         assert isinstance(plan, SparsePlan)
         request = self._request(hidden_states)
         learns = self._learns()
-        index: IndexVectors | None = None
 
-        def vectors() -> IndexVectors:
-            nonlocal index
-            if index is None:
-                with torch.set_grad_enabled(learns):
-                    index = self._index_vectors(plan, hidden_states, query_latent, cos, sin)
-            return index
+        @functools.cache
+        def index() -> IndexVectors:
+            with torch.set_grad_enabled(learns):
+                return self._index_vectors(plan, hidden_states, query_latent, cos, sin)
 
         def select() -> Tensor | None:
             if self.dsa.topk >= max(plan.layout.lengths, default=0):
                 return None
-            implementation = choose_implementation(
-                INDEXER_BACKENDS, self.options.indexer_backend, request
-            )
-            return implementation.select(
-                vectors(),
+            return self._implementation(INDEXER_BACKENDS, request).select(
+                index(),
                 plan.keys.spans(),
                 self.dsa.topk,
                 relu=self.dsa.scoring_relu,
@@ -177,12 +174,10 @@ class SparseCoreAttention(LatentCoreAttention):
 
         chosen = self.selection.get(select)
         self._check_shape(chosen, plan, hidden_states)
-        plan = replace(plan, chosen=chosen, index=vectors() if learns else None)
+        plan = replace(plan, chosen=chosen, index=index() if learns else None)
         if chosen is None:
             return plan
-        sparse = choose_implementation(
-            SPARSE_BACKENDS, self.options.sparse_attention_backend, request
-        )
+        sparse = self._implementation(SPARSE_BACKENDS, request)
         return replace(plan, backend=OverChosen(sparse, chosen))
 
     def learn_choice(
@@ -197,10 +192,7 @@ class SparseCoreAttention(LatentCoreAttention):
             [block] = plan.keys.blocks(kv, keep=False)
         supports, over_attended = self._supports(plan, block.kv)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
-        implementation = choose_implementation(
-            INDEXER_BACKENDS, self.options.indexer_backend, self._request(kv)
-        )
-        loss = implementation.loss(
+        loss = self._implementation(INDEXER_BACKENDS, self._request(kv)).loss(
             plan.index,
             latent_inputs(*query, block.kv),
             lse if over_attended else None,
@@ -267,6 +259,13 @@ class SparseCoreAttention(LatentCoreAttention):
                 f"a selection for layer {self.layer_number} must be [S, B, topk] = {expected}, "
                 f"got {tuple(chosen.shape)}"
             )
+
+    def _implementation(self, registry: Registry, request: SparseRequest) -> Any:
+        """What the options name, chosen once for every kind of call."""
+        asked = getattr(self.options, registry.option)
+        return self._chosen_implementations.get(
+            (registry.option, request), lambda: choose_implementation(registry, asked, request)
+        )
 
     def _request(self, x: Tensor) -> SparseRequest:
         return SparseRequest(

@@ -391,6 +391,32 @@ MUTATIONS = {
         "dist.reduce(total, group=self.tp_group, group_dst=owner)",
         "pass",
     ),
+    "index_rows_at_other_positions": Mutation(
+        "absorbed_mla/dsa/core_attention.py", "cos, sin = cos[own], sin[own]", "pass"
+    ),
+    "index_keys_in_another_order": Mutation(
+        "absorbed_mla/context_parallel/strategies/all_gather.py",
+        'return rank_major.index_select(0, self.layout.index("sequence_order", x.device))',
+        "return rank_major",
+    ),
+    "loss_of_own_rows": Mutation(
+        "absorbed_mla/dsa/core_attention.py",
+        "max(1, sum(plan.layout.lengths) * kv.shape[1])",
+        "max(1, len(kv) * kv.shape[1])",
+    ),
+    "target_over_other_keys": Mutation(
+        "absorbed_mla/dsa/core_attention.py", "lse if over_attended else None", "lse"
+    ),
+    "shared_selection_of_another_microbatch": Mutation(
+        "absorbed_mla/dsa/sharing.py",
+        "latest.recomputation is not recomputation",
+        "False",
+    ),
+    "recomputed_layer_chooses_again": Mutation(
+        "absorbed_mla/dsa/sharing.py",
+        "found, kept = self._next_replayed(), True",
+        "found, kept = self._next_replayed(), False",
+    ),
     "nobody_hears_of_the_death": Mutation(
         "absorbed_mla/llm/server/service.py",
         "            self._on_death()\n",

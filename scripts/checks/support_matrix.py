@@ -9,6 +9,8 @@ from benchmarks.kit.tables import markdown_table
 KINDS = {
     "support attention backends": (registry.ATTENTION_BACKENDS, "backend"),
     "support paged backends": (registry.PAGED_BACKENDS, "backend"),
+    "support sparse backends": (registry.SPARSE_BACKENDS, "backend"),
+    "support indexer backends": (registry.INDEXER_BACKENDS, "backend"),
     "support context parallel": (registry.CP_STRATEGIES, "strategy"),
     "support caches": (registry.LATENT_CACHES, "cache"),
     "support checkpoint layouts": (registry.CHECKPOINT_LAYOUTS, "layout"),

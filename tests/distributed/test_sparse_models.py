@@ -15,7 +15,14 @@ from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.dsa_layer import check
 from tests.support.harness import Setup
 from tests.support.layouts import cut_layout
-from tests.support.pipeline import Model
+from tests.support.pipeline import (
+    LAYOUTS,
+    Model,
+    load,
+    microbatches,
+    train_step,
+    whole_weights,
+)
 from tests.support.refusal import refusal
 
 # Layers 2 and 4 share what layers 1 and 3 choose.
@@ -75,3 +82,24 @@ def test_dynamic_context_parallelism():
         call = {"cp": {"local_cp_size": size}}
         loss = OracleLoss(coefficient=0.7)
         check(TINY_DSA, Setup(form="auto"), layout, loss, call=call)
+
+
+@needs.processes(2)
+def test_finalized_gradients():
+    """Megatron averages the indexers' gradients, of all tokens or of each rank's own, over TP."""
+    layout = LAYOUTS["sbhd"]
+    found = []
+    for sequence_parallel in (False, True):
+        model = model_with(sequence_parallel=sequence_parallel)
+        with world.parallel(tp=2):
+            chunks = model.build()
+            load(chunks, whole_weights(model_with()))
+            _, gradients = train_step(chunks, layout, microbatches(layout, range(2)))
+            found.append({n: g for n, g in gradients.items() if "indexer" in n})
+            for name, gradient in found[-1].items():
+                highest = world.all_reduce(gradient, torch.distributed.ReduceOp.MAX)
+                assert torch.equal(highest, gradient), f"ranks differ: {name}"
+    assert len(found[0]) == 10
+    for name, gradient in found[0].items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12, msg=name)
