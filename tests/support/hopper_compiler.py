@@ -170,7 +170,7 @@ if __name__ == "__main__":
     search_kernel()
     decode_kernels()
     for heads in (HEADS, 16):
-        for module in ("sparse_triton", "sparse_hopper"):
-            sparse_kernels(heads, module)
+        sparse_kernels(heads, "sparse_hopper")
+    sparse_kernels(16)
     index_kernels()
     loss_kernels()
