@@ -139,6 +139,30 @@ def index_kernels() -> None:
     triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
 
 
+def loss_kernels() -> None:
+    """Target and gradients of an indexer's loss, over visible and over chosen keys."""
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.dsa import indexer_triton
+    from absorbed_mla.dsa.sparse_reference import latent_inputs
+    from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
+    from absorbed_mla.dsa.types import IndexVectors
+
+    shapes = [(HEADS, KV_LORA_RANK), (HEADS, ROPE), (KV_LORA_RANK + ROPE,)]
+    inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
+    lse = torch.zeros(TOKENS, 1, HEADS)
+    query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
+    index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
+    gradient = index._replace(key=key.float())
+    chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
+    for support in (
+        VisibleKeys(Span(0, TOKENS, 0, TOKENS, 0), lse.device, 1),
+        ChosenKeys(slice(0, TOKENS), chosen, 1),
+    ):
+        target = indexer_triton.triton_target(inputs, lse, support, 0.1)
+        indexer_triton.triton_scores(index, support, True)
+        indexer_triton.triton_add_index_gradient(gradient, target, index, support, True)
+
+
 if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
@@ -146,6 +170,7 @@ if __name__ == "__main__":
     search_kernel()
     decode_kernels()
     for heads in (HEADS, 16):
-        for module in ("sparse_triton", "sparse_hopper"):
-            sparse_kernels(heads, module)
+        sparse_kernels(heads, "sparse_hopper")
+    sparse_kernels(16)
     index_kernels()
+    loss_kernels()

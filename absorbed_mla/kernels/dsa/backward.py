@@ -107,7 +107,7 @@ class _Gradients(NamedTuple):
         if not all(grid):
             return
         blocks = self.launch.query
-        strides = (s for x in self.operands[:5] for s in x.stride()[: min(x.dim() - 1, 3)])
+        strides = [s for x in self.operands[:5] for s in x.stride()[: min(x.dim() - 1, 3)]]
         for of_keys in (False, True):
             backward_kernel[grid](
                 *self.operands,

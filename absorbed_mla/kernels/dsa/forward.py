@@ -21,6 +21,9 @@ from absorbed_mla.kernels.triton.common import (
 from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
 from absorbed_mla.kernels.triton.launch import launch_for
 
+# Keys of a block of tiles of several tokens, at most; 64 need a stack on Hopper.
+_KEYS = 32
+
 
 def forward(
     q_content: Tensor,
@@ -76,7 +79,7 @@ def forward(
         R=q_rope.shape[-1],
         HB=tile.heads,
         TOKENS=tile.tokens,
-        BLOCK_N=launch.forward.keys,
+        BLOCK_N=launch.forward.keys if tile.tokens == 1 else min(_KEYS, launch.forward.keys),
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
         num_warps=launch.warps,

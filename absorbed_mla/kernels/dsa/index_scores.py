@@ -109,13 +109,12 @@ def _scores_kernel(
 ):
     """Some queries and keys of an entry of the batch; nothing where no query sees a key."""
     batch = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_key = tl.program_id(1) * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
     last_query = tl.minimum((tl.program_id(0) + 1) * BLOCK_M, queries) - 1
     if first_key <= last_query + offset:
         valid, there = token < queries, key < num_keys
-        token = token.to(tl.int64)
         # [BLOCK_N, DI]
         keys = load_rows(key_ptr, batch * k_b + key.to(tl.int64) * k_s, there, DI)
         rows = batch * q_b + token * q_s

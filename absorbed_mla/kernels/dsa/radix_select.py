@@ -111,8 +111,7 @@ def _next_digit(
     before = tl.reduce(tl.where(here, above, 0), 0, tl.standard._sum_combine)
     if LOW + BITS < 32:
         return (found << BITS) | digit, wanted - before
-    else:
-        return digit - (1 << (BITS - 1)), wanted - before
+    return digit - (1 << (BITS - 1)), wanted - before
 
 
 @triton.jit

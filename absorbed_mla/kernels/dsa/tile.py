@@ -52,6 +52,6 @@ def listed_keys(list_ptr, start, count, own, TOKENS: tl.constexpr, BLOCK_N: tl.c
     if TOKENS == 1:
         seen = there[None, :] & (own >= 0)[:, None]
     else:
-        seen = there[None, :] & (((entry >> 27)[None, :] >> own[:, None]) & 1 != 0)
+        seen = (tl.maximum(entry, 0)[None, :] >> (own + 27)[:, None]) & 1 != 0
         entry = entry & 0x7FFFFFF
     return tl.where(there, entry, 0).to(tl.int64), there, seen

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
-from absorbed_mla.dsa.scores import index_scores
+from absorbed_mla.dsa.scores import add_index_gradient, index_scores
 from absorbed_mla.dsa.selection import best_keys, select
-from absorbed_mla.dsa.support import VisibleKeys
+from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from tests.support.backends import triton_interpreter
 from tests.support.hostile import poisoned_memory
@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 with triton_interpreter():
-    from absorbed_mla.dsa import selection_triton
-    from absorbed_mla.kernels.dsa import index_scores as _  # noqa: F401
-    from absorbed_mla.kernels.dsa import radix_select
+    import absorbed_mla.kernels.dsa.index_gradient
+    import absorbed_mla.kernels.dsa.index_scores  # noqa: F401
+    from absorbed_mla.dsa import indexer_triton, selection_triton
+    from absorbed_mla.kernels.dsa import index_chosen, radix_select
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,36 @@ def test_selection(elements):
     expected = select(index, spans, 10, relu=True, scores=selection_triton.triton_index_scores)
     found = selection_triton.triton_select(index, spans, 10, relu=True, elements=elements)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["visible", "chosen"])
+def test_gradients(kind, dtype, relu, monkeypatch):
+    """Added to what the keys have; queries and weights of other chunks are left alone."""
+    monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)
+    index = vectors(9, 150, batch=2, heads=20, dtype=dtype)
+    if kind == "visible":
+        support = VisibleKeys(Span(1, 8, 3, 140, 130), DEVICE, heads=100)
+    else:
+        chosen = torch.rand(7, 2, 150).topk(67).indices.sort().values.int().to(DEVICE)
+        chosen[2, 1] = -1
+        chosen[3, :, 5:9] = -1
+        support = ChosenKeys(slice(1, 8), chosen, 100)
+    double = IndexVectors(*(x.double() for x in index))
+    scores = index_scores(double, support, relu)
+    seen = support.seen.expand(scores.shape)
+    found = indexer_triton.triton_scores(index, support, relu)
+    assert relative_error(found[seen].double(), scores[seen]) < 1e-6
+
+    make = torch.Generator().manual_seed(3)
+    score_grad = torch.randn(scores.shape, generator=make).to(DEVICE).masked_fill(~seen, 0.0)
+    truth = IndexVectors(*(torch.ones_like(x) for x in double))
+    add_index_gradient(truth, score_grad.double(), double, support, relu)
+    kept = IndexVectors(*(torch.ones_like(x, dtype=torch.float32) for x in index))
+    indexer_triton.triton_add_index_gradient(kept, score_grad, index, support, relu)
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    for name, actual, expected in zip(index._fields, kept, truth):
+        assert relative_error(actual.double(), expected) < bound, name
+        assert name == "key" or (actual[[0, 8]] == 1).all()

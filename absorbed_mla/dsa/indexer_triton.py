@@ -1,0 +1,73 @@
+"""Pieces of the indexer's loss by the ``triton`` kernels, called like those they replace."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.selection_triton import triton_index_scores
+from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
+from absorbed_mla.dsa.types import IndexVectors
+
+
+def triton_target(
+    inputs: AttentionInputs, lse: Tensor, support: VisibleKeys | ChosenKeys, scale: float
+) -> Tensor:
+    """The sum over heads of the attention's probabilities, fp32 [B, Q, P]; not normalised.
+
+    Args:
+        inputs: In the absorbed form, this rank's heads.
+        lse: fp32 [S_q, B, N], over the keys of the support.
+        support: The queries and their keys.
+        scale: Multiplies the scores.
+    """
+    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
+
+    operands = (inputs.q_content, inputs.q_rope, inputs.k_content.squeeze(2), inputs.k_rope)
+    with torch.cuda.device_of(lse):
+        if isinstance(support, VisibleKeys):
+            span = support.span
+            keys = span.key_start, span.num_keys, span.causal_offset
+            return visible_target(operands, lse, span.queries, *keys, scale)
+        rows = support.queries
+        own = operands[0][rows], operands[1][rows], *operands[2:]
+        return chosen_target(own, lse[rows], support.indices, scale)
+
+
+def triton_scores(index: IndexVectors, support: VisibleKeys | ChosenKeys, relu: bool) -> Tensor:
+    """As ``index_scores``, fp32; where a key is not seen, anything."""
+    from absorbed_mla.kernels.dsa.index_chosen import chosen_scores
+
+    with torch.cuda.device_of(index.query):
+        if isinstance(support, VisibleKeys):
+            return triton_index_scores(index, support, relu)
+        rows = support.queries
+        query, weights = index.query[rows], index.weights[rows]
+        return chosen_scores(query, index.key, weights, support.indices, relu)
+
+
+def triton_add_index_gradient(
+    gradient: IndexVectors,
+    score_grad: Tensor,
+    index: IndexVectors,
+    support: VisibleKeys | ChosenKeys,
+    relu: bool,
+) -> None:
+    """As ``add_index_gradient``; of chosen keys, keys are added to in any order."""
+    from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient
+    from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
+
+    rows = support.queries
+    query, weights = index.query[rows], index.weights[rows]
+    with torch.cuda.device_of(query):
+        if isinstance(support, VisibleKeys):
+            keys = support.span.keys
+            parts = gradient.query[rows], gradient.key[keys], gradient.weights[rows]
+            offset = support.span.causal_offset
+            key = index.key[keys]
+            add_visible_gradient(parts, score_grad, query, key, weights, offset, relu)
+        else:
+            parts = gradient.query[rows], gradient.key, gradient.weights[rows]
+            chosen = support.indices
+            add_chosen_gradient(parts, score_grad, query, index.key, weights, chosen, relu)
