@@ -149,7 +149,7 @@ def _interpreted():
 
 
 # Cases whose keys are added up in order, too.
-IN_ORDER = ("two_head_blocks", "four_tokens", "fp32", "without_rope", "wide_union")
+IN_ORDER = ("two_head_blocks", "four_tokens", "fp32", "without_rope")
 ORDERS = [(name, order) for name in CASES for order in (False, True)[: 1 + (name in IN_ORDER)]]
 
 
