@@ -302,11 +302,10 @@ class DSABenchmark(Benchmark):
         self, case: Case, inputs: _Inputs, expected: tuple[Tensor, ...]
     ) -> Callable[[], tuple[Tensor, ...]]:
         """A call that computes what is compared."""
-        import importlib
-
         import torch
 
         from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
+        from absorbed_mla.dsa.sparse_kernels import KERNELS
 
         name, _, in_order = case.implementation.partition(", ")
         if name == "FlashMLA":
@@ -319,17 +318,17 @@ class DSABenchmark(Benchmark):
             self.on_gpu and torch.cuda.get_device_capability(self.device) == (9, 0)
         ):
             raise Refused("it needs compute capability 9.0")
-        module = importlib.import_module(f"absorbed_mla.dsa.sparse_{name}")
+        kernels = KERNELS[name]
         latent = inputs.latent(self.content)
         if case.work == "forward":
-            return lambda: module.sparse_forward(latent, inputs.chosen, self.scale)
+            return lambda: kernels.sparse_forward(latent, inputs.chosen, self.scale)
         output = AttentionOutput(expected[0].to(self.dtype), expected[1])
         grad = OutputGradient(inputs.grad, None)
 
         def backward() -> tuple[Tensor, ...]:
             torch.use_deterministic_algorithms(bool(in_order))
             try:
-                found = module.sparse_backward(grad, output, latent, inputs.chosen, self.scale)
+                found = kernels.sparse_backward(grad, output, latent, inputs.chosen, self.scale)
             finally:
                 torch.use_deterministic_algorithms(False)
             return (*output, *_whole(found))

@@ -111,14 +111,13 @@ def decode_kernels() -> None:
     )
 
 
-def sparse_kernels(heads: int = HEADS, module: str = "sparse_triton") -> None:
+def sparse_kernels(heads: int = HEADS, kernels: str = "triton") -> None:
     """Sparse attention, forward and both backwards."""
-    import importlib
-
     from absorbed_mla.core_attention.types import OutputGradient
+    from absorbed_mla.dsa.sparse_kernels import KERNELS
     from absorbed_mla.dsa.sparse_reference import latent_inputs
 
-    sparse = importlib.import_module(f"absorbed_mla.dsa.{module}")
+    sparse = KERNELS[kernels]
     shapes = [(heads, KV_LORA_RANK), (heads, ROPE), (KV_LORA_RANK + ROPE,)]
     inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
     chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
@@ -170,7 +169,7 @@ if __name__ == "__main__":
     search_kernel()
     decode_kernels()
     for heads in (HEADS, 16):
-        sparse_kernels(heads, "sparse_hopper")
+        sparse_kernels(heads, "hopper")
     sparse_kernels(16)
     index_kernels()
     loss_kernels()

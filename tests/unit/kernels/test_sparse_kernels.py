@@ -25,7 +25,7 @@ ON_GPU = DEVICE.type == "cuda"
 SCALE = 0.2
 
 with triton_interpreter():
-    from absorbed_mla.dsa import sparse_hopper, sparse_triton
+    from absorbed_mla.dsa.sparse_kernels import KERNELS
     from absorbed_mla.kernels.dsa import key_sums
     from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, head_tile, key_lists
 
@@ -161,7 +161,7 @@ def test_equals_the_reference(name, deterministic, monkeypatch):
     monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 40_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with poisoned_memory():
-        found = compute(case, sparse_triton, case.tensors())
+        found = compute(case, KERNELS["triton"], case.tensors())
     check(case, found)
 
 
@@ -190,7 +190,7 @@ def test_hopper_forward(name):
     inputs = latent_inputs(q_content, q_rope, kv), case.selection(), SCALE
     for seed in (0, 1):
         with hopper(seed), poisoned_memory():
-            found.append(sparse_hopper.sparse_forward(*inputs))
+            found.append(KERNELS["hopper"].sparse_forward(*inputs))
     check_forward(case, found[0])
     assert all(map(torch.equal, *found))
 
@@ -204,7 +204,7 @@ def test_hopper(name, deterministic, monkeypatch):
     monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 300_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with hopper(), poisoned_memory():
-        found = compute(case, sparse_hopper, case.tensors())
+        found = compute(case, KERNELS["hopper"], case.tensors())
     check(case, found)
 
 
