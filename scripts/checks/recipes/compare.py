@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -64,7 +65,7 @@ class Comparison:
                 self._allow_noise(recipe, row)
         except Exception as error:
             row.error = reason(error)
-            row.traceback = "\n".join(traceback.format_exc().splitlines()[-40:])
+            row.traceback = _end_of_traceback()
             return
         row.losses = _largest(one[0] for one in figures)
         row.weights = _largest(one[1] for one in figures)
@@ -151,6 +152,12 @@ def _weights(
     if found.whole and expected.whole:
         return found.whole, expected.whole
     return found.tensors, expected.tensors
+
+
+def _end_of_traceback() -> str:
+    """Of the exception being handled; of files only folder and name, the same on every machine."""
+    lines = traceback.format_exc().splitlines()[-40:]
+    return re.sub(r'File "[^"]*?([^/"]+/[^/"]+)"', r'File "\1"', "\n".join(lines))
 
 
 def _largest(values) -> float:
