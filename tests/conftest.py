@@ -20,7 +20,7 @@ enable_cpu_host()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from tests.support import report, world  # noqa: E402
-from tests.support.balancing import forget_balancing_losses  # noqa: E402
+from tests.support.auxiliary_losses import forget_auxiliary_losses  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
 
 _TABLE = pytest.StashKey[ErrorTable]()
@@ -83,7 +83,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _no_former_losses() -> None:
     """What Megatron keeps of the last model's losses: their scale, and sums to be logged."""
-    forget_balancing_losses()
+    forget_auxiliary_losses()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from absorbed_mla.batch_invariant import batch_invariant_mode
 from rollout.arguments import parse_arguments
 from rollout.run import build_trainer
 from tests.support import world
-from tests.support.balancing import forget_balancing_losses
+from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.combinations import few_ranks
 from training import distributed
 
@@ -32,7 +32,7 @@ def records(options: str) -> list[list[float]]:
     """What was measured in every step; the same on every rank."""
     args = parse_arguments(f"{SMALL} {options}".split(), world.size())
     distributed.seed(args.seed)
-    forget_balancing_losses()
+    forget_auxiliary_losses()
     trainer = build_trainer(args, world.device())
     trainer.run()
     rows = [[row[name] for name in MEASURED] for row in trainer.metrics.records]

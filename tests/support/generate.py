@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.support import world
-from tests.support.balancing import forget_balancing_losses
+from tests.support.auxiliary_losses import forget_auxiliary_losses
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -52,7 +52,7 @@ def train(*argv: object) -> Done:
 
 def _run(command, argv: tuple, stdin: bytes) -> Done:
     out, err, given = (io.TextIOWrapper(io.BytesIO(x), "utf-8") for x in (b"", b"", stdin))
-    forget_balancing_losses()
+    forget_auxiliary_losses()
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -26,7 +26,7 @@ from rollout.rewards import REWARDS, group_advantages
 from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
-from tests.support.balancing import forget_balancing_losses
+from tests.support.auxiliary_losses import forget_auxiliary_losses
 from tests.support.environment import without_launcher
 from training import distributed
 
@@ -41,7 +41,7 @@ def trainer_of(options: str) -> RolloutTrainer:
     """A run in this process."""
     args = parse_arguments(options.split(), 1)
     distributed.seed(args.seed)
-    forget_balancing_losses()
+    forget_auxiliary_losses()
     return build_trainer(args, world.device())
 
 
