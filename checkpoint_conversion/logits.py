@@ -217,9 +217,10 @@ def _megatron_config(args: Namespace, qk_layernorm: bool) -> Any:
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "perform_initialization": False,
-        # Products of index queries and keys are the same without it, and Megatron's wants a GPU.
-        "dsa_indexer_rotate_activation": False,
     }
+    if options.get("experimental_attention_variant") == "dsa":
+        # Products of index queries and keys are the same without it, and Megatron's wants a GPU.
+        options["dsa_indexer_rotate_activation"] = False
     return MLATransformerConfig(**options, **_FUSED_PARTS_OFF)
 
 
