@@ -109,7 +109,8 @@ class SparseCoreAttention(LatentCoreAttention):
         super().__init__(config, dims, attn_mask_type, softmax_scale, options)
         self.dsa = DSAConfig.from_config(config)
         self.layer_number = layer_number
-        self.selection = LayerSelection(config, self.dsa, layer_number)
+        pp_group = getattr(pg_collection, "pp", None)
+        self.selection = LayerSelection(config, self.dsa, layer_number, pp_group)
         self.indexer: Indexer | None = None
         if not self.selection.shares:
             self.indexer = build_module(
@@ -161,8 +162,10 @@ class SparseCoreAttention(LatentCoreAttention):
             with torch.set_grad_enabled(learns):
                 return self._index_vectors(plan, hidden_states, query_latent, cos, sin)
 
+        shape = self._selection_shape(plan, hidden_states)
+
         def select() -> Tensor | None:
-            if self.dsa.topk >= max(plan.layout.lengths, default=0):
+            if shape is None:
                 return None
             return self._implementation(INDEXER_BACKENDS, request).select(
                 index(),
@@ -172,8 +175,8 @@ class SparseCoreAttention(LatentCoreAttention):
                 tp_group=self._tp_group,
             )
 
-        chosen = self.selection.get(select)
-        self._check_shape(chosen, plan, hidden_states)
+        chosen = self.selection.get(select, shape, hidden_states.device)
+        self._check_shape(chosen, shape)
         plan = replace(plan, chosen=chosen, index=index() if learns else None)
         if chosen is None:
             return plan
@@ -248,15 +251,21 @@ class SparseCoreAttention(LatentCoreAttention):
             )
         return index._replace(key=plan.keys.gather(index.key))
 
-    def _check_shape(self, chosen: Tensor | None, plan: SparsePlan, hidden_states: Tensor) -> None:
-        """Refuse a selection of other tokens, which a kernel would read out of bounds."""
-        if chosen is None:
-            return
+    def _selection_shape(
+        self, plan: SparsePlan, hidden_states: Tensor
+    ) -> tuple[int, int, int] | None:
+        """[S_q, B, topk]; None where no sequence is longer than topk, so nothing is chosen."""
+        if self.dsa.topk >= max(plan.layout.lengths, default=0):
+            return None
         cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
-        expected = (plan.layout.num_tokens // cp_size, hidden_states.shape[1], self.dsa.topk)
-        if tuple(chosen.shape) != expected:
+        return plan.layout.num_tokens // cp_size, hidden_states.shape[1], self.dsa.topk
+
+    def _check_shape(self, chosen: Tensor | None, expected: tuple[int, int, int] | None) -> None:
+        """Refuse a selection of other tokens, which a kernel would read out of bounds."""
+        if chosen is not None and tuple(chosen.shape) != expected:
+            wanted = "None" if expected is None else f"[S, B, topk] = {expected}"
             raise ValueError(
-                f"a selection for layer {self.layer_number} must be [S, B, topk] = {expected}, "
+                f"a selection for layer {self.layer_number} must be {wanted}, "
                 f"got {tuple(chosen.shape)}"
             )
 

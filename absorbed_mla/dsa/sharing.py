@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.recomputation import Recomputation, current_recomputation
+from absorbed_mla.dsa.stages import passages
 
 
 class Selected(NamedTuple):
@@ -52,16 +55,23 @@ class LayerSelection:
         config: Of the model.
         dsa: Read for the layers that share selections.
         layer_number: Counted from 1, over all pipeline stages.
+        pp_group: The pipeline's stages; None where there is one.
 
     Attributes:
         recorder: Gets the selection of every forward, if there is one.
         replayed: Gives the selections of the forwards to come, if there is one.
 
     Raises:
-        ValueError: If the layer shares the selection of a layer on another pipeline stage.
+        ValueError: If the layer shares a selection, and the layer before it is missing.
     """
 
-    def __init__(self, config: MLATransformerConfig, dsa: DSAConfig, layer_number: int) -> None:
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        dsa: DSAConfig,
+        layer_number: int,
+        pp_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.layer_number = layer_number
         self.source = dsa.source_layer(layer_number)
         self.shares = self.source != layer_number
@@ -70,20 +80,30 @@ class LayerSelection:
         self.recorder: Callable[[Selected], Any] | None = None
         self.replayed: Iterator[Selected] | None = None
         self._neighbours: Neighbours = _neighbours.setdefault(config, Neighbours())
-        if self.shares and self._neighbours.last_built != layer_number - 1:
+        self._arrival, self._departure = passages(config, dsa, pp_group, layer_number)
+        begins = self._neighbours.last_built != layer_number - 1
+        if self.shares and begins and self._arrival is None:
             raise ValueError(
                 f"layer {layer_number} shares the selection of layer {self.source}, but "
-                f"layer {layer_number - 1} is not on its pipeline stage: let every stage begin "
-                f"with a layer that has an indexer (dsa_indexer_topk_freq={dsa.topk_freq}, "
+                f"layer {layer_number - 1} was not built before it: in a HybridModel let every "
+                "pipeline stage begin with a layer that has an indexer "
+                f"(dsa_indexer_topk_freq={dsa.topk_freq}, "
                 f"dsa_indexer_skip_topk_offset={dsa.skip_topk_offset})"
             )
         self._neighbours.last_built = layer_number
 
-    def get(self, select: Callable[[], Tensor | None]) -> Tensor | None:
+    def get(
+        self,
+        select: Callable[[], Tensor | None],
+        shape: Sequence[int] | None,
+        device: torch.device,
+    ) -> Tensor | None:
         """The selection of one forward.
 
         Args:
             select: Makes the layer's own.
+            shape: Of the selection; None where every query has all keys that it sees.
+            device: Where it is.
 
         Raises:
             ValueError: If the layer whose selection is shared did not run just before, or there is
@@ -92,7 +112,10 @@ class LayerSelection:
         recomputation = current_recomputation()
         if recomputation is not None and self in recomputation.seen:
             return self._again(select, recomputation).chosen
-        if self.shares:
+        if self._arrival is not None:
+            received = None if shape is None else self._arrival.receive(shape, device)
+            found, kept = Selected(received), True
+        elif self.shares:
             found, kept = self._shared(recomputation)
         elif self.replayed is not None:
             found, kept = self._next_replayed(), True
@@ -104,7 +127,9 @@ class LayerSelection:
             recomputation.seen.add(self)
             if kept:
                 recomputation.kept[self] = found
-        if self.is_shared_next:
+        if self._departure is not None and found.chosen is not None:
+            self._departure.send(found.chosen)
+        if self.is_shared_next and self._departure is None:
             self._neighbours.latest = _Latest(self.source, found, recomputation)
         elif self.shares:
             # The tensor must not outlive the forward.

@@ -23,7 +23,6 @@ from tests.support.pipeline import (
     train_step,
     whole_weights,
 )
-from tests.support.refusal import refusal
 
 # Layers 2 and 4 share what layers 1 and 3 choose.
 SHARED = {
@@ -62,15 +61,24 @@ def test_pipeline(recompute, layout):
 
 
 @needs.processes(2)
-def test_a_stage_that_begins_with_a_shared_layer():
-    """The selection would have to come from another rank."""
-    model = model_with(dsa_indexer_skip_topk_offset=2)
-    with world.parallel(pipeline_model_parallel_size=2):
-        if world.rank() == 0:
-            model.build()
-        else:
-            with refusal("layer 3 shares the selection of layer 2", "dsa_indexer_topk_freq=2"):
-                model.build()
+@pytest.mark.parametrize("recompute", [{}, FULL], ids=["", "recompute"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_stages_that_begin_with_a_shared_layer(pipeline, recompute):
+    """Layers 2, 3 and 4 share what layer 1 chooses; virtual stages pass it on and back again."""
+    model, seeds = model_with(dsa_indexer_topk_freq=4, **recompute), range(4)
+    losses, expected = alone(model, "sbhd", seeds)
+    found, gradients = cut(model, "sbhd", seeds, **PIPELINES[pipeline])
+    assert not found or found == losses
+    require_equal(gradients, expected)
+
+
+@needs.processes(4)
+def test_shared_layers_with_tensor_parallelism():
+    """A rank passes on what it has chosen to the rank with the same heads."""
+    model, seeds = model_with(dsa_indexer_topk_freq=4, sequence_parallel=True), range(4)
+    _, expected = alone(model, "sbhd", seeds, tp=2)
+    _, gradients = cut(model, "sbhd", seeds, tp=2, **PIPELINES["pp"])
+    require_equal(gradients, expected)
 
 
 @needs.processes(2, 4)
