@@ -117,7 +117,8 @@ class Trainer:
             shown_indexer = "" if indexer_loss is None else f" | indexer loss {indexer_loss:.4f}"
             shown_score = "" if largest_score is None else f" | largest score {largest_score:.2f}"
             _log(
-                f"iteration {self._done:6d}/{args.train_iters} | train loss {loss:.4f}{shown_indexer} | "
+                f"iteration {self._done:6d}/{args.train_iters} | "
+                f"train loss {loss:.4f}{shown_indexer} | "
                 f"lr {lr:.2e} | gradient norm {shown_norm}{shown_score} | "
                 f"{tokens / seconds:.0f} tokens/s"
             )

@@ -1,0 +1,101 @@
+"""Recall and loss on held-out text, from the checkpoints of all stages."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from absorbed_mla.checkpoint.distributed import load_model_weights
+from absorbed_mla.dsa.recall import Recall, measure_recall
+from benchmarks.kit import provenance
+from sparse.stages import Settings, Stage
+from training import distributed
+from training.arguments import parse_arguments
+from training.batch import BatchSource
+from training.checkpoint_folder import find_checkpoint
+from training.data import Windows, read_corpus, split_corpus
+from training.loop import global_batch_loss
+from training.metrics import read_metrics, series
+from training.model import build_config, build_model, unwrap
+from training.model_options import resolve_model
+from training.sparse_stage import INDEXER, stage_fields
+from training.tokenizers import build_tokenizer
+from training.validation import validate_arguments
+
+
+def measure(stages: dict[str, Stage], settings: Settings) -> dict:
+    """Measure every checkpoint of the stages that follow the dense one.
+
+    Returns:
+        The content of the JSON: ``rows`` with the recall in the stage's own attention and the
+        held-out losses, ``indexer_loss`` of the warm-up and the sparse stage by iteration.
+    """
+    args = parse_arguments(stages["sparse"].argv)
+    args.model = resolve_model(args)
+    validate_arguments(args, distributed.world_size())
+    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer))
+    _, held_out = split_corpus(corpus.tokens, args.split_percent)
+    windows = Windows(held_out, args.seq_length, 0, "validation (--split)")
+    device = distributed.initialize(args)
+    config = build_config(args, args.model, device, **stage_fields(args, args.model))
+    model = build_model(args, config, args.model, device).eval()
+    source = BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)
+    gpt = unwrap(model)
+    # The indexers that the warm-up began with: the same seed made them.
+    untrained = {
+        name: value.clone()
+        for name, value in gpt.state_dict().items()
+        if INDEXER in name and value is not None
+    }
+    rows = []
+    for name in ("warm-up", "sparse", "continued"):
+        for iteration, path, has_indexers in _checkpoints(stages[name]):
+            if not has_indexers:
+                gpt.load_state_dict(untrained, strict=False)
+            load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
+            rows.append(_row(model, source, args, name, iteration))
+    distributed.finish()
+    threads = torch.get_num_threads()
+    return {
+        "environment": provenance.describe(device.type == "cuda", torch.float32, threads=threads),
+        "settings": asdict(settings),
+        "rows": rows,
+        "indexer_loss": {
+            name: series(read_metrics(stages[name].metrics), "indexer_loss")
+            for name in ("warm-up", "sparse")
+        },
+    }
+
+
+def _checkpoints(stage: Stage) -> Iterator[tuple[int, Path, bool]]:
+    """Iteration, folder, and whether it has indexers; first the one that the stage began with."""
+    assert stage.before is not None
+    yield 0, find_checkpoint(str(stage.before.folder)), stage.before.is_sparse
+    for path in sorted(stage.folder.glob("iter_*")):
+        yield int(path.name.removeprefix("iter_")), path, stage.is_sparse
+
+
+def _row(
+    model: nn.Module, source: BatchSource, args: argparse.Namespace, stage: str, iteration: int
+) -> dict:
+    """Both attentions of one checkpoint; a dense model's indexers are of no interest."""
+    row: dict[str, object] = {"stage": stage, "iteration": iteration}
+    for attention in ("dense",) if stage == "continued" else ("dense", "sparse"):
+        with measure_recall(model, attend_to_all=attention == "dense") as found:
+            losses = [
+                global_batch_loss(model, source, batch, backward=False)[0]
+                for batch in range(args.eval_iters)
+            ]
+        row[f"{attention}_loss"] = sum(losses) / len(losses)
+        if stage != "continued":
+            total = sum(found.values(), Recall())
+            row[f"recall_in_{attention}"] = total.share
+            row["by_chance"] = total.share_by_chance
+            row[f"layers_in_{attention}"] = [one.share for one in found.values()]
+    print(f"{stage} {iteration}: {row}", flush=True)
+    return row
