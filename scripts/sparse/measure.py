@@ -47,16 +47,13 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     source = BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)
     gpt = unwrap(model)
     # The indexers that the warm-up began with: the same seed made them.
-    untrained = {
-        name: value.clone()
-        for name, value in gpt.state_dict().items()
-        if INDEXER in name and value is not None
-    }
+    indexers = [p for name, p in gpt.named_parameters() if INDEXER in name]
+    untrained = [p.detach().clone() for p in indexers]
     rows = []
     for name in ("warm-up", "sparse", "continued"):
         for iteration, path, has_indexers in _checkpoints(stages[name]):
-            if not has_indexers:
-                gpt.load_state_dict(untrained, strict=False)
+            for own, value in zip(indexers, untrained):
+                own.data.copy_(value)
             load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
             rows.append(_row(model, source, args, name, iteration))
     distributed.finish()
