@@ -18,10 +18,10 @@ _DESCRIPTION = """\
 Train a small dense model, give it an indexer, warm that up, train with sparse attention, and
 compare with the model that stays dense: recall of the top-k and loss on held-out text."""
 _NUMBERS = (
-    ("--dense-iters", 200, "iterations of the dense model that all begins with"),
-    ("--warmup-iters", 120, "iterations of the indexer's warm-up"),
+    ("--dense-iters", 120, "iterations of the dense model that all begins with"),
+    ("--warmup-iters", 60, "iterations of the indexer's warm-up"),
     ("--sparse-iters", 120, "iterations of the sparse model, and of the dense one beside it"),
-    ("--interval", 30, "iterations between two measurements"),
+    ("--interval", 20, "iterations between two measurements"),
     ("--seq-length", 512, "tokens in a sequence"),
     ("--topk", 32, "keys that a query attends to"),
     ("--batch-size", 4, "sequences in an iteration"),

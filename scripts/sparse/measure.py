@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +54,9 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
             for own, value in zip(indexers, untrained):
                 own.data.copy_(value)
             load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
-            rows.append(_row(model, source, args, name, iteration))
+            row = _row(model, source, settings.eval_iters, name == "continued")
+            rows.append({"stage": name, "iteration": iteration, **row})
+            print(f"measured {name} at iteration {iteration}", flush=True)
     distributed.finish()
     threads = torch.get_num_threads()
     return {
@@ -77,22 +78,26 @@ def _checkpoints(stage: Stage) -> Iterator[tuple[int, Path, bool]]:
         yield int(path.name.removeprefix("iter_")), path, stage.is_sparse
 
 
-def _row(
-    model: nn.Module, source: BatchSource, args: argparse.Namespace, stage: str, iteration: int
-) -> dict:
-    """Both attentions of one checkpoint; a dense model's indexers are of no interest."""
-    row: dict[str, object] = {"stage": stage, "iteration": iteration}
-    for attention in ("dense",) if stage == "continued" else ("dense", "sparse"):
+def _row(model: nn.Module, source: BatchSource, batches: int, dense_only: bool) -> dict:
+    """Losses and recall of one checkpoint, with the attention of either kind.
+
+    Args:
+        model: With its weights.
+        source: Held-out text.
+        batches: How much of it.
+        dense_only: The model is dense, and its indexers are of no interest.
+    """
+    row: dict[str, object] = {}
+    for attention in ("dense",) if dense_only else ("dense", "sparse"):
         with measure_recall(model, attend_to_all=attention == "dense") as found:
             losses = [
                 global_batch_loss(model, source, batch, backward=False)[0]
-                for batch in range(args.eval_iters)
+                for batch in range(batches)
             ]
         row[f"{attention}_loss"] = sum(losses) / len(losses)
-        if stage != "continued":
+        if not dense_only:
             total = sum(found.values(), Recall())
-            row[f"recall_in_{attention}"] = total.share
             row["by_chance"] = total.share_by_chance
+            row[f"recall_in_{attention}"] = total.share
             row[f"layers_in_{attention}"] = [one.share for one in found.values()]
-    print(f"{stage} {iteration}: {row}", flush=True)
     return row

@@ -84,7 +84,7 @@ def _command(
         f"{options} --data {shlex.quote(str(folder / 'text'))} --split 90,10 "
         f"--seq-length {settings.seq_length} --micro-batch-size {settings.batch_size} "
         f"--train-iters {iterations} --log-interval {settings.interval} "
-        f"--eval-interval {interval} --eval-iters {settings.eval_iters} "
+        "--eval-iters 0 "
         f"--metrics {shlex.quote(str(folder / name))}.jsonl "
         f"--save {shlex.quote(str(folder / name))} --save-interval {interval}"
     )
