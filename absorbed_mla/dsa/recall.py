@@ -89,10 +89,9 @@ def selection_recall(
             dist.all_reduce(mass, group=tp_group)
         wanted = _places(best_keys(mass, keys, topk), keys)
         own = _places(chosen[keys.queries].transpose(0, 1), keys)
-        # One more place takes the keys that are none.
-        marked = torch.zeros(*mass.shape[:2], keys.span.num_keys + 1, dtype=torch.bool)
-        marked = marked.to(chosen.device).scatter_(-1, wanted, True)
-        marked[..., -1] = False
+        # The place after the last key is for none; queries with a choice want none of it.
+        marked = mass.new_zeros(*mass.shape[:2], keys.span.num_keys + 1, dtype=torch.bool)
+        marked.scatter_(-1, wanted, True)
         queries = int(has_choice.sum()) * chosen.shape[1]
         total += Recall(
             wanted=queries * topk,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -31,32 +32,18 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     """Measure every checkpoint of the stages that follow the dense one.
 
     Returns:
-        The content of the JSON: ``rows`` with the recall in the stage's own attention and the
-        held-out losses, ``indexer_loss`` of the warm-up and the sparse stage by iteration.
+        The content of the JSON. ``rows`` has for each checkpoint the held-out loss, and the recall
+        of all layers and of each, with dense and with sparse attention; ``indexer_loss`` the loss
+        of the warm-up and the sparse stage by iteration.
     """
     args = parse_arguments(stages["sparse"].argv)
     args.model = resolve_model(args)
     validate_arguments(args, distributed.world_size())
-    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer))
-    _, held_out = split_corpus(corpus.tokens, args.split_percent)
-    windows = Windows(held_out, args.seq_length, 0, "validation (--split)")
     device = distributed.initialize(args)
+    held_out = _held_out(args, device)
     config = build_config(args, args.model, device, **stage_fields(args, args.model))
     model = build_model(args, config, args.model, device).eval()
-    source = BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)
-    gpt = unwrap(model)
-    # The indexers that the warm-up began with: the same seed made them.
-    indexers = [p for name, p in gpt.named_parameters() if INDEXER in name]
-    untrained = [p.detach().clone() for p in indexers]
-    rows = []
-    for name in ("warm-up", "sparse", "continued"):
-        for iteration, path, has_indexers in _checkpoints(stages[name]):
-            for own, value in zip(indexers, untrained):
-                own.data.copy_(value)
-            load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
-            row = _row(model, source, settings.eval_iters, name == "continued")
-            rows.append({"stage": name, "iteration": iteration, **row})
-            print(f"measured {name} at iteration {iteration}", flush=True)
+    rows = list(_rows(model, held_out, stages, settings.eval_iters))
     distributed.finish()
     threads = torch.get_num_threads()
     return {
@@ -70,6 +57,31 @@ def measure(stages: dict[str, Stage], settings: Settings) -> dict:
     }
 
 
+def _held_out(args: argparse.Namespace, device: torch.device) -> BatchSource:
+    """The text that train.py would validate with."""
+    corpus = read_corpus(args.data, build_tokenizer(args.tokenizer))
+    _, tokens = split_corpus(corpus.tokens, args.split_percent)
+    windows = Windows(tokens, args.seq_length, 0, "validation (--split)")
+    return BatchSource(windows, args.micro_batch_size, args.micro_batch_size, 0, 1, device, None)
+
+
+def _rows(
+    model: nn.Module, held_out: BatchSource, stages: dict[str, Stage], batches: int
+) -> Iterator[dict]:
+    gpt = unwrap(model)
+    # The indexers that the warm-up began with: the same seed made them.
+    indexers = [p for name, p in gpt.named_parameters() if INDEXER in name]
+    untrained = [p.detach().clone() for p in indexers]
+    for name in ("warm-up", "sparse", "continued"):
+        for iteration, path, has_indexers in _checkpoints(stages[name]):
+            for own, value in zip(indexers, untrained):
+                own.data.copy_(value)
+            load_model_weights(gpt, path, initial=() if has_indexers else (INDEXER,))
+            print(f"measuring {name} at iteration {iteration}", flush=True)
+            row = _row(model, held_out, batches, dense_only=name == "continued")
+            yield {"stage": name, "iteration": iteration, **row}
+
+
 def _checkpoints(stage: Stage) -> Iterator[tuple[int, Path, bool]]:
     """Iteration, folder, and whether it has indexers; first the one that the stage began with."""
     assert stage.before is not None
@@ -78,12 +90,12 @@ def _checkpoints(stage: Stage) -> Iterator[tuple[int, Path, bool]]:
         yield int(path.name.removeprefix("iter_")), path, stage.is_sparse
 
 
-def _row(model: nn.Module, source: BatchSource, batches: int, dense_only: bool) -> dict:
+def _row(model: nn.Module, held_out: BatchSource, batches: int, *, dense_only: bool) -> dict:
     """Losses and recall of one checkpoint, with the attention of either kind.
 
     Args:
         model: With its weights.
-        source: Held-out text.
+        held_out: The text.
         batches: How much of it.
         dense_only: The model is dense, and its indexers are of no interest.
     """
@@ -91,7 +103,7 @@ def _row(model: nn.Module, source: BatchSource, batches: int, dense_only: bool) 
     for attention in ("dense",) if dense_only else ("dense", "sparse"):
         with measure_recall(model, attend_to_all=attention == "dense") as found:
             losses = [
-                global_batch_loss(model, source, batch, backward=False)[0]
+                global_batch_loss(model, held_out, batch, backward=False)[0]
                 for batch in range(batches)
             ]
         row[f"{attention}_loss"] = sum(losses) / len(losses)

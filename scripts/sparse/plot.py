@@ -66,6 +66,8 @@ def _draw_recall(axes: Axes, result: dict) -> None:
 
 
 def _draw_losses(axes: Axes, result: dict) -> None:
+    from matplotlib.ticker import LogLocator
+
     shift = result["settings"]["warmup_iters"]
     warm, sparse = rows_of(result, "warm-up"), rows_of(result, "sparse")
     dense = rows_of(result, "continued")
@@ -77,5 +79,7 @@ def _draw_losses(axes: Axes, result: dict) -> None:
     x = [-shift, *(row["iteration"] for row in dense)]
     y = [dense[0]["dense_loss"], *(row["dense_loss"] for row in dense)]
     axes.plot(x, y, "x--", color="C2", label="dense model, same batches")
-    axes.set_yscale("log")
+    axes.set_yscale("log", subs=())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("loss per token (nats)")
