@@ -31,7 +31,7 @@ _SIZES = (
 )
 _SWITCHES = (
     ("dsa_indexer_rope_interleaved", "rotate neighbouring channels of the indexer (GLM-5)"),
-    ("dsa_indexer_rotate_activation", "multiply the indexer's queries and keys by Hadamard's"),
+    ("dsa_indexer_rotate_activation", "multiply its queries and keys by the Hadamard matrix"),
     ("dsa_indexer_scoring_relu", "pass the products of the indexer through a ReLU"),
 )
 SWITCHES = tuple(name for name, _ in _SWITCHES)
