@@ -41,7 +41,11 @@ _OUTPUT_STATE = "output_layer" + EXTRA_STATE
 
 
 def load_model_weights(
-    model: nn.Module, checkpoint_dir: str | Path, *, ignore: tuple[str, ...] = ()
+    model: nn.Module,
+    checkpoint_dir: str | Path,
+    *,
+    ignore: tuple[str, ...] = (),
+    initial: tuple[str, ...] = (),
 ) -> None:
     """Load a model's weights from a distributed checkpoint of a standard or absorbed MLA model.
 
@@ -53,6 +57,8 @@ def load_model_weights(
         checkpoint_dir: Folder that ``dist_checkpointing.save`` wrote. Optimizer states in it are
             not read.
         ignore: Prefixes of tensors in the checkpoint that the model need not have, e.g. ``"mtp."``.
+        initial: Parts of the names of tensors that stay as they are in the model, and that the
+            checkpoint must not have: ``".indexer."`` for a dense model that becomes sparse.
 
     Raises:
         ValueError: If the folder is no distributed checkpoint, or weights are missing, of other
@@ -67,13 +73,17 @@ def load_model_weights(
     requested = _named_entries(model, names_in(shapes), numbered=numbered)
     # Extra states hold nothing outside FP8; the layers that keep one differ between backends.
     requested = {k: v for k, v in requested.items() if not isinstance(v, ShardedObject)}
+    kept = {key for key in requested if any(part in key for part in initial)}
+    requested = {key: entry for key, entry in requested.items() if key not in kept}
     for entry in nested_values(requested):
         entry.key = _name_in(shapes, entry.key)
     _check_complete(requested, shapes, checkpoint_dir, ignore)
     loaded = dist_checkpointing.load(requested, checkpoint_dir)
     # A training checkpoint's common state (arguments, iteration) comes along.
     weights = {key: loaded[key] for key in requested}
-    model.load_state_dict({**_extra_states(model), **weights})
+    own = model.state_dict()
+    left = {key: own[key] for key in kept}
+    model.load_state_dict({**_extra_states(model), **left, **weights})
 
 
 def model_sharded_state_dict(

@@ -383,6 +383,19 @@ MUTATIONS = {
     "repeated_key_gradients": Mutation(
         "absorbed_mla/dsa/support.py", ".index_add_(0, places", ".index_copy_(0, places"
     ),
+    "warm_up_moves_expert_biases": Mutation(
+        "scripts/training/sparse_stage.py", "module.frozen_expert_bias = True", "pass"
+    ),
+    "recomputed_warm_up_stands_still": Mutation(
+        "scripts/training/sparse_stage.py",
+        "gpt.embedding.register_forward_hook(_with_gradient)",
+        "pass",
+    ),
+    "recall_of_one_head": Mutation(
+        "absorbed_mla/dsa/recall.py",
+        "torch.logsumexp(scores, dim=-1)).sum(1)",
+        "torch.logsumexp(scores, dim=-1)).amax(1)",
+    ),
     "indexer_gradient_of_some_ranks": Mutation(
         "absorbed_mla/dsa/indexer_loss.py", "(factor * size)", "factor"
     ),

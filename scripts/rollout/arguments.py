@@ -45,6 +45,8 @@ _REFUSED = {
     "--seq-length": "it follows from the prompts and --num-tokens-to-generate",
     "--global-batch-size": "it is --num-prompts x --group-size",
     "--finetune": "--load takes the weights only",
+    "--train-only": "a rollout trains the whole model",
+    "--new-indexer": "an indexer that has not learned chooses at random; train it with train.py",
     **dict.fromkeys(("--data", "--split", "--packed"), "the model writes its data"),
     "--tokenizer": "every byte is a token",
     **dict.fromkeys(("--eval-interval", "--eval-iters"), "rewards are seen in every step"),

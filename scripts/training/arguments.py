@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from absorbed_mla.options import CP_COMM_TYPES, DOWN_PROJECTIONS, FORMS
 from console.parser import Parser
-from training import fp8
+from training import fp8, sparse_options
 from training.model_options import NOT_WITH_CHECKPOINT_ARGS
 from training.options_named import flag_of, given_options
 from training.presets import PRESETS
@@ -59,6 +59,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     _add_model(parser)
     _add_attention(parser)
+    sparse_options.add_options(parser)
     _add_moe(parser)
     _add_parallel(parser)
     _add_training(parser)
@@ -74,7 +75,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def _check_checkpoint_args(args: argparse.Namespace) -> None:
     if not args.load:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to read them from")
-    excluded = [flag for flag in NOT_WITH_CHECKPOINT_ARGS if flag in args.given]
+    # A checkpoint without an indexer does not say what a new one is like.
+    free = sparse_options.flags() if args.new_indexer else set()
+    twice = [flag for flag in NOT_WITH_CHECKPOINT_ARGS if flag in args.given]
+    excluded = [flag for flag in twice if flag not in free]
     if excluded:
         raise ValueError(
             f"--use-checkpoint-args takes the model from --load and excludes {', '.join(excluded)};"
@@ -106,7 +110,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     text = "take the model's sizes from the checkpoint in --load, not from the options below"
     _add_switches(add, ("--use-checkpoint-args", text))
     add("--preset", default="tiny", help=f"the model: {', '.join(PRESETS)}")
-    text = "divide the widths, layers and experts of the preset by N"
+    text = (
+        "divide the widths, layers and experts of the preset by N, and the top-k of an indexer, "
+        "which becomes at most a quarter of --seq-length"
+    )
     _add_numbers(add, ("--scale-down", int, 1, text))
     _add_sizes(add, _SIZES)
     add("--rope-type", choices=("rope", "yarn"), help="rotary embedding (default: the preset's)")

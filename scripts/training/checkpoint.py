@@ -24,6 +24,7 @@ from training.checkpoint_args import checkpoint_args
 from training.model import unwrap
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
+from training.sparse_stage import INDEXER
 from training.start import Start, run_options
 
 
@@ -98,7 +99,8 @@ class Checkpointer:
         """
         try:
             if start.resumed is None:
-                load_model_weights(self._model, start.path)
+                initial = (INDEXER,) if self._args.new_indexer else ()
+                load_model_weights(self._model, start.path, initial=initial)
                 self._optimizer.weights_were_loaded()
                 return 0
             self._resume(start.path, start.resumed)

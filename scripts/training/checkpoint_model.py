@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from megatron.core import dist_checkpointing
 
-from training import distributed
+from training import distributed, sparse_options
 from training.checkpoint_args import preset_from_args
 from training.options_named import flag_of
 from training.presets import ModelPreset
@@ -25,6 +25,7 @@ _SHAPES = {
     *("dsa_indexer_n_heads", "dsa_indexer_head_dim"),
     *("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
 }
+_VARIANT = flag_of("experimental_attention_variant")
 _MOE_SHAPES = {
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     "moe_router_enable_expert_bias",
@@ -46,6 +47,7 @@ _OUTPUT = f"{_HEADS} x --v-head-dim"
 _SHARED_EXPERTS = "--moe-shared-expert-intermediate-size"
 _UNCOMPRESSED_QUERY = "self_attention.linear_q_proj.weight"
 _ROUTER = "mlp.router.weight"
+_INDEXER = "self_attention.core_attention.indexer.linear_wq_b.weight"
 # Tensor, dimension, what its size is a multiple of, option. An MLP's first tensor holds the gate
 # and the up-projection.
 _SIZES_OF_TENSORS = (
@@ -84,6 +86,9 @@ def require_same_model(
     """
     if args.use_checkpoint_args:
         return
+    if args.new_indexer:
+        # The checkpoint must hold what is left of the model without its indexer.
+        model = sparse_options.dense(model)
     there = _described(start)
     if there is None:
         saved = dist_checkpointing.load_tensors_metadata(str(start.path))
@@ -107,6 +112,8 @@ def require_same_model(
         own = "" if there is None else "; without --preset the model is the checkpoint's own"
         if there is not None and script != "generate.py":
             own = "; --use-checkpoint-args takes the checkpoint's own"
+        if any(problem.startswith(f"{_VARIANT} none") for problem in problems):
+            own += "; --new-indexer gives a dense model an indexer with initial weights"
         raise ValueError(
             f"--load: {start.path} does not hold the model requested "
             f"(--preset {args.preset}): {'; '.join(problems)}{own}"
@@ -162,6 +169,7 @@ def sizes_of_model(model: ModelPreset) -> dict[str, object]:
         _VALUES: heads * (model.qk_head_dim + model.v_head_dim),
         _OUTPUT: heads * model.v_head_dim,
         "--num-experts": model.num_moe_experts,
+        _VARIANT: model.experimental_attention_variant,
     }
     if not all(model.moe_layer_freq or (0,)):
         sizes["--ffn-hidden-size"] = model.ffn_hidden_size
@@ -187,7 +195,8 @@ def sizes_of_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]
         found.setdefault(suffix, shape)
     sizes: dict[str, object] = {}
     if layers:
-        sizes = {"--num-layers": layers, "--num-experts": None}
+        variant = "dsa" if _INDEXER in found else None
+        sizes = {"--num-layers": layers, "--num-experts": None, _VARIANT: variant}
     if _UNCOMPRESSED_QUERY in found:
         sizes["--q-lora-rank"] = None
     if _ROUTER in found:

@@ -15,10 +15,15 @@ from training.validation import validate_arguments
 
 def main(argv: list[str]) -> int:
     """Run train.py; returns the exit code of ``run_script``."""
-    return run_script("train.py", lambda: _train(argv))
+    return run_script("train.py", lambda: run(argv))
 
 
-def _train(argv: list[str]) -> None:
+def run(argv: list[str]) -> None:
+    """Train once as the command line ``argv`` says; the process may train again afterwards.
+
+    Raises:
+        ValueError: If options are wrong or do not fit data or checkpoint.
+    """
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     args = parse_arguments(argv)

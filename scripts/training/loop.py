@@ -25,6 +25,7 @@ from training.batch import Batch, BatchSource
 from training.checkpoint import Checkpointer
 from training.metrics import MetricsFile
 from training.optimizer import Optimizer, learning_rate
+from training.sparse_stage import mean_indexer_loss
 
 
 class Trainer:
@@ -96,6 +97,7 @@ class Trainer:
         loss, tokens = global_batch_loss(self._model, self._train, self._done, backward=True)
         norm = self._optimizer.step(lr)
         largest_score = self._clip_qk()
+        indexer_loss = mean_indexer_loss(self._model.config, tokens)
         # Megatron collects balancing losses until they are reported, which they are not here.
         get_moe_metrics_tracker().clear()
         self._done += 1
@@ -107,13 +109,16 @@ class Trainer:
             grad_norm=norm,
             tokens=tokens,
             seconds=round(seconds, 4),
+            **({} if indexer_loss is None else {"indexer_loss": indexer_loss}),
             **({} if largest_score is None else {"max_attention_logit": largest_score}),
         )
         if self._is_due(args.log_interval, also_last=True) or self._done == 1:
             shown_norm = "skipped (fp16 overflow)" if norm is None else f"{norm:.3f}"
+            shown_indexer = "" if indexer_loss is None else f" | indexer loss {indexer_loss:.4f}"
             shown_score = "" if largest_score is None else f" | largest score {largest_score:.2f}"
             _log(
-                f"iteration {self._done:6d}/{args.train_iters} | train loss {loss:.4f} | "
+                f"iteration {self._done:6d}/{args.train_iters} | "
+                f"train loss {loss:.4f}{shown_indexer} | "
                 f"lr {lr:.2e} | gradient norm {shown_norm}{shown_score} | "
                 f"{tokens / seconds:.0f} tokens/s"
             )

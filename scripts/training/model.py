@@ -23,6 +23,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from training.fp8 import fp8_fields
 from training.model_options import is_padded, token_dispatcher, transformer_impl
 from training.presets import ModelPreset
+from training.sparse_stage import train_only_indexer
 
 # Fields of a preset that are no fields of Megatron's config.
 _NOT_IN_CONFIG = {"vocab_size", "max_position_embeddings", "latent_norm_eps", "moe_layer_freq"}
@@ -142,6 +143,8 @@ def build_model(
     if is_padded(args):
         use_packed_router(block)
     gpt = _gpt(config, block, model).to(device)
+    if args.train_only:
+        train_only_indexer(gpt)
     module = Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=args.overlap_grad_reduce
@@ -197,12 +200,19 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
     return model
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Parameters of the whole model, over all tensor-, expert- and pipeline-parallel ranks."""
+def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
+    """Parameters of the whole model, over all tensor-, expert- and pipeline-parallel ranks.
+
+    Args:
+        model: This rank's part of it.
+        trained: Count only those that are not frozen.
+    """
     device = next(model.parameters()).device
     dense, experts = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
     expert_tp = parallel_state.get_expert_tensor_parallel_group()
     for param in model.parameters():
+        if trained and not param.requires_grad:
+            continue
         # A parameter with copies on several ranks is counted once.
         if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(
             param, expert_tp_group=expert_tp

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 
 from checkpoint_conversion.moe_pattern import moe_layers, parse_moe_layer_freq
-from training.options_named import flag_of, name_of
+from training import sparse_options
+from training.options_named import flag_of, flags_of, name_of
 from training.presets import ModelPreset, get_preset, scale_down
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(ModelPreset))
@@ -22,6 +23,7 @@ _FREE = {"max_position_embeddings", "moe_aux_loss_coeff", "latent_norm_eps"}
 NOT_WITH_CHECKPOINT_ARGS = (
     *("--preset", "--scale-down", "--make-vocab-size-divisible-by"),
     *(flag_of(name) for name in _FIELDS if name not in _FREE),
+    *(flags_of(name)[1] for name in sparse_options.SWITCHES),
 )
 
 
@@ -34,7 +36,9 @@ def resolve_model(args: argparse.Namespace) -> ModelPreset:
     if args.use_checkpoint_args:
         return _checkpoint_model(args)
     scaled = scale_down(get_preset(args.preset), args.scale_down)
-    model = scaled.replace(**_given_sizes(args))
+    if args.scale_down > 1:
+        scaled = sparse_options.scaled_topk(scaled, args.seq_length)
+    model = sparse_options.complete(args, scaled.replace(**_given_sizes(args)))
     model = model.replace(moe_layer_freq=_moe_layer_freq(args, model, scaled.num_layers))
     return _checked_moe(args, model)
 
@@ -47,7 +51,13 @@ def _checkpoint_model(args: argparse.Namespace) -> ModelPreset:
     model = preset_from_args(load_model_args(args.load))
     # The embedding has as many rows as the checkpoint's, whatever the tokenizer needs.
     args.vocab_size = args.make_vocab_size_divisible_by = model.vocab_size
-    return _checked_moe(args, model.replace(**_given_sizes(args)))
+    if args.new_indexer and model.experimental_attention_variant is not None:
+        raise ValueError(
+            f"--new-indexer: the model in --load {args.load} has an indexer; leave the option out "
+            "to go on with it"
+        )
+    model = sparse_options.complete(args, model.replace(**_given_sizes(args)))
+    return _checked_moe(args, model)
 
 
 def _given_sizes(args: argparse.Namespace) -> dict[str, object]:
@@ -58,10 +68,11 @@ def _given_sizes(args: argparse.Namespace) -> dict[str, object]:
         if value is None or name in _DERIVED:
             continue
         may_be_zero = name in _MAY_BE_ZERO | _ZERO_IS_NONE
-        if not isinstance(value, str) and (value < 0 or (value == 0 and not may_be_zero)):
+        if not isinstance(value, (str, bool)) and (value < 0 or (value == 0 and not may_be_zero)):
             least = "at least 0" if may_be_zero else "above 0"
             raise ValueError(f"{flag_of(name)} must be {least}, got {value}")
-        sizes[name] = None if value == 0 and name in _ZERO_IS_NONE else value
+        absent = value == "none" or (value == 0 and name in _ZERO_IS_NONE)
+        sizes[name] = None if absent else value
     rope_width = args.qk_pos_emb_head_dim
     if rope_width is not None and rope_width % 2:
         raise ValueError(f"--qk-pos-emb-head-dim must be even, got {rope_width}")

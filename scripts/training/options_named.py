@@ -18,6 +18,17 @@ def flag_of(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
+def flags_of(name: str) -> tuple[str, str]:
+    """The options that set ``name`` if it is a switch: on, and off."""
+    flag = flag_of(name)
+    return flag, f"--no-{flag.removeprefix('--')}"
+
+
+def given_flag(args: argparse.Namespace, name: str) -> str:
+    """The option on the command line that sets ``name``."""
+    return next((flag for flag in flags_of(name) if flag in args.given), flag_of(name))
+
+
 def given_options(argv: Iterable[str]) -> frozenset[str]:
     """The options on a command line, which must not be abbreviated."""
     return frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))

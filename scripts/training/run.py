@@ -18,6 +18,7 @@ from training.model import build_config, build_model, count_parameters
 from training.model_options import padded_vocab_size
 from training.optimizer import Optimizer
 from training.presets import ModelPreset
+from training.sparse_stage import stage_fields, stage_model
 from training.start import read_start, require_same_run, run_options
 from training.tokenizers import build_tokenizer
 
@@ -31,7 +32,8 @@ def train(args: argparse.Namespace) -> None:
     Raises:
         ValueError: If the data or the checkpoint of ``--load`` does not fit the options.
     """
-    start_from = read_start(args.load, finetune=args.finetune) if args.load else None
+    weights_only = args.finetune or args.new_indexer
+    start_from = read_start(args.load, finetune=weights_only) if args.load else None
     tokenizer = build_tokenizer(args.tokenizer)
     preset = args.model.replace(
         vocab_size=padded_vocab_size(args, args.model, tokenizer.vocab_size)
@@ -51,8 +53,9 @@ def train(args: argparse.Namespace) -> None:
     device = distributed.initialize(args)
     config = build_config(
         args,
-        preset,
+        stage_model(args, preset),
         device,
+        **stage_fields(args, preset),
         qk_clip=args.qk_clip,
         qk_clip_threshold=args.qk_clip_threshold,
         qk_clip_alpha=args.qk_clip_alpha,
@@ -65,8 +68,9 @@ def train(args: argparse.Namespace) -> None:
     if distributed.rank() == 0:
         print(_run_header(args, preset, corpus, start), flush=True)
     parameters = count_parameters(model)
+    trained = f", {count_parameters(model, trained=True):,} are trained" if args.train_only else ""
     if distributed.rank() == 0:
-        print(f"{parameters:,} parameters", flush=True)
+        print(f"{parameters:,} parameters{trained}", flush=True)
 
     eod = tokenizer.eod if args.packed else None
     trainer = Trainer(
@@ -97,6 +101,7 @@ def _run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, s
         f"{preset.num_attention_heads} heads of "
         f"{preset.qk_head_dim} + {preset.qk_pos_emb_head_dim}, latent {preset.kv_lora_rank}, "
         f"vocabulary {preset.vocab_size}",
+        *_attended(args, preset),
         f"processes  {distributed.world_size()}: TP {tp}"
         + (" with sequence parallelism" if args.sequence_parallel else "")
         + f", PP {pp}, CP {cp}, DP {distributed.world_size() // (tp * pp * cp)}, "
@@ -109,6 +114,22 @@ def _run_header(args: argparse.Namespace, preset: ModelPreset, corpus: Corpus, s
         verb = f"resumed at iteration {start}" if start else "started from the weights"
         lines.append(f"checkpoint {args.load}, {verb}")
     return "\n".join(lines)
+
+
+def _attended(args: argparse.Namespace, preset: ModelPreset) -> list[str]:
+    """What a query of a model with an indexer attends to in this run."""
+    topk = preset.dsa_indexer_topk
+    if topk is None:
+        return []
+    new = "new " if args.new_indexer else ""
+    indexer = f"{new}{preset.dsa_indexer_n_heads} heads of {preset.dsa_indexer_head_dim}, "
+    if args.train_only:
+        indexer += f"warms up for top-{topk}, the attention is over all keys"
+    elif topk < args.seq_length:
+        indexer += f"attention over {topk} keys of up to {args.seq_length}"
+    else:
+        indexer += f"no choice: --seq-length {args.seq_length} is not above the top-k {topk}"
+    return [f"indexer    {indexer}"]
 
 
 def _source(

@@ -15,7 +15,10 @@ from training.options_named import flag_of
 from training.presets import ModelPreset
 
 # Options that must not change when a run is resumed.
-_RUN_OPTIONS = ("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent")
+_RUN_OPTIONS = (
+    *("attention", "seed", "seq_length", "global_batch_size", "packed", "split_percent"),
+    "train_only",
+)
 # Fields of the model that may change, too.
 _FREE_MODEL_FIELDS = {"max_position_embeddings"}
 # Names in errors of what has no option of its name.
@@ -94,11 +97,14 @@ def run_options(args: argparse.Namespace, preset: ModelPreset, data: str) -> dic
     """
     model = dataclasses.asdict(preset)
     model["moe_layer_freq"] = list(preset.moe_layer_freq)
+    free = _FREE_MODEL_FIELDS
+    if preset.experimental_attention_variant is None:
+        free = free | {name for name in model if name.startswith("dsa_")}
     options = {name: getattr(args, name) for name in _RUN_OPTIONS}
     return {
         **options,
         "data": data,
-        **{name: value for name, value in model.items() if name not in _FREE_MODEL_FIELDS},
+        **{name: value for name, value in model.items() if name not in free},
     }
 
 

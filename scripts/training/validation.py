@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 
 from console.outputs import require_writable
-from training import fp8
+from training import fp8, sparse_options
 from training.options_named import flag_of, name_of, value_of
 from training.parallelism import check_parallelism
 
@@ -63,6 +63,7 @@ def validate_arguments(args: argparse.Namespace, world_size: int) -> None:
     check_device(args)
     _check_recompute(args)
     _check_qk_clip(args)
+    sparse_options.check(args)
     args.split_percent = parse_split(args.split)
     _check_files(args)
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr

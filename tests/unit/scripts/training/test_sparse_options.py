@@ -1,0 +1,226 @@
+"""Options of sparse attention: what Megatron's config gets, and which contradictions are refused.
+
+If these fail, a model trains dense where its user believes it to be sparse, or an indexer does not
+learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from training.arguments import parse_arguments
+from training.checkpoint_args import checkpoint_args, preset_from_args
+from training.checkpoint_model import require_same_model
+from training.model import build_config
+from training.model_options import resolve_model
+from training.presets import get_preset
+from training.sparse_options import FIELDS
+from training.sparse_stage import stage_fields, stage_model
+from training.start import Start, require_same_run, run_options
+from training.validation import validate_arguments
+
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 16"
+DSA = f"--experimental-attention-variant dsa {INDEXER}"
+
+
+def checked(line: str) -> argparse.Namespace:
+    """A command line with its model, as train.py has it before work begins."""
+    args = parse_arguments(line.split())
+    args.model = resolve_model(args)
+    validate_arguments(args, 1)
+    return args
+
+
+def config_of(line: str) -> MLATransformerConfig:
+    args = checked(line)
+    model = stage_model(args, args.model)
+    return build_config(args, model, torch.device("cpu"), **stage_fields(args, model))
+
+
+class TestConfig:
+    def test_a_preset(self):
+        config = config_of("--preset deepseek-v3.2")
+        assert config.experimental_attention_variant == "dsa"
+        assert (config.dsa_indexer_n_heads, config.dsa_indexer_topk) == (64, 2048)
+        assert config.dsa_indexer_loss_coeff == 1.0
+        assert config.dsa_indexer_use_sparse_loss is True
+
+    @pytest.mark.parametrize(
+        ("option", "field", "value"),
+        [
+            ("--dsa-indexer-n-heads 8", "n_heads", 8),
+            ("--dsa-indexer-head-dim 64", "head_dim", 64),
+            ("--dsa-indexer-topk 7", "topk", 7),
+            ("--dsa-indexer-topk-freq 3", "topk_freq", 3),
+            ("--dsa-indexer-skip-topk-offset 2", "skip_topk_offset", 2),
+            ("--dsa-indexer-k-norm-epsilon 1e-3", "k_norm_epsilon", 1e-3),
+            ("--dsa-indexer-rope-interleaved", "rope_interleaved", True),
+            ("--no-dsa-indexer-rotate-activation", "rotate_activation", False),
+            ("--no-dsa-indexer-scoring-relu", "scoring_relu", False),
+            ("--dsa-indexer-loss-coeff 0.25", "loss_coeff", 0.25),
+            ("--dsa-indexer-loss-coeff 0", "loss_coeff", 0.0),
+            ("--no-dsa-indexer-use-sparse-loss", "use_sparse_loss", False),
+        ],
+        ids=lambda x: x.split()[0] if isinstance(x, str) and x.startswith("--") else "",
+    )
+    def test_an_option(self, option, field, value):
+        usual, config = config_of(DSA), config_of(f"{DSA} {option}")
+        assert getattr(usual, f"dsa_indexer_{field}") != value
+        assert getattr(config, f"dsa_indexer_{field}") == value
+
+    def test_every_field_of_the_model_has_an_option(self):
+        args = vars(parse_arguments([]))
+        assert {name for name in FIELDS if name not in args} == set()
+
+    @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+    @pytest.mark.parametrize("factor", [2, 8, 32])
+    def test_a_scaled_model_has_a_choice(self, name, factor):
+        """Also with the default sequence length."""
+        line = f"--preset {name} --scale-down {factor}"
+        assert config_of(line).dsa_indexer_topk == 32
+        assert config_of(f"{line} --seq-length 100000").dsa_indexer_topk == 2048 // factor
+        assert config_of(f"{line} --dsa-indexer-topk 50").dsa_indexer_topk == 50
+
+    def test_without_the_indexer_of_a_preset(self):
+        config = config_of("--preset deepseek-v3.2 --experimental-attention-variant none")
+        assert config.experimental_attention_variant is None
+        dense = resolve_model(parse_arguments(["--preset", "deepseek-v3"]))
+        line = "--preset deepseek-v3.2 --experimental-attention-variant none"
+        assert resolve_model(parse_arguments(line.split())) == dense
+
+    def test_the_warm_up(self):
+        """Dense attention and its loss; the model keeps its top-k for what follows."""
+        line = f"{DSA} --train-only indexer --seq-length 128"
+        config = config_of(line)
+        assert config.dsa_indexer_topk == 128
+        assert config.dsa_indexer_use_sparse_loss is False
+        assert checked(line).model.dsa_indexer_topk == 16
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--train-only indexer", "--train-only indexer needs a model with an indexer: --exp"),
+        ("--dsa-indexer-topk 5", "--dsa-indexer-topk needs a model with an indexer: --experim"),
+        ("--dsa-indexer-loss-coeff 1", "--dsa-indexer-loss-coeff needs a model with an ind"),
+        (
+            "--no-dsa-indexer-scoring-relu",
+            "--no-dsa-indexer-scoring-relu needs a model with an indexer",
+        ),
+        (
+            "--preset glm-5 --experimental-attention-variant none --dsa-indexer-topk 5",
+            "--dsa-indexer-topk needs a model with an indexer",
+        ),
+        (
+            "--experimental-attention-variant dsa --dsa-indexer-topk 5",
+            "an indexer needs --dsa-indexer-n-heads, --dsa-indexer-head-dim, which has no value",
+        ),
+        (f"{DSA} --dsa-indexer-topk 0", "--dsa-indexer-topk must be above 0, got 0"),
+        (
+            f"{DSA} --dsa-indexer-head-dim 24",
+            "--dsa-indexer-head-dim must be a power of two, got 24; --no-dsa-indexer-rotate-act",
+        ),
+        (
+            f"{DSA} --dsa-indexer-head-dim 8",
+            "--dsa-indexer-head-dim must be at least qk_pos_emb_head_dim of the preset tiny, 16",
+        ),
+        (
+            f"{DSA} --train-only indexer --dsa-indexer-use-sparse-loss",
+            "--train-only indexer excludes --dsa-indexer-use-sparse-loss: while an indexer warms",
+        ),
+        (
+            f"{DSA} --train-only indexer --dsa-indexer-loss-coeff 0",
+            "--train-only indexer needs a --dsa-indexer-loss-coeff above 0, got 0",
+        ),
+        (f"{DSA} --dsa-indexer-loss-coeff -1", "--dsa-indexer-loss-coeff must be at least 0"),
+        (f"{DSA} --dsa-indexer-loss-coeff nan", "--dsa-indexer-loss-coeff must be at least 0"),
+        (f"{DSA} --attention standard", "--attention must be absorbed for a model with sparse"),
+        (f"--new-indexer {INDEXER}", "--new-indexer needs --load, the dense checkpoint to sta"),
+        (
+            f"--new-indexer --experimental-attention-variant none {INDEXER}",
+            "--new-indexer needs --experimental-attention-variant dsa, got none",
+        ),
+    ],
+)
+def test_refused(line, message):
+    with pytest.raises(ValueError) as error:
+        checked(line)
+    assert message in str(error.value)
+
+
+def start_of(line: str) -> Start:
+    """A checkpoint that describes a model."""
+    args = checked(line)
+    return Start(Path("there"), checkpoint_args(args, args.model), None)
+
+
+def compare(start: Start, line: str) -> None:
+    args = parse_arguments(line.split())
+    require_same_model(args, start, resolve_model(args), "train.py")
+
+
+class TestCheckpoint:
+    """A dense checkpoint becomes sparse where its user says so, and not otherwise."""
+
+    def test_silently(self):
+        with pytest.raises(ValueError) as error:
+            compare(start_of(""), DSA)
+        text = str(error.value)
+        assert "--experimental-attention-variant none in the checkpoint, dsa requested" in text
+        assert text.endswith("--new-indexer gives a dense model an indexer with initial weights")
+
+    def test_explicitly(self, capsys):
+        compare(start_of(""), f"--load there --new-indexer {INDEXER}")
+        assert capsys.readouterr().err == ""
+
+    def test_other_sizes_are_refused_all_the_same(self):
+        with pytest.raises(ValueError, match="--hidden-size 128 in the checkpoint, 64 requested"):
+            compare(start_of(""), f"--load there --new-indexer {INDEXER} --hidden-size 64")
+
+    def test_an_indexer_is_not_replaced(self):
+        with pytest.raises(ValueError, match="variant dsa in the checkpoint, none requested"):
+            compare(start_of(DSA), f"--load there --new-indexer {INDEXER}")
+
+    def test_of_a_checkpoint_that_describes_its_model(self, monkeypatch):
+        def resolve(there: str, more: str):
+            saved = start_of(there).args
+            monkeypatch.setattr("training.start.load_model_args", lambda folder: saved)
+            line = f"--load there --use-checkpoint-args {more}"
+            return resolve_model(parse_arguments(line.split()))
+
+        sparse = resolve("", f"--new-indexer {INDEXER}")
+        assert (sparse.experimental_attention_variant, sparse.dsa_indexer_topk) == ("dsa", 16)
+        assert resolve("", "").experimental_attention_variant is None
+        with pytest.raises(ValueError, match="in --load there has an indexer; leave the option"):
+            resolve(DSA, f"--new-indexer {INDEXER}")
+        with pytest.raises(ValueError, match="excludes --dsa-indexer-topk"):
+            resolve(DSA, "--dsa-indexer-topk 5")
+        with pytest.raises(ValueError, match="excludes --no-dsa-indexer-scoring-relu"):
+            resolve(DSA, "--no-dsa-indexer-scoring-relu")
+
+    def test_the_warm_up_saves_the_models_own_top_k(self):
+        saved = start_of(f"{DSA} --train-only indexer").args
+        assert preset_from_args(saved).dsa_indexer_topk == 16
+
+    def test_another_stage_is_another_run(self):
+        """The optimizer's state is of other parameters."""
+
+        def run(line: str) -> dict:
+            args = checked(line)
+            return run_options(args, args.model, "data")
+
+        there = Start(Path("there"), None, {"run": run(f"{DSA} --train-only indexer")})
+        require_same_run(there, run(f"{DSA} --train-only indexer"))
+        with pytest.raises(ValueError, match=r"--train-only indexer there, None here. To resume"):
+            require_same_run(there, run(DSA))
+
+    def test_a_dense_run_from_before_these_options_goes_on(self):
+        here = checked("")
+        saved = run_options(here, here.model, "data")
+        assert not [name for name in saved if name.startswith("dsa_")]
+        assert get_preset("tiny").dsa_indexer_topk is None
