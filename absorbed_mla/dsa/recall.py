@@ -136,13 +136,24 @@ def measure_recall(model: nn.Module, *, attend_to_all: bool = False) -> Iterator
         Recall by the name of a layer's core attention; it grows with every forward.
 
     Raises:
-        ValueError: If the model has no layer with an indexer.
+        ValueError: If the model has no layer with an indexer, or attends to all keys while a
+            pipeline stage waits for the selection of another one.
     """
     found: dict[str, Recall] = {}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, SparseCoreAttention)
+    }
+    if attend_to_all and any(layer.selection.crosses_stages for layer in layers.values()):
+        raise ValueError(
+            "attend_to_all=True needs pipeline stages that begin with a layer that has an indexer: "
+            "a stage would wait for the selection of the one before"
+        )
     probes = [
         _Probe(name, layer, attend_to_all, found)
-        for name, layer in model.named_modules()
-        if isinstance(layer, SparseCoreAttention) and layer.indexer is not None
+        for name, layer in layers.items()
+        if layer.indexer is not None
     ]
     if not probes:
         raise ValueError(
@@ -178,15 +189,17 @@ class _Probe:
         del self._layer.selection.get
         del self._layer.learn_choice
 
-    def _choose(self, select: Callable[[], Tensor | None]) -> Tensor | None:
+    def _choose(
+        self, select: Callable[[], Tensor | None], shape: Any, device: torch.device
+    ) -> Tensor | None:
         if not self._attend_to_all:
-            self._chosen = self._get(select)
+            self._chosen = self._get(select, shape, device)
             return self._chosen
 
         def none_after_choosing() -> None:
             self._chosen = select()
 
-        return self._get(none_after_choosing)
+        return self._get(none_after_choosing, None, device)
 
     def _compare(self, plan: Any, core_out: Tensor, lse: Tensor, query: Any, kv: Tensor) -> Tensor:
         if self._chosen is not None:

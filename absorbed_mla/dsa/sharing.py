@@ -92,6 +92,11 @@ class LayerSelection:
             )
         self._neighbours.last_built = layer_number
 
+    @property
+    def crosses_stages(self) -> bool:
+        """Whether the selection comes from another pipeline stage, or goes to one."""
+        return self._arrival is not None or self._departure is not None
+
     def get(
         self,
         select: Callable[[], Tensor | None],
