@@ -202,6 +202,25 @@ class LatentCoreAttention(nn.Module):
         """
         return plan
 
+    def choose_cached_keys(
+        self,
+        step: Any,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Any:
+        """The paged backend of one call over the keys chosen for new tokens; None: over all keys.
+
+        Args:
+            step: The ``InferenceStep``, with the new tokens written.
+            hidden_states: As in :meth:`choose_keys`.
+            query_latent: Likewise.
+            cos: fp32 [T, R / 2], for the positions of the step's tokens in its order.
+            sin: Likewise.
+        """
+        return None
+
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
     ) -> Tensor:

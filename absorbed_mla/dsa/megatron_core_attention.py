@@ -141,6 +141,17 @@ class MegatronCoreAttention(nn.Module):
         """See ``LatentCoreAttention``; it chooses in :meth:`forward`."""
         return replace(plan, x=hidden_states, qr=query_latent())
 
+    def choose_cached_keys(self, *_: Any) -> None:
+        """See ``LatentCoreAttention``.
+
+        Raises:
+            ValueError: ``DSAttention`` keeps no index keys.
+        """
+        raise ValueError(
+            "MegatronCoreAttention does not support inference_context: Megatron's DSAttention keeps "
+            "no index keys; generate with the specs' own SparseCoreAttention"
+        )
+
     def forward(
         self, plan: MegatronPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,22 @@ class InferenceStep(Protocol):
         """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R]."""
         ...
 
+    def write_index_keys(self, keys: Tensor, indexed: Callable[[int], bool]) -> Tensor:
+        """Append the index keys of the new tokens, of a layer with sparse attention.
+
+        Args:
+            keys: [T, 1, Di].
+            indexed: Whether a layer, by its number in the model from 1, has an indexer.
+
+        Returns:
+            The layer's index keys, where the block table of :attr:`rows` has them: [blocks,
+            block_size, Di], with any strides of blocks and positions.
+
+        Raises:
+            ValueError: If the context cannot hold them.
+        """
+        ...
+
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """The keys in order of position, the new tokens' included, at least those below ``end``.
 

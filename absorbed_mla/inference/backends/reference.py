@@ -92,14 +92,10 @@ class _Keys:
 
 def _last_keys(rows: Rows, tokens: int, key_start: int, key_end: int | None):
     """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none."""
-    token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
-    index = token - rows.query_starts
-    member = (index >= 0) & (index < rows.query_lengths)  # [T, Q]
-    row = member.to(torch.uint8).argmax(1)
-    last = (rows.kv_lengths - rows.query_lengths + index).gather(1, row[:, None])[:, 0]
+    row, last = rows.of_tokens(tokens)
     if key_end is not None:
         last = last.clamp(max=key_end - 1)
-    return row, (last - key_start).masked_fill(~member.any(1), -1).clamp(min=-1)
+    return row, (last - key_start).clamp(min=-1)
 
 
 class PagedReference:
