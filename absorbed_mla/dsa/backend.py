@@ -86,8 +86,8 @@ class SparseBackend(Protocol):
         """Output [S_q, B, N, C] in any dtype and LSE [S_q, B, N] in fp32 (fp64).
 
         Args:
-            inputs: In the absorbed form; ``k_content`` and ``k_rope`` may be views of one tensor. Of
-                a cache they are all its slots, and slots that are not chosen may hold anything.
+            inputs: In the absorbed form; ``k_content`` and ``k_rope`` may be views of one tensor.
+                Of a cache they are all its slots, and slots not chosen may hold anything.
             chosen: int32 [S_q, B, topk] on the key axis, then -1. In training they ascend; of a
                 cache they are slots, in the order of the keys' positions.
             scale: Multiplies the scores.
@@ -204,7 +204,7 @@ def choose_implementation(registry: Registry, name: str, request: SparseRequest)
 
 
 def _why_not_invariant(entry: Any, request: SparseRequest) -> str | None:
-    """The reason why an entry that can do what is requested cannot do it in parity mode, or None."""
+    """The reason why an entry cannot do in parity mode what it can do otherwise, or None."""
     invariant = getattr(entry, "invariant", None)
     if invariant is None:
         return "it is not batch-invariant (batch_invariant=True)"

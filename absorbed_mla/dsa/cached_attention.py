@@ -35,7 +35,7 @@ class OverCachedKeys:
         key_end: int | None = None,
         batch_invariant: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """See ``PagedBackend``; the cache has all keys, and ``sparse`` knows whether parity mode is on."""
+        """See ``PagedBackend``; ``sparse`` is the implementation of the mode that is on."""
         assert key_start == 0 and key_end is None, "DSA refuses caches in several parts"
         cached = CachedRows(cache)
         row, _ = rows.of_tokens(len(q_content))

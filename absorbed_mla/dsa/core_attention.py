@@ -127,6 +127,11 @@ class SparseCoreAttention(LatentCoreAttention):
         self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
         self.sequence_parallel = config.sequence_parallel and self._tp_group is not None
 
+    @property
+    def graph_impl(self) -> str:
+        """How Megatron captures graphs of the model, which a program may switch."""
+        return self._config.cuda_graph_impl
+
     def plan(
         self,
         keys: Any,
@@ -203,8 +208,8 @@ class SparseCoreAttention(LatentCoreAttention):
         """
         if self.selection.replayed is not None:
             raise ValueError(
-                "replay_selections is for forwards without an inference_context: cached tokens were "
-                "computed with selections of their own"
+                "replay_selections is for forwards without an inference_context: cached tokens "
+                "were computed with selections of their own"
             )
         request = self._request(hidden_states)
         implementation = self._implementation(INDEXER_BACKENDS, request)

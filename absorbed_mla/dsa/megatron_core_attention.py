@@ -148,8 +148,8 @@ class MegatronCoreAttention(nn.Module):
             ValueError: ``DSAttention`` keeps no index keys.
         """
         raise ValueError(
-            "MegatronCoreAttention does not support inference_context: Megatron's DSAttention keeps "
-            "no index keys; generate with the specs' own SparseCoreAttention"
+            "MegatronCoreAttention does not support inference_context: Megatron's DSAttention "
+            "keeps no index keys; generate with the specs' own SparseCoreAttention"
         )
 
     def forward(

@@ -16,7 +16,7 @@ BLOCK_SIZE = 64
 
 
 def block_bytes(config: MLATransformerConfig, num_layers: int) -> int:
-    """Bytes that the latents of one block take, over ``num_layers`` layers; Megatron counts these."""
+    """Bytes of the latents of one block, over ``num_layers`` layers, which Megatron counts."""
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     return num_layers * BLOCK_SIZE * width * config.params_dtype.itemsize
 
