@@ -59,7 +59,7 @@ def select_cached(
         number = torch.arange(topk, device=query.device, dtype=torch.int32)
         return torch.where(number <= last[:, None], number, chosen)
     cached = CachedRows(cache)
-    size = max(1, min(_CHUNK_TOKENS, elements // keys))
+    size = max(1, min(_CHUNK_TOKENS, elements // max(keys, TILE_KEYS * query.shape[-1])))
     for first in range(0, tokens, size):
         part = slice(first, first + size)
         index = IndexVectors(query[part, None], cached.rows, weights[part, None])

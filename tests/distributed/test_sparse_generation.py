@@ -93,6 +93,7 @@ def test_tokens_of_transformers(dsa, sharing):
         requests = [Request(text, NEW_TOKENS) for text in prompts]
         run = generate(engine_of(model, step_tokens=64, chunked_prefill=True), requests)
     assert run.tokens == expected
+    assert all(len(set(tokens)) > NEW_TOKENS // 4 for tokens in expected), "it repeats itself"
 
 
 # They share a block, and cross the end of another together.
