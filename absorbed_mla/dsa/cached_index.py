@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,15 +30,13 @@ class CachedIndex:
     rows: Rows
 
     @classmethod
-    def write(
-        cls, step: InferenceStep, index: IndexVectors, indexed: Callable[[int], bool]
-    ) -> CachedIndex:
+    def write(cls, step: InferenceStep, index: IndexVectors, indexed: Sequence[int]) -> CachedIndex:
         """Append the keys of ``index`` [S, B, ...], in Megatron's layout, to the cache.
 
         Args:
             step: Of the layer.
             index: Of the new tokens.
-            indexed: Whether a layer, by its number in the model from 1, has an indexer.
+            indexed: Numbers of the layers in the model, from 1, that have an indexer, in order.
         """
         heads = index.query.shape[2:]
         cache = step.write_index_keys(step.pack(index.key), indexed)

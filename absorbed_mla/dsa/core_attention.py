@@ -115,6 +115,8 @@ class SparseCoreAttention(LatentCoreAttention):
         self.dsa = DSAConfig.from_config(config)
         self.layer_number = layer_number
         self.selection = LayerSelection(config, self.dsa, layer_number)
+        layers = range(1, config.num_layers + 1)
+        self._indexed = tuple(n for n in layers if not self.dsa.shares_selection(n))
         self.indexer: Indexer | None = None
         if not self.selection.shares:
             self.indexer = build_module(
@@ -212,27 +214,24 @@ class SparseCoreAttention(LatentCoreAttention):
                 "were computed with selections of their own"
             )
         request = self._request(hidden_states)
-        implementation = self._implementation(INDEXER_BACKENDS, request)
-        cached = None
+        cached: CachedIndex | None = None
         if self.indexer is not None:
             # Rows of the table in Megatron's layout, in which every request has the same.
             cos, sin = (step.unpack(x.unsqueeze(1))[:, 0] for x in (cos, sin))
             index = self._whole_index(hidden_states, query_latent, cos, sin)
-            cached = CachedIndex.write(step, index, self._layer_has_indexer)
+            cached = CachedIndex.write(step, index, self._indexed)
 
         def select() -> Tensor | None:
             assert cached is not None
             if step.lengths is not None and self.dsa.topk >= max(step.lengths.keys, default=0):
                 return None
+            implementation = self._implementation(INDEXER_BACKENDS, request)
             return cached.select(implementation, self.dsa.topk, relu=self.dsa.scoring_relu)
 
         chosen = self.selection.get(select)
         if chosen is None:
             return None
         return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)
-
-    def _layer_has_indexer(self, layer_number: int) -> bool:
-        return not self.dsa.shares_selection(layer_number)
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor

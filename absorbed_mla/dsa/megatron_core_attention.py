@@ -89,6 +89,11 @@ class MegatronCoreAttention(nn.Module):
         refuse_other_variant(config, self)
         causal = attn_mask_type in CAUSAL_MASKS
         refuse_unsupported_dsa(config, options, causal=causal, cp_comm_type=cp_comm_type)
+        if options.batch_invariant:
+            raise ValueError(
+                "batch_invariant must be False for MegatronCoreAttention, got True: DSAttention "
+                "has no parity mode"
+            )
         if pg_collection.cp.size() > 1:
             raise ValueError(
                 "MegatronCoreAttention needs context_parallel_size=1, got "

@@ -7,7 +7,6 @@ prefix cache, which deal with numbers of blocks, hold for the index keys as they
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,29 +17,29 @@ from torch import Tensor
 _NAME = "index_keys"
 
 
-def index_keys(context: Any, layer: int, indexed: Sequence[int], like: Tensor) -> Tensor:
+def index_keys(context: Any, layer: int, num_layers: int, like: Tensor) -> Tensor:
     """The memory of one layer, [blocks, block_size, Di], allocated for all layers on first use.
 
     Args:
         context: Megatron's.
-        layer: One of ``indexed``.
-        indexed: Numbers of the layers of this pipeline stage that have an indexer, in order.
+        layer: Which of the layers of this pipeline stage that have an indexer, from 0.
+        num_layers: Number of those.
         like: Index keys, for their width, dtype and device.
 
     Raises:
         ValueError: If it cannot be allocated now, or is another model's.
     """
     if not hasattr(context, _NAME):
-        allocate_index_keys(context, len(indexed), like.shape[-1], like.dtype, like.device)
+        allocate_index_keys(context, num_layers, like.shape[-1], like.dtype, like.device)
     memory: Tensor = getattr(context, _NAME)
     found = (len(memory), memory.shape[-1], memory.dtype, memory.device)
-    expected = (len(indexed), like.shape[-1], like.dtype, like.device)
+    expected = (num_layers, like.shape[-1], like.dtype, like.device)
     if found != expected:
         raise ValueError(
             f"the inference context holds index keys of (layers, width, dtype, device) {found}, "
             f"this model's are {expected}; use one context per model"
         )
-    return memory[indexed.index(layer)]
+    return memory[layer]
 
 
 def allocate_index_keys(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from tests.distributed.test_engine_pipeline import CROWDED, PROMPTS, SAMPLING, STAGES, assert_same
 from tests.distributed.test_engine_pipeline import model_of as stages_of
 from tests.distributed.test_engine_pipeline import run as run_stages
@@ -28,6 +29,7 @@ from tests.support.engine import (
     generating_model,
     prompt,
 )
+from tests.support.parity import differences, parity_model
 from tests.support.transformers_dsa import DEEPSEEK, GLM, MLA, model_of
 
 NEW_TOKENS = 64
@@ -119,6 +121,15 @@ def test_everything_at_once(sequence_parallel):
     assert_generates(run, by_whole_forwards(model, REQUESTS))
     done = run.statistics
     assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@needs.processes(2)
+def test_parity():
+    """Equal to the bit in training with SP, prefill and decode without."""
+    sizes = {"tensor_model_parallel_size": world.tp_size(), "sequence_parallel": True}
+    with batch_invariant_mode():
+        model = parity_model(torch.float32, mla=DSA.mla, num_layers=2, **dsa_fields(DSA), **sizes)
+        assert differences(model) == []
 
 
 @needs.processes(2)

@@ -5,7 +5,8 @@ The only module that knows that context; its scheduler, allocator and prefix cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -113,7 +114,7 @@ class DynamicStep:
         """See :class:`InferenceStep`."""
         self.context.append_key_value_cache(self.layer_number, kv, None)
 
-    def write_index_keys(self, keys: Tensor, indexed: Callable[[int], bool]) -> Tensor:
+    def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""
         context = self.context
         if context.is_hybrid_model:
@@ -121,9 +122,10 @@ class DynamicStep:
                 "a DynamicInferenceContext of a hybrid model does not keep index keys; with "
                 "experimental_attention_variant='dsa' generate with a GPTModel"
             )
-        stage = range(1, context.num_attention_layers + 1)
-        layers = [layer for layer in stage if indexed(layer + self.layer_offset)]
-        cache = index_keys(context, self.layer_number, layers, keys)
+        first = bisect.bisect_right(indexed, self.layer_offset)
+        end = bisect.bisect_right(indexed, self.layer_offset + context.num_attention_layers)
+        own = bisect.bisect_left(indexed, self.layer_offset + self.layer_number)
+        cache = index_keys(context, own - first, end - first, keys)
         # Where the host puts the latents of the same tokens.
         count, view = context.padded_active_token_count, context.gpu_view
         block = view.token_to_block_idx[:count]

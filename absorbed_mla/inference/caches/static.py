@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class StaticStep:
         """See :class:`InferenceStep`."""
         self.memory.write(self.offset, self.requests, self.unpack(kv))
 
-    def write_index_keys(self, keys: Tensor, indexed: Callable[[int], bool]) -> Tensor:
+    def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`; a request is one block."""
         memory = _index_keys(self.context, self.layer_number, keys)
         memory[self.offset : self.max_position, self.requests] = self.unpack(keys)
