@@ -228,7 +228,7 @@ class SparseCoreAttention(LatentCoreAttention):
             implementation = self._implementation(INDEXER_BACKENDS, request)
             return cached.select(implementation, self.dsa.topk, relu=self.dsa.scoring_relu)
 
-        chosen = self.selection.get(select)
+        chosen = self.selection.get(select, repeated=step.lengths is None)
         if chosen is None:
             return None
         return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)

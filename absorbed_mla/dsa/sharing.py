@@ -79,11 +79,13 @@ class LayerSelection:
             )
         self._neighbours.last_built = layer_number
 
-    def get(self, select: Callable[[], Tensor | None]) -> Tensor | None:
+    def get(self, select: Callable[[], Tensor | None], *, repeated: bool = False) -> Tensor | None:
         """The selection of one forward.
 
         Args:
             select: Makes the layer's own.
+            repeated: Whether each layer may run several times before the next one, as when Megatron
+                captures it in a CUDA graph: what is shared is then kept until the next forward.
 
         Raises:
             ValueError: If the layer whose selection is shared did not run just before, or there is
@@ -106,7 +108,7 @@ class LayerSelection:
                 recomputation.kept[self] = found
         if self.is_shared_next:
             self._neighbours.latest = _Latest(self.source, found, recomputation)
-        elif self.shares:
+        elif self.shares and not repeated:
             # The tensor must not outlive the forward.
             self._neighbours.latest = None
         return found.chosen

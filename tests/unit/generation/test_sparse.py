@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.dsa.replay import record_selections
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
@@ -68,6 +69,18 @@ def test_engine(model, expected, options):
     """Also with chunks, a prefix cache, and too few blocks for all requests."""
     found = by_dynamic_context(model, [*PROMPTS, PROMPTS[2]], NUM_TOKENS, **options)
     assert_same(found, [*expected, expected[2]])
+
+
+def test_layers_that_are_captured(model, expected, monkeypatch):
+    """Megatron runs a layer at least twice then, before the one that shares its selection."""
+    infer = AbsorbedMLASelfAttention._infer
+    monkeypatch.setattr(
+        AbsorbedMLASelfAttention,
+        "_infer",
+        lambda self, *args: (infer(self, *args), infer(self, *args))[1],
+    )
+    found = by_dynamic_context(model, PROMPTS[1:2], NUM_TOKENS, num_cuda_graphs=4)
+    assert_same(found, expected[1:2])
 
 
 def test_crowded_engine_evicts(model):
