@@ -300,8 +300,8 @@ class AbsorbedMLASelfAttention(Attention):
         kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
         step.write(kv)
         # Sparse attention only: the indexer's choice of keys.
-        query_latent = partial(self._query_latent, q_down)
-        chosen = self.core_attention.choose_cached_keys(step, hidden_states, query_latent, cos, sin)
+        choose, query_latent = self.core_attention.choose_cached_keys, self._query_latent
+        chosen = choose and choose(step, hidden_states, partial(query_latent, q_down), cos, sin)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
         core_out = self.cached_attention(step, step.pack(query), kv, weights, (cos, sin), chosen)
         return self.linear_proj(step.unpack(core_out.flatten(2)))

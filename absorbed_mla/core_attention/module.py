@@ -59,6 +59,8 @@ class LatentCoreAttention(nn.Module):
 
     # What of ``experimental_attention_variant`` it computes.
     variant: str | None = None
+    # The choice of keys for new tokens of an inference step; see ``SparseCoreAttention``.
+    choose_cached_keys: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -201,25 +203,6 @@ class LatentCoreAttention(nn.Module):
             sin: Likewise.
         """
         return plan
-
-    def choose_cached_keys(
-        self,
-        step: Any,
-        hidden_states: Tensor,
-        query_latent: Callable[[], Tensor],
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Any:
-        """The paged backend of one call over the keys chosen for new tokens; None: over all keys.
-
-        Args:
-            step: The ``InferenceStep``, with the new tokens written.
-            hidden_states: As in :meth:`choose_keys`.
-            query_latent: Likewise.
-            cos: fp32 [T, R / 2], for the positions of the step's tokens in its order.
-            sin: Likewise.
-        """
-        return None
 
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor

@@ -9,6 +9,7 @@ from torch import Tensor
 from absorbed_mla.dsa.backend import SparseBackend
 from absorbed_mla.dsa.cached_keys import CachedRows
 from absorbed_mla.dsa.sparse_reference import latent_inputs
+from absorbed_mla.inference.backends.reference import last_keys
 from absorbed_mla.inference.rows import Rows
 
 
@@ -38,7 +39,7 @@ class OverCachedKeys:
         """See ``PagedBackend``; ``sparse`` is the implementation of the mode that is on."""
         assert key_start == 0 and key_end is None, "DSA refuses caches in several parts"
         cached = CachedRows(cache)
-        row, _ = rows.of_tokens(len(q_content))
+        row, _ = last_keys(rows, len(q_content))
         slots = cached.slots(self.chosen, rows.block_table[row])
         inputs = latent_inputs(q_content[:, None], q_rope[:, None], cached.rows)
         out, lse = self.sparse.forward(inputs, slots[:, None], scale)

@@ -13,6 +13,7 @@ from absorbed_mla.dsa.scores import index_scores
 from absorbed_mla.dsa.selection import best_of
 from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys
 from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.inference.backends.reference import last_keys
 from absorbed_mla.inference.rows import Rows
 
 _CHUNK_TOKENS = 256
@@ -52,7 +53,7 @@ def select_cached(
         none.
     """
     tokens, keys = len(query), rows.max_kv_length
-    row, last = rows.of_tokens(tokens)
+    row, last = last_keys(rows, tokens)
     chosen = query.new_full((tokens, topk), -1, dtype=torch.int32)
     if keys <= topk:
         # No token has a choice.

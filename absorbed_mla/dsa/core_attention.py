@@ -200,10 +200,18 @@ class SparseCoreAttention(LatentCoreAttention):
         cos: Tensor,
         sin: Tensor,
     ) -> OverCachedKeys | None:
-        """See ``LatentCoreAttention``; it caches index keys, and chooses among the cached ones.
+        """Cache index keys, and choose among the cached ones for new tokens.
 
-        Where the host knows that no request has more than ``dsa_indexer_topk`` keys, nothing is
-        chosen.
+        Args:
+            step: With the latents of the new tokens written.
+            hidden_states: As in :meth:`choose_keys`.
+            query_latent: Likewise.
+            cos: fp32 [T, R / 2], for the positions of the step's tokens in its order.
+            sin: Likewise.
+
+        Returns:
+            The paged backend of this call; None where the host knows that no request has more than
+            ``dsa_indexer_topk`` keys, so that nothing is chosen.
 
         Raises:
             ValueError: If there are selections to replay, or the context holds no index keys.

@@ -147,7 +147,7 @@ class MegatronCoreAttention(nn.Module):
         return replace(plan, x=hidden_states, qr=query_latent())
 
     def choose_cached_keys(self, *_: Any) -> None:
-        """See ``LatentCoreAttention``.
+        """See ``SparseCoreAttention``.
 
         Raises:
             ValueError: ``DSAttention`` keeps no index keys.

@@ -39,18 +39,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.query_starts)
 
-    def of_tokens(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Row of each of ``tokens`` new tokens, int64 [T], and the last key that it sees, [T].
-
-        A token in no row has -1 as its last key, and any row.
-        """
-        token = torch.arange(tokens, device=self.query_starts.device)[:, None]
-        index = token - self.query_starts
-        member = (index >= 0) & (index < self.query_lengths)  # [T, Q]
-        row = member.to(torch.uint8).argmax(1)
-        last = (self.kv_lengths - self.query_lengths + index).gather(1, row[:, None])[:, 0]
-        return row, last.masked_fill(~member.any(1), -1)
-
     @classmethod
     def of(
         cls, query_lengths: Sequence[int], kv_lengths: Sequence[int], block_table: Tensor
