@@ -299,8 +299,11 @@ class AbsorbedMLASelfAttention(Attention):
         cos, sin = self.rotary.rows(step.max_position, step.positions(), kv.device)
         kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
         step.write(kv)
+        # Sparse attention only: the indexer's choice of keys.
+        choose, query_latent = self.core_attention.choose_cached_keys, self._query_latent
+        chosen = choose and choose(step, hidden_states, partial(query_latent, q_down), cos, sin)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
-        core_out = self.cached_attention(step, step.pack(query), kv, weights, (cos, sin))
+        core_out = self.cached_attention(step, step.pack(query), kv, weights, (cos, sin), chosen)
         return self.linear_proj(step.unpack(core_out.flatten(2)))
 
     @property

@@ -174,11 +174,6 @@ def refuse_unsupported_inference(
     Raises:
         ValueError: Naming what was given and what is supported.
     """
-    if config.experimental_attention_variant is not None:
-        raise ValueError(
-            "inference_context needs experimental_attention_variant=None, got "
-            f"{config.experimental_attention_variant!r}: generation with DSA is not there yet"
-        )
     if torch.is_grad_enabled():
         raise ValueError(
             "inference_context needs torch.no_grad() or torch.inference_mode(): cached latents "

@@ -59,6 +59,8 @@ class LatentCoreAttention(nn.Module):
 
     # What of ``experimental_attention_variant`` it computes.
     variant: str | None = None
+    # The choice of keys for new tokens of an inference step; see ``SparseCoreAttention``.
+    choose_cached_keys: Callable[..., Any] | None = None
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.support import Support
 from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.inference.rows import Rows
 from absorbed_mla.log_once import log_once
 from absorbed_mla.registry import Registry
 
@@ -42,6 +43,7 @@ class SparseRequest:
         relu: Whether the indexer's products pass a ReLU.
         deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
             run.
+        batch_invariant: Whether the result of a token must not depend on the rest of the batch.
     """
 
     device: torch.device
@@ -54,10 +56,17 @@ class SparseRequest:
     topk: int
     relu: bool
     deterministic: bool
+    batch_invariant: bool = False
 
 
 class SparseBackend(Protocol):
     """Attention over chosen keys. The contract is that of ``dsa/sparse_reference.py``.
+
+    It serves training, prefill and decode. With few queries (decode) an implementation may divide
+    the keys of each over programs and merge them; that is its own affair.
+
+    An entry may have an attribute ``invariant``, its implementation for parity mode; an entry
+    without one refuses that mode.
 
     Attributes:
         name: As ``sparse_attention_backend`` names it; the name of the file.
@@ -78,7 +87,9 @@ class SparseBackend(Protocol):
 
         Args:
             inputs: In the absorbed form; ``k_content`` and ``k_rope`` may be views of one tensor.
-            chosen: int32 [S_q, B, topk] on the key axis, ascending, then -1.
+                Of a cache they are all its slots, and slots not chosen may hold anything.
+            chosen: int32 [S_q, B, topk] on the key axis, then -1. In training they ascend; of a
+                cache they are slots, in the order of the keys' positions.
             scale: Multiplies the scores.
         """
         ...
@@ -96,7 +107,7 @@ class SparseBackend(Protocol):
 
 
 class IndexerBackend(Protocol):
-    """The indexer's selection and loss.
+    """The indexer's selection and loss; of ``invariant`` see ``SparseBackend``.
 
     Attributes:
         name: As ``indexer_backend`` names it; the name of the file.
@@ -122,6 +133,12 @@ class IndexerBackend(Protocol):
         tp_group: dist.ProcessGroup | None,
     ) -> Tensor:
         """A selection; see ``selection.select``."""
+        ...
+
+    def select_cached(
+        self, query: Tensor, weights: Tensor, cache: Tensor, rows: Rows, topk: int, *, relu: bool
+    ) -> Tensor:
+        """Positions chosen for new tokens; see ``cached_selection.select_cached``."""
         ...
 
     def loss(
@@ -174,9 +191,22 @@ def choose_implementation(registry: Registry, name: str, request: SparseRequest)
         ValueError: If it cannot run what is requested, with the reason.
     """
     able, refused = registry.examine(name, request)
+    if request.batch_invariant:
+        unfit = {entry.name: _why_not_invariant(entry, request) for entry in able}
+        refused |= {name: reason for name, reason in unfit.items() if reason is not None}
+        able = [entry for entry in able if unfit[entry.name] is None]
     if not able:
         reasons = "; ".join(f"{entry}: {reason}" for entry, reason in refused.items())
         raise ValueError(f"{registry.option}={name!r} cannot run here: {reasons}")
     chosen = max(able, key=lambda entry: entry.speed)
     log_once(_logger, f"{registry.option}: {chosen.name}")
-    return chosen
+    return chosen.invariant if request.batch_invariant else chosen
+
+
+def _why_not_invariant(entry: Any, request: SparseRequest) -> str | None:
+    """The reason why an entry cannot do in parity mode what it can do otherwise, or None."""
+    invariant = getattr(entry, "invariant", None)
+    if invariant is None:
+        return "it is not batch-invariant (batch_invariant=True)"
+    reason: str | None = invariant.why_not(request)
+    return reason

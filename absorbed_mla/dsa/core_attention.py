@@ -23,6 +23,8 @@ from absorbed_mla.core_attention.key_source import WholeKeySource
 from absorbed_mla.core_attention.module import CAUSAL_MASKS, LatentCoreAttention
 from absorbed_mla.dims import MLADims
 from absorbed_mla.dsa.backend import OverChosen, SparseRequest, choose_implementation
+from absorbed_mla.dsa.cached_attention import OverCachedKeys
+from absorbed_mla.dsa.cached_index import CachedIndex
 from absorbed_mla.dsa.config import DSAConfig
 from absorbed_mla.dsa.indexer import Indexer
 from absorbed_mla.dsa.reported_loss import report_loss
@@ -31,6 +33,7 @@ from absorbed_mla.dsa.sparse_reference import latent_inputs
 from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.dsa.unsupported import refuse_unsupported_dsa
+from absorbed_mla.inference.step import InferenceStep
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS, Registry
 from absorbed_mla.sequences import SequenceLayout
@@ -81,6 +84,8 @@ class SparseCoreAttention(LatentCoreAttention):
 
     Attributes:
         indexer: None in a layer that shares the selection of an earlier one.
+        sequence_parallel: Whether a rank gets its own part of the tokens; Megatron's name, which it
+            switches for batches of its static engine.
 
     Raises:
         ValueError: If the config asks for something unsupported.
@@ -111,6 +116,8 @@ class SparseCoreAttention(LatentCoreAttention):
         self.layer_number = layer_number
         pp_group = getattr(pg_collection, "pp", None)
         self.selection = LayerSelection(config, self.dsa, layer_number, pp_group)
+        layers = range(1, config.num_layers + 1)
+        self._indexed = tuple(n for n in layers if not self.dsa.shares_selection(n))
         self.indexer: Indexer | None = None
         if not self.selection.shares:
             self.indexer = build_module(
@@ -121,7 +128,12 @@ class SparseCoreAttention(LatentCoreAttention):
             )
         self._chosen_implementations = DerivedTables()
         self._tp_group = pg_collection.tp if pg_collection.tp.size() > 1 else None
-        self._rows_are_split = config.sequence_parallel and self._tp_group is not None
+        self.sequence_parallel = config.sequence_parallel and self._tp_group is not None
+
+    @property
+    def graph_impl(self) -> str:
+        """How Megatron captures graphs of the model, which a program may switch."""
+        return self._config.cuda_graph_impl
 
     def plan(
         self,
@@ -183,6 +195,58 @@ class SparseCoreAttention(LatentCoreAttention):
         sparse = self._implementation(SPARSE_BACKENDS, request)
         return replace(plan, backend=OverChosen(sparse, chosen))
 
+    def choose_cached_keys(
+        self,
+        step: InferenceStep,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> OverCachedKeys | None:
+        """Cache index keys, and choose among the cached ones for new tokens.
+
+        Args:
+            step: With the latents of the new tokens written.
+            hidden_states: As in :meth:`choose_keys`.
+            query_latent: Likewise.
+            cos: fp32 [T, R / 2], for the positions of the step's tokens in its order.
+            sin: Likewise.
+
+        Returns:
+            The paged backend of this call; None where the host knows that no request has more than
+            ``dsa_indexer_topk`` keys, so that nothing is chosen.
+
+        Raises:
+            ValueError: If there are selections to replay, or the context holds no index keys.
+        """
+        if self.selection.replayed is not None:
+            raise ValueError(
+                "replay_selections is for forwards without an inference_context: cached tokens "
+                "were computed with selections of their own"
+            )
+        request = self._request(hidden_states)
+        few = step.lengths is not None and self.dsa.topk >= max(step.lengths.keys, default=0)
+        shape = None if few else (len(cos), self.dsa.topk)
+        cached: CachedIndex | None = None
+        if self.indexer is not None:
+            # Rows of the table in Megatron's layout, in which every request has the same.
+            cos, sin = (step.unpack(x.unsqueeze(1))[:, 0] for x in (cos, sin))
+            index = self._whole_index(hidden_states, query_latent, cos, sin)
+            cached = CachedIndex.write(step, index, self._indexed)
+
+        def select() -> Tensor | None:
+            assert cached is not None
+            if shape is None:
+                return None
+            implementation = self._implementation(INDEXER_BACKENDS, request)
+            return cached.select(implementation, self.dsa.topk, relu=self.dsa.scoring_relu)
+
+        device, repeated = hidden_states.device, step.lengths is None
+        chosen = self.selection.get(select, shape, device, repeated=repeated)
+        if chosen is None:
+            return None
+        return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)
+
     def learn_choice(
         self, plan: AttentionPlan, core_out: Tensor, lse: Tensor, query: Query, kv: Tensor
     ) -> Tensor:
@@ -234,22 +298,33 @@ class SparseCoreAttention(LatentCoreAttention):
         sin: Tensor,
     ) -> IndexVectors:
         """Of all queries of this context-parallel rank, and of the keys of all of them."""
+        index = self._whole_index(hidden_states, query_latent, cos, sin)
+        return index._replace(key=plan.keys.gather(index.key))
+
+    def _whole_index(
+        self,
+        hidden_states: Tensor,
+        query_latent: Callable[[], Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> IndexVectors:
+        """Index vectors of all tokens of this context-parallel rank."""
         assert self.indexer is not None
         with torch.no_grad():
             latent = query_latent()
-        if self._rows_are_split:
+        if self.sequence_parallel:
             assert self._tp_group is not None
             # Every rank projects its own tokens.
             rows = len(hidden_states)
             own = slice(self._tp_group.rank() * rows, (self._tp_group.rank() + 1) * rows)
             cos, sin = cos[own], sin[own]
         index = self.indexer(hidden_states, latent, cos, sin)
-        if self._rows_are_split:
+        if self.sequence_parallel:
             # Backward sums over ranks, which take turns with the queries of the loss.
             index = IndexVectors(
                 *(gather_from_sequence_parallel_region(x, group=self._tp_group) for x in index)
             )
-        return index._replace(key=plan.keys.gather(index.key))
+        return index
 
     def _selection_shape(
         self, plan: SparsePlan, hidden_states: Tensor
@@ -288,4 +363,5 @@ class SparseCoreAttention(LatentCoreAttention):
             topk=self.dsa.topk,
             relu=self.dsa.scoring_relu,
             deterministic=torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED,
+            batch_invariant=self.options.batch_invariant,
         )

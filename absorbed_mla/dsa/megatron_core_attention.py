@@ -89,6 +89,11 @@ class MegatronCoreAttention(nn.Module):
         refuse_other_variant(config, self)
         causal = attn_mask_type in CAUSAL_MASKS
         refuse_unsupported_dsa(config, options, causal=causal, cp_comm_type=cp_comm_type)
+        if options.batch_invariant:
+            raise ValueError(
+                "batch_invariant must be False for MegatronCoreAttention, got True: DSAttention "
+                "has no parity mode"
+            )
         if pg_collection.cp.size() > 1:
             raise ValueError(
                 "MegatronCoreAttention needs context_parallel_size=1, got "
@@ -140,6 +145,17 @@ class MegatronCoreAttention(nn.Module):
     ) -> MegatronPlan:
         """See ``LatentCoreAttention``; it chooses in :meth:`forward`."""
         return replace(plan, x=hidden_states, qr=query_latent())
+
+    def choose_cached_keys(self, *_: Any) -> None:
+        """See ``SparseCoreAttention``.
+
+        Raises:
+            ValueError: ``DSAttention`` keeps no index keys.
+        """
+        raise ValueError(
+            "MegatronCoreAttention does not support inference_context: Megatron's DSAttention "
+            "keeps no index keys; generate with the specs' own SparseCoreAttention"
+        )
 
     def forward(
         self, plan: MegatronPlan, query: Query, kv: Tensor, w_uk: Tensor, w_uv: Tensor

@@ -15,7 +15,9 @@ from absorbed_mla.dsa.core_attention import SparseCoreAttention
 from absorbed_mla.dsa.sharing import Selected
 
 # By the name of a layer's core attention in the model: its selection in every forward. int32
-# [S_q, B, topk], or None where every query had all keys that it sees.
+# [S_q, B, topk], or None where every query had all keys that it sees. Of a forward with an
+# inference context [T, topk]: for its new tokens, one request after the other, then the host's
+# padding, the positions in the token's request.
 Selections = dict[str, list[Tensor | None]]
 
 
@@ -25,15 +27,22 @@ def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Select
 
     A selection has the queries of this context-parallel rank, and indices on the axis of the keys
     of all ranks; it is equal on all tensor-parallel ranks. Recomputation in backward is no forward.
+    A forward of generation is one; its selections cannot be replayed as they are.
 
     Args:
         model: Or its chunks, under a virtual pipeline. Its layers that have an indexer are
             recorded; those that share a selection follow them.
 
     Raises:
-        ValueError: If the model has no such layer.
+        ValueError: If the model has no such layer, or its steps may be in CUDA graphs.
     """
     layers = _selecting_layers(model)
+    graphs = next(iter(layers.values())).graph_impl
+    if graphs != "none":
+        raise ValueError(
+            f"record_selections needs cuda_graph_impl='none', got {graphs!r}: a replayed graph "
+            "runs no code that could record"
+        )
     found: Selections = {name: [] for name in layers}
     for name, layer in layers.items():
         kept = found[name]

@@ -66,11 +66,6 @@ def select(
 def best_keys(scores: Tensor, keys: VisibleKeys, topk: int) -> Tensor:
     """The ``topk`` best of the visible keys in the total order (score, then lower index).
 
-    ``torch.topk`` promises no order of equal scores, but the value of the k-th one is unique: all
-    above it are chosen, and of those equal to it the first ones until there are ``topk``. That
-    compares scores as numbers (0 and -0 are equal) in any dtype, and costs one ``torch.topk`` of
-    the values, three passes and two running sums over the scores.
-
     Args:
         scores: [B, Q, K] over the keys of the span, more than ``topk`` of them.
         keys: The queries, and the keys that each sees.
@@ -79,14 +74,33 @@ def best_keys(scores: Tensor, keys: VisibleKeys, topk: int) -> Tensor:
     Returns:
         int32 [B, Q, topk] on the key axis, ascending, then -1.
     """
-    seen = keys.seen
+    return best_of(scores, keys.seen, topk, keys.span.key_start)
+
+
+def best_of(scores: Tensor, seen: Tensor, topk: int, first: int = 0) -> Tensor:
+    """The ``topk`` best of the keys that are seen in the total order (score, then lower index).
+
+    ``torch.topk`` promises no order of equal scores, but the value of the k-th one is unique: all
+    above it are chosen, and of those equal to it the first ones until there are ``topk``. That
+    compares scores as numbers (0 and -0 are equal) in any dtype, and costs one ``torch.topk`` of
+    the values, three passes and two running sums over the scores.
+
+    Args:
+        scores: [..., K], more than ``topk`` keys.
+        seen: Bool, broadcastable to the scores.
+        topk: Keys to choose.
+        first: Number of the first key.
+
+    Returns:
+        int32 [..., topk], ascending, then -1.
+    """
     scores = scores.masked_fill(scores.isnan(), torch.inf).masked_fill(~seen, -torch.inf)
     last = scores.topk(topk, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above = scores > last
     ties = (scores == last) & seen
     missing = topk - above.sum(-1, keepdim=True, dtype=torch.int32)
     above |= ties & (ties.cumsum(-1, dtype=torch.int32) <= missing)
-    return _indices(above, topk, keys.span.key_start)
+    return _indices(above, topk, first)
 
 
 def _indices(chosen: Tensor, topk: int, first: int) -> Tensor:

@@ -102,6 +102,8 @@ class LayerSelection:
         select: Callable[[], Tensor | None],
         shape: Sequence[int] | None,
         device: torch.device,
+        *,
+        repeated: bool = False,
     ) -> Tensor | None:
         """The selection of one forward.
 
@@ -109,6 +111,8 @@ class LayerSelection:
             select: Makes the layer's own.
             shape: Of the selection; None where every query has all keys that it sees.
             device: Where it is.
+            repeated: Whether each layer may run several times before the next one, as when Megatron
+                captures it in a CUDA graph: what is shared is then kept until the next forward.
 
         Raises:
             ValueError: If the layer whose selection is shared did not run just before, or there is
@@ -136,7 +140,7 @@ class LayerSelection:
             self._departure.send(found.chosen)
         if self.is_shared_next and self._departure is None:
             self._neighbours.latest = _Latest(self.source, found, recomputation)
-        elif self.shares:
+        elif self.shares and not repeated:
             # The tensor must not outlive the forward.
             self._neighbours.latest = None
         return found.chosen

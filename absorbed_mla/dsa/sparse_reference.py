@@ -78,13 +78,17 @@ def latent_inputs(q_content: Tensor, q_rope: Tensor, kv: Tensor) -> AttentionInp
 
 def sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
     """:func:`sparse_attention` without autograd; output and LSE in fp32 (fp64)."""
-    query, kv, compute = _joined(inputs)
-    width = inputs.q_content.shape[-1]
+    q_content, q_rope, k_content, k_rope, value = inputs
+    assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
+    query, compute = torch.cat((q_content, q_rope), dim=-1), _compute_dtype(q_content)
+    width = q_content.shape[-1]
     out = query.new_zeros(*query.shape[:3], width, dtype=compute)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=compute)
-    for support in chosen_keys(chosen, kv.shape[-1]):
+    for support in chosen_keys(chosen, query.shape[-1]):
         rows = support.queries
-        taken = support.take(kv).to(compute)
+        # Not of all keys joined: they may be a whole cache.
+        parts = support.take(k_content.squeeze(2)), support.take(k_rope)
+        taken = torch.cat(parts, dim=-1).to(compute)
         for heads in head_groups(query.shape[2], support.heads):
             scores = masked_scores(query[rows, :, heads].to(compute), taken, support, scale)
             found = torch.logsumexp(scores, dim=-1)
@@ -149,4 +153,8 @@ def _joined(inputs: AttentionInputs) -> tuple[Tensor, Tensor, torch.dtype]:
     assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
     query = torch.cat((q_content, q_rope), dim=-1)
     kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
-    return query, kv, torch.promote_types(query.dtype, torch.float32)
+    return query, kv, _compute_dtype(query)
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)

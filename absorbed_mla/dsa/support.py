@@ -131,9 +131,11 @@ class ChosenKeys:
         return (self.indices >= 0).transpose(0, 1)
 
     def take(self, rows: Tensor) -> Tensor:
-        """See ``Support``: [Q, B, P, D]."""
+        """See ``Support``: [Q, B, P, D]; zeros where there is no key."""
         batch = torch.arange(rows.shape[1], device=rows.device)
-        return rows[self.indices.clamp(min=0).long(), batch[:, None]]
+        taken = rows[self.indices.clamp(min=0).long(), batch[:, None]]
+        # The first row may be memory of a cache that holds NaN.
+        return taken.masked_fill_((self.indices < 0)[..., None], 0.0)
 
     def products(self, query: Tensor, taken: Tensor) -> Tensor:
         """See ``Support``."""

@@ -29,21 +29,23 @@ def tiled_sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) 
     tokens, batch, _, width = q_content.shape
     out = q_content.new_empty(q_content.shape, dtype=compute)
     lse = q_content.new_empty(q_content.shape[:3], dtype=compute)
-    kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
     for entry in range(batch):
         for start in range(0, tokens, CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             query = torch.cat((q_content[part, entry], q_rope[part, entry]), dim=-1)
-            tiles = _tiles(kv[:, entry], chosen[part, entry])
+            tiles = _tiles(k_content[:, entry, 0], k_rope[:, entry], chosen[part, entry])
             out[part, entry], lse[part, entry], _ = attend_to_tiles(
                 query.to(compute), tiles, scale, width
             )
     return AttentionOutput(out, lse)
 
 
-def _tiles(kv: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The chosen keys [S_k, D] of every token, tile by tile; ``chosen`` is [T, topk]."""
+def _tiles(k_content: Tensor, k_rope: Tensor, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The chosen keys, of [S_k, C] and [S_k, R], tile by tile; ``chosen`` is [T, topk]."""
     chosen = torch.nn.functional.pad(chosen, (0, -chosen.shape[1] % TILE_KEYS), value=-1)
     for indices in chosen.split(TILE_KEYS, dim=1):
         seen = indices >= 0
-        yield kv[indices.clamp(min=0).long()].masked_fill(~seen[..., None], 0.0), seen
+        place = indices.clamp(min=0).long()
+        # Not of all keys joined: they may be a whole cache.
+        keys = torch.cat((k_content[place], k_rope[place]), dim=-1)
+        yield keys.masked_fill_(~seen[..., None], 0.0), seen

@@ -53,8 +53,8 @@ def refuse_unsupported_dsa(
             "form must be auto or absorbed for experimental_attention_variant='dsa', got "
             "'expanded': all heads of a query share the chosen latents"
         )
-    if options.batch_invariant:
+    if options.latent_cache_tokens is not None:
         raise ValueError(
-            "batch_invariant must be False for experimental_attention_variant='dsa', got True: "
-            "parity mode with DSA is not there yet"
+            "latent_cache_tokens must be None for experimental_attention_variant='dsa', got "
+            f"{options.latent_cache_tokens}: any token may be chosen, and is read on the device"
         )

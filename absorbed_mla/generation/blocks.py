@@ -6,16 +6,32 @@ from collections.abc import Sequence
 
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from absorbed_mla.dsa.indexer import Indexer
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
 BLOCK_SIZE = 64
 
 
 def block_bytes(config: MLATransformerConfig, num_layers: int) -> int:
-    """Bytes that one block takes, over ``num_layers`` layers."""
+    """Bytes of the latents of one block, over ``num_layers`` layers, which Megatron counts."""
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     return num_layers * BLOCK_SIZE * width * config.params_dtype.itemsize
+
+
+def all_block_bytes(model: GPTModel) -> int:
+    """Bytes that one block takes in all of this rank's layers, index keys included."""
+    config, num_indexers = model.config, len(indexers(model))
+    width = (config.dsa_indexer_head_dim or 0) if num_indexers else 0
+    index_keys = num_indexers * BLOCK_SIZE * width * config.params_dtype.itemsize
+    return block_bytes(config, len(model.decoder.layers)) + index_keys
+
+
+def indexers(model: GPTModel) -> list[Indexer]:
+    """Of this rank's layers with sparse attention that do not share a selection."""
+    return [module for module in model.decoder.modules() if isinstance(module, Indexer)]
 
 
 def register_blocks_once(allocator: KVBlockAllocator) -> None:

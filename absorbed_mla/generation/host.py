@@ -21,10 +21,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.fp8 import without_fp8
-from absorbed_mla.generation.blocks import register_blocks_once
+from absorbed_mla.generation.blocks import indexers, register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
+from absorbed_mla.inference.index_keys import allocate_index_keys
 
 
 def host_engine(
@@ -41,6 +42,9 @@ def host_engine(
     config = options.to_host(model.config, len(model.decoder.layers), tp)
     context = DynamicInferenceContext(_with_training_dispatcher(model.config), config)
     register_blocks_once(context.kv_block_allocator)
+    if with_keys := indexers(model):
+        width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer
+        allocate_index_keys(context, len(with_keys), width, buffer.dtype, buffer.device)
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
     # Megatron chooses one of its own by name and has no argument for another.

@@ -23,8 +23,9 @@ class EngineOptions:
         max_requests: Maximum number of requests that run together; further ones wait. Rounded up
             to a multiple of the tensor-parallel size.
         cache_tokens: Tokens of all requests that the latent cache holds, rounded down to blocks of
-            64. A request that does not fit waits, and is prefilled again if it lost its blocks.
-            None: enough for ``max_requests`` requests of ``max_sequence_length`` tokens.
+            64; with sparse attention it holds their index keys, too. A request that does not fit
+            waits, and is prefilled again if it lost its blocks. None: enough for ``max_requests``
+            requests of ``max_sequence_length`` tokens.
         paused_cache_tokens: The part of ``cache_tokens`` that only waiting requests use.
         step_tokens: Maximum number of tokens of a forward pass. Rounded up to at least
             ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
@@ -80,7 +81,7 @@ class EngineOptions:
         return self.cache_tokens // BLOCK_SIZE
 
     def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
-        """Megatron's ``InferenceConfig``.
+        """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
             config: Of the model.

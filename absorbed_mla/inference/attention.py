@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +85,9 @@ class CachedAttention:
         kv: Tensor,
         weights: tuple[Tensor, Tensor],
         cos_sin: tuple[Tensor, Tensor],
+        over: PagedBackend | None = None,
     ) -> Tensor:
-        """Attention of the new tokens over all keys of their rows.
+        """Attention of the new tokens over all keys of their rows, or over some of them.
 
         Args:
             step: The cache, with the new tokens written.
@@ -94,6 +95,8 @@ class CachedAttention:
             kv: [latent | k_rope] of the new tokens [T, 1, C + R].
             weights: W_UK [N, nope, C] and W_UV [N, v, C].
             cos_sin: Of the new tokens' positions, [T, R / 2] each.
+            over: The backend of this call alone, which attends to the keys chosen for each token;
+                all rows then run absorbed. None: all keys.
 
         Returns:
             [T, 1, N, v]; zeros for tokens that are in no row.
@@ -101,8 +104,8 @@ class CachedAttention:
         if not len(q):  # kernels cannot be launched for nothing
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
         outputs = []
-        for segment in self._segments(step, q):
-            run = self._absorbed if segment.form == "absorbed" else self._expanded
+        for segment in self._segments(step, q) if over is None else (ALL_ABSORBED,):
+            run = partial(self._absorbed, over) if segment.form == "absorbed" else self._expanded
             tokens = segment.tokens
             cos, sin = cos_sin
             outputs.append(
@@ -128,7 +131,7 @@ class CachedAttention:
         expanded = self._expanded_backend(q)
         if expanded is None:
             return (ALL_ABSORBED,)
-        expands = functools.partial(
+        expands = partial(
             is_cheaper_expanded,
             self.dims,
             self._paged_backend(step, q),
@@ -181,10 +184,10 @@ class CachedAttention:
         shorter = max(self.options.expansion_chunk_size // heads, _MIN_CHUNK_KEYS)
         return min(self.options.context_chunk_size, shorter)
 
-    def _absorbed(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
+    def _absorbed(self, over, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
-        backend, total = self._paged_backend(step, q), None
+        backend, total = over or self._paged_backend(step, q), None
         for part in step.parts():
             rows = part.rows
             if segment is not ALL_ABSORBED:

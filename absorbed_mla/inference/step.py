@@ -6,7 +6,7 @@ layer it opens an :class:`InferenceStep`, which writes and reads the layer's lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,6 +108,22 @@ class InferenceStep(Protocol):
 
     def write(self, kv: Tensor) -> None:
         """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R]."""
+        ...
+
+    def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
+        """Append the index keys of the new tokens, of a layer with sparse attention.
+
+        Args:
+            keys: [T, 1, Di].
+            indexed: Numbers of the layers in the model, from 1, that have an indexer, in order.
+
+        Returns:
+            The layer's index keys, where the block table of :attr:`rows` has them: [blocks,
+            block_size, Di], with any strides of blocks and positions.
+
+        Raises:
+            ValueError: If the context cannot hold them.
+        """
         ...
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
-from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
+from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.requests import Progress, Statistics
@@ -179,7 +179,7 @@ class LocalRunner:
 
 
 def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
-    """Tokens whose latents fit beside the model on every rank.
+    """Tokens whose latents and index keys fit beside the model on every rank.
 
     Args:
         model: On its device.
@@ -197,7 +197,7 @@ def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
     utilization = options.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
     room = free - (1 - utilization) * total
-    tokens = int(room // block_bytes(model.config, len(model.decoder.layers))) * BLOCK_SIZE
+    tokens = int(room // all_block_bytes(model)) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
     group = parallel_state.get_model_parallel_group()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

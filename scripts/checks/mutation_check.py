@@ -231,8 +231,8 @@ MUTATIONS = {
     ),
     "cache_of_the_first_layer": Mutation(
         "absorbed_mla/inference/caches/dynamic.py",
-        "DynamicStep(context, layer_number - layer_offset(), tokens)",
-        "DynamicStep(context, 1, tokens)",
+        "DynamicStep(context, layer_number - offset, tokens, offset)",
+        "DynamicStep(context, 1, tokens, offset)",
     ),
     "decode_reuses_a_stage_early": Mutation(
         "absorbed_mla/kernels/hopper/decode_kernel.py",

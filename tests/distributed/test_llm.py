@@ -32,6 +32,9 @@ ARCHITECTURES = {
     "experts": (Architecture("v3", True, True, "yarn"), {}),
     "v2": (Architecture("v2", True, True, "yarn"), {}),
     "tied": (Architecture("v3", True, False, "rope"), {"tie_word_embeddings": True}),
+    # Two prompts are longer than top-k, or become so.
+    "v3.2": (Architecture("v32", True, True, "yarn"), {}),
+    "glm-5.2": (Architecture("glm5", True, False, "rope"), {}),
     # No multiple of any number of ranks.
     "odd-vocabulary": (Architecture("v3", True, False, "rope"), {"vocab_size": 131}),
 }

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.oracle_dsa import OracleDSA
 from tests.support import world
 from tests.support.cases import config_for
 from tests.support.dsa import TINY_DSA, dsa_fields
@@ -35,3 +36,9 @@ def dsa_model(dtype: torch.dtype = torch.float64, **changes) -> GPTModel:
     config = config_for(DSA.mla, dtype, **changes)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local")
     return gpt_model(mla=DSA.mla, dtype=dtype, spec=spec, **changes)
+
+
+def generating_fields(dsa: OracleDSA = DSA, **changes) -> dict[str, object]:
+    """For ``engine.generating_model``: fewer keys are chosen than most tokens see."""
+    sharing = {"num_layers": 4, "dsa_indexer_topk_freq": 2}
+    return {"mla": dsa.mla, **dsa_fields(dsa), **sharing, **changes}

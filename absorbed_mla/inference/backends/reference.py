@@ -49,7 +49,7 @@ def paged_reference(
     compute = torch.promote_types(q_content.dtype, torch.float32)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
-    row, last = _last_keys(rows, len(q_content), key_start, key_end)
+    row, last = last_keys(rows, len(q_content), key_start, key_end)
     for first in range(0, len(q_content), CHUNK_TOKENS):
         chunk = slice(first, first + CHUNK_TOKENS)
         query = torch.cat((q_content[chunk], q_rope[chunk]), dim=-1).to(compute)
@@ -90,7 +90,9 @@ class _Keys:
         return keys.masked_fill(~seen[..., None], 0.0), seen
 
 
-def _last_keys(rows: Rows, tokens: int, key_start: int, key_end: int | None):
+def last_keys(
+    rows: Rows, tokens: int, key_start: int = 0, key_end: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Row of each token and the last key that it sees, counted from ``key_start``; -1 for none."""
     token = torch.arange(tokens, device=rows.query_starts.device)[:, None]
     index = token - rows.query_starts

@@ -5,11 +5,13 @@ The only module that knows that context; its scheduler, allocator and prefix cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import bisect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from absorbed_mla.inference.index_keys import index_keys
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -45,7 +47,8 @@ class DynamicCache:
             )
         if batch != 1:
             raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
-        return DynamicStep(context, layer_number - layer_offset(), tokens)
+        offset = layer_offset()
+        return DynamicStep(context, layer_number - offset, tokens, offset)
 
 
 class DynamicStep:
@@ -55,6 +58,7 @@ class DynamicStep:
         context: Megatron's, made from a config with ``cache_mla_latents``.
         layer_number: Of the layer among those of its pipeline stage, from 1.
         tokens: Tokens of the forward, Megatron's padding included.
+        layer_offset: Number of layers before this pipeline stage.
 
     Raises:
         ValueError: If the context does not hold latents, or scheduled another number of tokens.
@@ -62,7 +66,7 @@ class DynamicStep:
 
     windowed = False
 
-    def __init__(self, context: Any, layer_number: int, tokens: int) -> None:
+    def __init__(self, context: Any, layer_number: int, tokens: int, layer_offset: int = 0) -> None:
         if not getattr(context, "cache_mla_latent", False):
             raise ValueError(
                 "DynamicInferenceContext must hold latents: set cache_mla_latents=True in the "
@@ -75,6 +79,7 @@ class DynamicStep:
                 "and make it with InferenceConfig.max_tokens a multiple of 64"
             )
         self.context, self.layer_number = context, layer_number
+        self.layer_offset = layer_offset
         self.block_size = int(context.block_size_tokens)
         # Drafts after the last token of a full context are computed, and then discarded.
         drafts = getattr(context, "num_speculative_tokens", 0)
@@ -108,6 +113,24 @@ class DynamicStep:
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
         self.context.append_key_value_cache(self.layer_number, kv, None)
+
+    def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
+        """See :class:`InferenceStep`."""
+        context = self.context
+        if context.is_hybrid_model:
+            raise ValueError(
+                "a DynamicInferenceContext of a hybrid model does not keep index keys; with "
+                "experimental_attention_variant='dsa' generate with a GPTModel"
+            )
+        first = bisect.bisect_right(indexed, self.layer_offset)
+        end = bisect.bisect_right(indexed, self.layer_offset + context.num_attention_layers)
+        own = bisect.bisect_left(indexed, self.layer_offset + self.layer_number)
+        cache = index_keys(context, own - first, end - first, keys)
+        # Where the host puts the latents of the same tokens.
+        count, view = context.padded_active_token_count, context.gpu_view
+        block = view.token_to_block_idx[:count]
+        cache[block, view.token_to_local_position_within_kv_block[:count]] = keys.squeeze(1)[:count]
+        return cache
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class StaticStep:
 
     The context keeps two tensors under the layer's number, [positions, max_batch_size, C + R]:
     the latents of the first positions on the device, those of the others in host memory (none by
-    default). Its own ``swap_key_value_dict`` reorders requests in both.
+    default). Its own ``swap_key_value_dict`` reorders requests in both. Index keys lie beside them,
+    in the same form, under ``(layer_number, "index_keys")``.
 
     Args:
         context: Megatron's; its ``sequence_len_offset`` and ``batch_size_offset`` say where the
@@ -77,6 +78,7 @@ class StaticStep:
         _require_fits("max_batch_size", context.max_batch_size, self.requests.stop)
         self.memory = _memory(context, layer_number, kv, options)
         _claim(context, layer_number, owner)
+        self.context, self.layer_number = context, layer_number
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
         self.rows = _rows(context, self.lengths, kv.device)
@@ -101,6 +103,12 @@ class StaticStep:
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
         self.memory.write(self.offset, self.requests, self.unpack(kv))
+
+    def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
+        """See :class:`InferenceStep`; a request is one block."""
+        memory = _index_keys(self.context, self.layer_number, keys)
+        memory[self.offset : self.max_position, self.requests] = self.unpack(keys)
+        return memory[:, self.requests].transpose(0, 1)
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
@@ -177,6 +185,22 @@ def _memory(
         far = far.pin_memory()
         memory[layer_number] = (near, far)
     return OffloadedLatents(near, far, max(1, options.context_chunk_size // batch))
+
+
+def _index_keys(context: Any, layer_number: int, keys: Tensor) -> Tensor:
+    """The layer's index keys [positions, max_batch_size, Di], allocated on first use."""
+    shape = (context.max_sequence_length, context.max_batch_size, keys.shape[-1])
+    memory, name = context.key_value_memory_dict, (layer_number, "index_keys")
+    if name not in memory:
+        memory[name] = (keys.new_empty(shape), keys.new_empty(0, *shape[1:]))
+    found: Tensor = memory[name][0]
+    if found.shape != shape or found.dtype != keys.dtype or found.device != keys.device:
+        raise ValueError(
+            f"the inference context holds index keys {found.dtype} {tuple(found.shape)} on "
+            f"{found.device} for layer {layer_number}, not this layer's {keys.dtype} {shape} on "
+            f"{keys.device}; use one context per model"
+        )
+    return found
 
 
 ENTRY = StaticCache()

@@ -147,7 +147,7 @@ class TestRefused:
             ({"form": "expanded"}, ("form", "auto or absorbed", "'expanded'")),
             ({"cp_comm_type": "p2p"}, ("cp_comm_type", "all_gather", "'p2p'")),
             ({"mask_type": AttnMaskType.no_mask}, ("causal attn_mask_type",)),
-            ({"batch_invariant": True}, ("batch_invariant",)),
+            ({"latent_cache_tokens": 4}, ("latent_cache_tokens must be None", "got 4")),
         ],
         ids=str,
     )
@@ -168,12 +168,6 @@ class TestRefused:
         x = torch.zeros(4, 1, TINY_DSA.hidden, dtype=torch.float64, device=world.device())
         with refusal("attention_mask must be None", "(1, 1, 4, 4)"):
             attention(x, torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=world.device()))
-
-    def test_generation(self):
-        attention = build(TINY_DSA, SETUP, random_weights(TINY_DSA))
-        x = torch.zeros(4, 1, TINY_DSA.hidden, dtype=torch.float64, device=world.device())
-        with refusal("generation with DSA is not there yet"), torch.no_grad():
-            attention(x, None, inference_context=object())
 
     @pytest.mark.parametrize("option", ["sparse_attention_backend", "indexer_backend"])
     def test_backend(self, option):

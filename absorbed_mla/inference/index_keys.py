@@ -1,0 +1,93 @@
+"""Memory for an indexer's keys in a ``DynamicInferenceContext``, in the blocks of the latents.
+
+A block of tokens has the same number in both memories, so the context's scheduler, allocator and
+prefix cache, which deal with numbers of blocks, hold for the index keys as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from megatron.core.inference.config import KVCacheManagementMode
+from torch import Tensor
+
+# Attribute of the context: [layers with an indexer, blocks, block_size, Di].
+_NAME = "index_keys"
+
+
+def index_keys(context: Any, layer: int, num_layers: int, like: Tensor) -> Tensor:
+    """The memory of one layer, [blocks, block_size, Di], allocated for all layers on first use.
+
+    Args:
+        context: Megatron's.
+        layer: Which of the layers of this pipeline stage that have an indexer, from 0.
+        num_layers: Number of those.
+        like: Index keys, for their width, dtype and device.
+
+    Raises:
+        ValueError: If it cannot be allocated now, or is another model's.
+    """
+    if not hasattr(context, _NAME):
+        allocate_index_keys(context, num_layers, like.shape[-1], like.dtype, like.device)
+    memory: Tensor = getattr(context, _NAME)
+    found = (len(memory), memory.shape[-1], memory.dtype, memory.device)
+    expected = (num_layers, like.shape[-1], like.dtype, like.device)
+    if found != expected:
+        raise ValueError(
+            f"the inference context holds index keys of (layers, width, dtype, device) {found}, "
+            f"this model's are {expected}; use one context per model"
+        )
+    return memory[layer]
+
+
+def allocate_index_keys(
+    context: Any, num_layers: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give a context memory for index keys, which is freed, offloaded and made again with its own.
+
+    Args:
+        context: Megatron's, with its blocks allocated.
+        num_layers: Layers of this pipeline stage that have an indexer.
+        width: Di.
+        dtype: Of the keys.
+        device: Of the keys.
+
+    Raises:
+        ValueError: While a CUDA graph is captured, or if memory savers keep the latents.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a DynamicInferenceContext needs memory for index keys before a CUDA graph is "
+            "captured: run one forward without graphs first, or call "
+            "absorbed_mla.inference.index_keys.allocate_index_keys"
+        )
+    if getattr(context, "_uses_torch_memory_saver", False):
+        raise ValueError(
+            "static_kv_memory_pointers=True with torch_memory_saver does not keep index keys; use "
+            "kv_cache_management_mode='persist' or unified_memory_level=1"
+        )
+    shape = (num_layers, len(context.memory_buffer[0]), context.block_size_tokens, width)
+
+    def allocate() -> None:
+        memory = torch.empty(shape, dtype=dtype, device=device)
+        setattr(context, _NAME, memory)
+        if context.kv_cache_management_mode == KVCacheManagementMode.OFFLOAD:
+            copy = torch.empty(shape, dtype=dtype, pin_memory=memory.is_cuda)
+            context._offloadable_tensor_names.add(_NAME)
+            context._offloadable_cpu_backups[_NAME] = copy
+
+    # The host makes its memory again after it was freed.
+    of_latents = context._allocate_memory_buffer
+
+    def allocate_both() -> None:
+        of_latents()
+        allocate()
+
+    context._allocate_memory_buffer = allocate_both
+    unified = context.unified_memory_level != 0
+    pool = torch.cuda.use_mem_pool(context.unified_memory_mempool) if unified else None
+    # As the host's, no tensor of inference mode, which nothing outside of it may write to.
+    with pool or contextlib.nullcontext(), torch.inference_mode(False):
+        allocate()
