@@ -114,17 +114,20 @@ def decode_kernels() -> None:
 def sparse_kernels(heads: int = HEADS, kernels: str = "triton") -> None:
     """Sparse attention, forward and both backwards."""
     from absorbed_mla.core_attention.types import OutputGradient
-    from absorbed_mla.dsa.sparse_kernels import KERNELS
     from absorbed_mla.dsa.sparse_reference import latent_inputs
+    from absorbed_mla.kernels.dsa import key_lists
+    from absorbed_mla.registry import SPARSE_BACKENDS
 
-    sparse = KERNELS[kernels]
+    # Few tokens have the tiles of many.
+    key_lists._LEAST_QUERIES = 1
+    sparse = SPARSE_BACKENDS[kernels]
     shapes = [(heads, KV_LORA_RANK), (heads, ROPE), (KV_LORA_RANK + ROPE,)]
     inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
     chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
-    output = sparse.sparse_forward(inputs, chosen, 0.1)
+    output = sparse.forward(inputs, chosen, 0.1)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
-        sparse.sparse_backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
+        sparse.backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
 
 
 def index_kernels() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
@@ -69,7 +69,8 @@ def backward(
     width = kv_lora_rank + k_rope.shape[-1]
     dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
-    tile = head_tile(q_content.shape[2], min(_ROWS, launch.query.rows))
+    rows = min(_ROWS, launch.query.rows)
+    tile = query_tile(q_content.shape[2], rows, len(q_content), keys, least=16)
     lists = key_lists(chosen, keys, tile.tokens)
     gradients = _Gradients(operands, dq, lists, tile, scale, launch)
     if not deterministic:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
 from absorbed_mla.kernels.hopper.key_rows import in_order
 from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
@@ -62,7 +62,7 @@ def sparse_backward(
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     statistics = lse, delta_of(grad_out, grad_lse, out, lse)
-    tile = head_tile(q_content.shape[2], ROWS.value)
+    tile = query_tile(q_content.shape[2], ROWS.value, len(q_content), keys, least=ROWS.value)
     lists = key_lists(chosen, keys, tile.tokens)
     queries = q_content, q_rope, grad_out
     rows = rows_of_16_bytes(latent), rows_of_16_bytes(k_rope)

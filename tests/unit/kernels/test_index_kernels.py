@@ -80,15 +80,21 @@ def hostile_scores(kind: str, shape) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["random", "ties", "equal", "infinite", "tiny", "close"])
 @pytest.mark.parametrize("topk", [1, 20])
 def test_choice(kind, topk, monkeypatch):
-    """The bits of the reference, also where scores are not seen or not numbers."""
-    monkeypatch.setattr(radix_select, "_BLOCK", 64)
-    for span in (Span(0, 2, 5, 205, 190), Span(0, 3, 0, 90, 18)):
+    """The bits of the reference, in rounds, also where scores are not seen or not numbers."""
+    monkeypatch.setattr(radix_select, "_SEGMENT", 128)
+    monkeypatch.setattr(radix_select, "_CHUNK", 32)
+    for span in (Span(0, 1, 5, 205, 190), Span(0, 2, 0, 90, 18)):
         keys = VisibleKeys(span, DEVICE, heads=1)
-        scores = hostile_scores(kind, (2, span.num_queries, span.num_keys))
+        scores = hostile_scores(kind, (1, span.num_queries, span.num_keys))
         expected = best_keys(scores, keys, topk).transpose(0, 1)
         with poisoned_memory():
             found = selection_triton.triton_best_keys(scores, keys, topk)
         assert torch.equal(found, expected)
+
+
+def test_too_many_keys_to_choose():
+    with pytest.raises(ValueError, match="topk must be at most 8192, got 8193"):
+        radix_select.radix_select(torch.zeros(1, 1, 1), 8193, 0, None)
 
 
 @pytest.mark.no_cover
