@@ -21,7 +21,7 @@ with triton_interpreter():
     import absorbed_mla.kernels.dsa.index_gradient
     import absorbed_mla.kernels.dsa.index_scores  # noqa: F401
     from absorbed_mla.dsa import indexer_triton, selection_triton
-    from absorbed_mla.kernels.dsa import index_chosen, radix_select
+    from absorbed_mla.kernels.dsa import index_chosen, key_sums, radix_select
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +111,11 @@ def test_selection(elements):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["visible", "chosen"])
+@pytest.mark.parametrize("kind", ["visible", "chosen", "in_order"])
 def test_gradients(kind, dtype, relu, monkeypatch):
     """Added to what the keys have; queries and weights of other chunks are left alone."""
     monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)
+    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 6 * 67 * 2 * 32)  # several runs of queries
     index = vectors(9, 150, batch=2, heads=20, dtype=dtype)
     if kind == "visible":
         support = VisibleKeys(Span(1, 8, 3, 140, 130), DEVICE, heads=100)
@@ -134,6 +135,7 @@ def test_gradients(kind, dtype, relu, monkeypatch):
     truth = IndexVectors(*(torch.ones_like(x) for x in double))
     add_index_gradient(truth, score_grad.double(), double, support, relu)
     kept = IndexVectors(*(torch.ones_like(x, dtype=torch.float32) for x in index))
+    torch.use_deterministic_algorithms(kind == "in_order")
     indexer_triton.triton_add_index_gradient(kept, score_grad, index, support, relu)
     bound = 1e-5 if dtype == torch.float32 else 4e-3
     for name, actual, expected in zip(index._fields, kept, truth):
