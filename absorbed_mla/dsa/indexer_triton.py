@@ -11,8 +11,8 @@ from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs
-from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
+from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.selection_triton import triton_index_scores
 from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys, Support, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors

@@ -286,7 +286,9 @@ class DSADecodeBenchmark(Benchmark):
         from absorbed_mla.dsa.sparse_reference import sparse_forward
 
         latent = inputs.latent()
-        latent = latent._replace(**{n: x.float() for n, x in latent._asdict().items() if n != "value"})
+        latent = latent._replace(
+            **{n: x.float() for n, x in latent._asdict().items() if n != "value"}
+        )
         return sparse_forward(latent, inputs.slots(chosen), inputs.scale).out
 
     def _agreement(self, inputs: _Inputs, chosen: Tensor, kv: int) -> float:

@@ -17,9 +17,9 @@ One whole layer, forward and backward, DeepSeek-V3.2's widths, in turns over the
     megatron-tilelang   with the kernels of dsa_kernel_backend="tilelang"
     megatron-cudnn      with those of "cudnn" and FlashMLA
 
-"sparse" and "slot" have the same weights, and their difference is shown. The indexer learns from the
-chosen keys, unless --loss-coefficient is 0. Hadamard transforms are off: Megatron needs a package
-for them. What cannot run has the reason in its row. Output:
+"sparse" and "slot" have the same weights; the difference of their outputs is shown. The indexer
+learns from the chosen keys, unless --loss-coefficient is 0. Hadamard transforms are off: Megatron
+needs a package for them. What cannot run has the reason in its row. Output:
 
     1.9 s  n=128 S=8192: sparse 31250.0 us, dense 40210.5 us
 
@@ -143,15 +143,10 @@ class DSALayerBenchmark(Benchmark):
         from benchmarks.kit.layers import Subject
 
         layer = self._layer(name, case).to(self.processes.device)
-        if name in ("sparse", "slot"):
-            # Megatron's core attention is a level further down.
-            part = "core_attention.attention." if name == "slot" else "core_attention."
-            own = {k.replace(part, "core_attention."): k for k in layer.state_dict()}
-            if not state:
-                state.update({k: layer.state_dict()[its] for k, its in own.items()})
-            layer.load_state_dict({its: state[k] for k, its in own.items()})
-        subject = Subject(layer.train(), x.clone().requires_grad_(), grad, None)
         compared = name in ("sparse", "slot")
+        if compared:
+            _share_weights(layer, state)
+        subject = Subject(layer.train(), x.clone().requires_grad_(), grad, None)
         return Work(
             name,
             subject.forward,
@@ -173,9 +168,7 @@ class DSALayerBenchmark(Benchmark):
             spec = attention_spec(config, AbsorbedMLAOptions())
         if name == "slot":
             spec = _with_their_core(spec, config)
-        return build_module(
-            spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type
-        )
+        return build_module(spec, config=config, layer_number=1, cp_comm_type=config.cp_comm_type)
 
     def _config(self, name: str, case: Case) -> Any:
         from benchmarks.kit.layers import mla_config
@@ -190,7 +183,7 @@ class DSALayerBenchmark(Benchmark):
             "dsa_indexer_use_sparse_loss": True,
             "dsa_indexer_rotate_activation": False,
             "dsa_kernel_backend": name.partition("-")[2] or "none",
-            "cp_comm_type": "all_gather",
+            "cp_comm_type": "allgather",
         }
         return mla_config(
             args,
@@ -205,6 +198,17 @@ class DSALayerBenchmark(Benchmark):
             mscale_all_dim=1.0,
             **(sparse if name != "dense" else {}),
         )
+
+
+def _share_weights(layer: nn.Module, state: dict[str, Tensor]) -> None:
+    """Keep the weights of the first layer in ``state``, and copy them to the next ones."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            # Megatron's core attention is a level further down.
+            name = name.replace("core_attention.attention.", "core_attention.")
+            parameter.copy_(state.setdefault(name, parameter.detach()))
 
 
 def _megatron_spec(config: Any) -> Any:

@@ -217,18 +217,14 @@ def _token_kernel(
     key_end = tl.minimum(key_start + PART, seen)
     if key_start >= key_end:
         return
-    query, weight = _load_token(
-        query_ptr, weights_ptr, token, q_t, q_h, w_t, w_h, heads, DI, HEADS
-    )
+    query, weight = _load_token(query_ptr, weights_ptr, token, q_t, q_h, w_t, w_h, heads, DI, HEADS)
     out_ptr += tl.program_id(0).to(tl.int64) * out_t
     block_list = block_table_ptr + row.to(tl.int64) * stride_table
     block = load_blocks(block_list, key_start, key_end, KEYS, BLOCK_SIZE)
     for start in range(key_start, key_end, KEYS):
         key = start + tl.arange(0, KEYS)
         there = key < key_end
-        keys = _load_keys(
-            cache_ptr, block, key, there, stride_block, stride_slot, BLOCK_SIZE, DI
-        )
+        keys = _load_keys(cache_ptr, block, key, there, stride_block, stride_slot, BLOCK_SIZE, DI)
         # As in paged/forward.py.
         block = load_blocks(block_list, start + KEYS, key_end, KEYS, BLOCK_SIZE)
         total = _sum_of_heads(keys, query, weight, RELU, (PRECISION, INTERPRETED))

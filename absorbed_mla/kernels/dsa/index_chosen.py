@@ -83,7 +83,10 @@ def add_chosen_gradient(
     if not deterministic:
         constants = _constants(query, relu, gradient=True, in_order=False)
         _chosen_kernel[tuple(query.shape[:2])](
-            *_arguments(query, key, weights, chosen), score_grad.contiguous(), *gradient, **constants
+            *_arguments(query, key, weights, chosen),
+            score_grad.contiguous(),
+            *gradient,
+            **constants,
         )
         return
     constants = _constants(query, relu, gradient=True, in_order=True)
@@ -189,7 +192,9 @@ def _chosen_kernel(
                 dk = product(tl.trans(of_products), query, dk, PRECISION, INTERPRETED)
                 row = key * batches + batch
                 if IN_ORDER:
-                    row = (own * topk + place) * ((heads + BLOCK_M - 1) // BLOCK_M) + first // BLOCK_M
+                    row = (own * topk + place) * (
+                        (heads + BLOCK_M - 1) // BLOCK_M
+                    ) + first // BLOCK_M
                 pointers = dk_ptr + row[:, None] * DI + tl.arange(0, DI)[None, :]
                 if IN_ORDER:
                     tl.store(pointers, dk, mask=there[:, None])

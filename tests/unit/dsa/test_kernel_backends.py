@@ -116,9 +116,7 @@ def test_training(stage):
     topk, loss = STAGES[stage]
     dsa = OracleDSA(mla=INTERPRETED, heads=3, width=16, topk=topk)
     layout, weights = grid_layout("thd", False), random_weights(dsa)
-    setup = Setup(
-        dtype=torch.float32, sparse_attention_backend="triton", indexer_backend="triton"
-    )
+    setup = Setup(dtype=torch.float32, sparse_attention_backend="triton", indexer_backend="triton")
     with triton_interpreter(), determinism(stage == "sparse"):
         attention = build(dsa, setup, weights, loss)
         found = named(evaluate(attention, dsa, setup, layout))
@@ -135,9 +133,7 @@ def test_training_on_a_gpu(stage, backend):
     _, loss = STAGES[stage]
     dsa = OracleDSA(mla=replace(WIDE, heads=16), heads=4, width=64, topk=64)
     layout, weights = grid_layout("thd", False), random_weights(dsa)
-    setup = Setup(
-        dtype=torch.bfloat16, sparse_attention_backend=backend, indexer_backend="triton"
-    )
+    setup = Setup(dtype=torch.bfloat16, sparse_attention_backend=backend, indexer_backend="triton")
     attention = build(dsa, setup, weights, loss)
     found = named(evaluate(attention, dsa, setup, layout))
     expected = named(truth(attention, dsa, weights, layout, loss, dense=True))
