@@ -195,7 +195,7 @@ class _Loss(NamedTuple):
             total += rows.sum()
             if gradient is not None:
                 score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0)
-                score_grad *= self.factor * size
+                score_grad *= self.factor * size  # Megatron averages over ranks
                 self.pieces.add_gradient(gradient, score_grad, index, support, self.relu)
         if self.tp_group is not None:
             dist.all_reduce(total, group=self.tp_group)

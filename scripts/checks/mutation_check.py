@@ -384,7 +384,7 @@ MUTATIONS = {
         "absorbed_mla/dsa/support.py", ".index_add_(0, places", ".index_copy_(0, places"
     ),
     "indexer_gradient_of_some_ranks": Mutation(
-        "absorbed_mla/dsa/indexer_loss.py", "(factor * size)", "factor"
+        "absorbed_mla/dsa/indexer_loss.py", "*= self.factor * size", "*= self.factor"
     ),
     "target_of_own_heads": Mutation(
         "absorbed_mla/dsa/indexer_loss.py",
