@@ -123,7 +123,8 @@ def _constants(query: Tensor, relu: bool, gradient: bool, in_order: bool) -> dic
         "BLOCK_N": _KEYS,
         "PRECISION": precision(query.dtype),
         "INTERPRETED": interpreted(),
-        "num_warps": 4,
+        # With the places of what keys get four would spill.
+        "num_warps": 8 if in_order else 4,
         "num_stages": 1,
     }
 
