@@ -157,10 +157,10 @@ def _select_kernel(
     # All that there are, or those above the k-th; and how many of those equal to it.
     choose = count > topk
     least = tl.full([], 0, tl.uint32)
-    wanted = 0
+    wanted = tl.full([], 0, tl.int32)
     if choose:
         values = _ordered(row_ptr, key, there, choose)
-        bit = 31
+        bit = tl.full([], 31, tl.int32)
         while bit >= 0:
             candidate = least | (tl.full([], 1, tl.uint32) << bit)
             number = _total(values >= candidate)
