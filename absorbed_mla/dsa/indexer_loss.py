@@ -7,7 +7,8 @@ scores; over all visible keys while the indexer warms up, over the chosen keys a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,61 @@ from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.first_order import first_order_only
 
 
+class HeadSum:
+    """The attention's probabilities of a chunk of queries, summed over heads, in plain PyTorch.
+
+    Args:
+        inputs: In the absorbed form, this rank's heads.
+        lse: [S_q, B, N] over the keys of the supports; None to compute it again.
+        scale: Multiplies the scores.
+        dtype: To compute in.
+    """
+
+    def __init__(
+        self, inputs: AttentionInputs, lse: Tensor | None, scale: float, dtype: torch.dtype
+    ) -> None:
+        q_content, q_rope, k_content, k_rope, _ = inputs
+        self.query = q_content, q_rope
+        self.kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
+        self.lse, self.scale, self.dtype = lse, scale, dtype
+
+    def __call__(self, support: Support) -> Tensor:
+        """[B, Q, P]; 0 where a query has no key."""
+        rows = support.queries
+        taken = support.take(self.kv).to(self.dtype)
+        total: Tensor | None = None
+        for heads in head_groups(self.query[0].shape[2], support.heads):
+            query = torch.cat([x[rows, :, heads] for x in self.query], dim=-1).to(self.dtype)
+            scores = masked_scores(query, taken, support, self.scale)
+            if self.lse is None:
+                lse = torch.logsumexp(scores, dim=-1)
+            else:
+                lse = self.lse[rows, :, heads].permute(1, 2, 0)
+            part = probabilities(scores, lse).sum(1)
+            total = part if total is None else total.add_(part)
+        assert total is not None, "a rank has a head"
+        return total
+
+
+class LossPieces(NamedTuple):
+    """What the loss computes with, a chunk of queries at a time.
+
+    Attributes:
+        head_sum: Makes what computes the target from a support, as :class:`HeadSum`.
+        scores: As ``scores.index_scores``; where a key is not seen, anything.
+        add_gradient: As ``scores.add_index_gradient``.
+    """
+
+    head_sum: Callable[
+        [AttentionInputs, Tensor | None, float, torch.dtype], Callable[[Support], Tensor]
+    ]
+    scores: Callable[[IndexVectors, Support, bool], Tensor]
+    add_gradient: Callable[[IndexVectors, Tensor, IndexVectors, Support, bool], None]
+
+
+REFERENCE_PIECES = LossPieces(HeadSum, index_scores, add_index_gradient)
+
+
 def indexer_loss(
     index: IndexVectors,
     inputs: AttentionInputs,
@@ -31,6 +87,7 @@ def indexer_loss(
     factor: float,
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
+    pieces: LossPieces = REFERENCE_PIECES,
 ) -> Tensor:
     """``factor`` times the sum of KL(p || softmax(I)) over the queries of ``supports``.
 
@@ -50,22 +107,27 @@ def indexer_loss(
         tp_group: Ranks over which the heads are split, all with the same ``index`` and
             ``supports``; None for one. They take turns with the chunks, so a rank has some terms of
             the gradient, times the number of ranks: Megatron averages gradients of the indexer.
+        pieces: What it is computed with.
 
     Returns:
         Scalar in the dtype of ``index.weights``, the same on all ranks of ``tp_group``.
     """
     if tp_group is not None and tp_group.size() == 1:
         tp_group = None
-    target = _Target(inputs, lse, attention_scale, tp_group)
+    assert inputs.value is None and inputs.k_content.shape[2] == 1, "one latent for all heads"
+    inputs = AttentionInputs(*(x if x is None else x.detach() for x in inputs))
+    lse = None if lse is None else lse.detach()
+    head_sum = pieces.head_sum(inputs, lse, attention_scale, index.weights.dtype)
+    loss = _Loss(pieces, head_sum, factor, relu, tp_group)
     if torch.is_grad_enabled() and any(x.requires_grad for x in index):
-        return _IndexerLoss.apply(target, supports, factor, relu, *index)
+        return _IndexerLoss.apply(loss, supports, *index)
     with torch.no_grad():
-        return _compute(target, supports, factor, relu, index, gradient=None)
+        return loss.compute(supports, index, gradient=None)
 
 
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, target, supports, factor, relu, query, key, weights):
+    def forward(ctx, loss, supports, query, key, weights):
         index = IndexVectors(query, key, weights)
         # bf16 has the range of fp32, fp16 has not.
         kept = query.dtype if query.dtype is torch.bfloat16 else weights.dtype
@@ -74,88 +136,67 @@ class _IndexerLoss(torch.autograd.Function):
             torch.zeros_like(key, dtype=weights.dtype),
             torch.zeros_like(weights),
         )
-        loss = _compute(target, supports, factor, relu, index, gradient)
+        found = loss.compute(supports, index, gradient)
         ctx.dtypes = [x.dtype for x in index]
         ctx.save_for_backward(*gradient)
-        return loss
+        return found
 
     @staticmethod
     @first_order_only
     def backward(ctx, grad):
         scaled = (kept * grad for kept in ctx.saved_tensors)
-        return None, None, None, None, *(g.to(d) for g, d in zip(scaled, ctx.dtypes))
+        return None, None, *(g.to(d) for g, d in zip(scaled, ctx.dtypes))
 
 
-class _Target:
-    """The distribution over keys that the indexer should have, of one chunk of queries."""
+class _Loss(NamedTuple):
+    """The loss of given pieces; see :func:`indexer_loss` for the attributes.
 
-    def __init__(
-        self,
-        inputs: AttentionInputs,
-        lse: Tensor | None,
-        scale: float,
-        tp_group: dist.ProcessGroup | None,
-    ) -> None:
-        q_content, q_rope, k_content, k_rope, value = (
-            x if x is None else x.detach() for x in inputs
-        )
-        assert value is None and k_content.shape[2] == 1, "the absorbed form has one latent head"
-        self.query = q_content, q_rope
-        self.kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
-        self.lse = None if lse is None else lse.detach()
-        self.scale = scale
-        self.tp_group = tp_group
+    Attributes:
+        pieces: What it is computed with.
+        head_sum: Computes the sum over heads of the attention's probabilities.
+        factor: Multiplies the loss.
+        relu: Of the indexer.
+        tp_group: Of more than one rank, or None.
+    """
 
-    def of(self, support: Support, owner: int, dtype: torch.dtype) -> Tensor:
-        """Probabilities [B, Q, P]; a row sums to 1, or to 0 where a query has no key.
+    pieces: LossPieces
+    head_sum: Callable[[Support], Tensor]
+    factor: float
+    relu: bool
+    tp_group: dist.ProcessGroup | None
 
-        Only the rank ``owner`` of the group has those of all heads.
+    def target(self, support: Support, owner: int) -> Tensor:
+        """The distribution over keys that the indexer should have, [B, Q, P].
+
+        A row sums to 1, or to 0 where a query has no key. Only the rank ``owner`` of the group has
+        that of all heads.
         """
-        rows = support.queries
-        taken = support.take(self.kv).to(dtype)
-        total: Tensor | None = None
-        for heads in head_groups(self.query[0].shape[2], support.heads):
-            query = torch.cat([x[rows, :, heads] for x in self.query], dim=-1).to(dtype)
-            scores = masked_scores(query, taken, support, self.scale)
-            if self.lse is None:
-                lse = torch.logsumexp(scores, dim=-1)
-            else:
-                lse = self.lse[rows, :, heads].permute(1, 2, 0)
-            part = probabilities(scores, lse).sum(1)
-            total = part if total is None else total.add_(part)
-        assert total is not None, "a rank has a head"
+        total = self.head_sum(support)
         if self.tp_group is not None:
             dist.reduce(total, group=self.tp_group, group_dst=owner)
-        return total / total.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+        return total / total.sum(-1, keepdim=True).clamp(min=torch.finfo(total.dtype).tiny)
 
-
-def _compute(
-    target: _Target,
-    supports: Iterable[Support],
-    factor: float,
-    relu: bool,
-    index: IndexVectors,
-    gradient: IndexVectors | None,
-) -> Tensor:
-    """The loss; its gradient is added to ``gradient``, if that is wanted."""
-    dtype = index.weights.dtype
-    group = target.tp_group
-    size = 1 if group is None else group.size()
-    total = index.weights.new_zeros(())
-    for support, owner, own in turns(group, supports):
-        wanted = target.of(support, owner, dtype)
-        if not own:
-            continue
-        seen = support.seen.expand(wanted.shape)
-        scores = index_scores(index, support, relu).masked_fill(~seen, -torch.inf)
-        # A query without keys has no distribution: its row is 0 everywhere.
-        scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-        predicted = torch.log_softmax(scores, dim=-1)
-        rows = torch.xlogy(wanted, wanted) - wanted * predicted.masked_fill(~seen, 0.0)
-        total += rows.sum()
-        if gradient is not None:
-            score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0) * (factor * size)
-            add_index_gradient(gradient, score_grad, index, support, relu)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total * factor
+    def compute(
+        self, supports: Iterable[Support], index: IndexVectors, gradient: IndexVectors | None
+    ) -> Tensor:
+        """The loss; its gradient is added to ``gradient``, if that is wanted."""
+        size = 1 if self.tp_group is None else self.tp_group.size()
+        total = index.weights.new_zeros(())
+        for support, owner, own in turns(self.tp_group, supports):
+            wanted = self.target(support, owner)
+            if not own:
+                continue
+            seen = support.seen.expand(wanted.shape)
+            scores = self.pieces.scores(index, support, self.relu).masked_fill(~seen, -torch.inf)
+            # A query without keys has no distribution: its row is 0 everywhere.
+            scores = scores.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+            predicted = torch.log_softmax(scores, dim=-1)
+            rows = torch.xlogy(wanted, wanted) - wanted * predicted.masked_fill(~seen, 0.0)
+            total += rows.sum()
+            if gradient is not None:
+                score_grad = (predicted.exp() - wanted).masked_fill(~seen, 0.0)
+                score_grad *= self.factor * size  # Megatron averages over ranks
+                self.pieces.add_gradient(gradient, score_grad, index, support, self.relu)
+        if self.tp_group is not None:
+            dist.all_reduce(total, group=self.tp_group)
+        return total * self.factor

@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
+from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.selection_triton import triton_index_scores
-from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys, Support, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
+
+
+class TritonHeadSum:
+    """As ``indexer_loss.HeadSum``, fp32."""
+
+    def __init__(
+        self, inputs: AttentionInputs, lse: Tensor | None, scale: float, dtype: torch.dtype
+    ) -> None:
+        assert dtype == torch.float32, "the weights of an indexer in fp32, bf16 or fp16 are fp32"
+        self.inputs, self.scale = inputs, scale
+        self.lse = None if lse is None else lse.float()
+
+    def __call__(self, support: VisibleKeys | ChosenKeys) -> Tensor:
+        """See ``HeadSum``."""
+        lse = self.lse
+        if lse is None:
+            lse = self.inputs.q_content.new_empty(
+                self.inputs.q_content.shape[:3], dtype=torch.float32
+            )
+            lse[support.queries] = self._lse(support)
+        return triton_target(self.inputs, lse, support, self.scale)
+
+    def _lse(self, support: VisibleKeys | ChosenKeys) -> Tensor:
+        """Of the attention over the support's keys, whose output nobody reads."""
+        rows = support.queries
+        q_content, q_rope, k_content, k_rope, _ = self.inputs
+        own = q_content[rows], q_rope[rows]
+        if isinstance(support, ChosenKeys):
+            inputs = AttentionInputs(*own, k_content, k_rope, None)
+            return SPARSE.forward(inputs, support.indices, self.scale).lse
+        keys = support.span.keys
+        inputs = AttentionInputs(*own, k_content[keys], k_rope[keys], None)
+        span = support.span
+        own_span = Span(0, span.num_queries, 0, span.num_keys, span.causal_offset)
+        return DENSE.forward(inputs, ScoreRules(self.scale, Spans([own_span]))).lse
+
+
+def larger_chunks(supports: Iterable[Support], elements: int = CHUNK_ELEMENTS) -> Iterator[Support]:
+    """The supports, chosen keys in chunks of ``elements`` scores: kernels gather no keys."""
+    waiting: list[ChosenKeys] = []
+    size = 0
+
+    def whole() -> ChosenKeys:
+        queries = slice(waiting[0].queries.start, waiting[-1].queries.stop)
+        return ChosenKeys(queries, torch.cat([one.indices for one in waiting]), waiting[0].heads)
+
+    for support in supports:
+        if not isinstance(support, ChosenKeys):
+            yield support
+            continue
+        follows = not waiting or waiting[-1].queries.stop == support.queries.start
+        if waiting and not (follows and size + support.indices.numel() <= elements):
+            yield whole()
+            waiting, size = [], 0
+        waiting.append(support)
+        size += support.indices.numel()
+    if waiting:
+        yield whole()
 
 
 def triton_target(
@@ -54,7 +119,11 @@ def triton_add_index_gradient(
     support: VisibleKeys | ChosenKeys,
     relu: bool,
 ) -> None:
-    """As ``add_index_gradient``; of chosen keys, keys are added to in any order."""
+    """As ``add_index_gradient``.
+
+    Of chosen keys, keys are added to in any order, or in a fixed one with
+    ``torch.use_deterministic_algorithms(True)``.
+    """
     from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient
     from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
 
@@ -70,4 +139,8 @@ def triton_add_index_gradient(
         else:
             parts = gradient.query[rows], gradient.key, gradient.weights[rows]
             chosen = support.indices
-            add_chosen_gradient(parts, score_grad, query, index.key, weights, chosen, relu)
+            fixed = torch.are_deterministic_algorithms_enabled()
+            add_chosen_gradient(parts, score_grad, query, index.key, weights, chosen, relu, fixed)
+
+
+TRITON_PIECES = LossPieces(TritonHeadSum, triton_scores, triton_add_index_gradient)

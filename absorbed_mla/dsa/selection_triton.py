@@ -5,6 +5,8 @@ Both are called like the functions of ``scores.py`` and ``selection.py`` that th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -63,3 +65,55 @@ def triton_select(
         # The other ranks have -1 where one has selected.
         dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
     return chosen
+
+
+@torch.no_grad()
+def triton_select_cached(
+    query: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    rows: Any,
+    topk: int,
+    *,
+    relu: bool,
+    elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """The ``topk`` keys of highest score among those that new tokens see in a cache.
+
+    Scores exist for some tokens at a time. Nothing waits for the device: launches depend on the
+    shapes and on the bounds of lengths alone.
+
+    Args:
+        query: Index queries of the new tokens, [T, Hi, Di].
+        weights: Of their heads, fp32 [T, Hi].
+        cache: Index keys, [blocks, block_size, Di].
+        rows: ``inference.rows.Rows`` of the tokens.
+        topk: Most keys of a token.
+        relu: Whether products pass a ReLU.
+        elements: Most scores that are held at a time.
+
+    Returns:
+        int32 [T, topk]: places in the request, ascending, then -1; -1 for a token in no row.
+    """
+    from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    tokens, keys = len(query), rows.max_kv_length
+    chosen = torch.empty(tokens, 1, topk, dtype=torch.int32, device=query.device)
+    lengths = rows.query_starts, rows.query_lengths, rows.kv_lengths
+    with torch.cuda.device_of(query):
+        places = locate(*lengths, rows.max_query_length, tokens)
+        step = max(16, elements // max(keys, 1))
+        for first in range(0, tokens, step):
+            part = slice(first, min(first + step, tokens))
+            if keys > topk:
+                bounds = rows.max_query_length, keys
+                scores = cached_scores(
+                    query, weights, cache, rows.block_table, places, part, *bounds, relu
+                )
+            else:
+                # Where no query has a choice, the scores are not read.
+                scores = query.new_empty(1, dtype=torch.float32)
+                scores = scores.expand(part.stop - part.start, keys)
+            radix_select(scores[None], topk, 0, None, out=chosen[part], seen=places.seen[part])
+    return chosen.squeeze(1)

@@ -1,39 +1,34 @@
-"""Attention over chosen keys by kernels, called like the functions of ``sparse_reference``."""
+"""Attention over chosen keys by kernels: the base class of their backends."""
 
 from __future__ import annotations
-
-import importlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.kernels import operators
 
 
 class SparseKernels:
-    """A forward and a backward kernel, imported with their first call.
+    """Calls the sparse kernels that ``kernels/operators.py`` knows by the name of the backend."""
 
-    Args:
-        forward: Full name of the function.
-        backward: Likewise.
-    """
+    name: str
 
-    def __init__(self, forward: str, backward: str) -> None:
-        self._forward, self._backward = forward, backward
+    def forward(self, inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
+        """As ``sparse_reference.sparse_forward``; the output has the dtype of the query.
 
-    def sparse_forward(
-        self, inputs: AttentionInputs, chosen: Tensor, scale: float
-    ) -> AttentionOutput:
-        """As ``sparse_reference.sparse_forward``; the output has the dtype of the query."""
+        The keys of a query may be in any order.
+        """
         q_content, q_rope, k_content, k_rope, _ = inputs
-        kernel = _imported(self._forward)
-        with torch.cuda.device_of(q_content):
-            return AttentionOutput(
-                *kernel(q_content, q_rope, k_content.squeeze(2), k_rope, chosen, scale)
+        return AttentionOutput(
+            *operators.sparse_attention_forward(
+                q_content, q_rope, k_content.squeeze(2), k_rope, chosen, scale, self.name
             )
+        )
 
-    def sparse_backward(
+    def backward(
         self,
         grad: OutputGradient,
         output: AttentionOutput,
@@ -46,35 +41,30 @@ class SparseKernels:
         With ``torch.use_deterministic_algorithms(True)`` keys are added up in a fixed order.
         """
         q_content, q_rope, k_content, k_rope, _ = inputs
-        kernel = _imported(self._backward)
-        with torch.cuda.device_of(q_content):
-            dq_content, dq_rope, dkv = kernel(
-                *grad,
-                *output,
-                q_content,
-                q_rope,
-                k_content.squeeze(2),
-                k_rope,
-                chosen,
-                scale,
-                torch.are_deterministic_algorithms_enabled(),
-            )
+        dq_content, dq_rope, dkv = operators.sparse_attention_backward(
+            *grad,
+            *output,
+            q_content,
+            q_rope,
+            k_content.squeeze(2),
+            k_rope,
+            chosen,
+            scale,
+            torch.are_deterministic_algorithms_enabled(),
+            self.name,
+        )
         width = q_content.shape[-1]
         return AttentionInputs(dq_content, dq_rope, dkv[..., None, :width], dkv[..., width:], None)
 
 
-def _imported(name: str) -> Callable:
-    module, _, function = name.rpartition(".")
-    found: Callable = getattr(importlib.import_module(module), function)
-    return found
-
-
-KERNELS = {
-    "triton": SparseKernels(
-        "absorbed_mla.kernels.dsa.forward.forward", "absorbed_mla.kernels.dsa.backward.backward"
-    ),
-    "hopper": SparseKernels(
-        "absorbed_mla.kernels.hopper.sparse_forward.sparse_forward",
-        "absorbed_mla.kernels.hopper.sparse_backward.sparse_backward",
-    ),
-}
+def dense_request(request: SparseRequest) -> AttentionRequest:
+    """The request to the dense kernels, whose limits of devices, dtypes and widths these share."""
+    return AttentionRequest(
+        form="absorbed",
+        device=request.device,
+        dtype=request.dtype,
+        key_width=request.kv_lora_rank + request.rope_dim,
+        value_width=request.kv_lora_rank,
+        masked=False,
+        dropout=False,
+    )

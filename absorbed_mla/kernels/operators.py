@@ -147,6 +147,80 @@ def _(q_content, q_rope, cache, *rest):
     return q_content.new_empty(q_content.shape), lse
 
 
+_SPARSE = {"triton": ("dsa", ""), "hopper": ("hopper", "sparse_")}
+
+
+@torch.library.custom_op("absorbed_mla::sparse_attention_forward", mutates_args=())
+def sparse_attention_forward(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Output [S_q, B, N, C] and LSE of ``dsa/forward.py`` or ``hopper/sparse_forward.py``."""
+    folder, prefix = _SPARSE[kernel]
+    module = _kernel_module(folder, f"{prefix}forward")
+    with torch.cuda.device_of(q_content):
+        forward = getattr(module, f"{prefix}forward")
+        return forward(q_content, q_rope, latent, k_rope, chosen, scale)
+
+
+@sparse_attention_forward.register_fake
+def _(q_content, q_rope, latent, k_rope, chosen, scale, kernel):
+    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
+    return q_content.new_empty(q_content.shape), lse
+
+
+@torch.library.custom_op("absorbed_mla::sparse_attention_backward", mutates_args=())
+def sparse_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+    deterministic: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R]."""
+    saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
+    folder, prefix = _SPARSE[kernel]
+    module = _kernel_module(folder, f"{prefix}backward")
+    with torch.cuda.device_of(q_content):
+        backward = getattr(module, f"{prefix}backward")
+        return backward(*saved, chosen, scale, deterministic)
+
+
+@sparse_attention_backward.register_fake
+def _(
+    grad_out,
+    grad_lse,
+    out,
+    lse,
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    chosen,
+    scale,
+    deterministic,
+    kernel,
+):
+    dkv_shape = (*latent.shape[:2], latent.shape[2] + k_rope.shape[2])
+    return (
+        q_content.new_empty(q_content.shape),
+        q_rope.new_empty(q_rope.shape),
+        latent.new_empty(dkv_shape, dtype=torch.float32),
+    )
+
+
 def _kernel_module(kernel: str, direction: str):
     """Import the kernels, and with them Triton, which this module can do without."""
     return importlib.import_module(f"absorbed_mla.kernels.{kernel}.{direction}")

@@ -34,12 +34,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.dsa_inputs import Inputs, difference, expected, selection, union, whole
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, parse_sizes
 from benchmarks.kit.plot import Panel, collected
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
-# Queries that keep a key's random number, and the queries of the indexer's rows.
-_KEPT, _INDEXED = 8, 1024
 IMPLEMENTATIONS = {
     "forward": ("hopper", "triton", "FlashMLA"),
     "backward": ("hopper", "hopper, in order", "triton", "triton, in order"),
@@ -245,11 +244,11 @@ class DSABenchmark(Benchmark):
         inputs = self._inputs(case)
         names = [c for c in self.cases() if c.input == case.input]
         rows, works, differences = {}, {}, {}
-        expected = self._expected(case, inputs)
+        wanted = expected(case.work, inputs, self.content, self.scale, self.dtype)
         for one in names:
             try:
-                run = self._implementation(one, inputs, expected)
-                differences[one] = _difference(run(), expected)
+                run = self._implementation(one, inputs, wanted)
+                differences[one] = difference(run(), wanted)
                 works[one] = Repeated(run, on_gpu=self.on_gpu)
                 works[one].once()
             except Exception as error:  # of any kernel; the others are measured all the same
@@ -258,9 +257,9 @@ class DSABenchmark(Benchmark):
             seconds = sum(work.once() for work in works.values())
             count = repetitions(seconds, self.args.seconds_per_row * len(works))
             flops = self._flops(case)
-            union = _union(inputs.chosen)
+            shared = union(inputs.chosen)
             for one, steps in zip(works, in_turns([*works.values()], count)):
-                more = {"flops": flops, "difference": differences[one], "union": union}
+                more = {"flops": flops, "difference": differences[one], "union": shared}
                 rows[one] = Row(case=one, times=Times.of([s for s, _, _ in steps]), more=more)
         return rows
 
@@ -271,41 +270,27 @@ class DSABenchmark(Benchmark):
             pair = 6 * (width + rope) + 4 * width
         return float(self.args.queries * self.args.topk * case.heads * pair)
 
-    def _inputs(self, case: Case) -> _Inputs:
+    def _inputs(self, case: Case) -> Inputs:
         import torch
 
         make = torch.Generator(self.device).manual_seed(self.args.seed)
         random = partial(torch.randn, device=self.device, dtype=self.dtype, generator=make)
         queries = self.args.queries
-        return _Inputs(
+        return Inputs(
             random(queries, 1, case.heads, self.content + self.rope),
             random(case.kv, 1, self.content + self.rope),
             random(queries, 1, case.heads, self.content),
-            _selection(queries, case.kv, self.args.topk, case.shared, make),
+            selection(queries, case.kv, self.args.topk, case.shared, make),
         )
 
-    def _expected(self, case: Case, inputs: _Inputs) -> tuple[Tensor, ...]:
-        """Output and LSE, or these with the gradients of query and keys, in fp32."""
-        from absorbed_mla.core_attention.types import OutputGradient
-        from absorbed_mla.dsa.sparse_reference import sparse_backward, sparse_forward
-
-        floats = inputs.latent(self.content, float)
-        output = sparse_forward(floats, inputs.chosen, self.scale)
-        if case.work == "forward":
-            return tuple(output)
-        rounded = output._replace(out=output.out.to(self.dtype).float())
-        grad = OutputGradient(inputs.grad.float(), None)
-        found = sparse_backward(grad, rounded, floats, inputs.chosen, self.scale)
-        return (*output, *_whole(found))
-
     def _implementation(
-        self, case: Case, inputs: _Inputs, expected: tuple[Tensor, ...]
+        self, case: Case, inputs: Inputs, wanted: tuple[Tensor, ...]
     ) -> Callable[[], tuple[Tensor, ...]]:
         """A call that computes what is compared."""
         import torch
 
         from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
-        from absorbed_mla.dsa.sparse_kernels import KERNELS
+        from absorbed_mla.registry import SPARSE_BACKENDS
 
         name, _, in_order = case.implementation.partition(", ")
         if name == "FlashMLA":
@@ -318,62 +303,39 @@ class DSABenchmark(Benchmark):
             self.on_gpu and torch.cuda.get_device_capability(self.device) == (9, 0)
         ):
             raise Refused("it needs compute capability 9.0")
-        kernels = KERNELS[name]
+        backend = SPARSE_BACKENDS[name]
         latent = inputs.latent(self.content)
         if case.work == "forward":
-            return lambda: kernels.sparse_forward(latent, inputs.chosen, self.scale)
-        output = AttentionOutput(expected[0].to(self.dtype), expected[1])
+            return lambda: backend.forward(latent, inputs.chosen, self.scale)
+        output = AttentionOutput(wanted[0].to(self.dtype), wanted[1])
         grad = OutputGradient(inputs.grad, None)
 
         def backward() -> tuple[Tensor, ...]:
             torch.use_deterministic_algorithms(bool(in_order))
             try:
-                found = kernels.sparse_backward(grad, output, latent, inputs.chosen, self.scale)
+                found = backend.backward(grad, output, latent, inputs.chosen, self.scale)
             finally:
                 torch.use_deterministic_algorithms(False)
-            return (*output, *_whole(found))
+            return (*output, *whole(found))
 
         return backward
 
     def _measure_indexer(self, case: Case) -> Row:
-        """Scores and choice for queries in the middle of a sequence of ``kv`` keys."""
         import torch
 
-        from absorbed_mla.core_attention.masks.spans import Span, Spans
-        from absorbed_mla.dsa.selection import select
-        from absorbed_mla.dsa.selection_triton import triton_index_scores, triton_select
-        from absorbed_mla.dsa.types import IndexVectors
-        from benchmarks.kit.timing import Repeated
+        from benchmarks.dsa_indexer import measure_indexer
 
         make = torch.Generator(self.device).manual_seed(self.args.seed)
-        random = partial(torch.randn, device=self.device, generator=make)
-        count, width = min(_INDEXED, case.kv // 4), 128 if self.on_gpu else 16
-        index = IndexVectors(
-            random(count, 1, case.heads, width).to(self.dtype),
-            random(case.kv, 1, width).to(self.dtype),
-            random(count, 1, case.heads),
-        )
-        offset = (case.kv - count) // 2
-        spans = Spans([Span(0, count, 0, offset + count, offset)])
-        run = partial(triton_select, index, spans, self.args.topk, relu=True)
-        expected = select(index, spans, self.args.topk, relu=True, scores=triton_index_scores)
-        exact = bool(torch.equal(run(), expected))
-        work = Repeated(run, on_gpu=self.on_gpu)
-        times = work.times(work.once(), self.args.seconds_per_row)[0]
-        flops = 2.0 * case.heads * width * count * (offset + (count + 1) / 2)
-        scored = triton_index_scores
-        [chunk] = [*_chunks(spans, self.device)][:1]
-        scores = Repeated(lambda: scored(index, chunk, True), on_gpu=self.on_gpu)
-        part = scores.times(scores.once(), self.args.seconds_per_row)[0].median
-        part *= count / chunk.span.num_queries
-        more = {"flops": flops, "exact": exact, "scores_ms": part * 1e3}
+        sizes = case.heads, case.kv, self.args.topk
+        found = measure_indexer(*sizes, self.dtype, make, self.args.seconds_per_row)
+        more = {"flops": found.flops, "exact": found.exact, "scores_ms": found.scores * 1e3}
         beside = self._forward_beside(case)
         if beside is not None:
             per_query = beside / self.args.queries
-            more["share"] = times.median / count / per_query
-            bound = flops / count / (self._ceilings["matmul_tflops"] * 1e12)
+            more["share"] = found.times.median / found.queries / per_query
+            bound = found.flops / found.queries / (self._ceilings["matmul_tflops"] * 1e12)
             more["bound"] = bound / per_query
-        return Row(case=case, times=times, more=more)
+        return Row(case=case, times=found.times, more=more)
 
     def _forward_beside(self, case: Case) -> float | None:
         """Seconds of the fastest of our sparse forwards of 128 heads over as many keys."""
@@ -393,68 +355,6 @@ class DSABenchmark(Benchmark):
         work = Repeated(self._implementation(case, self._inputs(case), ()), on_gpu=self.on_gpu)
         work.once()
         return work.times(work.once(), self.args.seconds_per_row)[0].median
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Query [S_q, 1, N, C + R], keys [S_k, 1, C + R], gradient [S_q, 1, N, C], and a selection."""
-
-    query: Tensor
-    kv: Tensor
-    grad: Tensor
-    chosen: Tensor
-
-    def latent(self, content: int, dtype: type | None = None) -> Any:
-        """For the functions of the package, in fp32 if ``dtype`` is float."""
-        from absorbed_mla.dsa.sparse_reference import latent_inputs
-
-        query, kv = (x.float() if dtype is float else x for x in (self.query, self.kv))
-        # Parts of their own, as the projections of a layer make them.
-        parts = (query[..., :content].contiguous(), query[..., content:].contiguous())
-        return latent_inputs(*parts, kv)
-
-
-def _selection(queries: int, keys: int, topk: int, shared: bool, make: Any) -> Tensor:
-    """The keys of largest random numbers, which change with every query or with every eighth."""
-    import torch
-
-    device = make.device
-    kept = _KEPT if shared else 1
-    number = torch.rand(queries // kept + 2, keys, device=device, generator=make)
-    phase = torch.randint(kept, (keys,), device=device, generator=make)
-    found = torch.empty(queries, 1, topk, dtype=torch.int32, device=device)
-    for first in range(0, queries, 512):
-        row = torch.arange(first, min(first + 512, queries), device=device)
-        own = number.gather(0, (row[:, None] + phase) // kept)
-        found[first : first + 512, 0] = own.topk(topk).indices.sort().values.int()
-    return found
-
-
-def _chunks(spans: Any, device: Any) -> Any:
-    from absorbed_mla.dsa.support import visible_keys
-
-    return visible_keys(spans, 1, device)
-
-
-def _whole(found: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of whole queries and keys."""
-    import torch
-
-    query = torch.cat((found.q_content, found.q_rope), -1)
-    return query, torch.cat((found.k_content.squeeze(2), found.k_rope), -1)
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest of ||found - expected|| / ||expected||."""
-    pairs = zip(found, expected)
-    return max(float((f.float() - e).norm() / e.norm()) for f, e in pairs)
-
-
-def _union(chosen: Tensor) -> float:
-    """Keys of four neighbours over those of one, of the first queries."""
-    groups = chosen[: len(chosen) // 4 * 4, 0][:128]
-    sizes = [len(group.unique()) for group in groups.flatten().split(4 * groups.shape[1])]
-    return sum(sizes) / len(sizes) / groups.shape[1]
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ MUTATIONS = {
         "torch.logsumexp(scores, dim=-1)).amax(1)",
     ),
     "indexer_gradient_of_some_ranks": Mutation(
-        "absorbed_mla/dsa/indexer_loss.py", "(factor * size)", "factor"
+        "absorbed_mla/dsa/indexer_loss.py", "*= self.factor * size", "*= self.factor"
     ),
     "target_of_own_heads": Mutation(
         "absorbed_mla/dsa/indexer_loss.py",

@@ -62,6 +62,8 @@ class Setup:
     paged_attention_backend: str = "auto"
     latent_cache_tokens: int | None = None
     batch_invariant: bool = False
+    sparse_attention_backend: str = "auto"
+    indexer_backend: str = "auto"
     # Linear layers of TransformerEngine in FP8, with these scales; and their parameters, too.
     fp8_recipe: str | None = None
     fp8_param: bool = False
@@ -108,6 +110,8 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         paged_attention_backend=setup.paged_attention_backend,
         latent_cache_tokens=setup.latent_cache_tokens,
         batch_invariant=setup.batch_invariant,
+        sparse_attention_backend=setup.sparse_attention_backend,
+        indexer_backend=setup.indexer_backend,
     )
     spec = get_absorbed_mla_layer_spec(config, backend=setup.backend, options=options)
     spec = spec.submodules.self_attention

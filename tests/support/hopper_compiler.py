@@ -114,17 +114,45 @@ def decode_kernels() -> None:
 def sparse_kernels(heads: int = HEADS, kernels: str = "triton") -> None:
     """Sparse attention, forward and both backwards."""
     from absorbed_mla.core_attention.types import OutputGradient
-    from absorbed_mla.dsa.sparse_kernels import KERNELS
     from absorbed_mla.dsa.sparse_reference import latent_inputs
+    from absorbed_mla.kernels.dsa import key_lists
+    from absorbed_mla.registry import SPARSE_BACKENDS
 
-    sparse = KERNELS[kernels]
+    # Few tokens have the tiles of many.
+    key_lists._LEAST_QUERIES = 1
+    sparse = SPARSE_BACKENDS[kernels]
     shapes = [(heads, KV_LORA_RANK), (heads, ROPE), (KV_LORA_RANK + ROPE,)]
     inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
     chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
-    output = sparse.sparse_forward(inputs, chosen, 0.1)
+    output = sparse.forward(inputs, chosen, 0.1)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
-        sparse.sparse_backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
+        sparse.backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
+
+
+def decode_of_sparse_kernels(kernels: str) -> None:
+    """A token of 16 heads in each tile, its keys in splits, which are merged."""
+    from absorbed_mla.dsa.sparse_reference import latent_inputs
+    from absorbed_mla.kernels.dsa import key_lists
+    from absorbed_mla.registry import SPARSE_BACKENDS
+
+    key_lists._LEAST_QUERIES = 1024
+    shapes = [(16, KV_LORA_RANK), (16, ROPE), (KV_LORA_RANK + ROPE,)]
+    inputs = latent_inputs(*(torch.zeros(32, 1, *s, dtype=BF16) for s in shapes))
+    SPARSE_BACKENDS[kernels].forward(inputs, torch.zeros(32, 1, 2048, dtype=torch.int32), 0.1)
+
+
+def choice_over_a_cache() -> None:
+    """With one new token per request, and with several; of keys that take two rounds."""
+    from absorbed_mla.dsa.selection_triton import triton_select_cached
+    from absorbed_mla.inference.rows import Rows
+
+    cache = torch.zeros(8, 64, 128, dtype=BF16)
+    for new in (1, 16):
+        query = torch.zeros(4 * new, 64, 128, dtype=BF16)
+        table = torch.zeros(4, 512, dtype=torch.int32)
+        rows = Rows.of([new] * 4, [32768] * 4, table)
+        triton_select_cached(query, torch.zeros(4 * new, 64), cache, rows, 2048, relu=True)
 
 
 def index_kernels() -> None:
@@ -159,7 +187,9 @@ def loss_kernels() -> None:
     ):
         target = indexer_triton.triton_target(inputs, lse, support, 0.1)
         indexer_triton.triton_scores(index, support, True)
-        indexer_triton.triton_add_index_gradient(gradient, target, index, support, True)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            indexer_triton.triton_add_index_gradient(gradient, target, index, support, True)
 
 
 if __name__ == "__main__":
@@ -171,5 +201,8 @@ if __name__ == "__main__":
     for heads in (HEADS, 16):
         sparse_kernels(heads, "hopper")
     sparse_kernels(16)
+    for kernels in ("hopper", "triton"):
+        decode_of_sparse_kernels(kernels)
+    choice_over_a_cache()
     index_kernels()
     loss_kernels()

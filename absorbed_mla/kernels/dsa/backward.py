@@ -4,7 +4,7 @@ One program has a tile of rows. One launch computes their dQ, another adds what 
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
 variant keeps what every entry of the lists gets in a buffer, for some tiles at a time, and adds it
 up key by key in the order of the tiles (``key_sums.py``): the same bits in every run, for a buffer
-of 1 GiB and one more writing and reading of it.
+of up to 1 GiB and one more writing and reading of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, tiles_at_a_time
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
@@ -69,7 +69,8 @@ def backward(
     width = kv_lora_rank + k_rope.shape[-1]
     dkv = torch.zeros((keys, batch, width), dtype=torch.float32, device=latent.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, k_rope.shape[-1], latent.device)
-    tile = head_tile(q_content.shape[2], min(_ROWS, launch.query.rows))
+    rows = min(_ROWS, launch.query.rows)
+    tile = query_tile(q_content.shape[2], rows, len(q_content), keys, least=16)
     lists = key_lists(chosen, keys, tile.tokens)
     gradients = _Gradients(operands, dq, lists, tile, scale, launch)
     if not deterministic:
@@ -77,7 +78,8 @@ def backward(
         return *dq, dkv
     row_count = batch * lists.entries.shape[2] * tile.blocks
     for tiles in tiles_at_a_time(len(lists.entries), row_count * width):
-        buffer = dkv.new_empty((tiles.stop - tiles.start) * row_count, width)
+        rows = (tiles.stop - tiles.start) * row_count
+        buffer = dkv.new_empty(rows, width, dtype=parts_dtype(q_content.dtype))
         gradients.of_tiles(tiles, buffer, in_order=True)
         add_in_order(dkv, buffer, lists, tiles, tile.blocks)
     return *dq, dkv

@@ -107,11 +107,11 @@ def backward_kernel(
                 part = tl.full([BLOCK_N, CHUNK], 0.0, tl.float32)
                 part = product(tl.trans(probs), do[i], part, PRECISION, INTERPRETED)
                 part = product(tl.trans(dscores), qc[i], part, PRECISION, INTERPRETED)
-                _send(dkv_ptr + i * CHUNK, dk_rows, there, part, CHUNK, IN_ORDER)
+                _send(dkv_ptr + i * CHUNK, dk_rows, there, part, CHUNK, IN_ORDER, INTERPRETED)
             if R > 0:
                 part = tl.full([BLOCK_N, R], 0.0, tl.float32)
                 part = product(tl.trans(dscores), qr, part, PRECISION, INTERPRETED)
-                _send(dkv_ptr + C, dk_rows, there, part, R, IN_ORDER)
+                _send(dkv_ptr + C, dk_rows, there, part, R, IN_ORDER, INTERPRETED)
         else:
             old, dqc = dqc, ()
             for i in tl.static_range(C // CHUNK):
@@ -127,10 +127,19 @@ def backward_kernel(
 
 
 @triton.jit
-def _send(dkv_ptr, rows, there, part, WIDTH: tl.constexpr, IN_ORDER: tl.constexpr):
+def _send(
+    dkv_ptr,
+    rows,
+    there,
+    part,
+    WIDTH: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Store what keys get, [BLOCK_N, WIDTH] fp32, or add it to what they have."""
     pointers = dkv_ptr + rows[:, None] + tl.arange(0, WIDTH)[None, :]
     if IN_ORDER:
+        part = narrow(part, dkv_ptr.dtype.element_ty, INTERPRETED)
         tl.store(pointers, part, mask=there[:, None])
     else:
         tl.atomic_add(pointers, part, mask=there[:, None], sem="relaxed")

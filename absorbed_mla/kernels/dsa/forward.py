@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_lists import key_lists, query_tile
+from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.dsa.tile import listed_keys, tile_rows
 from absorbed_mla.kernels.triton.common import (
     LN_2,
@@ -48,11 +49,31 @@ def forward(
         a query without keys.
     """
     q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
+    queries, batch, heads, _ = q_content.shape
+    splits = splits_for(queries, batch, heads, chosen.shape[2])
+    if splits == 1:
+        return _attend(q_content, q_rope, latent, k_rope, chosen, scale, q_content.dtype)
+    # As entries of a batch, all with the same query and keys.
+    operands = (x.expand(-1, splits, *x.shape[2:]) for x in (q_content, q_rope, latent, k_rope))
+    parts = chosen.contiguous().view(queries, splits, -1)
+    return merge_splits(*_attend(*operands, parts, scale, torch.float32), q_content.dtype)
+
+
+def _attend(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`forward`, in one launch; output in ``dtype``."""
     queries, batch, heads, kv_lora_rank = q_content.shape
-    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
+    out = q_content.new_empty(q_content.shape, dtype=dtype)
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=q_content.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    tile = head_tile(heads, launch.forward.rows)
+    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
     lists = key_lists(chosen, len(latent), tile.tokens)
     grid = (len(lists.entries) * tile.blocks, batch)
     if not all(grid):

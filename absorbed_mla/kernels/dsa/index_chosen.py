@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.dsa.key_lists import key_lists
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -45,7 +47,7 @@ def chosen_scores(
             out,
             out,
             out,
-            **_constants(query, relu, gradient=False),
+            **_constants(query, relu, gradient=False, in_order=False),
         )
     return out
 
@@ -58,28 +60,50 @@ def add_chosen_gradient(
     weights: Tensor,
     chosen: Tensor,
     relu: bool,
+    deterministic: bool,
 ) -> None:
     """Add the gradient of :func:`chosen_scores`.
 
     Args:
         gradient: Of the queries [Q, B, Hi, Di] and of the weights, fp32 [Q, B, Hi], which are
-            written, last; between them that of the keys, fp32 [S_k, B, Di], which is added to, in
-            any order. All contiguous.
+            written, last; between them that of the keys, fp32 [S_k, B, Di], which is added to. All
+            contiguous.
         score_grad: fp32 [B, Q, P], 0 where there is no key.
         query: As in the forward.
         key: As in the forward.
         weights: As in the forward.
         chosen: As in the forward.
         relu: As in the forward.
+        deterministic: Whether keys are added to in a fixed order; see key_sums.py.
     """
+    if not score_grad.numel():
+        return
     query, key = rows_contiguous(query, key)
-    if score_grad.numel():
+    dq, dk, dw = gradient
+    if not deterministic:
+        constants = _constants(query, relu, gradient=True, in_order=False)
         _chosen_kernel[tuple(query.shape[:2])](
             *_arguments(query, key, weights, chosen),
             score_grad.contiguous(),
             *gradient,
-            **_constants(query, relu, gradient=True),
+            **constants,
         )
+        return
+    constants = _constants(query, relu, gradient=True, in_order=True)
+    lists = key_lists(chosen, len(key), tokens=1)
+    blocks = triton.cdiv(query.shape[2], constants["BLOCK_M"])
+    entries = chosen.shape[1] * chosen.shape[2] * blocks
+    for some in tiles_at_a_time(len(chosen), entries * query.shape[3]):
+        parts = dk.new_empty((some.stop - some.start) * entries, query.shape[3])
+        _chosen_kernel[(some.stop - some.start, query.shape[1])](
+            *_arguments(query[some], key, weights[some], chosen[some]),
+            score_grad[:, some].contiguous(),
+            dq[some],
+            parts,
+            dw[some],
+            **constants,
+        )
+        add_in_order(dk, parts, lists, some, blocks)
 
 
 def _arguments(query: Tensor, key: Tensor, weights: Tensor, chosen: Tensor) -> tuple:
@@ -88,17 +112,19 @@ def _arguments(query: Tensor, key: Tensor, weights: Tensor, chosen: Tensor) -> t
     return query, key, weights.float().contiguous(), chosen.contiguous(), *strides, *sizes
 
 
-def _constants(query: Tensor, relu: bool, gradient: bool) -> dict:
+def _constants(query: Tensor, relu: bool, gradient: bool, in_order: bool) -> dict:
     heads = min(_MOST_HEADS, max(16, triton.next_power_of_2(query.shape[2])))
     return {
         "DI": query.shape[3],
         "RELU": relu,
         "GRADIENT": gradient,
+        "IN_ORDER": in_order,
         "BLOCK_M": heads,
         "BLOCK_N": _KEYS,
         "PRECISION": precision(query.dtype),
         "INTERPRETED": interpreted(),
-        "num_warps": 4,
+        # With the places of what keys get four would spill.
+        "num_warps": 8 if in_order else 4,
         "num_stages": 1,
     }
 
@@ -123,12 +149,16 @@ def _chosen_kernel(
     DI: tl.constexpr,
     RELU: tl.constexpr,
     GRADIENT: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Scores of the keys of one query; or, of their gradient in the same place, the gradients."""
+    """Scores of the keys of one query; or, of their gradient in the same place, the gradients.
+
+    In order, what keys get has a place for every entry of ``chosen`` and block of heads.
+    """
     token, queries = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     batch, batches = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     own = token * batches + batch
@@ -161,9 +191,16 @@ def _chosen_kernel(
                 dq = product(of_products, keys, dq, PRECISION, INTERPRETED)
                 dk = tl.full([BLOCK_N, DI], 0.0, tl.float32)
                 dk = product(tl.trans(of_products), query, dk, PRECISION, INTERPRETED)
-                pointers = dk_ptr + (key * batches + batch)[:, None] * DI
-                pointers += tl.arange(0, DI)[None, :]
-                tl.atomic_add(pointers, dk, mask=there[:, None], sem="relaxed")
+                row = key * batches + batch
+                if IN_ORDER:
+                    row = (own * topk + place) * (
+                        (heads + BLOCK_M - 1) // BLOCK_M
+                    ) + first // BLOCK_M
+                pointers = dk_ptr + row[:, None] * DI + tl.arange(0, DI)[None, :]
+                if IN_ORDER:
+                    tl.store(pointers, dk, mask=there[:, None])
+                else:
+                    tl.atomic_add(pointers, dk, mask=there[:, None], sem="relaxed")
             else:
                 if RELU:
                     # Not a maximum, which would take NaN away.

@@ -22,6 +22,9 @@ KEY_MASK = tl.constexpr((1 << 27) - 1)
 MOST_TOKENS = 4
 # Heads of a token that a tile has rows for, at least: the smallest product of tensor cores.
 _LEAST_HEADS = 16
+# Tokens that are next to each other but of different requests share nothing, and each list costs a
+# pass over the flags of all keys: lists are united for prefill and training, over so many keys.
+_LEAST_QUERIES, _MOST_KEYS = 1024, 2**18
 # Programs that unite; each has a row of flags, one byte for each key.
 _MOST_PROGRAMS = 1056
 
@@ -47,6 +50,23 @@ def head_tile(num_heads: int, rows: int) -> HeadTile:
         heads = min(rows, max(_LEAST_HEADS, triton.next_power_of_2(num_heads)))
     tokens = min(MOST_TOKENS, rows // heads)
     return HeadTile(heads, tokens, triton.cdiv(num_heads, heads))
+
+
+def query_tile(num_heads: int, rows: int, queries: int, num_keys: int, least: int) -> HeadTile:
+    """The tile for so many queries and keys: of several tokens only where that can pay.
+
+    Args:
+        num_heads: N.
+        rows: Of a tile, at most.
+        queries: S_q.
+        num_keys: S_k.
+        least: Rows of a tile with one token, at least.
+    """
+    tile = head_tile(num_heads, rows)
+    if tile.tokens == 1 or (queries >= _LEAST_QUERIES and num_keys <= _MOST_KEYS):
+        return tile
+    heads = min(rows, max(least, triton.next_power_of_2(num_heads)))
+    return HeadTile(heads, 1, triton.cdiv(num_heads, heads))
 
 
 class KeyLists(NamedTuple):

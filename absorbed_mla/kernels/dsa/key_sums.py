@@ -1,7 +1,9 @@
 """What keys get from all entries of lists, added up in a fixed order.
 
-The entries of one key, found by a stable sort, are added in the order of the tiles: the sum is the
-same in every run, which sums by atomics are not.
+A table says for every key and tile where the tile's list has the key, if it has. The parts of a key
+are added in the order of the tiles: the sum is the same in every run, which sums by atomics are
+not. Parts of bf16 operands are rounded to bf16 before they are added in fp32: with independent
+errors that is the error of one rounding of the sum, and half of the memory traffic.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, KeyLists
 
-# Numbers in a buffer: 1 GiB.
+# Numbers in a buffer: 1 GiB in fp32.
 _MOST_ELEMENTS = 2**28
-_COLUMNS, _ROWS = 64, 16
+_COLUMNS, _ROWS, _ENTRIES = 64, 32, 1024
+
+
+def parts_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the parts that operands of this dtype give: fp16 has not the range of a gradient."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def tiles_at_a_time(tiles: int, elements: int, most: int | None = None) -> Iterator[slice]:
-    """Tiles in runs whose buffer has at most so many numbers (by default 1 GiB), or single ones.
+    """Tiles in runs whose buffer has at most so many numbers (by default 2^28), or single ones.
 
     Args:
         tiles: How many there are.
@@ -40,7 +47,7 @@ def add_in_order(
 
     Args:
         total: fp32 [S_k, B, W], contiguous, changed in place.
-        parts: fp32 [tiles * B * L * head_blocks, W]; where there is no key, anything.
+        parts: [tiles * B * L * head_blocks, W]; where there is no key, anything.
         lists: The keys.
         tiles: Of the lists.
         head_blocks: Parts of an entry.
@@ -48,20 +55,24 @@ def add_in_order(
     keys, batch, width = total.shape
     if not total.numel() or not parts.numel():
         return
-    entries, device = lists.entries[tiles], total.device
-    there = torch.arange(entries.shape[2], device=device) < lists.counts[tiles].unsqueeze(-1)
-    number = entries if lists.tokens == 1 else entries & KEY_MASK.value
-    number = number * batch + torch.arange(batch, device=device, dtype=torch.int32)[:, None]
-    # Behind all keys, where nobody reads.
-    number = torch.where(there & (entries >= 0), number, keys * batch)
-    ordered, order = number.flatten().sort(stable=True)
-    every = torch.arange(keys * batch + 1, device=device, dtype=ordered.dtype)
-    starts = torch.searchsorted(ordered, every)
+    entries, counts = lists.entries[tiles], lists.counts[tiles]
+    count, _, length = entries.shape
+    # Where the parts of every key are, by tile.
+    places = entries.new_full((keys * batch, count), -1)
+    _place_kernel[(count, batch)](
+        entries,
+        counts,
+        places,
+        length,
+        MASK=KEY_MASK.value if lists.tokens > 1 else 2**31 - 1,
+        ENTRIES=_ENTRIES,
+        num_warps=4,
+    )
     _sum_kernel[(keys * batch, triton.cdiv(width, _COLUMNS))](
         total,
         parts,
-        order,
-        starts,
+        places,
+        count,
         width,
         head_blocks,
         COLUMNS=_COLUMNS,
@@ -71,11 +82,28 @@ def add_in_order(
 
 
 @triton.jit
+def _place_kernel(
+    entries_ptr, counts_ptr, places_ptr, length, MASK: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """The entries of one list."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    batch, batches = tl.program_id(1), tl.num_programs(1)
+    number = tile * batches + batch
+    first = number.to(tl.int64) * length
+    count = tl.load(counts_ptr + number)
+    for start in range(0, count, ENTRIES):
+        place = start + tl.arange(0, ENTRIES)
+        entry = tl.load(entries_ptr + first + place, mask=place < count, other=-1)
+        row = (entry & MASK).to(tl.int64) * batches + batch
+        tl.store(places_ptr + row * tiles + tile, number * length + place, mask=entry >= 0)
+
+
+@triton.jit
 def _sum_kernel(
     total_ptr,
     parts_ptr,
-    order_ptr,
-    starts_ptr,
+    places_ptr,
+    tiles,
     width,
     head_blocks,
     COLUMNS: tl.constexpr,
@@ -84,18 +112,16 @@ def _sum_kernel(
     """Some columns of one key."""
     key = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    first, last = tl.load(starts_ptr + key) * head_blocks, tl.load(starts_ptr + key + 1)
-    last *= head_blocks
+    inside = column < width
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    for start in range(first, last, ROWS):
-        part = start + tl.arange(0, ROWS)
-        inside = part < last
-        entry = tl.load(order_ptr + part // head_blocks, mask=inside, other=0)
-        row = entry * head_blocks + part % head_blocks
-        pointers = parts_ptr + row[:, None] * width + column[None, :]
-        mask = inside[:, None] & (column < width)[None, :]
-        total += tl.load(pointers, mask=mask, other=0.0)
+    for start in range(0, tiles, ROWS):
+        tile = start + tl.arange(0, ROWS)
+        place = tl.load(places_ptr + key * tiles + tile, mask=tile < tiles, other=-1)
+        mask = (place >= 0)[:, None] & inside[None, :]
+        for block in range(head_blocks):
+            row = place.to(tl.int64) * head_blocks + block
+            pointers = parts_ptr + row[:, None] * width + column[None, :]
+            total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     result = total_ptr + key * width + column
-    mask = column < width
-    found = tl.load(result, mask=mask, other=0.0)
-    tl.store(result, found + tl.reduce(total, 0, tl.standard._sum_combine), mask=mask)
+    found = tl.load(result, mask=inside, other=0.0)
+    tl.store(result, found + tl.reduce(total, 0, tl.standard._sum_combine), mask=inside)

@@ -75,6 +75,7 @@ class KeyRows:
         offset = offset + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]
         mask = gl.convert_layout(self.there, rows)[:, None]
         if self.IN_ORDER:
+            part = part.to(self.dkv.dtype.element_ty)
             gl.store(self.dkv + column + offset, part, mask=mask)
         else:
             gl.atomic_add(self.dkv + column + offset, part, mask=mask, sem="relaxed")

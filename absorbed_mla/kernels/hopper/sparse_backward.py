@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, head_tile, key_lists
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, tiles_at_a_time
 from absorbed_mla.kernels.hopper.key_rows import in_order
 from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
@@ -62,7 +62,7 @@ def sparse_backward(
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     statistics = lse, delta_of(grad_out, grad_lse, out, lse)
-    tile = head_tile(q_content.shape[2], ROWS.value)
+    tile = query_tile(q_content.shape[2], ROWS.value, len(q_content), keys, least=ROWS.value)
     lists = key_lists(chosen, keys, tile.tokens)
     queries = q_content, q_rope, grad_out
     rows = rows_of_16_bytes(latent), rows_of_16_bytes(k_rope)
@@ -73,7 +73,8 @@ def sparse_backward(
         return *dq, in_order(dkv)
     row_count = batch * lists.entries.shape[2] * tile.blocks
     for some in tiles_at_a_time(tiles, row_count * width):
-        buffer = dkv.new_empty((some.stop - some.start) * row_count, width)
+        rows_of_some = (some.stop - some.start) * row_count
+        buffer = dkv.new_empty(rows_of_some, width, dtype=parts_dtype(q_content.dtype))
         gradients.of_tiles(some, buffer, in_order=True)
         add_in_order(dkv, buffer, lists, some, tile.blocks)
     return *dq, in_order(dkv)

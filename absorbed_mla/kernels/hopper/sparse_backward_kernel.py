@@ -114,8 +114,8 @@ def attend_sparse_backward(
         open_counts: int32 [tiles, B], see ``SparseTile``.
         dq_content: [S_q, B, N, C], written.
         dq_rope: [S_q, B, N, R], written.
-        dkv: fp32 [S_k, B, C + R], added to; or [tiles of the launch * B * L * blocks of heads,
-            C + R], written; columns as in key_rows.py.
+        dkv: fp32 [S_k, B, C + R], added to; or fp32 or bf16 [tiles of the launch * B * L * blocks
+            of heads, C + R], written; columns as in key_rows.py.
         first: Number of the launch's first tile.
         length: L.
         queries: S_q.

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import head_tile, key_lists
+from absorbed_mla.kernels.dsa.key_lists import key_lists, query_tile
+from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
@@ -46,13 +47,17 @@ def sparse_forward(
         raise ValueError(f"scale must be positive, got {scale}")
     queries, batch, heads, kv_lora_rank = q_content.shape
     rope = q_rope.shape[3]
-    out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
-    lse = torch.empty(queries, batch, heads, dtype=torch.float32, device=q_content.device)
-    if not lse.numel():
-        return out, lse
-    if not len(latent):
-        return out.zero_(), lse.fill_(-math.inf)
-    tile = head_tile(heads, ROWS.value)
+    splits = splits_for(queries, batch, heads, chosen.shape[2])
+    if splits > 1:
+        chosen = chosen.contiguous().view(queries, splits, -1)
+    parts = queries, chosen.shape[1], heads
+    dtype = q_content.dtype if splits == 1 else torch.float32
+    out = q_content.new_empty(*parts, kv_lora_rank, dtype=dtype)
+    lse = q_content.new_empty(parts, dtype=torch.float32)
+    if not lse.numel() or not len(latent):
+        nothing = q_content.new_zeros(q_content.shape)
+        return nothing, lse.new_full(q_content.shape[:3], -math.inf)
+    tile = query_tile(heads, ROWS.value, queries, len(latent), least=ROWS.value)
     lists = key_lists(chosen, len(latent), tile.tokens)
     latent, k_rope = map(rows_of_16_bytes, (latent, k_rope))
     attend_sparse_forward[(lists.counts.numel() * tile.blocks,)](
@@ -69,7 +74,8 @@ def sparse_forward(
         lse,
         lists.entries.shape[2],
         queries,
-        batch,
+        parts[1],
+        splits,
         heads,
         scale / math.log(2),
         HEADS=tile.heads,
@@ -78,7 +84,7 @@ def sparse_forward(
         CHUNK=max(kv_lora_rank // _CHUNKS, SWIZZLED.value),
         num_warps=4,
     )
-    return out, lse
+    return (out, lse) if splits == 1 else merge_splits(out, lse, q_content.dtype)
 
 
 def rows_of_16_bytes(x: Tensor) -> Tensor:

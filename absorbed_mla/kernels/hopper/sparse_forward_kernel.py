@@ -38,18 +38,18 @@ LOAD_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_role(tile, shared, q_content, q_rope, latent, k_rope, strides):
+def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
     """Load the queries, then each block as soon as the block before last is done with its stage."""
     HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = row_layout(SWIZZLED, LOAD_WARPS)
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
-    position = [tile.query_start, tile.batch, tile.head, 0]
+    position = [tile.query_start, entry, tile.head, 0]
     tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
     tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
     latent_s, latent_b, rope_s, rope_b = strides
-    latent += tile.batch.to(gl.int64) * latent_b
-    k_rope += tile.batch.to(gl.int64) * rope_b
+    latent += entry.to(gl.int64) * latent_b
+    k_rope += entry.to(gl.int64) * rope_b
     for block in range(count_blocks(tile)):
         stage = block % STAGES
         parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
@@ -110,7 +110,7 @@ def _value_role(tile, shared, out, batches, heads):
     store_half(out, tile, compute_right(tile, shared), batches, heads, shared.C // 2)
 
 
-@gluon.jit(do_not_specialize=["length", "queries", "batches", "heads"])
+@gluon.jit(do_not_specialize=["length", "queries", "batches", "splits", "heads"])
 def attend_sparse_forward(
     q_content,
     q_rope,
@@ -128,6 +128,7 @@ def attend_sparse_forward(
     length,
     queries,
     batches,
+    splits,
     heads,
     scale,
     HEADS: gl.constexpr,
@@ -153,7 +154,8 @@ def attend_sparse_forward(
         lse: [S_q, B, N] fp32.
         length: L.
         queries: S_q.
-        batches: B.
+        batches: B; with splits their number, for a query and keys of one entry.
+        splits: Lists of every token, each with an output of its own.
         heads: N.
         scale: Of the scores, positive, times log2(e).
         HEADS: Heads in a tile.
@@ -167,11 +169,12 @@ def attend_sparse_forward(
     rope_layout: gl.constexpr = block_layout(R)
     shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout)
     strides = latent_s, latent_b, rope_s, rope_b
+    entry = tile.batch // splits
     gl.warp_specialize(
         [
             (_score_role, (tile, shared, out, lse, batches, heads, scale)),
             (_value_role, (tile, shared, out, batches, heads)),
-            (_load_role, (tile, shared, q_content, q_rope, latent, k_rope, strides)),
+            (_load_role, (tile, shared, entry, q_content, q_rope, latent, k_rope, strides)),
         ],
         [4, LOAD_WARPS],  # warps of the roles but the first, which has the launch's four
         [VALUE_REGISTERS, LOAD_REGISTERS],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.sparse_reference import latent_inputs, sparse_backward, sparse_forward
+from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
@@ -25,8 +26,8 @@ ON_GPU = DEVICE.type == "cuda"
 SCALE = 0.2
 
 with triton_interpreter():
-    from absorbed_mla.dsa.sparse_kernels import KERNELS
-    from absorbed_mla.kernels.dsa import key_sums
+    from absorbed_mla.kernels.dsa import key_lists as lists_module
+    from absorbed_mla.kernels.dsa import key_sums, splits
     from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, head_tile, key_lists
 
 
@@ -96,9 +97,9 @@ CASES = {
 def compute(case: Case, module, tensors, grad: bool = True) -> dict[str, Tensor]:
     q_content, q_rope, kv, grad_out, grad_lse = tensors
     inputs, chosen = latent_inputs(q_content, q_rope, kv), case.selection()
-    output = module.sparse_forward(inputs, chosen, SCALE)
+    output = module.forward(inputs, chosen, SCALE)
     gradient = OutputGradient(grad_out, grad_lse if case.with_lse else None)
-    found = module.sparse_backward(gradient, output, inputs, chosen, SCALE)
+    found = module.backward(gradient, output, inputs, chosen, SCALE)
     return named(output, found)
 
 
@@ -124,7 +125,7 @@ def check_forward(case: Case, found: AttentionOutput) -> None:
 
 
 class _Reference:
-    sparse_forward, sparse_backward = staticmethod(sparse_forward), staticmethod(sparse_backward)
+    forward, backward = staticmethod(sparse_forward), staticmethod(sparse_backward)
 
 
 def check(case: Case, found: dict[str, Tensor]) -> None:
@@ -143,7 +144,9 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreted():
+def _interpreted(monkeypatch):
+    """Few tokens share tiles, as many do."""
+    monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1)
     with triton_interpreter():
         yield
 
@@ -161,7 +164,7 @@ def test_equals_the_reference(name, deterministic, monkeypatch):
     monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 40_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with poisoned_memory():
-        found = compute(case, KERNELS["triton"], case.tensors())
+        found = compute(case, SPARSE_BACKENDS["triton"], case.tensors())
     check(case, found)
 
 
@@ -177,6 +180,48 @@ def hopper(seed: int = 0):
         yield
 
 
+SPLIT = {
+    "triton": Case(3, 90, 3, 64),
+    "hopper": Case(3, 260, 20, 256, content=128, rope=64),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", SPLIT)
+def test_few_tokens(name, monkeypatch):
+    """As in a decode step: keys in any order, split over programs, a token in each tile."""
+    monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1024)
+    monkeypatch.setattr(splits, "_LEAST_KEYS", SPLIT[name].topk // 4)
+    case = SPLIT[name]
+    assert splits.splits_for(case.queries, 1, case.heads, case.topk) == 4
+    q_content, q_rope, kv, *_ = case.tensors()
+    chosen = case.selection()
+    order = torch.randperm(case.topk, generator=torch.Generator().manual_seed(3))
+    inputs = latent_inputs(q_content, q_rope, kv), chosen[..., order].contiguous(), SCALE
+    with hopper(), poisoned_memory():
+        found = SPARSE_BACKENDS[name].forward(*inputs)
+    check_forward(case, found)
+    assert found.out.shape == q_content.shape and found.out.dtype == q_content.dtype
+
+
+def test_splits_depend_on_shapes_alone():
+    assert splits.splits_for(32, 1, 128, 2048) == 2
+    assert splits.splits_for(32, 1, 16, 2048) == 4
+    assert splits.splits_for(1, 1, 128, 2048) == 16, "128 keys in each"
+    assert splits.splits_for(128, 1, 128, 2048) == splits.splits_for(4096, 1, 16, 2048) == 1
+    assert splits.splits_for(32, 2, 16, 2048) == 1, "a batch is not split"
+    assert splits.splits_for(1, 1, 16, 2049) == 1, "in equal parts"
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1023, 8192), (4096, 2**18 + 1)])
+def test_tokens_that_share_nothing_have_tiles_of_their_own(queries, keys, monkeypatch):
+    monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1024)
+    assert lists_module.query_tile(16, 64, queries, keys, least=64) == (64, 1, 1)
+    assert lists_module.query_tile(16, 64, queries, keys, least=16) == (16, 1, 1)
+    assert lists_module.query_tile(128, 64, queries, keys, least=64) == (64, 1, 2)
+    assert lists_module.query_tile(16, 64, 1024, 2**18, least=64) == (16, 4, 1)
+
+
 def of_hopper(case: Case) -> bool:
     return case.rope == 64 and case.content >= 128
 
@@ -190,7 +235,7 @@ def test_hopper_forward(name):
     inputs = latent_inputs(q_content, q_rope, kv), case.selection(), SCALE
     for seed in (0, 1):
         with hopper(seed), poisoned_memory():
-            found.append(KERNELS["hopper"].sparse_forward(*inputs))
+            found.append(SPARSE_BACKENDS["hopper"].forward(*inputs))
     check_forward(case, found[0])
     assert all(map(torch.equal, *found))
 
@@ -204,7 +249,7 @@ def test_hopper(name, deterministic, monkeypatch):
     monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 300_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with hopper(), poisoned_memory():
-        found = compute(case, KERNELS["hopper"], case.tensors())
+        found = compute(case, SPARSE_BACKENDS["hopper"], case.tensors())
     check(case, found)
 
 

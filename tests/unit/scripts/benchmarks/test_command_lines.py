@@ -14,6 +14,9 @@ from benchmarks.cached_attention import CachedBenchmark as CachedAttention
 from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
+from benchmarks.dsa import DSABenchmark as DSA
+from benchmarks.dsa_decode import DSADecodeBenchmark as DSADecode
+from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
 from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
@@ -71,6 +74,24 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    DSA: [
+        (["--topk", "9999"], "--topk must be at most the keys of --kv and --indexer"),
+        (["--heads", "0"], f"argument --heads: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    DSADecode: [
+        (["--kv", "0"], f"argument --kv: {COUNT}"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    DSALayer: [
+        (["--works", "sparse,none"], "expected some of sparse, dense, slot"),
+        (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     Engine: [
         (["--max-tokens", "100"], "--max-tokens must be a multiple of 64"),
         (["--max-requests", "3000"], "--max-tokens must be at least --max-requests=3000"),
@@ -113,7 +134,7 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
 }
-WITHOUT_FOLDER = {Decode, Engine, Fusions, Load, QKClip}
+WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, QKClip}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from benchmarks.dsa import Case, DSABenchmark, DSAReport, _selection, _union
+from benchmarks.dsa import Case, DSABenchmark, DSAReport
+from benchmarks.dsa_decode import DSADecodeBenchmark, DSADecodeReport
+from benchmarks.dsa_inputs import selection, union
+from benchmarks.dsa_layer import DSALayerBenchmark
 from tests.support.backends import triton_interpreter
+from tests.support.environment import without_launcher
 
 with triton_interpreter():
+    import absorbed_mla.dsa.indexer_backends.triton
     import absorbed_mla.kernels.dsa.backward
+    import absorbed_mla.kernels.dsa.cached_scores
     import absorbed_mla.kernels.dsa.forward
     import absorbed_mla.kernels.dsa.index_scores
-    import absorbed_mla.kernels.dsa.radix_select  # noqa: F401
+    import absorbed_mla.kernels.dsa.radix_select
+    import absorbed_mla.kernels.paged.forward  # noqa: F401
 
+SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
 TINY = (
-    "--device cpu --heads 2 --queries 8 --topk 8 --kv 32 --indexer 64 --indexer-heads 2 "
+    "--device cpu --heads 2 --queries 4 --topk 8 --kv 32 --indexer 32 --indexer-heads 2 "
     "--kv-lora-rank 32 --qk-pos-emb-head-dim 16 --seconds-per-row 0.01"
 )
 
@@ -56,10 +67,53 @@ def test_counts_are_those_of_published_figures():
 @pytest.mark.parametrize("shared", [False, True])
 def test_indices(shared):
     make = torch.Generator().manual_seed(0)
-    chosen = _selection(64, 4096, 512, shared, make)
+    chosen = selection(64, 4096, 512, shared, make)
     assert chosen.shape == (64, 1, 512) and chosen.dtype == torch.int32
     rows = chosen[:, 0]
     assert (rows.diff(dim=1) > 0).all() and rows.min() >= 0 and rows.max() < 4096
     common = [len(set(a) & set(b)) / 512 for a, b in zip(rows.tolist(), rows[1:].tolist())]
     assert min(common) >= 0.8 if shared else max(common) < 0.3
-    assert 1 < _union(chosen) < (1.5 if shared else 4)
+    assert 1 < union(chosen) < (1.5 if shared else 4)
+
+
+DECODE = (
+    "--device cpu --heads 2 --batches 1 --kv 24 --topk 8 --indexer-heads 2 --indexer-dim 16 "
+    "--kv-lora-rank 32 --qk-pos-emb-head-dim 16 --block-size 16 --seconds-per-row 0.001"
+)
+LAYER = (
+    "--device cpu --heads 2 --seq-lens 32 --hidden-size 32 --q-lora-rank 16 --kv-lora-rank 32 "
+    "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 --topk 8 --indexer-heads 2 "
+    "--indexer-dim 16 --seconds-per-row 0.001"
+)
+
+
+def test_decode_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    file = tmp_path / "decode.json"
+    assert DSADecodeBenchmark.main([*DECODE.split(), "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    [last] = json.loads(out.splitlines()[-1])
+    sparse, dense = (row for row in last["rows"] if "us" in row)
+    assert sparse["implementation"] == "sparse, triton" and dense["implementation"][:5] == "dense"
+    assert sparse["difference"] < 1e-5 and sparse["agreement"] == 1
+    assert min(sparse["select_us"], sparse["attend_us"]) > 0
+    assert out.count("it needs a GPU: ") == 2
+    assert len(DSADecodeReport.read(file).measured) == 2
+
+
+def test_layers_on_a_cpu(tmp_path, capsys):
+    """In a process of its own, which leaves its groups."""
+    file, script = tmp_path / "layer.json", SCRIPTS / "benchmarks/dsa_layer.py"
+    command = [sys.executable, "-W", "ignore", str(script), *LAYER.split(), "--json", str(file)]
+    env = without_launcher(CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc", OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    out = done.stdout
+    [last] = json.loads(out.splitlines()[-1])
+    [row] = last["rows"]
+    assert row["sparse step_us"] > 0 and row["dense step_us"] > 0
+    assert "only supports transformer engine" in out and "requires a CUDA device" in out
+    assert DSALayerBenchmark.main(["--render", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]

@@ -1,0 +1,27 @@
+"""This package's Gluon kernels of attention over chosen keys for Hopper."""
+
+from __future__ import annotations
+
+from absorbed_mla.core_attention.backends.hopper import ENTRY as DENSE
+from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.sparse_kernels import SparseKernels, dense_request
+
+_ROPE_WIDTH = 64
+
+
+class HopperBackend(SparseKernels):
+    """See ``kernels/hopper/sparse_forward_kernel.py``."""
+
+    name = "hopper"
+    summary = "this package's kernels for Hopper, kv_lora_rank 128, 256 or 512, rope 64"
+    speed = 40.0
+
+    def why_not(self, request: SparseRequest) -> str | None:
+        """See ``SparseBackend``; the limits are those of the dense kernels, and of a gather."""
+        reason = DENSE.why_not(dense_request(request))
+        if reason is None and request.rope_dim != _ROPE_WIDTH:
+            return f"qk_pos_emb_head_dim must be {_ROPE_WIDTH}, it is {request.rope_dim}"
+        return reason
+
+
+ENTRY = HopperBackend()

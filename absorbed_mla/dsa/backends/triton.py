@@ -1,0 +1,22 @@
+"""This package's Triton kernels of attention over chosen keys."""
+
+from __future__ import annotations
+
+from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
+from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.sparse_kernels import SparseKernels, dense_request
+
+
+class TritonBackend(SparseKernels):
+    """See ``kernels/dsa``."""
+
+    name = "triton"
+    summary = "this package's Triton kernels, compute capability 8.0 or newer"
+    speed = 20.0
+
+    def why_not(self, request: SparseRequest) -> str | None:
+        """See ``SparseBackend``; the limits are those of the dense kernels."""
+        return DENSE.why_not(dense_request(request))
+
+
+ENTRY = TritonBackend()

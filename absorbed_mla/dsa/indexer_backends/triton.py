@@ -1,0 +1,77 @@
+"""The indexer's selection and loss by this package's Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
+from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.indexer_loss import indexer_loss
+from absorbed_mla.dsa.indexer_triton import TRITON_PIECES, larger_chunks
+from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
+from absorbed_mla.dsa.sparse_kernels import dense_request
+from absorbed_mla.dsa.support import Support
+from absorbed_mla.dsa.types import IndexVectors
+
+_WIDTHS = (16, 32, 64, 128, 256)
+_MOST_HEADS = 128
+# Half of the scores that one program chooses among (kernels/dsa/radix_select.py).
+_MOST_KEYS = 8192
+
+
+class TritonBackend:
+    """See ``kernels/dsa``; the same bits in every run with deterministic algorithms."""
+
+    name = "triton"
+    summary = "this package's Triton kernels, compute capability 8.0 or newer"
+    speed = 20.0
+    select = staticmethod(triton_select)
+    select_cached = staticmethod(triton_select_cached)
+
+    def why_not(self, request: SparseRequest) -> str | None:
+        """See ``IndexerBackend``; the loss computes the attention's probabilities, too."""
+        checks = {
+            f"dsa_indexer_head_dim must be one of {_WIDTHS}, it is {request.index_dim}": (
+                request.index_dim not in _WIDTHS
+            ),
+            f"dsa_indexer_n_heads must be at most {_MOST_HEADS}, it is {request.index_heads}": (
+                request.index_heads > _MOST_HEADS
+            ),
+            f"dsa_indexer_topk must be at most {_MOST_KEYS}, it is {request.topk}": (
+                request.topk > _MOST_KEYS
+            ),
+        }
+        reason = DENSE.why_not(dense_request(request))
+        return reason or next((why for why, holds in checks.items() if holds), None)
+
+    def loss(
+        self,
+        index: IndexVectors,
+        inputs: AttentionInputs,
+        lse: Tensor | None,
+        supports: Iterable[Support],
+        *,
+        attention_scale: float,
+        factor: float,
+        relu: bool,
+        tp_group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        """See ``indexer_loss``, whose chunks are for PyTorch."""
+        return indexer_loss(
+            index,
+            inputs,
+            lse,
+            larger_chunks(supports),
+            attention_scale=attention_scale,
+            factor=factor,
+            relu=relu,
+            tp_group=tp_group,
+            pieces=TRITON_PIECES,
+        )
+
+
+ENTRY = TritonBackend()

@@ -1,0 +1,71 @@
+"""The indexer's work for some queries: scores of all keys that they see, and the choice."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.selection import select
+from absorbed_mla.dsa.selection_triton import triton_index_scores, triton_select
+from absorbed_mla.dsa.support import visible_keys
+from absorbed_mla.dsa.types import IndexVectors
+from benchmarks.kit.report import Times
+from benchmarks.kit.timing import Repeated
+
+# Queries in the middle of the sequence.
+_INDEXED = 1024
+
+
+class Indexed(NamedTuple):
+    """How long it takes.
+
+    Attributes:
+        times: Of scores and choice.
+        queries: How many.
+        flops: Of the scores.
+        exact: Whether the choice is that of the reference from the same scores.
+        scores: Seconds of the scores alone.
+    """
+
+    times: Times
+    queries: int
+    flops: float
+    exact: bool
+    scores: float
+
+
+def measure_indexer(
+    heads: int, keys: int, topk: int, dtype: torch.dtype, make: torch.Generator, budget: float
+) -> Indexed:
+    """Scores and choice for queries in the middle of a sequence of so many keys.
+
+    Args:
+        heads: Of the indexer.
+        keys: Of the sequence.
+        topk: Keys to choose.
+        dtype: Of queries and keys.
+        make: Random numbers, on the device.
+        budget: Seconds of the repetitions.
+    """
+    device, on_gpu = make.device, make.device.type == "cuda"
+    random = partial(torch.randn, device=device, generator=make)
+    count, width = min(_INDEXED, keys // 4), 128 if on_gpu else 16
+    index = IndexVectors(
+        random(count, 1, heads, width).to(dtype),
+        random(keys, 1, width).to(dtype),
+        random(count, 1, heads),
+    )
+    offset = (keys - count) // 2
+    spans = Spans([Span(0, count, 0, offset + count, offset)])
+    run = partial(triton_select, index, spans, topk, relu=True)
+    exact = torch.equal(run(), select(index, spans, topk, relu=True, scores=triton_index_scores))
+    work = Repeated(run, on_gpu=on_gpu)
+    times = work.times(work.once(), budget)[0]
+    flops = 2.0 * heads * width * count * (offset + (count + 1) / 2)
+    chunk = next(iter(visible_keys(spans, 1, device)))
+    scores = Repeated(lambda: triton_index_scores(index, chunk, True), on_gpu=on_gpu)
+    alone = scores.times(scores.once(), budget)[0].median * count / chunk.span.num_queries
+    return Indexed(times, count, flops, exact, alone)

@@ -1,0 +1,151 @@
+"""The kernels as backends: what they refuse, and layers that train with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
+from absorbed_mla.dsa.support import chosen_keys
+from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
+from tests.oracle_dsa import OracleDSA, OracleLoss
+from tests.support import needs
+from tests.support.backends import determinism, triton_interpreter
+from tests.support.cases import INTERPRETED, WIDE
+from tests.support.dsa import random_weights
+from tests.support.dsa_layer import build, evaluate, named, truth
+from tests.support.harness import Setup
+from tests.support.layouts import grid_layout
+from tests.support.numerics import compare
+
+pytest.importorskip("triton.experimental.gluon")
+
+with triton_interpreter():
+    from absorbed_mla.kernels.dsa import (  # noqa: F401
+        backward,
+        forward,
+        index_chosen,
+        index_gradient,
+        index_scores,
+        radix_select,
+        target,
+    )
+
+REQUEST = SparseRequest(
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    heads=128,
+    kv_lora_rank=512,
+    rope_dim=64,
+    index_heads=64,
+    index_dim=128,
+    topk=2048,
+    relu=True,
+    deterministic=False,
+)
+HOPPER = needs.HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+BOTH = pytest.mark.parametrize("registry", [SPARSE_BACKENDS, INDEXER_BACKENDS])
+
+
+class TestChoice:
+    @BOTH
+    def test_a_cpu_takes_the_reference(self, registry):
+        """Also where Triton's interpreter could run kernels."""
+        assert choose_implementation(registry, "auto", REQUEST).name == "reference"
+        with triton_interpreter():
+            assert choose_implementation(registry, "auto", REQUEST).name == "reference"
+            named = choose_implementation(registry, "triton", REQUEST)
+        assert named.name == "triton"
+
+    @pytest.mark.skipif(needs.HAS_GPU, reason="there is a GPU")
+    @pytest.mark.parametrize(
+        ("registry", "name"),
+        [(SPARSE_BACKENDS, "hopper"), (SPARSE_BACKENDS, "triton"), (INDEXER_BACKENDS, "triton")],
+    )
+    def test_without_a_gpu(self, registry, name):
+        with pytest.raises(ValueError, match=f"{name}: it needs a GPU"):
+            choose_implementation(registry, name, REQUEST)
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"dtype": torch.float64}, "it computes in fp16 and bf16"),
+            ({"kv_lora_rank": 24}, "not powers of two from 16"),
+            ({"index_dim": 48}, "dsa_indexer_head_dim must be one of .*, it is 48"),
+            ({"index_dim": 512}, "dsa_indexer_head_dim must be one of .*, it is 512"),
+            ({"index_heads": 129}, "dsa_indexer_n_heads must be at most 128, it is 129"),
+            ({"topk": 8193}, "dsa_indexer_topk must be at most 8192, it is 8193"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_limits(self, changes, reason):
+        with triton_interpreter(), pytest.raises(ValueError, match=reason):
+            choose_implementation(INDEXER_BACKENDS, "triton", replace(REQUEST, **changes))
+
+    @pytest.mark.skipif(not HOPPER, reason=needs.NEEDS_HOPPER)
+    def test_hopper(self):
+        request = replace(REQUEST, device=torch.device("cuda"))
+        assert choose_implementation(SPARSE_BACKENDS, "auto", request).name == "hopper"
+        assert choose_implementation(INDEXER_BACKENDS, "auto", request).name == "triton"
+        narrow = replace(request, rope_dim=32)
+        assert choose_implementation(SPARSE_BACKENDS, "auto", narrow).name == "triton"
+        with pytest.raises(ValueError, match="qk_pos_emb_head_dim must be 64, it is 32"):
+            choose_implementation(SPARSE_BACKENDS, "hopper", narrow)
+
+    @needs.gpu
+    def test_limits_of_the_chosen_keys_are_true(self):
+        """The largest selection that is not refused."""
+        scores = torch.rand(1, 2, 40000, device="cuda")
+        found = radix_select.radix_select(scores, 8192, 0, None)
+        assert torch.equal(found[:, 0], scores[0].topk(8192).indices.sort().values.int())
+
+
+STAGES = {
+    "sparse": (2, OracleLoss(coefficient=0.7, sparse=True)),
+    "between": (2, OracleLoss(coefficient=0.7, sparse=False)),
+    "warm_up": (64, OracleLoss(coefficient=0.7, sparse=False)),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("stage", STAGES)
+def test_training(stage):
+    """A layer against the oracle: output, loss and all gradients, with two sequences in a pack."""
+    topk, loss = STAGES[stage]
+    dsa = OracleDSA(mla=INTERPRETED, heads=3, width=16, topk=topk)
+    layout, weights = grid_layout("thd", False), random_weights(dsa)
+    setup = Setup(dtype=torch.float32, sparse_attention_backend="triton", indexer_backend="triton")
+    with triton_interpreter(), determinism(stage == "sparse"):
+        attention = build(dsa, setup, weights, loss)
+        found = named(evaluate(attention, dsa, setup, layout))
+    expected = named(truth(attention, dsa, weights, layout, loss))
+    compare({n: t.double() for n, t in found.items()}, expected, 1e-5).check()
+
+
+@pytest.mark.no_cover
+@needs.gpu
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_on_a_gpu(stage, backend):
+    """In bf16, all keys chosen: others would be, where bf16 rounds scores."""
+    _, loss = STAGES[stage]
+    dsa = OracleDSA(mla=replace(WIDE, heads=16), heads=4, width=64, topk=64)
+    layout, weights = grid_layout("thd", False), random_weights(dsa)
+    setup = Setup(dtype=torch.bfloat16, sparse_attention_backend=backend, indexer_backend="triton")
+    attention = build(dsa, setup, weights, loss)
+    found = named(evaluate(attention, dsa, setup, layout))
+    expected = named(truth(attention, dsa, weights, layout, loss, dense=True))
+    compare({n: t.double() for n, t in found.items()}, expected, 0.05).check()
+
+
+def test_chunks_are_put_together():
+    """Where they follow each other, up to a size."""
+    from absorbed_mla.dsa.indexer_triton import larger_chunks
+
+    indices = torch.arange(20 * 2 * 3, dtype=torch.int32).view(20, 2, 3)
+    small = chosen_keys(indices, 5, elements=2 * 2 * 3 * 5)
+    found = [*larger_chunks(small, elements=8 * 2 * 3)]
+    assert [one.queries for one in found] == [slice(0, 8), slice(8, 16), slice(16, 20)]
+    assert all(torch.equal(one.indices, indices[one.queries]) for one in found)
