@@ -182,8 +182,6 @@ def main(arguments: list[str]) -> int:
     for name in (*IMPORTS, *(arguments[1:] if serving else ())):
         importlib.import_module(name)
     share_one_device()
-    # Coverage reads __path__ of modules, and these two make an operator of any attribute.
-    sys.modules["torch"].ops.__path__ = sys.modules["torch"].classes.__path__ = []
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if serving:
