@@ -85,13 +85,12 @@ parse_arguments() {
   fi
 }
 
-# Layers whose coverage is measured. Tracing takes half as long again, and the other layers run the
-# same lines in more processes.
+# Layers whose coverage is measured; the other layers run the same lines in more processes.
 MEASURED=(unit conversion distributed-2)
 
 run_layer() {
-  TRACE=()
-  if [[ -n $COVERAGE && " ${MEASURED[*]} " == *" $1 "* ]]; then TRACE=(-m coverage run); fi
+  export ABSORBED_MLA_LINES= # see tests/support/line_probes.py
+  if [[ -n $COVERAGE && " ${MEASURED[*]} " == *" $1 "* ]]; then ABSORBED_MLA_LINES=yes; fi
   case $1 in
     lint) run_lint ;;
     unit | conversion) run_in_parallel "$1" "tests/$1" ;;
@@ -110,7 +109,7 @@ run_layer() {
 
 # run_with_megatron FOLDER runs the quick tests with the megatron-core of that folder.
 run_with_megatron() {
-  local before=$PYTHONPATH TRACE=()
+  local before=$PYTHONPATH
   export PYTHONPATH="$1:$PYTHONPATH"
   run_in_parallel newest-megatron-1 "${QUICK_1[@]}"
   run_distributed newest-megatron-2 2 "${QUICK_2[@]}"
@@ -133,22 +132,19 @@ run_lint() {
 # Tests of one process each, spread over the cores where pytest-xdist is installed.
 run_in_parallel() {
   local layer=$1 tests=("${@:2}")
-  if ! has_modules "$PYTHON" xdist pytest_cov; then
+  if ! has_modules "$PYTHON" xdist; then
     run_pytest "$layer" "${tests[@]}"
     return
   fi
   banner "$layer"
-  local coverage=()
-  ((${#TRACE[@]} == 0)) || coverage=(--cov --cov-report=)
-  # pytest-cov measures the processes that xdist starts; report_coverage finds the file by its name.
-  OMP_NUM_THREADS=1 COVERAGE_FILE=$WORK/.coverage.$layer record "$layer" "$PYTHON" -m pytest \
-    "${tests[@]}" -n auto --maxprocesses 8 "${coverage[@]}" "${PYTEST_FLAGS[@]}"
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" -m pytest "${tests[@]}" -n auto --maxprocesses 8 \
+    "${PYTEST_FLAGS[@]}"
 }
 
 run_pytest() {
   local layer=$1 tests=("${@:2}")
   banner "$layer"
-  record "$layer" "$PYTHON" "${TRACE[@]}" -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
+  record "$layer" "$PYTHON" -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
 }
 
 run_distributed() {
@@ -163,7 +159,7 @@ run_distributed() {
   # --standalone takes a free port, so that two runs on one machine do not meet.
   [[ -z $GPUS ]] ||
     launch=(-m torch.distributed.run --standalone --nproc-per-node "$processes")
-  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${launch[@]}" "${TRACE[@]}" \
+  OMP_NUM_THREADS=1 record "$layer" "$PYTHON" "${launch[@]}" \
     -m pytest "${tests[@]}" "${PYTEST_FLAGS[@]}"
 }
 

@@ -13,6 +13,10 @@ import torch
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 
+from tests.support import line_probes  # noqa: E402
+
+line_probes.start()
+
 from absorbed_mla.cpu_host import enable_cpu_host  # noqa: E402
 
 enable_cpu_host()
@@ -47,6 +51,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Under torchrun every process would otherwise take all cores.
     if world.size() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def pytest_sessionfinish() -> None:
+    line_probes.write()
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

@@ -3,7 +3,7 @@
 Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 2, 4, 8: every way of
 making N of TP 1 or 2 and CP 2 or 4. Each rank holds two chunks of every sequence; outputs, input
 gradients and the gradients of every parameter are put together and compared as whole tensors.
-With more than two processes on a CPU the combinations are thinned (tests/support/combinations.py).
+On a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
 from __future__ import annotations

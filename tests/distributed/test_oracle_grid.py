@@ -4,12 +4,12 @@ Run as ``torchrun --nproc-per-node N -m pytest tests/distributed`` with N = 1, 2
 gradient and the gradient of every parameter are compared as whole tensors on every rank. Equality
 with Megatron's own MLA at the same size would prove nothing: it has gradient bugs of its own.
 
-1. float64, all combinations on one shape: nothing hides behind rounding.
+1. float64 on one shape, where nothing hides behind rounding.
 2. float64, all shapes on fewer combinations.
 3. float32, bfloat16, float16: bounds from a plain evaluation of the oracle's equations.
 4. Likewise with every kernel that this machine can run, whichever of them "auto" would take.
 
-With more than two processes on a CPU the combinations are thinned (tests/support/combinations.py).
+On a CPU the combinations are thinned (tests/support/combinations.py).
 """
 
 from __future__ import annotations

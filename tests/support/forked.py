@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from console.parent import ends_with_this_process
+from tests.support.gloo import share_one_device
 
 IMPORTS = (
     "torch.distributed.checkpoint",
@@ -180,8 +181,7 @@ def main(arguments: list[str]) -> int:
     serving = arguments[0] == "--serve"
     for name in (*IMPORTS, *(arguments[1:] if serving else ())):
         importlib.import_module(name)
-    # Coverage reads __path__ of modules, and these two make an operator of any attribute.
-    sys.modules["torch"].ops.__path__ = sys.modules["torch"].classes.__path__ = []
+    share_one_device()
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if serving:

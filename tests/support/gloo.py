@@ -1,26 +1,40 @@
-"""One network device for all gloo groups of a process.
+"""One thread for the sockets of all process groups of a process, instead of one for each.
 
-By itself every group has a device with a thread that wakes up 100 times a second. The tests create
-hundreds of groups in a process, whose idle threads took most of two cores (torch 2.13: 100 idle
-groups take 13 % of one).
+Gloo's threads wake up a hundred times a second. Megatron makes dozens of groups for each layout of
+ranks, and tests have many layouts: without this the hundreds of idle threads of a few ranks take
+most of a machine.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import functools
+import os
+from datetime import timedelta
+
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+
+_TIMEOUT = timedelta(minutes=30)  # that of PyTorch
 
 
-def share_device() -> None:
-    """Let all gloo groups made from now on share a device."""
-    gloo = dist.ProcessGroupGloo
-    device = gloo.create_default_device()
-    init = gloo.__init__
+class _GroupOfOneDevice(ProcessGroupGloo):
+    """As PyTorch makes them, over this process's device."""
 
-    def with_shared_device(self, store, rank, size, timeout) -> None:
-        options = gloo._Options()
-        options._devices = [device]
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta = _TIMEOUT) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [_device(os.getpid())]
         options._timeout = timeout
-        options._threads = 2  # torch's default
-        init(self, store, rank, size, options)
+        super().__init__(store, rank, size, options)
 
-    gloo.__init__ = with_shared_device
+
+@functools.cache
+def _device(process: int) -> ProcessGroupGloo.Device:
+    """Of this process: a forked one has none of the threads of the one that it was forked from."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return ProcessGroupGloo.create_device(interface=interface)
+    return ProcessGroupGloo.create_default_device()
+
+
+def share_one_device() -> None:
+    """From now on, for groups that this process makes by ``torch.distributed``."""
+    distributed_c10d.ProcessGroupGloo = _GroupOfOneDevice

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from tests.support.gloo import share_device
+from tests.support.gloo import share_one_device
 
 # A rank that fails between two collectives leaves the others waiting this long.
 _TIMEOUT = timedelta(seconds=120)
@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(seconds=120)
 def start() -> None:
     """Join torchrun's processes, or be a world of one; tensor-parallel over all of them."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    share_device()
+    share_one_device()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "TORCHELASTIC_RUN_ID" in os.environ:

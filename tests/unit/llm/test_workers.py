@@ -146,7 +146,7 @@ class TestErrors:
         tensors[name] = tensors[name][:-1].clone()
         broken = write_hugging_face(tmp_path / "model", config, tensors)
         with pytest.raises(CheckpointError, match="o_proj"):
-            LLM(broken, tensor_parallel_size=2)
+            LLM(broken)
 
     def test_before_a_process_is_started(self, folder, tmp_path, monkeypatch):
         monkeypatch.setattr(subprocess, "Popen", None)

@@ -72,13 +72,14 @@ def tiles(kind: str, spans, tokens: int, total: int | None = None):
         yield (own, others, offset) if kind == "query" else (others, own, offset)
 
 
-EVERY = [*CASES.values(), *map(random_spans, range(20))]
-IDS = [*CASES, *(f"random {seed}" for seed in range(20))]
+SIZES = (1, 4, 7, 64)
+# The chosen spans with every size of tiles, random ones with one of them each.
+POINTS = {f"{name}-{tokens}": (CASES[name], tokens) for name in CASES for tokens in SIZES}
+POINTS |= {f"random {i}": (random_spans(i), SIZES[i % len(SIZES)]) for i in range(20)}
 kinds = pytest.mark.parametrize(("kind", "total"), [("query", QUERIES), ("key", KEYS)])
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 7, 64])
-@pytest.mark.parametrize("spans", EVERY, ids=IDS)
+@pytest.mark.parametrize(("spans", "tokens"), POINTS.values(), ids=POINTS)
 class TestVisibility:
     @kinds
     @pytest.mark.parametrize("covering", [False, True])
