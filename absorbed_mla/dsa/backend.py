@@ -71,8 +71,8 @@ class SparseBackend(Protocol):
     Attributes:
         name: As ``sparse_attention_backend`` names it; the name of the file.
         summary: What it is and what it needs.
-        speed: On a GPU, relative to the reference's 1; ``"auto"`` takes the largest that can run.
-            On a CPU it takes the least: there, kernels run in Triton's interpreter, for tests.
+        speed: Relative to the reference's 1; ``"auto"`` takes the largest that can run. Below 1 for
+            what was not measured.
     """
 
     name: str
@@ -199,8 +199,7 @@ def choose_implementation(registry: Registry, name: str, request: SparseRequest)
     if not able:
         reasons = "; ".join(f"{entry}: {reason}" for entry, reason in refused.items())
         raise ValueError(f"{registry.option}={name!r} cannot run here: {reasons}")
-    by_speed = max if request.device.type == "cuda" else min
-    chosen = by_speed(able, key=lambda entry: entry.speed)
+    chosen = max(able, key=lambda entry: entry.speed)
     log_once(_logger, f"{registry.option}: {chosen.name}")
     return chosen.invariant if request.batch_invariant else chosen
 

@@ -28,7 +28,7 @@ class TritonBackend:
 
     name = "triton"
     summary = "this package's Triton kernels, compute capability 8.0 or newer"
-    speed = 0.5  # not run on a GPU yet: taken by name only
+    speed = 0.5  # not run on a GPU yet, so only by name
     select = staticmethod(triton_select)
     select_cached = staticmethod(triton_select_cached)
 
