@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,12 @@ from absorbed_mla.dsa.support import Support, head_groups
 from absorbed_mla.dsa.types import IndexVectors
 
 
-def index_scores(index: IndexVectors, support: Support, relu: bool) -> Tensor:
+def index_scores(
+    index: IndexVectors,
+    support: Support,
+    relu: bool,
+    rounded: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """I = sum over heads of weight * ReLU(query . key), [B, Q, P] in the dtype of the weights.
 
     Heads are added in their order, in groups of a size that the shapes decide.
@@ -18,10 +25,13 @@ def index_scores(index: IndexVectors, support: Support, relu: bool) -> Tensor:
         index: Of all queries and keys.
         support: The queries, and the keys for each.
         relu: Whether products pass a ReLU.
+        rounded: Rounds rows of queries and keys before they are multiplied; None for as they are.
     """
     weights = index.weights[support.queries]
-    query = index.query[support.queries].to(weights.dtype)
-    taken = support.take(index.key).to(weights.dtype)
+    query, taken = index.query[support.queries], support.take(index.key)
+    if rounded is not None:
+        query, taken = rounded(query), rounded(taken)
+    query, taken = query.to(weights.dtype), taken.to(weights.dtype)
     total: Tensor | None = None
     for heads in head_groups(query.shape[2], support.heads):
         products = support.products(query[:, :, heads], taken)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Tokens and heads: tiles of whole tokens, and both sides of a causal diagonal.
 TOKENS, HEADS, KV_LORA_RANK, ROPE = 256, 128, 512, 64
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -147,8 +147,8 @@ def choice_over_a_cache() -> None:
     from absorbed_mla.inference.rows import Rows
 
     cache = torch.zeros(8, 64, 128, dtype=BF16)
-    for new in (1, 16):
-        query = torch.zeros(4 * new, 64, 128, dtype=BF16)
+    for new, dtype in ((1, BF16), (1, FP8), (16, BF16), (16, FP8)):
+        query = torch.zeros(4 * new, 64, 128, dtype=dtype)
         table = torch.zeros(4, 512, dtype=torch.int32)
         rows = Rows.of([new] * 4, [32768] * 4, table)
         triton_select_cached(query, torch.zeros(4 * new, 64), cache, rows, 2048, relu=True)
@@ -162,7 +162,9 @@ def index_kernels() -> None:
 
     query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
     index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
-    triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
+    for dtype in (BF16, FP8):
+        index = index._replace(query=query.to(dtype))
+        triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
 
 
 def loss_kernels() -> None:

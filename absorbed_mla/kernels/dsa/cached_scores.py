@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
 from absorbed_mla.kernels.paged.forward import load_blocks
 from absorbed_mla.kernels.triton.common import (
     interpreted,
@@ -77,7 +78,8 @@ def cached_scores(
     """Scores ``sum_j weights[t, j] * ReLU(query[t, j] . key[s])`` of some tokens.
 
     Args:
-        query: [T, Hi, Di], bf16, fp16 or fp32; Di a power of two from 16 to 256, Hi up to 128.
+        query: [T, Hi, Di], bf16, fp16 or fp32; Di a power of two from 16 to 256, Hi up to 128. In
+            e4m3, with Di at least 32, keys are rounded to it, too.
         weights: fp32 [T, Hi].
         cache: [blocks, block_size, Di]; any strides of blocks and slots.
         block_table: int32 [Q, blocks of a row].
@@ -124,6 +126,7 @@ def cached_scores(
         PART=keys if alone else _TOKENS,
         BLOCK_SIZE=cache.shape[1],
         RELU=relu,
+        FP8=query.dtype == torch.float8_e4m3fn,
         PRECISION=precision(query.dtype),
         INTERPRETED=interpreted(),
         num_warps=4,
@@ -206,6 +209,7 @@ def _token_kernel(
     PART: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RELU: tl.constexpr,
+    FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -227,7 +231,11 @@ def _token_kernel(
         keys = _load_keys(cache_ptr, block, key, there, stride_block, stride_slot, BLOCK_SIZE, DI)
         # As in paged/forward.py.
         block = load_blocks(block_list, start + KEYS, key_end, KEYS, BLOCK_SIZE)
+        if FP8:
+            keys, scales = fp8_keys(keys, INTERPRETED)
         total = _sum_of_heads(keys, query, weight, RELU, (PRECISION, INTERPRETED))
+        if FP8:
+            total *= scales
         tl.store(out_ptr + key, total, mask=there)
 
 
@@ -258,6 +266,7 @@ def _tile_kernel(
     PART: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     RELU: tl.constexpr,
+    FP8: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -278,12 +287,16 @@ def _tile_kernel(
             keys = _load_keys(
                 cache_ptr, block, key, there, stride_block, stride_slot, BLOCK_SIZE, DI
             )
+            if FP8:
+                keys, scales = fp8_keys(keys, INTERPRETED)
             for one in range(token, end):
                 own = tl.full([], one, tl.int64)
                 query, weight = _load_token(
                     query_ptr, weights_ptr, own, q_t, q_h, w_t, w_h, heads, DI, HEADS
                 )
                 total = _sum_of_heads(keys, query, weight, RELU, (PRECISION, INTERPRETED))
+                if FP8:
+                    total *= scales
                 sees = key < tl.load(seen_ptr + one)
                 tl.store(out_ptr + (own - first) * out_t + key, total, mask=sees)
         token = end

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -33,7 +34,8 @@ def index_scores(
     Products have the operands' precision and fp32 sums. With ``relu`` NaN stays NaN.
 
     Args:
-        query: [S_q, B, Hi, Di], bf16, fp16 or fp32; Di a power of two, at least 16.
+        query: [S_q, B, Hi, Di], bf16, fp16 or fp32; Di a power of two, at least 16. In e4m3, with
+            Di at least 32, keys are rounded to it, too.
         key: [S_k, B, Di].
         weights: fp32 [S_q, B, Hi].
         queries: Which of them, from ``start`` to ``stop``.
@@ -70,6 +72,7 @@ def index_scores(
         heads,
         DI=width,
         RELU=relu,
+        FP8=query.dtype == torch.float8_e4m3fn,
         BLOCK_M=_QUERIES,
         BLOCK_N=_KEYS,
         PRECISION=precision(query.dtype),
@@ -102,6 +105,7 @@ def _scores_kernel(
     heads,
     DI: tl.constexpr,
     RELU: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -117,6 +121,8 @@ def _scores_kernel(
         valid, there = token < queries, key < num_keys
         # [BLOCK_N, DI]
         keys = load_rows(key_ptr, batch * k_b + key.to(tl.int64) * k_s, there, DI)
+        if FP8:
+            keys, key_scales = fp8_keys(keys, INTERPRETED)
         rows = batch * q_b + token * q_s
         row_weights = weights_ptr + batch * w_b + token * w_s
         total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
@@ -130,5 +136,7 @@ def _scores_kernel(
                 # Not a maximum, which would take NaN away.
                 found = tl.where(found < 0, 0.0, found)
             total += weight[:, None] * found
+        if FP8:
+            total *= key_scales[None, :]
         pointers = out_ptr + batch * out_b + token[:, None] * out_s + key[None, :]
         tl.store(pointers, total, mask=valid[:, None] & there[None, :])
