@@ -44,3 +44,12 @@ def rounded_to_fp8(rows: Tensor) -> Tensor:
     values, scales = to_fp8(rows)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     return values.to(dtype) * scales[..., None].to(dtype)
+
+
+def fp8_query(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Index queries [..., Hi, Di] in e4m3, and the weights [..., Hi] of their heads times scales.
+
+    Without gradients: a choice has none.
+    """
+    values, scales = to_fp8(query.detach())
+    return values, weights.detach() * scales

@@ -17,7 +17,8 @@ compared with the reference in fp32. TFLOP/s count what is useful,
 
 whatever is computed for padding or twice. The indexer's row has 1024 queries in the middle of the
 sequence; "share" is its time per query over that of the fastest sparse forward of 128 heads over as
-many keys, "bound" the share that its operations alone have at the rate of the matrix product.
+many keys, "bound" the share that its operations alone have at the rate of the matrix product in
+bf16, "agreement" the share of its choice that scores in fp32 choose, of random vectors.
 FlashMLA is the library in vLLM's wheel, see ``peers/sparse.py``. Output:
 
     1.9 s  forward n=128 kv=8192 random: FlashMLA: ms 3.85, tflops 607, difference 0.002
@@ -57,7 +58,7 @@ _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
 IMPLEMENTATIONS = {
     "forward": ("hopper", "triton", "FlashMLA"),
     "backward": ("hopper", "hopper, in order", "triton", "triton, in order"),
-    "indexer": ("triton",),
+    "indexer": ("triton", "triton_fp8"),
 }
 
 
@@ -218,8 +219,9 @@ class DSABenchmark(Benchmark):
             for implementation in IMPLEMENTATIONS[work]
         ]
         found += [
-            Case("indexer", self.args.indexer_heads, kv, False, "triton")
+            Case("indexer", self.args.indexer_heads, kv, False, backend)
             for kv in self.args.indexer
+            for backend in IMPLEMENTATIONS["indexer"]
         ]
         return arguments.chosen(found, self.args.only)
 
@@ -327,8 +329,14 @@ class DSABenchmark(Benchmark):
 
         make = torch.Generator(self.device).manual_seed(self.args.seed)
         sizes = case.heads, case.kv, self.args.topk
-        found = measure_indexer(*sizes, self.dtype, make, self.args.seconds_per_row)
-        more = {"flops": found.flops, "exact": found.exact, "scores_ms": found.scores * 1e3}
+        budget = self.args.seconds_per_row
+        found = measure_indexer(case.implementation, *sizes, self.dtype, make, budget)
+        more = {
+            "flops": found.flops,
+            "exact": found.exact,
+            "agreement": found.agreement,
+            "scores_ms": found.scores * 1e3,
+        }
         beside = self._forward_beside(case)
         if beside is not None:
             per_query = beside / self.args.queries

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.dsa.fp8_rows import fp8_query
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.selection_triton import triton_index_scores, triton_select
+from absorbed_mla.dsa.selection_triton import triton_index_scores
 from absorbed_mla.dsa.support import visible_keys
 from absorbed_mla.dsa.types import IndexVectors
+from absorbed_mla.registry import INDEXER_BACKENDS
 from benchmarks.kit.report import Times
 from benchmarks.kit.timing import Repeated
 
@@ -27,6 +29,7 @@ class Indexed(NamedTuple):
         queries: How many.
         flops: Of the scores.
         exact: Whether the choice is that of the reference from the same scores.
+        agreement: Share of the chosen keys that scores in fp32 choose.
         scores: Seconds of the scores alone.
     """
 
@@ -34,15 +37,23 @@ class Indexed(NamedTuple):
     queries: int
     flops: float
     exact: bool
+    agreement: float
     scores: float
 
 
 def measure_indexer(
-    heads: int, keys: int, topk: int, dtype: torch.dtype, make: torch.Generator, budget: float
+    backend: str,
+    heads: int,
+    keys: int,
+    topk: int,
+    dtype: torch.dtype,
+    make: torch.Generator,
+    budget: float,
 ) -> Indexed:
     """Scores and choice for queries in the middle of a sequence of so many keys.
 
     Args:
+        backend: Name of one that runs Triton's kernels.
         heads: Of the indexer.
         keys: Of the sequence.
         topk: Keys to choose.
@@ -52,7 +63,7 @@ def measure_indexer(
     """
     device, on_gpu = make.device, make.device.type == "cuda"
     random = partial(torch.randn, device=device, generator=make)
-    count, width = min(_INDEXED, keys // 4), 128 if on_gpu else 16
+    count, width = min(_INDEXED, keys // 4), 128 if on_gpu else 32
     index = IndexVectors(
         random(count, 1, heads, width).to(dtype),
         random(keys, 1, width).to(dtype),
@@ -60,12 +71,25 @@ def measure_indexer(
     )
     offset = (keys - count) // 2
     spans = Spans([Span(0, count, 0, offset + count, offset)])
-    run = partial(triton_select, index, spans, topk, relu=True)
-    exact = torch.equal(run(), select(index, spans, topk, relu=True, scores=triton_index_scores))
+    run = partial(INDEXER_BACKENDS[backend].select, index, spans, topk, relu=True, tp_group=None)
+    scored = index
+    if backend == "triton_fp8":
+        query, weights = fp8_query(index.query, index.weights)
+        scored = index._replace(query=query, weights=weights)
+    chosen = run()
+    exact = torch.equal(chosen, select(scored, spans, topk, relu=True, scores=triton_index_scores))
+    agreement = _agreement(chosen, select(index, spans, topk, relu=True), keys)
     work = Repeated(run, on_gpu=on_gpu)
     times = work.times(work.once(), budget)[0]
     flops = 2.0 * heads * width * count * (offset + (count + 1) / 2)
     chunk = next(iter(visible_keys(spans, 1, device)))
-    scores = Repeated(lambda: triton_index_scores(index, chunk, True), on_gpu=on_gpu)
+    scores = Repeated(lambda: triton_index_scores(scored, chunk, True), on_gpu=on_gpu)
     alone = scores.times(scores.once(), budget)[0].median * count / chunk.span.num_queries
-    return Indexed(times, count, flops, exact, alone)
+    return Indexed(times, count, flops, exact, agreement, alone)
+
+
+def _agreement(chosen: torch.Tensor, expected: torch.Tensor, keys: int) -> float:
+    """Share of the keys in ``chosen`` [Q, 1, topk] that are in ``expected``; all have topk keys."""
+    among = torch.zeros(len(chosen), keys, dtype=torch.bool, device=chosen.device)
+    among.scatter_(1, expected[:, 0].long(), True)
+    return among.gather(1, chosen[:, 0].long()).float().mean().item()

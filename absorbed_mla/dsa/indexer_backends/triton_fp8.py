@@ -10,7 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.dsa.backend import SparseRequest
-from absorbed_mla.dsa.fp8_rows import to_fp8
+from absorbed_mla.dsa.fp8_rows import fp8_query
 from absorbed_mla.dsa.indexer_backends.triton import TritonBackend
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
 from absorbed_mla.dsa.types import IndexVectors
@@ -49,7 +49,7 @@ class TritonFp8Backend(TritonBackend):
         tp_group: dist.ProcessGroup | None,
     ) -> Tensor:
         """See ``IndexerBackend``."""
-        query, weights = _fp8_query(index.query, index.weights)
+        query, weights = fp8_query(index.query, index.weights)
         index = index._replace(query=query, weights=weights)
         return triton_select(index, spans, topk, relu=relu, tp_group=tp_group)
 
@@ -58,14 +58,8 @@ class TritonFp8Backend(TritonBackend):
         query: Tensor, weights: Tensor, cache: Tensor, rows: Any, topk: int, *, relu: bool
     ) -> Tensor:
         """See ``IndexerBackend``."""
-        query, weights = _fp8_query(query, weights)
+        query, weights = fp8_query(query, weights)
         return triton_select_cached(query, weights, cache, rows, topk, relu=relu)
-
-
-def _fp8_query(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries in e4m3, and the weights of their heads times their scales."""
-    values, scales = to_fp8(query.detach())
-    return values, weights.detach() * scales
 
 
 ENTRY = TritonFp8Backend()
