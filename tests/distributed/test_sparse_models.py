@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
 
-from tests.distributed.test_pipeline import PIPELINES, alone, cut, require_equal
+from tests.distributed.test_pipeline import PIPELINES, alone, cut, require_close, require_equal
 from tests.oracle_dsa import OracleLoss
 from tests.support import needs, world
 from tests.support.dsa import TINY_DSA, dsa_fields
@@ -70,6 +72,16 @@ def test_stages_that_begin_with_a_shared_layer(pipeline, recompute):
     found, gradients = cut(model, "sbhd", seeds, **PIPELINES[pipeline])
     assert not found or found == losses
     require_equal(gradients, expected)
+
+
+@needs.processes(2)
+@pytest.mark.parametrize("layout", ["sbhd", "thd"])
+def test_ranks_of_experts(layout):
+    """Each rank has half of the experts, and half of the microbatches."""
+    model = replace(model_with(), experts=True)
+    _, gradients = cut(model, layout, range(4), expert_model_parallel_size=2)
+    _, expected = alone(model, layout, range(4))
+    require_close(gradients, expected)
 
 
 @needs.processes(4)

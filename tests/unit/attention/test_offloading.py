@@ -12,6 +12,7 @@ from absorbed_mla import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for
+from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.models import call, gpt_model, token_batch
 from tests.support.offloading import OffloadingOnACPU
 
@@ -65,6 +66,16 @@ def test_gradients(form, recompute, host):
         # The inputs, which are all that it saves, are recomputed.
         expected.remove("core_attn")
     assert {name for name, size in host.sent.items() if size} == expected
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids="+".join)
+def test_sparse_attention(recompute, host):
+    """The choice of keys, and what the indexer's loss keeps, stay on the device."""
+    fields = {**dsa_fields(TINY_DSA), "dsa_indexer_loss_coeff": 0.5}
+    offloading = model("absorbed", STAGES, recompute, **fields)
+    require_equal(offloading, model("absorbed", (), recompute, **fields), host)
+    sent = {name for name, size in host.sent.items() if size}
+    assert sent == set(STAGES) - ({"core_attn"} if recompute == RECOMPUTE[-1] else set())
 
 
 @pytest.mark.parametrize("stages", [STAGES[:1], STAGES[1:2], STAGES[1:]], ids="+".join)
