@@ -8,24 +8,22 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
 from absorbed_mla.checkpoint.hooks import register_load_hooks
 from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
-from absorbed_mla.checkpoint.sharded import standard_sharded_state_dict
 from absorbed_mla.context_parallel.strategy import ContextParallel
 from absorbed_mla.core_attention.attend import AttentionPlan
 from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
+from absorbed_mla.host_interface import HostInterface
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
@@ -36,7 +34,6 @@ from absorbed_mla.projections import (
     ProjectionBuilder,
     down_layers,
 )
-from absorbed_mla.qk_clip import SHARDS, check_config, clip_factors, scale_query_and_key
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
@@ -50,7 +47,7 @@ from absorbed_mla.unsupported import (
 )
 
 
-class AbsorbedMLASelfAttention(Attention):
+class AbsorbedMLASelfAttention(HostInterface):
     """Multi-head latent self-attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     hidden_states -> projections -> absorb -> rope -> [context parallel] -> core attention
@@ -73,8 +70,6 @@ class AbsorbedMLASelfAttention(Attention):
     Raises:
         ValueError: If the config asks for something unsupported or inconsistent.
     """
-
-    config: MLATransformerConfig
 
     def __init__(
         self,
@@ -405,68 +400,6 @@ class AbsorbedMLASelfAttention(Attention):
             refuse_graph_of_gradients(core_out)
             return core_out, lse.detach()
         return run(w_uk, w_uv, kv, *query)
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Distributed-checkpoint entries, under the names and shapes of Megatron's standard MLA."""
-        own = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return standard_sharded_state_dict(
-            own,
-            prefix,
-            sharded_offsets,
-            dims=self.dims,
-            tp_rank=self.pg_collection.tp.rank(),
-            # Megatron's layers with an indexer have norms of their own, to give it what they make.
-            fused_norms=not isinstance(self.linear_proj, RowParallelLinear)
-            and self.core_attention.variant is None,
-        )
-
-    def get_query_key_value_tensors(self, *args, **kwargs):
-        """Not part of this attention: no key or value exists until a form makes them."""
-        raise NotImplementedError(
-            "AbsorbedMLASelfAttention has no query, key and value tensors; its forward works on "
-            "the latent"
-        )
-
-    def clip_qk(self) -> None:
-        """QK-clip by ``core_attention.current_max_attn_logits``, which it resets.
-
-        Megatron's interface: its ``clip_qk`` (or :func:`absorbed_mla.qk_clip.clip_qk`) has reduced
-        the largest scores over data- and context-parallel ranks before.
-
-        Raises:
-            ValueError: If ``qk_clip`` is off, or there was no training forward since the last call.
-        """
-        check_config(self.config)
-        max_logits = self.core_attention.current_max_attn_logits
-        if max_logits is None:
-            raise ValueError("clip_qk() needs a training forward since the last call, got none")
-        self.core_attention.current_max_attn_logits = None
-        gamma = clip_factors(max_logits, self.config.qk_clip_threshold)
-        if bool((gamma != 1).any()):
-            SHARDS.ask(self.qk_clip_weights())
-            self.scale_qk(gamma)
-
-    def qk_clip_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """What QK-clip scales: the weight that makes queries of all heads, and W_UK."""
-        no_compression = self.dims.q_lora_rank is None
-        query = self.linear_q_proj if no_compression else self.linear_q_up_proj
-        return query.weight, self.linear_k_up_proj.weight
-
-    def scale_qk(self, gamma: Tensor) -> None:
-        """Scale query and key weights by gamma [N], a factor of every head's scores."""
-        weights = self.qk_clip_weights()
-        scale_query_and_key(*weights, self.dims, gamma, self.config.qk_clip_alpha)
-
-    def set_for_recompute_input_layernorm(self) -> None:
-        """Megatron's interface for FP8 with a recomputed input norm, whose output is then kept."""
-        names = [*self.down_layers, *(["linear_q_proj"] if self.dims.q_lora_rank is None else [])]
-        keep_original_input(*(getattr(self, name) for name in names))
-
-    def backward_dw(self) -> None:
-        """Compute delayed weight gradients of the layers that were applied as layers."""
-        query = "linear_q_proj" if self.dims.q_lora_rank is None else "linear_q_up_proj"
-        for name in (query, *self.down_layers, "linear_proj"):
-            getattr(self, name).backward_dw()
 
 
 def _call(function, *args):

@@ -213,6 +213,7 @@ LEVELS = [
     {"core_attention"},
     {"context_parallel", "inference"},
     {"dsa"},
+    {"host_interface"},
     {"attention"},
     {"cpu_host", "generation", "packed_router", "standard_dsa", "standard_mla"},
     {"testing"},
