@@ -27,7 +27,8 @@ def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Select
 
     A selection has the queries of this context-parallel rank, and indices on the axis of the keys
     of all ranks; it is equal on all tensor-parallel ranks. Recomputation in backward is no forward.
-    A forward of generation is one; its selections cannot be replayed as they are.
+    A forward of generation is one; its selections cannot be replayed as they are, for those of an
+    engine's requests see ``absorbed_mla.generation.selections``.
 
     Args:
         model: Or its chunks, under a virtual pipeline. Its layers that have an indexer are
@@ -36,13 +37,7 @@ def record_selections(model: nn.Module | Sequence[nn.Module]) -> Iterator[Select
     Raises:
         ValueError: If the model has no such layer, or its steps may be in CUDA graphs.
     """
-    layers = _selecting_layers(model)
-    graphs = next(iter(layers.values())).graph_impl
-    if graphs != "none":
-        raise ValueError(
-            f"record_selections needs cuda_graph_impl='none', got {graphs!r}: a replayed graph "
-            "runs no code that could record"
-        )
+    layers = recordable_layers(model)
     found: Selections = {name: [] for name in layers}
     for name, layer in layers.items():
         kept = found[name]
@@ -65,7 +60,7 @@ def replay_selections(
 
     Args:
         model: As in :func:`record_selections`.
-        selections: From there.
+        selections: From there, or from ``training_selections``; on any device.
 
     Raises:
         ValueError: If layers or shapes do not fit, or the model is called more often.
@@ -82,6 +77,24 @@ def replay_selections(
     finally:
         for layer in layers.values():
             layer.selection.replayed = None
+
+
+def recordable_layers(
+    model: nn.Module | Sequence[nn.Module],
+) -> dict[str, SparseCoreAttention]:
+    """The core attentions with an indexer, by name.
+
+    Raises:
+        ValueError: As :func:`record_selections`.
+    """
+    layers = _selecting_layers(model)
+    graphs = next(iter(layers.values())).graph_impl
+    if graphs != "none":
+        raise ValueError(
+            f"recording selections needs cuda_graph_impl='none', got {graphs!r}: a replayed graph "
+            "runs no code that could record"
+        )
+    return layers
 
 
 def _selecting_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, SparseCoreAttention]:

@@ -127,7 +127,7 @@ class LayerSelection:
         elif self.shares:
             found, kept = self._shared(recomputation)
         elif self.replayed is not None:
-            found, kept = self._next_replayed(), True
+            found, kept = self._next_replayed(device), True
         else:
             found, kept = Selected(select()), False
         if self.recorder is not None:
@@ -164,10 +164,11 @@ class LayerSelection:
             )
         return latest.selected, latest.recomputation is not recomputation
 
-    def _next_replayed(self) -> Selected:
+    def _next_replayed(self, device: torch.device) -> Selected:
         assert self.replayed is not None
         try:
-            return next(self.replayed)
+            [chosen] = next(self.replayed)
+            return Selected(None if chosen is None else chosen.to(device))
         except StopIteration:
             raise ValueError(
                 f"there is no selection left to replay for layer {self.layer_number}: the model "

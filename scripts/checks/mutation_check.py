@@ -427,8 +427,8 @@ MUTATIONS = {
     ),
     "recomputed_layer_chooses_again": Mutation(
         "absorbed_mla/dsa/sharing.py",
-        "found, kept = self._next_replayed(), True",
-        "found, kept = self._next_replayed(), False",
+        "found, kept = self._next_replayed(device), True",
+        "found, kept = self._next_replayed(device), False",
     ),
     "nobody_hears_of_the_death": Mutation(
         "absorbed_mla/llm/server/service.py",

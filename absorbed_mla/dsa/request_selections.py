@@ -1,0 +1,127 @@
+"""Selections of generated requests, laid out as the training forward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from absorbed_mla.context_parallel.layout import ContextParallelLayout
+from absorbed_mla.dsa.replay import Selections
+from absorbed_mla.sequences import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False)
+class RequestSelections:
+    """What was chosen for the tokens of one request.
+
+    Attributes:
+        num_tokens: Tokens that went through the model: the prompt, and all generated ones but the
+            last.
+        topk: Most keys of a token.
+        chosen: By the name of a layer's core attention in the model: int32 [num_tokens, topk] on
+            the CPU, positions in the request, ascending, then -1; None where no token had a choice.
+    """
+
+    num_tokens: int
+    topk: int
+    chosen: dict[str, Tensor | None]
+
+
+def training_selections(
+    microbatches: Sequence[Sequence[RequestSelections]],
+    layouts: Sequence[PackedSeqParams | int],
+    cp_group: dist.ProcessGroup | None = None,
+) -> Selections:
+    """What :func:`~absorbed_mla.dsa.replay.replay_selections` takes, for forwards over requests.
+
+    A sequence begins with the tokens of its request that went through the model. What follows them
+    in the sequence (the last generated token, padding of a batch) has no record and chooses no key,
+    like padding between the sequences of a pack: attention gives 0 there, which no earlier token
+    sees.
+
+    Args:
+        microbatches: Of every forward, its requests in the order of the sequences.
+        layouts: Of every forward, Megatron's ``packed_seq_params`` of the whole pack (``thd``), or
+            the number of tokens that the sequences of a batch (``sbhd``) are padded to.
+        cp_group: The context-parallel ranks of the forwards; a rank gets its queries. None for one.
+
+    Returns:
+        Selections int32 [tokens of this rank, batch, topk] on the CPU.
+
+    Raises:
+        ValueError: If numbers of forwards or sequences differ, requests are of different models, or
+            a sequence is shorter than its request.
+    """
+    if len(microbatches) != len(layouts):
+        raise ValueError(f"there are {len(microbatches)} microbatches and {len(layouts)} layouts")
+    every = [request for requests in microbatches for request in requests]
+    if not every:
+        raise ValueError("microbatches must have requests, got none")
+    names, topk = every[0].chosen.keys(), every[0].topk
+    if any(one.chosen.keys() != names or one.topk != topk for one in every):
+        raise ValueError("the requests must be of one model, got other layers or another topk")
+    found: Selections = {name: [] for name in names}
+    for requests, given in zip(microbatches, layouts):
+        layout = _layout(given, requests)
+        for name in names:
+            found[name].append(_of_forward(name, requests, layout, topk, cp_group))
+    return found
+
+
+def _layout(given: PackedSeqParams | int, requests: Sequence[RequestSelections]) -> SequenceLayout:
+    """The sequences of one forward, which hold the requests."""
+    if isinstance(given, int):
+        layout = SequenceLayout.dense(given)
+        lengths = layout.lengths * len(requests)
+    else:
+        padded = given.cu_seqlens_q_padded
+        bounds = given.cu_seqlens_q if padded is None else padded
+        layout = SequenceLayout.from_host(given, int(bounds[-1]))
+        lengths = layout.lengths
+    if not requests or len(lengths) != len(requests):
+        raise ValueError(f"a layout has {len(lengths)} sequences for {len(requests)} requests")
+    for i, (length, request) in enumerate(zip(lengths, requests)):
+        if length < request.num_tokens:
+            raise ValueError(
+                f"sequence {i} must have the {request.num_tokens} tokens of its request that went "
+                f"through the model, or more; got {length}"
+            )
+    return layout
+
+
+def _of_forward(
+    name: str,
+    requests: Sequence[RequestSelections],
+    layout: SequenceLayout,
+    topk: int,
+    cp_group: dist.ProcessGroup | None,
+) -> Tensor | None:
+    """The selection of a layer, int32 [S_q, B, topk]; None where no sequence exceeds topk."""
+    if topk >= max(layout.lengths):
+        return None
+    # One column for each sequence of a batch; a pack has one for all.
+    batch = 1 if layout.packed else len(requests)
+    whole = torch.full((layout.num_tokens, batch, topk), -1, dtype=torch.int32)
+    for i, request in enumerate(requests):
+        column, start = (0, layout.starts[i]) if layout.packed else (i, 0)
+        rows = request.chosen[name]
+        if rows is None:
+            rows = all_keys(request.num_tokens, topk)
+        # -1 stays -1.
+        moved = torch.where(rows >= 0, rows + start, rows)
+        whole[start : start + request.num_tokens, column] = moved
+    if cp_group is None or cp_group.size() == 1:
+        return whole
+    cut = ContextParallelLayout.of(layout, cp_group.size(), cp_group.rank())
+    return whole[cut.tokens()]
+
+
+def all_keys(num_tokens: int, topk: int) -> Tensor:
+    """Of every token all keys that it sees, int32 [num_tokens, topk]; right for the first topk."""
+    number = torch.arange(topk, dtype=torch.int32).expand(num_tokens, topk)
+    return torch.where(number <= torch.arange(num_tokens)[:, None], number, -1)
