@@ -153,6 +153,11 @@ def _require_every_token(engine: Engine) -> None:
             "record_request_selections needs EngineOptions(prefix_caching=False), got True: tokens "
             "found in the prefix cache choose no keys"
         )
+    graphs = engine.options.num_cuda_graphs
+    if graphs is not None:
+        raise ValueError(
+            f"record_request_selections needs EngineOptions(num_cuda_graphs=None), got {graphs}"
+        )
     drafts = engine.options.num_speculative_tokens
     if drafts:
         raise ValueError(

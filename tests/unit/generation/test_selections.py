@@ -5,7 +5,6 @@ In fp64 on the CPU: prompts read in chunks, requests side by side, and some that
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import pytest
@@ -22,8 +21,8 @@ from tests.support.layouts import Layout, packed
 from tests.support.refusal import refusal
 
 # The last one has no choice: two tokens go through the model.
-REQUESTS = [Request(prompt(n, n), 8) for n in (5, 70, 130, 2, 64)] + [Request(prompt(2, 9), 1)]
-CROWDED = {"step_tokens": 64, "chunked_prefill": True, "blocks": 5, "paused_blocks": 1}
+REQUESTS = [Request(prompt(n, n), 8) for n in (60, 70, 61, 130, 63, 5)] + [Request(prompt(2, 9), 1)]
+CROWDED = {"step_tokens": 64, "chunked_prefill": True, "blocks": 5}
 TOKENS = 140
 
 
@@ -74,10 +73,14 @@ def roll_out(model, requests=REQUESTS, **options) -> Rollout:
     return Rollout(model, texts, taken)
 
 
+def model_of(**changes):
+    fields = generating_fields(init_method_std=0.4, **changes)
+    return generating_model(dtype=torch.float64, **fields)
+
+
 @pytest.fixture(scope="module")
 def rollout() -> Rollout:
-    fields = generating_fields(init_method_std=0.4)
-    return roll_out(generating_model(dtype=torch.float64, **fields), **CROWDED)
+    return roll_out(model_of(), **CROWDED)
 
 
 def layouts(rollout: Rollout) -> dict[str, Layout | int]:
@@ -94,7 +97,8 @@ LAYOUTS = ("sbhd", "thd", "thd_padded")
 
 def noisy(model):
     """The model with other indexers."""
-    other = copy.deepcopy(model)
+    other = model_of()
+    other.load_state_dict(model.state_dict())
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if "indexer" in name:
@@ -116,6 +120,35 @@ def test_records(rollout):
             assert (rows.amax(-1) <= last).all()
             assert ((rows >= 0).sum(-1) == (last + 1).clamp(max=DSA.topk)).all()
     assert sum(None in one.chosen.values() for one in rollout.requests) == 1
+
+
+def test_paused_requests(rollout):
+    """They keep their blocks, and are not among those of a step."""
+    engine = engine_of(rollout.model, **CROWDED, paused_blocks=1)
+    with record_request_selections(engine) as recorder:
+        assert generate(engine, REQUESTS).statistics.most_paused
+    for number, expected in enumerate(rollout.requests):
+        torch.testing.assert_close(recorder.take(number).chosen, expected.chosen, rtol=0, atol=0)
+
+
+def test_prefilled_again():
+    """The later selections count: here they are another indexer's."""
+    engine = engine_of(model_of(), **CROWDED)
+    with record_request_selections(engine) as recorder, engine:
+        for request in REQUESTS:
+            engine.add_request(request.prompt, request.sampling())
+        while not engine.statistics.evicted:
+            engine.step()
+        [number, *_] = engine.host.waiting_request_ids
+        engine.model.load_state_dict(noisy(engine.model).state_dict())
+        while engine.is_busy():
+            engine.step()
+        text = [*REQUESTS[number].prompt, *engine.results[number].tokens]
+    found = Rollout(engine.model, [text], [recorder.take(number)])
+    with record_selections(engine.model) as own:
+        found.forward(TOKENS)
+    for name, rows in found.requests[0].chosen.items():
+        assert torch.equal(rows, own[name][0][: len(rows), 0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -181,8 +214,7 @@ def _first(request: RequestSelections) -> Tensor:
 
 def test_learning_after_replay(rollout):
     """The indexer learns on the recorded keys; tokens without a record add nothing but zeros."""
-    fields = generating_fields(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True)
-    model = generating_model(dtype=torch.float64, **fields)
+    model = model_of(dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=True)
     with replay_selections(model, rollout.selections(TOKENS)):
         rollout.forward(TOKENS, model=model).sum().backward()
     gradients = [p.grad for n, p in model.named_parameters() if "indexer" in n]
@@ -233,7 +265,7 @@ class TestRefused:
 
     def test_layouts(self, rollout):
         requests = rollout.requests
-        with refusal("sequence 2 must have the 137 tokens", "got 136"):
+        with refusal("sequence 3 must have the 137 tokens", "got 136"):
             training_selections([requests], [136])
         with refusal("2 sequences for 1 requests"):
             training_selections([requests[:1]], [packed((20, 20)).packed_seq_params("cpu")])
@@ -250,4 +282,4 @@ def test_generations_begin_anew(rollout):
     with record_request_selections(engine) as recorder:
         for requests in (REQUESTS[1:2], REQUESTS[:1]):
             generate(engine, requests)
-    assert recorder.take(0).num_tokens == 5 + 8 - 1
+    assert recorder.take(0).num_tokens == 60 + 8 - 1
