@@ -5,6 +5,8 @@ If these fail, ranks replay the keys of other tokens, or record different ones.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -51,7 +53,7 @@ def forward(model, texts, layout, rank=0):
     """Logits of this rank's tokens."""
     slots = layout.slots or [layout.tokens] * len(texts)
     rows = [[*text, *[0] * (slot - len(text))] for text, slot in zip(texts, slots)]
-    ids = torch.tensor(rows if layout.lengths is None else [sum(rows, [])])
+    ids = torch.tensor(rows if layout.lengths is None else [[*chain(*rows)]])
     ids = ids[:, cut_tokens(layout, world.cp_size(), rank)]
     params = layout.packed_seq_params(ids.device)
     logits = model(ids, torch.zeros_like(ids), None, packed_seq_params=params)
@@ -88,9 +90,9 @@ def recorded(layout):
     lengths = [len(request.prompt) + request.num_tokens - 1 for request in REQUESTS]
     if layout.lengths is None:
         return torch.stack([torch.arange(layout.tokens) < length for length in lengths])
-    return torch.cat(
-        [torch.arange(slot) < length for slot, length in zip(layout.slots, lengths)]
-    )[None]
+    return torch.cat([torch.arange(slot) < length for slot, length in zip(layout.slots, lengths)])[
+        None
+    ]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
