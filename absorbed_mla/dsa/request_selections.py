@@ -21,7 +21,7 @@ class RequestSelections:
 
     Attributes:
         num_tokens: Tokens that went through the model: the prompt, and all generated ones but the
-            last.
+            last; of an aborted request perhaps that one, too.
         topk: Most keys of a token.
         chosen: By the name of a layer's core attention in the model: int32 [num_tokens, topk] on
             the CPU, positions in the request, ascending, then -1; None where no token had a choice.

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.inference.utils import InferenceMode
 from torch import Tensor, nn
 
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
@@ -93,7 +94,8 @@ class RequestRecorder:
     def end_step(self) -> None:
         """Share the step's selections out among its requests."""
         step, self._step = self._step, {}
-        if self._engine.host.context.total_request_count == 0:
+        # A stopped engine may hold requests while the model is trained.
+        if not InferenceMode.is_active() or not self._engine.host.context.total_request_count:
             return
         self._forget_former_requests()
         found = [one for one in (step[name] for name in self._names) if one is not None]

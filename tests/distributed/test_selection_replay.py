@@ -9,15 +9,19 @@ from itertools import chain
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from absorbed_mla.dsa.replay import replay_selections
 from absorbed_mla.dsa.request_selections import training_selections
 from absorbed_mla.generation.selections import record_request_selections
+from tests.distributed.test_engine_pipeline import STAGES
 from tests.support import needs, world
+from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.layouts import cut_tokens, dense, packed
+from tests.support.pipeline import Model, load, whole_weights
 
 pytestmark = [needs.processes(2), needs.no_gpu]
 
@@ -114,3 +118,24 @@ def test_tensor_parallel(name):
             found = forward(cut_model, texts, layout)
     real = recorded(layout)
     torch.testing.assert_close(found[real], expected[real], rtol=1e-11, atol=1e-11)
+
+
+def test_stages():
+    """Each records its layers."""
+    fields = {**dsa_fields(TINY_DSA), "cache_mla_latents": True, "init_method_std": 0.2}
+    model = Model(dtype=torch.float64, fields=tuple(fields.items()))
+    found = []
+    for sizes in ({}, STAGES):
+        with world.parallel():
+            whole = whole_weights(model)
+        with world.parallel(**sizes):
+            [part] = model.build()
+            load([part], whole)
+            found.append(roll_out(part)[1])
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+    for one, part in zip(*found):
+        assert part.num_tokens == one.num_tokens
+        whole, own = list(one.chosen.values()), list(part.chosen.values())
+        assert 0 < len(own) < len(whole)
+        expected = whole[len(whole) - len(own) :] if stage else whole[: len(own)]
+        torch.testing.assert_close(own, expected, rtol=0, atol=0)

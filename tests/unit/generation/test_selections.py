@@ -237,6 +237,32 @@ def test_microbatches(rollout):
     torch.testing.assert_close(second, rollout.forward(DSA.topk, slice(-1, None)))
 
 
+def test_aborted_and_stopped(rollout):
+    """What an aborted request has, and nothing of a training forward in between."""
+    engine = engine_of(rollout.model)
+    with record_request_selections(engine) as recorder:
+        with engine:
+            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            for _ in range(4):
+                engine.step()
+            engine.stop()
+            rollout.forward(TOKENS)
+            assert len(recorder._pieces[number]) == 4
+        with engine:
+            number = engine.add_request(REQUESTS[0].prompt, REQUESTS[0].sampling())
+            for _ in range(4):
+                engine.step()
+            engine.abort(number)
+            while engine.is_busy():
+                engine.step()
+        taken, result = recorder.take(number), engine.results[number]
+    assert result.finish == "abort"
+    text = [*REQUESTS[0].prompt, *result.tokens]
+    assert taken.num_tokens == len(text)
+    for name, rows in taken.chosen.items():
+        assert torch.equal(rows, rollout.requests[0].chosen[name][: len(rows)])
+
+
 class TestRefused:
     def test_engines(self, rollout):
         for option, value in {"prefix_caching": True, "num_speculative_tokens": 1}.items():
