@@ -125,6 +125,7 @@ def record_request_selections(engine: Engine) -> Iterator[RequestRecorder]:
 
     Tensor-parallel ranks record the same; a pipeline stage records its layers. As with
     ``Engine.results``, records begin anew with ``Engine.start`` and every ``Engine.generate``.
+    Collective where ``Engine.is_busy`` is: data-parallel ranks that share experts.
 
     Raises:
         ValueError: If the model has no layer with an indexer, its steps may be in CUDA graphs, or

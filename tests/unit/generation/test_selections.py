@@ -1,6 +1,6 @@
 """Selections of an engine's requests in the training forward of their texts.
 
-In fp64 on the CPU: prompts read in chunks, requests side by side, and some that lose their blocks.
+In fp64: prompts read in chunks, requests side by side, and some that lose their blocks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from absorbed_mla.dsa import core_attention
 from absorbed_mla.dsa.replay import record_selections, replay_selections
 from absorbed_mla.dsa.request_selections import RequestSelections, training_selections
 from absorbed_mla.generation.selections import record_request_selections
+from tests.support import world
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.layouts import Layout, packed
@@ -43,21 +44,21 @@ class Rollout:
             places = [(i, 0) for i in range(len(texts))]
             params = None
         else:
-            params = layout.packed_seq_params(torch.device("cpu"))
+            params = layout.packed_seq_params(world.device())
             slots = layout.slots or layout.lengths
             padded = [[*text, *[0] * (slot - len(text))] for text, slot in zip(texts, slots)]
             rows, places = [[*chain(*padded)]], [(0, sum(slots[:i])) for i in range(len(texts))]
-        ids = torch.tensor(rows)
-        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        ids = torch.tensor(rows, device=world.device())
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         logits = (model or self.model)(ids, positions, None, packed_seq_params=params)
         found = []
         for text, (row, start) in zip(texts, places):
             rows = logits[row, start : start + len(text) - 1].log_softmax(-1)
-            found.append(rows.gather(-1, torch.tensor(text[1:])[:, None]))
+            found.append(rows.gather(-1, ids.new_tensor(text[1:])[:, None]))
         return torch.cat(found)
 
     def selections(self, layout: Layout | int, order=slice(None)):
-        given = layout if isinstance(layout, int) else layout.packed_seq_params("cpu")
+        given = layout if isinstance(layout, int) else layout.packed_seq_params(world.device())
         return training_selections([self.requests[order]], [given])
 
 
@@ -147,7 +148,7 @@ def test_prefilled_again():
     with record_selections(engine.model) as own:
         found.forward(TOKENS)
     for name, rows in found.requests[0].chosen.items():
-        assert torch.equal(rows, own[name][0][: len(rows), 0])
+        assert torch.equal(rows, own[name][0][: len(rows), 0].cpu())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -156,7 +157,7 @@ def test_as_the_training_forward_chooses(rollout, name):
     with record_selections(rollout.model) as own:
         rollout.forward(layout)
     for layer, [found] in rollout.selections(layout).items():
-        [expected] = own[layer]
+        expected = own[layer][0].cpu()
         assert found.shape == expected.shape
         recorded = (found >= 0).any(-1)
         assert torch.equal(found[recorded], expected[recorded])
@@ -187,7 +188,7 @@ def test_exactly_these_keys(rollout, monkeypatch):
         for one in rollout.requests
     ]
     layout = layouts(rollout)["thd_padded"]
-    selections = training_selections([requests], [layout.packed_seq_params("cpu")])
+    selections = training_selections([requests], [layout.packed_seq_params(world.device())])
     over, seen = core_attention.OverChosen, []
     monkeypatch.setattr(
         core_attention,
@@ -197,6 +198,7 @@ def test_exactly_these_keys(rollout, monkeypatch):
     with replay_selections(rollout.model, selections):
         rollout.forward(layout).sum().backward()
     assert len(seen) == 4
+    seen = [one.cpu() for one in seen]
     start, keys = 0, seen[0][:, 0]
     for slot, request in zip(layout.slots, rollout.requests):
         rows, count = keys[start : start + slot], request.num_tokens
@@ -300,7 +302,9 @@ class TestRefused:
         with refusal("sequence 3 must have the 137 tokens", "got 136"):
             training_selections([requests], [136])
         with refusal("2 sequences for 1 requests"):
-            training_selections([requests[:1]], [packed((20, 20)).packed_seq_params("cpu")])
+            training_selections(
+                [requests[:1]], [packed((20, 20)).packed_seq_params(world.device())]
+            )
         with refusal("1 microbatches and 2 layouts"):
             training_selections([requests], [TOKENS, TOKENS])
         with refusal("must have requests"):
