@@ -12,8 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, turns, visible_keys
+from absorbed_mla.dsa.support import (
+    CHUNK_ELEMENTS,
+    CHUNK_QUERIES,
+    VisibleKeys,
+    turns,
+    visible_keys,
+)
 from absorbed_mla.dsa.types import IndexVectors
+
+# Scores of 256 queries and 4096 keys are 64 tiles, for 132 multiprocessors.
+_MOST_QUERIES = 2048
 
 
 def triton_index_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:
@@ -33,6 +42,12 @@ def triton_best_keys(scores: Tensor, keys: VisibleKeys, topk: int) -> Tensor:
     return radix_select(scores, topk, keys.span.key_start, keys.span.causal_offset)
 
 
+def chunk_queries(tp_group: dist.ProcessGroup | None) -> int:
+    """Queries of a chunk: few of them keep a part of a GPU busy, and ranks take turns."""
+    ranks = 1 if tp_group is None else tp_group.size()
+    return max(CHUNK_QUERIES, _MOST_QUERIES // ranks)
+
+
 @torch.no_grad()
 def triton_select(
     index: IndexVectors,
@@ -49,7 +64,7 @@ def triton_select(
     num_queries, batch = index.query.shape[:2]
     chosen = index.query.new_full((num_queries, batch, topk), -1, dtype=torch.int32)
     with torch.cuda.device_of(index.query):
-        chunks = visible_keys(spans, batch, index.query.device, elements)
+        chunks = visible_keys(spans, batch, index.query.device, elements, chunk_queries(tp_group))
         for keys, _, own in turns(tp_group, chunks):
             if not own:
                 continue

@@ -19,6 +19,8 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 _Chunk = TypeVar("_Chunk")
 # Numbers in the largest tensors of a chunk: 64 MiB in fp32.
 CHUNK_ELEMENTS = 2**24
+# Queries of a chunk: later ones see more keys, and scores are computed for all of them.
+CHUNK_QUERIES = 256
 
 
 class Support(Protocol):
@@ -158,7 +160,11 @@ class ChosenKeys:
 
 
 def visible_keys(
-    spans: Spans, batch: int, device: torch.device, elements: int = CHUNK_ELEMENTS
+    spans: Spans,
+    batch: int,
+    device: torch.device,
+    elements: int = CHUNK_ELEMENTS,
+    queries: int = CHUNK_QUERIES,
 ) -> Iterator[VisibleKeys]:
     """All queries of the spans in chunks whose scores, of one head at least, are ``elements``.
 
@@ -167,9 +173,10 @@ def visible_keys(
         batch: Batch size.
         device: Where the tensors are.
         elements: Most numbers of [B, H, Q, P].
+        queries: Of a chunk, at most.
     """
     for span in spans:
-        size = max(1, min(256, elements // max(1, batch * span.num_keys)))
+        size = max(1, min(queries, elements // max(1, batch * span.num_keys)))
         for chunk in Spans([span]).chunks(size):
             # With a negative offset the first queries of a span see no key.
             if chunk.num_keys > 0:

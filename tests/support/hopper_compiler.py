@@ -167,6 +167,21 @@ def index_kernels() -> None:
         triton_select(index, Spans([Span(0, TOKENS, 0, TOKENS, 0)]), 64, relu=True)
 
 
+def widest_index_kernels() -> None:
+    """Of the most heads and the widest rows, which leave least room."""
+    from absorbed_mla.inference.rows import Rows
+    from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
+    from absorbed_mla.kernels.dsa.index_scores import index_scores
+
+    query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((128, 256), (256,)))
+    weights = torch.zeros(TOKENS, 1, 128)
+    index_scores(query, key, weights, slice(0, TOKENS), 0, TOKENS, 0, True)
+    rows = Rows.of([1] * 4, [TOKENS] * 4, torch.zeros(4, TOKENS // 64, dtype=torch.int32))
+    places = locate(rows.query_starts, rows.query_lengths, rows.kv_lengths, 1, 4)
+    operands = query[:4, 0], weights[:4, 0], key.view(-1, 64, 256), rows.block_table, places
+    cached_scores(*operands, slice(0, 4), 1, TOKENS, True)
+
+
 def loss_kernels() -> None:
     """Target and gradients of an indexer's loss, over visible and over chosen keys."""
     from absorbed_mla.core_attention.masks.spans import Span
@@ -207,4 +222,5 @@ if __name__ == "__main__":
         decode_of_sparse_kernels(kernels)
     choice_over_a_cache()
     index_kernels()
+    widest_index_kernels()
     loss_kernels()

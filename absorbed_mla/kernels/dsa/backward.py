@@ -16,7 +16,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, tiles_at_a_time
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, parts_of_tiles
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
@@ -76,12 +76,11 @@ def backward(
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.entries)), dkv, in_order=False)
         return *dq, dkv
-    row_count = batch * lists.entries.shape[2] * tile.blocks
-    for tiles in tiles_at_a_time(len(lists.entries), row_count * width):
-        rows = (tiles.stop - tiles.start) * row_count
-        buffer = dkv.new_empty(rows, width, dtype=parts_dtype(q_content.dtype))
-        gradients.of_tiles(tiles, buffer, in_order=True)
-        add_in_order(dkv, buffer, lists, tiles, tile.blocks)
+    rows_of_tile = batch * lists.entries.shape[2] * tile.blocks
+    dtype = parts_dtype(q_content.dtype)
+    for some, parts in parts_of_tiles(len(lists.entries), rows_of_tile, width, dkv, dtype):
+        gradients.of_tiles(some, parts, in_order=True)
+        add_in_order(dkv, parts, lists, some, tile.blocks)
     return *dq, dkv
 
 

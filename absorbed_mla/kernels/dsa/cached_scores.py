@@ -29,6 +29,8 @@ from absorbed_mla.kernels.triton.common import (
 # Keys of a block; blocks of a program with one token; tokens of a tile.
 _KEYS, _BLOCKS, _TOKENS = 128, 4, 16
 _PLACES = 128
+# Numbers of a token's queries beside which three blocks of keys fit shared memory.
+_LONG_QUERIES = 2**14
 # The widest products that fit shared memory.
 MOST_HEADS, MOST_WIDTH = 128, 256
 
@@ -130,7 +132,7 @@ def cached_scores(
         PRECISION=precision(query.dtype),
         INTERPRETED=interpreted(),
         num_warps=4,
-        num_stages=3 if alone else 2,
+        num_stages=3 if alone and heads * width <= _LONG_QUERIES else 2,
     )
     return out
 

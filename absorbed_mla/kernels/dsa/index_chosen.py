@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import key_lists
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, tiles_at_a_time
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_of_tiles
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -93,8 +93,7 @@ def add_chosen_gradient(
     lists = key_lists(chosen, len(key), tokens=1)
     blocks = triton.cdiv(query.shape[2], constants["BLOCK_M"])
     entries = chosen.shape[1] * chosen.shape[2] * blocks
-    for some in tiles_at_a_time(len(chosen), entries * query.shape[3]):
-        parts = dk.new_empty((some.stop - some.start) * entries, query.shape[3])
+    for some, parts in parts_of_tiles(len(chosen), entries, query.shape[3], dk, dk.dtype):
         _chosen_kernel[(some.stop - some.start, query.shape[1])](
             *_arguments(query[some], key, weights[some], chosen[some]),
             score_grad[:, some].contiguous(),

@@ -17,6 +17,8 @@ from absorbed_mla.kernels.triton.common import (
 )
 
 _QUERIES, _KEYS = 128, 128
+# Bytes of a row of which a third block of queries fits shared memory.
+_LONG_ROW = 256
 
 
 def index_scores(
@@ -78,7 +80,7 @@ def index_scores(
         PRECISION=precision(query.dtype),
         INTERPRETED=interpreted(),
         num_warps=8,
-        num_stages=3,
+        num_stages=3 if width * query.element_size() <= _LONG_ROW else 2,
     )
     return out
 

@@ -40,6 +40,29 @@ def tiles_at_a_time(tiles: int, elements: int, most: int | None = None) -> Itera
         yield slice(first, min(first + step, tiles))
 
 
+def parts_of_tiles(
+    tiles: int, rows: int, width: int, like: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of tiles, and for each a buffer of their parts.
+
+    All are views of the first, which is the longest: with deterministic algorithms PyTorch fills
+    every new one with NaN, which would take half as long as to write the parts.
+
+    Args:
+        tiles: How many there are.
+        rows: Parts of one.
+        width: Of a part.
+        like: A tensor on the device.
+        dtype: Of the parts.
+    """
+    buffer: Tensor | None = None
+    for some in tiles_at_a_time(tiles, rows * width):
+        count = (some.stop - some.start) * rows
+        if buffer is None:
+            buffer = like.new_empty(count, width, dtype=dtype)
+        yield some, buffer[:count]
+
+
 def add_in_order(
     total: Tensor, parts: Tensor, lists: KeyLists, tiles: slice, head_blocks: int
 ) -> None:

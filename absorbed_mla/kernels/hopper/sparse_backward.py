@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, tiles_at_a_time
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, parts_of_tiles
 from absorbed_mla.kernels.hopper.key_rows import in_order
 from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
@@ -65,18 +65,19 @@ def sparse_backward(
     tile = query_tile(q_content.shape[2], ROWS.value, len(q_content), keys, least=ROWS.value)
     lists = key_lists(chosen, keys, tile.tokens)
     queries = q_content, q_rope, grad_out
-    rows = rows_of_16_bytes(latent), rows_of_16_bytes(k_rope)
+    latent, *latent_strides = rows_of_16_bytes(latent)
+    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
+    rows = latent, k_rope, *latent_strides, *rope_strides
     gradients = _Gradients(queries, rows, statistics, dq, lists, tile, scale)
     tiles = len(lists.counts)
     if not deterministic:
         gradients.of_tiles(slice(0, tiles), dkv, in_order=False)
         return *dq, in_order(dkv)
-    row_count = batch * lists.entries.shape[2] * tile.blocks
-    for some in tiles_at_a_time(tiles, row_count * width):
-        rows_of_some = (some.stop - some.start) * row_count
-        buffer = dkv.new_empty(rows_of_some, width, dtype=parts_dtype(q_content.dtype))
-        gradients.of_tiles(some, buffer, in_order=True)
-        add_in_order(dkv, buffer, lists, some, tile.blocks)
+    rows_of_tile = batch * lists.entries.shape[2] * tile.blocks
+    dtype = parts_dtype(q_content.dtype)
+    for some, parts in parts_of_tiles(tiles, rows_of_tile, width, dkv, dtype):
+        gradients.of_tiles(some, parts, in_order=True)
+        add_in_order(dkv, parts, lists, some, tile.blocks)
     return *dq, in_order(dkv)
 
 
@@ -84,7 +85,7 @@ class _Gradients(NamedTuple):
     """What all launches of the kernel have in common."""
 
     queries: tuple[Tensor, ...]
-    keys: tuple[Tensor, Tensor]
+    keys: tuple[Tensor | int, ...]
     statistics: tuple[Tensor, Tensor]
     dq: tuple[Tensor, ...]
     lists: KeyLists
@@ -94,7 +95,6 @@ class _Gradients(NamedTuple):
     def of_tiles(self, tiles: slice, dkv: Tensor, in_order: bool) -> None:
         """Write dQ of some tiles, and what their keys get; see the kernel's ``dkv``."""
         q_content, q_rope, grad_out = self.queries
-        latent, k_rope = self.keys
         queries, batch, heads, kv_lora_rank = q_content.shape
         rope = q_rope.shape[3]
         box = self.tile.tokens, 1, self.tile.heads
@@ -102,10 +102,7 @@ class _Gradients(NamedTuple):
             tensor_map(q_content, (*box, kv_lora_rank)),
             tensor_map(q_rope, (*box, rope)),
             tensor_map(grad_out, (*box, kv_lora_rank)),
-            latent,
-            k_rope,
-            *latent.stride()[:2],
-            *k_rope.stride()[:2],
+            *self.keys,
             *self.statistics,
             self.lists.entries,
             self.lists.counts,

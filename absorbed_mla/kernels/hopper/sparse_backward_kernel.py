@@ -103,7 +103,7 @@ def attend_sparse_backward(
         grad_out: As q_content.
         latent: [S_k, B, C]; rows begin at multiples of 16 bytes.
         k_rope: [S_k, B, R], likewise.
-        latent_s: Stride of a key, a multiple of 8.
+        latent_s: Stride of a key, like the next three a multiple of 16.
         latent_b: Of an entry of the batch.
         rope_s: Stride of a key in k_rope.
         rope_b: Of an entry of the batch.

@@ -11,7 +11,7 @@ from absorbed_mla.kernels.dsa.key_lists import key_lists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
-from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
+from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import ROWS
 
 # Products wait for the latents' columns in so many chunks, or fewer.
@@ -59,14 +59,15 @@ def sparse_forward(
         return nothing, lse.new_full(q_content.shape[:3], -math.inf)
     tile = query_tile(heads, ROWS.value, queries, len(latent), least=ROWS.value)
     lists = key_lists(chosen, len(latent), tile.tokens)
-    latent, k_rope = map(rows_of_16_bytes, (latent, k_rope))
+    latent, *latent_strides = rows_of_16_bytes(latent)
+    k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     attend_sparse_forward[(lists.counts.numel() * tile.blocks,)](
         tensor_map(q_content, (tile.tokens, 1, tile.heads, kv_lora_rank)),
         tensor_map(q_rope, (tile.tokens, 1, tile.heads, rope)),
         latent,
         k_rope,
-        *latent.stride()[:2],
-        *k_rope.stride()[:2],
+        *latent_strides,
+        *rope_strides,
         lists.entries,
         lists.counts,
         lists.open_counts,
@@ -87,6 +88,23 @@ def sparse_forward(
     return (out, lse) if splits == 1 else merge_splits(out, lse, q_content.dtype)
 
 
-def rows_of_16_bytes(x: Tensor) -> Tensor:
-    """The tensor, or a copy where a row may begin at another address than multiples of 16 bytes."""
-    return x if has_map(x) else x.clone(memory_format=torch.contiguous_format)
+def rows_of_16_bytes(x: Tensor) -> tuple[Tensor, int, int]:
+    """The keys' rows, or a copy, and the strides of keys and entries of the batch.
+
+    The kernels copy 16 bytes at a time, and compile only where strides are known to allow that:
+    Triton looks whether an address in bytes, and a stride in elements, is a multiple of 16.
+
+    Args:
+        x: [S_k, B, W], W a multiple of 16.
+    """
+    strides = _strides(x)
+    if x.stride(2) != 1 or x.data_ptr() % 16 or any(s % 16 for s in strides):
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = _strides(x)
+    return x, *strides
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of the first two axes; 0 of an axis of one element, whose stride may be anything."""
+    key, entry = (s if n > 1 else 0 for n, s in zip(x.shape[:2], x.stride()))
+    return key, entry

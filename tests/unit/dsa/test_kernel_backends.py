@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
-from absorbed_mla.dsa.support import chosen_keys
+from absorbed_mla.dsa.support import chosen_keys, visible_keys
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
 from tests.oracle_dsa import OracleDSA, OracleLoss
 from tests.support import needs
@@ -149,3 +151,15 @@ def test_chunks_are_put_together():
     found = [*larger_chunks(small, elements=8 * 2 * 3)]
     assert [one.queries for one in found] == [slice(0, 8), slice(8, 16), slice(16, 20)]
     assert all(torch.equal(one.indices, indices[one.queries]) for one in found)
+
+
+def test_chunks_of_a_choice_fill_a_gpu():
+    """Thousands of queries while their scores fit; with ranks that take turns, fewer."""
+    from absorbed_mla.dsa.selection_triton import chunk_queries
+
+    for keys, count in ((8192, 4), (2**15, 64)):
+        spans = Spans([Span(0, keys, 0, keys, 0)])
+        found = visible_keys(spans, 1, torch.device("cpu"), queries=chunk_queries(None))
+        assert len([*found]) == count
+    assert chunk_queries(SimpleNamespace(size=lambda: 4)) == 512
+    assert chunk_queries(SimpleNamespace(size=lambda: 16)) == 256

@@ -253,6 +253,43 @@ def test_hopper(name, deterministic, monkeypatch):
     check(case, found)
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "first", "found"),
+    [
+        ((9, 1, 64), (576, 576, 1), 512, (576, 0)),
+        ((9, 1, 64), (576, 1, 1), 0, (576, 0)),
+        ((9, 2, 64), (64, 640, 1), 0, (64, 640)),
+        ((9, 1, 64), (584, 584, 1), 0, (64, 0)),
+        ((9, 2, 64), (128, 72, 1), 0, (128, 64)),
+        ((9, 2, 64), (128, 64, 1), 4, (128, 64)),
+        ((1, 1, 64), (1, 1, 1), 0, (0, 0)),
+    ],
+    ids=["part", "batch_of_one", "batch_first", "keys", "batch", "address", "one_row"],
+)
+def test_rows_that_16_bytes_are_copied_of(shape, strides, first, found):
+    """Else the compiler refuses the kernels: strides must be multiples of 16 elements."""
+    from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
+
+    memory = torch.arange(8000, device=DEVICE).bfloat16()
+    rows = memory.as_strided(shape, strides, first)
+    copied, *its = rows_of_16_bytes(rows)
+    assert torch.equal(copied, rows) and tuple(its) == found
+    assert copied.data_ptr() % 16 == 0
+
+
+def test_parts_of_all_runs_share_a_buffer(monkeypatch):
+    """A new one for each would be filled with NaN by deterministic algorithms."""
+    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 2 * 5 * 8)
+    like = torch.empty(0, device=DEVICE)
+    runs = [*key_sums.parts_of_tiles(5, 5, 8, like, torch.bfloat16)]
+    assert [(some.start, some.stop, len(parts)) for some, parts in runs] == [
+        (0, 2, 10),
+        (2, 4, 10),
+        (4, 5, 5),
+    ]
+    assert len({parts.data_ptr() for _, parts in runs}) == 1
+
+
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])
 def test_every_head_has_a_row(heads):
     tile = head_tile(heads, 64)
