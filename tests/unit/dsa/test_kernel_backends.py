@@ -89,10 +89,11 @@ class TestChoice:
     @pytest.mark.skipif(not HOPPER, reason=needs.NEEDS_HOPPER)
     def test_hopper(self):
         request = replace(REQUEST, device=torch.device("cuda"))
-        assert choose_implementation(SPARSE_BACKENDS, "auto", request).name == "hopper"
-        assert choose_implementation(INDEXER_BACKENDS, "auto", request).name == "triton"
+        for registry, name in ((SPARSE_BACKENDS, "hopper"), (INDEXER_BACKENDS, "triton")):
+            assert choose_implementation(registry, name, request).name == name
+            assert choose_implementation(registry, "auto", request).name == "reference"
         narrow = replace(request, rope_dim=32)
-        assert choose_implementation(SPARSE_BACKENDS, "auto", narrow).name == "triton"
+        assert choose_implementation(SPARSE_BACKENDS, "triton", narrow).name == "triton"
         with pytest.raises(ValueError, match="qk_pos_emb_head_dim must be 64, it is 32"):
             choose_implementation(SPARSE_BACKENDS, "hopper", narrow)
 
