@@ -114,11 +114,14 @@ class IndexerBackend(Protocol):
         name: As ``indexer_backend`` names it; the name of the file.
         summary: What it is and what it needs.
         speed: As of ``SparseBackend``.
+        gathers_keys: Whether the loss copies the rows of chosen keys, which a chunk must have room
+            for; else for their scores alone.
     """
 
     name: str
     summary: str
     speed: float
+    gathers_keys: bool
 
     def why_not(self, request: SparseRequest) -> str | None:
         """The reason why it cannot do what is requested here, or None."""

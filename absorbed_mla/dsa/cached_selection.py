@@ -10,7 +10,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.tiled_reference import TILE_KEYS
 from absorbed_mla.dsa.cached_keys import CachedRows
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.selection import best_of
+from absorbed_mla.dsa.selection import best_of, first_keys
 from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.backends.reference import last_keys
@@ -54,11 +54,10 @@ def select_cached(
     """
     tokens, keys = len(query), rows.max_kv_length
     row, last = last_keys(rows, tokens)
-    chosen = query.new_full((tokens, topk), -1, dtype=torch.int32)
     if keys <= topk:
         # No token has a choice.
-        number = torch.arange(topk, device=query.device, dtype=torch.int32)
-        return torch.where(number <= last[:, None], number, chosen)
+        return first_keys(last + 1, topk)
+    chosen = query.new_empty(tokens, topk, dtype=torch.int32)
     cached = CachedRows(cache)
     size = max(1, min(_CHUNK_TOKENS, elements // max(keys, TILE_KEYS * query.shape[-1])))
     for first in range(0, tokens, size):

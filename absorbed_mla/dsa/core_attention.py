@@ -231,13 +231,17 @@ class SparseCoreAttention(LatentCoreAttention):
         if self.indexer is not None:
             # Rows of the table in Megatron's layout, in which every request has the same.
             cos, sin = (step.unpack(x.unsqueeze(1))[:, 0] for x in (cos, sin))
-            index = self._whole_index(hidden_states, query_latent, cos, sin)
-            cached = CachedIndex.write(step, index, self._indexed)
+            if shape is None:
+                key = self._whole_key(hidden_states, cos, sin)
+                step.write_index_keys(step.pack(key), self._indexed)
+            else:
+                index = self._whole_index(hidden_states, query_latent, cos, sin)
+                cached = CachedIndex.write(step, index, self._indexed)
 
         def select() -> Tensor | None:
-            assert cached is not None
             if shape is None:
                 return None
+            assert cached is not None
             implementation = self._implementation(INDEXER_BACKENDS, request)
             return cached.select(implementation, self.dsa.topk, relu=self.dsa.scoring_relu)
 
@@ -257,9 +261,11 @@ class SparseCoreAttention(LatentCoreAttention):
         dsa = self.dsa
         with torch.no_grad():
             [block] = plan.keys.blocks(kv, keep=False)
-        supports, over_attended = self._supports(plan, block.kv)
+        indexing = self._implementation(INDEXER_BACKENDS, self._request(kv))
+        row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
+        supports, over_attended = self._supports(plan, block.kv, row_width)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
-        loss = self._implementation(INDEXER_BACKENDS, self._request(kv)).loss(
+        loss = indexing.loss(
             plan.index,
             latent_inputs(*query, block.kv),
             lse if over_attended else None,
@@ -277,11 +283,11 @@ class SparseCoreAttention(LatentCoreAttention):
             cp_group=plan.keys.group,
         )
 
-    def _supports(self, plan: SparsePlan, kv: Tensor) -> tuple[Any, bool]:
+    def _supports(self, plan: SparsePlan, kv: Tensor, row_width: int) -> tuple[Any, bool]:
         """The keys of the loss, and whether the attention was over them."""
         supports: Any
         if self.dsa.sparse_loss and plan.chosen is not None:
-            return chosen_keys(plan.chosen, kv.shape[-1]), True
+            return chosen_keys(plan.chosen, row_width), True
         supports = visible_keys(plan.keys.spans(), kv.shape[1], kv.device)
         return supports, plan.chosen is None
 
@@ -312,19 +318,30 @@ class SparseCoreAttention(LatentCoreAttention):
         assert self.indexer is not None
         with torch.no_grad():
             latent = query_latent()
-        if self.sequence_parallel:
-            assert self._tp_group is not None
-            # Every rank projects its own tokens.
-            rows = len(hidden_states)
-            own = slice(self._tp_group.rank() * rows, (self._tp_group.rank() + 1) * rows)
-            cos, sin = cos[own], sin[own]
-        index = self.indexer(hidden_states, latent, cos, sin)
-        if self.sequence_parallel:
-            # Backward sums over ranks, which take turns with the queries of the loss.
-            index = IndexVectors(
-                *(gather_from_sequence_parallel_region(x, group=self._tp_group) for x in index)
-            )
-        return index
+        own_cos, own_sin = (self._own_rows(x, len(hidden_states)) for x in (cos, sin))
+        index = self.indexer(hidden_states, latent, own_cos, own_sin)
+        return IndexVectors(*(self._all_rows(x) for x in index))
+
+    def _whole_key(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The key of :meth:`_whole_index` alone."""
+        assert self.indexer is not None
+        own_cos, own_sin = (self._own_rows(x, len(hidden_states)) for x in (cos, sin))
+        return self._all_rows(self.indexer.key(hidden_states, own_cos, own_sin))
+
+    def _own_rows(self, x: Tensor, count: int) -> Tensor:
+        """Of all tokens' rows those that this rank projects, its own under sequence parallelism."""
+        if not self.sequence_parallel:
+            return x
+        assert self._tp_group is not None
+        rank = self._tp_group.rank()
+        return x[rank * count : (rank + 1) * count]
+
+    def _all_rows(self, x: Tensor) -> Tensor:
+        """Rows of all ranks; backward sums over them: they take turns with the loss's queries."""
+        if not self.sequence_parallel:
+            return x
+        gathered: Tensor = gather_from_sequence_parallel_region(x, group=self._tp_group)
+        return gathered
 
     def _selection_shape(
         self, plan: SparsePlan, hidden_states: Tensor

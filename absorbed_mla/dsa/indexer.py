@@ -108,13 +108,15 @@ class Indexer(nn.Module):
         x, q_latent = x.detach(), q_latent.detach()
         query, _ = self.linear_wq_b(q_latent)
         query = query.unflatten(-1, (self.dsa.num_heads, self.dsa.head_dim))
-        key, _ = self.linear_wk(x)
-        key = self.k_norm(key)
         weights, _ = self.linear_weights_proj(x)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         weights = weights * (self.dsa.num_heads * self.dsa.head_dim) ** -0.5
-        key = self._rotate(key.unsqueeze(2), cos, sin).squeeze(2)
-        return IndexVectors(self._rotate(query, cos, sin), key, weights)
+        return IndexVectors(self._rotate(query, cos, sin), self.key(x, cos, sin), weights)
+
+    def key(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The index key of every token alone, [S, B, Di]; arguments as of :meth:`forward`."""
+        key, _ = self.linear_wk(x.detach())
+        return self._rotate(self.k_norm(key).unsqueeze(2), cos, sin).squeeze(2)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first channels of ``x`` [S, B, heads, Di], then transform all of them."""

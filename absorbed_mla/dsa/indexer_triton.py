@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
 from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.selection_triton import triton_index_scores
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, ChosenKeys, Support, VisibleKeys
+from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 
@@ -51,29 +49,6 @@ class TritonHeadSum:
         span = support.span
         own_span = Span(0, span.num_queries, 0, span.num_keys, span.causal_offset)
         return DENSE.forward(inputs, ScoreRules(self.scale, Spans([own_span]))).lse
-
-
-def larger_chunks(supports: Iterable[Support], elements: int = CHUNK_ELEMENTS) -> Iterator[Support]:
-    """The supports, chosen keys in chunks of ``elements`` scores: kernels gather no keys."""
-    waiting: list[ChosenKeys] = []
-    size = 0
-
-    def whole() -> ChosenKeys:
-        queries = slice(waiting[0].queries.start, waiting[-1].queries.stop)
-        return ChosenKeys(queries, torch.cat([one.indices for one in waiting]), waiting[0].heads)
-
-    for support in supports:
-        if not isinstance(support, ChosenKeys):
-            yield support
-            continue
-        follows = not waiting or waiting[-1].queries.stop == support.queries.start
-        if waiting and not (follows and size + support.indices.numel() <= elements):
-            yield whole()
-            waiting, size = [], 0
-        waiting.append(support)
-        size += support.indices.numel()
-    if waiting:
-        yield whole()
 
 
 def triton_target(

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.core_attention import SparseCoreAttention
+from absorbed_mla.dsa.indexer_loss import HeadSum
 from absorbed_mla.dsa.selection import best_keys
-from absorbed_mla.dsa.sparse_reference import latent_inputs, masked_scores, probabilities
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, head_groups, visible_keys
+from absorbed_mla.dsa.sparse_reference import latent_inputs
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, visible_keys
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ def selection_recall(
         elements: Most numbers of a chunk's scores.
     """
     topk = chosen.shape[-1]
-    kv = torch.cat((inputs.k_content.squeeze(2), inputs.k_rope), dim=-1)
-    query = torch.cat((inputs.q_content, inputs.q_rope), dim=-1)
+    dtype = torch.promote_types(inputs.q_content.dtype, torch.float32)
+    probabilities = HeadSum(inputs, None, scale, dtype)
     total = Recall()
     for keys in visible_keys(spans, chosen.shape[1], chosen.device, elements):
         has_choice = keys.num_seen > topk
         if not has_choice.any():
             continue
-        mass = _summed_probabilities(query[keys.queries], kv, keys, scale)
+        mass = probabilities(keys)
         if tp_group is not None:
             dist.all_reduce(mass, group=tp_group)
         wanted = _places(best_keys(mass, keys, topk), keys)
@@ -98,19 +99,6 @@ def selection_recall(
             found=int(marked.gather(-1, own)[:, has_choice].sum()),
             by_chance=float((topk**2 / keys.num_seen[has_choice]).sum()) * chosen.shape[1],
         )
-    return total
-
-
-def _summed_probabilities(query: Tensor, kv: Tensor, keys: VisibleKeys, scale: float) -> Tensor:
-    """[B, Q, P] of queries [Q, B, N, C + R], in fp32 (fp64)."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    taken = keys.take(kv).to(dtype)
-    total: Tensor | None = None
-    for heads in head_groups(query.shape[2], keys.heads):
-        scores = masked_scores(query[:, :, heads].to(dtype), taken, keys, scale)
-        part = probabilities(scores, torch.logsumexp(scores, dim=-1)).sum(1)
-        total = part if total is None else total.add_(part)
-    assert total is not None, "a rank has a head"
     return total
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.dsa.replay import Selections
+from absorbed_mla.dsa.selection import first_keys
 from absorbed_mla.sequences import SequenceLayout
 
 
@@ -123,5 +124,4 @@ def _of_forward(
 
 def all_keys(num_tokens: int, topk: int) -> Tensor:
     """Of every token all keys that it sees, int32 [num_tokens, topk]; right for the first topk."""
-    number = torch.arange(topk, dtype=torch.int32).expand(num_tokens, topk)
-    return torch.where(number <= torch.arange(num_tokens)[:, None], number, -1)
+    return first_keys(torch.arange(1, num_tokens + 1), topk)

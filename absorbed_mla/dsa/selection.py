@@ -10,7 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.dsa.scores import index_scores
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, VisibleKeys, turns, visible_keys
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, CHUNK_QUERIES, VisibleKeys, turns, visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 
 
@@ -23,7 +23,9 @@ def select(
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
     scores: Callable[[IndexVectors, VisibleKeys, bool], Tensor] = index_scores,
+    best: Callable[[Tensor, VisibleKeys, int], Tensor] | None = None,
     elements: int = CHUNK_ELEMENTS,
+    queries: int = CHUNK_QUERIES,
 ) -> Tensor:
     """The ``topk`` keys of highest score that each query sees; of equal scores the first ones.
 
@@ -38,29 +40,41 @@ def select(
         relu: Whether products pass a ReLU.
         tp_group: Ranks that call with the same arguments; each selects for some of the queries.
         scores: Computes [B, Q, K] for a chunk; ``tiled_index_scores`` in parity mode.
+        best: Chooses by the scores; None for :func:`best_keys`.
         elements: Most scores of one head that are held at a time.
+        queries: Most queries of a chunk.
 
     Returns:
         int32 [S_q, B, topk] on the key axis, ascending, then -1.
     """
     num_queries, batch = index.query.shape[:2]
     chosen = index.query.new_full((num_queries, batch, topk), -1, dtype=torch.int32)
-    chunks = visible_keys(spans, batch, index.query.device, elements)
+    chunks = visible_keys(spans, batch, index.query.device, elements, queries)
+    best = best or best_keys
     for keys, _, own in turns(tp_group, chunks):
         if not own:
             continue
         if keys.span.num_keys <= topk:
             # No query of the chunk has a choice.
-            number = torch.arange(topk, device=chosen.device, dtype=torch.int32)
-            rows = torch.where(number < keys.num_seen[:, None], number + keys.span.key_start, -1)
+            rows = first_keys(keys.num_seen, topk, keys.span.key_start)
             chosen[keys.queries] = rows[:, None]
         else:
-            best = best_keys(scores(index, keys, relu), keys, topk)
-            chosen[keys.queries] = best.transpose(0, 1)
+            found = best(scores(index, keys, relu), keys, topk)
+            chosen[keys.queries] = found.transpose(0, 1)
     if tp_group is not None and tp_group.size() > 1:
         # The other ranks have -1 where one has selected.
         dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
     return chosen
+
+
+def first_keys(count: Tensor, topk: int, start: int = 0) -> Tensor:
+    """All keys of queries that see ``count`` [...] of them from ``start`` on, ``topk`` at most.
+
+    Returns:
+        int32 [..., topk], ascending, then -1.
+    """
+    number = torch.arange(topk, device=count.device, dtype=torch.int32)
+    return torch.where(number < count[..., None], number + start, -1)
 
 
 def best_keys(scores: Tensor, keys: VisibleKeys, topk: int) -> Tensor:

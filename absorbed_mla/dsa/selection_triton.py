@@ -12,13 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
-from absorbed_mla.dsa.support import (
-    CHUNK_ELEMENTS,
-    CHUNK_QUERIES,
-    VisibleKeys,
-    turns,
-    visible_keys,
-)
+from absorbed_mla.dsa.selection import select
+from absorbed_mla.dsa.support import CHUNK_ELEMENTS, CHUNK_QUERIES, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 # Scores of 256 queries and 4096 keys are 64 tiles, for 132 multiprocessors.
@@ -48,7 +43,6 @@ def chunk_queries(tp_group: dist.ProcessGroup | None) -> int:
     return max(CHUNK_QUERIES, _MOST_QUERIES // ranks)
 
 
-@torch.no_grad()
 def triton_select(
     index: IndexVectors,
     spans: Spans,
@@ -59,27 +53,18 @@ def triton_select(
     elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """As ``select``; the same keys wherever the scores have the same bits."""
-    from absorbed_mla.kernels.dsa.radix_select import radix_select
-
-    num_queries, batch = index.query.shape[:2]
-    chosen = index.query.new_full((num_queries, batch, topk), -1, dtype=torch.int32)
     with torch.cuda.device_of(index.query):
-        chunks = visible_keys(spans, batch, index.query.device, elements, chunk_queries(tp_group))
-        for keys, _, own in turns(tp_group, chunks):
-            if not own:
-                continue
-            span = keys.span
-            # Where no query has a choice, the scores are not read.
-            if span.num_keys > topk:
-                scores = triton_index_scores(index, keys, relu)
-            else:
-                shape = batch, span.num_queries, span.num_keys
-                scores = index.weights.new_empty(1, dtype=torch.float32).expand(shape)
-            radix_select(scores, topk, span.key_start, span.causal_offset, out=chosen[keys.queries])
-    if tp_group is not None and tp_group.size() > 1:
-        # The other ranks have -1 where one has selected.
-        dist.all_reduce(chosen, dist.ReduceOp.MAX, tp_group)
-    return chosen
+        return select(
+            index,
+            spans,
+            topk,
+            relu=relu,
+            tp_group=tp_group,
+            scores=triton_index_scores,
+            best=lambda *chunk: triton_best_keys(*chunk).transpose(0, 1),
+            elements=elements,
+            queries=chunk_queries(tp_group),
+        )
 
 
 @torch.no_grad()

@@ -191,7 +191,7 @@ def chosen_keys(
 
     Args:
         indices: A selection, int32 [S_q, B, topk].
-        width: Width of a key's row.
+        width: Numbers of a key's row that is gathered; 1 where none is.
         elements: Most numbers of [Q, B, P, width], and of [B, H, Q, P].
     """
     num_queries, batch, topk = indices.shape

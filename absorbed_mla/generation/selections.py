@@ -23,6 +23,7 @@ from absorbed_mla.dsa.replay import recordable_layers
 from absorbed_mla.dsa.request_selections import RequestSelections, all_keys
 from absorbed_mla.dsa.sharing import Selected
 from absorbed_mla.generation.engine import Engine
+from absorbed_mla.inference.caches.dynamic import of_active_requests
 
 
 class _Piece(NamedTuple):
@@ -177,6 +178,5 @@ def _require_every_token(engine: Engine) -> None:
 
 def _rows(context: Any) -> list[tuple[int, int, int]]:
     """Number, first position and tokens of every request in the step, in the order of tokens."""
-    active = slice(context.paused_request_count, context.total_request_count)
-    columns = context.request_ids, context.request_kv_length_offsets, context.request_query_lengths
-    return list(zip(*(column[active].tolist() for column in columns)))
+    names = "request_ids", "request_kv_length_offsets", "request_query_lengths"
+    return list(zip(*of_active_requests(context, *names)))

@@ -392,9 +392,9 @@ MUTATIONS = {
         "pass",
     ),
     "recall_of_one_head": Mutation(
-        "absorbed_mla/dsa/recall.py",
-        "torch.logsumexp(scores, dim=-1)).sum(1)",
-        "torch.logsumexp(scores, dim=-1)).amax(1)",
+        "absorbed_mla/dsa/indexer_loss.py",
+        "part = probabilities(scores, lse).sum(1)",
+        "part = probabilities(scores, lse).amax(1)",
     ),
     "indexer_gradient_of_some_ranks": Mutation(
         "absorbed_mla/dsa/indexer_loss.py", "*= self.factor * size", "*= self.factor"
@@ -405,7 +405,7 @@ MUTATIONS = {
         "pass",
     ),
     "index_rows_at_other_positions": Mutation(
-        "absorbed_mla/dsa/core_attention.py", "cos, sin = cos[own], sin[own]", "pass"
+        "absorbed_mla/dsa/core_attention.py", "x[rank * count : (rank + 1) * count]", "x[:count]"
     ),
     "index_keys_in_another_order": Mutation(
         "absorbed_mla/context_parallel/strategies/all_gather.py",

@@ -73,6 +73,26 @@ def _dense_then_moe(dense: int, layers: int) -> tuple[int, ...]:
     return (0,) * dense + (1,) * (layers - dense)
 
 
+# deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
+# the multi-token-prediction layer.
+_DEEPSEEK_V3 = ModelPreset(
+    vocab_size=129280,
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    rotary_scaling_factor=40.0,
+    num_moe_experts=256,
+    moe_layer_freq=_dense_then_moe(3, 61),
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_router_topk=8,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=8,
+    moe_router_group_topk=4,
+)
+
 PRESETS = {
     # Not a released model, but one with all of their parts that is small enough for a CPU.
     "tiny": ModelPreset(
@@ -114,43 +134,10 @@ PRESETS = {
         moe_router_enable_expert_bias=False,
         moe_aux_loss_coeff=1e-3,
     ),
-    # deepseek-ai/DeepSeek-V3 (arXiv:2412.19437, section 4.2), 671B parameters, 37B active; without
-    # the multi-token-prediction layer.
-    "deepseek-v3": ModelPreset(
-        vocab_size=129280,
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=128,
-        q_lora_rank=1536,
-        rotary_scaling_factor=40.0,
-        num_moe_experts=256,
-        moe_layer_freq=_dense_then_moe(3, 61),
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        moe_router_topk=8,
-        moe_router_topk_scaling_factor=2.5,
-        moe_router_num_groups=8,
-        moe_router_group_topk=4,
-    ),
+    "deepseek-v3": _DEEPSEEK_V3,
     # deepseek-ai/DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3's sizes and an indexer in every
     # layer; without the multi-token-prediction layer.
-    "deepseek-v3.2": ModelPreset(
-        vocab_size=129280,
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=128,
-        q_lora_rank=1536,
-        rotary_scaling_factor=40.0,
-        num_moe_experts=256,
-        moe_layer_freq=_dense_then_moe(3, 61),
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        moe_router_topk=8,
-        moe_router_topk_scaling_factor=2.5,
-        moe_router_num_groups=8,
-        moe_router_group_topk=4,
+    "deepseek-v3.2": _DEEPSEEK_V3.replace(
         experimental_attention_variant="dsa",
         dsa_indexer_n_heads=64,
         dsa_indexer_head_dim=128,

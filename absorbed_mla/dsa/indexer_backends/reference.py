@@ -17,6 +17,7 @@ class InvariantReference:
     select = staticmethod(partial(select, scores=tiled_index_scores))
     select_cached = staticmethod(partial(select_cached, scores=tiled_cached_scores))
     loss = staticmethod(indexer_loss)
+    gathers_keys = True
 
     def why_not(self, request: SparseRequest) -> str | None:
         """Products of one row depend on the others on a GPU."""
@@ -33,6 +34,7 @@ class ReferenceBackend:
     select = staticmethod(select)
     select_cached = staticmethod(select_cached)
     loss = staticmethod(indexer_loss)
+    gathers_keys = True
 
     def why_not(self, request: SparseRequest) -> None:
         """Nothing is refused."""

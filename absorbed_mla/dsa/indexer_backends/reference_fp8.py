@@ -25,6 +25,7 @@ class ReferenceFp8Backend:
     select = staticmethod(partial(select, scores=_scores))
     select_cached = staticmethod(partial(select_cached, scores=_scores))
     loss = staticmethod(indexer_loss)
+    gathers_keys = True
 
     def why_not(self, request: SparseRequest) -> str | None:
         """See ``IndexerBackend``."""

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch.distributed as dist
-from torch import Tensor
+from functools import partial
 
 from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
-from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.indexer_loss import indexer_loss
-from absorbed_mla.dsa.indexer_triton import TRITON_PIECES, larger_chunks
+from absorbed_mla.dsa.indexer_triton import TRITON_PIECES
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
 from absorbed_mla.dsa.sparse_kernels import dense_request
-from absorbed_mla.dsa.support import Support
-from absorbed_mla.dsa.types import IndexVectors
 
 _WIDTHS = (16, 32, 64, 128, 256)
 _MOST_HEADS = 128
@@ -31,6 +25,8 @@ class TritonBackend:
     speed = 0.5  # not run on a GPU yet, so only by name
     select = staticmethod(triton_select)
     select_cached = staticmethod(triton_select_cached)
+    loss = staticmethod(partial(indexer_loss, pieces=TRITON_PIECES))
+    gathers_keys = False
 
     def why_not(self, request: SparseRequest) -> str | None:
         """See ``IndexerBackend``; the loss computes the attention's probabilities, too."""
@@ -47,31 +43,6 @@ class TritonBackend:
         }
         reason = DENSE.why_not(dense_request(request))
         return reason or next((why for why, holds in checks.items() if holds), None)
-
-    def loss(
-        self,
-        index: IndexVectors,
-        inputs: AttentionInputs,
-        lse: Tensor | None,
-        supports: Iterable[Support],
-        *,
-        attention_scale: float,
-        factor: float,
-        relu: bool,
-        tp_group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        """See ``indexer_loss``, whose chunks are for PyTorch."""
-        return indexer_loss(
-            index,
-            inputs,
-            lse,
-            larger_chunks(supports),
-            attention_scale=attention_scale,
-            factor=factor,
-            relu=relu,
-            tp_group=tp_group,
-            pieces=TRITON_PIECES,
-        )
 
 
 ENTRY = TritonBackend()

@@ -138,11 +138,22 @@ class DynamicStep:
         yield CachePart(cache, self.rows)
 
 
+def of_active_requests(context: Any, *names: str) -> list[list[int]]:
+    """Of every request of the step, in the order of tokens, what the context has by these names.
+
+    Args:
+        context: Megatron's ``DynamicInferenceContext``.
+        names: Of tensors with a number for each request, on the CPU.
+    """
+    active = slice(context.paused_request_count, context.total_request_count)
+    return [getattr(context, name)[active].tolist() for name in names]
+
+
 def _lengths(context: Any) -> RowLengths:
     """Lengths of the active requests, from tensors that Megatron keeps on the CPU."""
-    active = slice(context.paused_request_count, context.total_request_count)
-    queries = context.request_query_lengths[active].tolist()
-    cached = context.request_kv_length_offsets[active].tolist()
+    queries, cached = of_active_requests(
+        context, "request_query_lengths", "request_kv_length_offsets"
+    )
     return RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
 
 

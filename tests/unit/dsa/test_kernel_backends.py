@@ -143,13 +143,11 @@ def test_training_on_a_gpu(stage, backend):
     compare({n: t.double() for n, t in found.items()}, expected, 0.05).check()
 
 
-def test_chunks_are_put_together():
-    """Where they follow each other, up to a size."""
-    from absorbed_mla.dsa.indexer_triton import larger_chunks
-
+def test_chunks_of_a_loss_that_gathers_nothing():
+    """They have room for scores alone."""
+    assert not INDEXER_BACKENDS["triton"].gathers_keys
     indices = torch.arange(20 * 2 * 3, dtype=torch.int32).view(20, 2, 3)
-    small = chosen_keys(indices, 5, elements=2 * 2 * 3 * 5)
-    found = [*larger_chunks(small, elements=8 * 2 * 3)]
+    found = [*chosen_keys(indices, 1, elements=8 * 2 * 3)]
     assert [one.queries for one in found] == [slice(0, 8), slice(8, 16), slice(16, 20)]
     assert all(torch.equal(one.indices, indices[one.queries]) for one in found)
 
