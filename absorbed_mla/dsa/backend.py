@@ -71,8 +71,8 @@ class SparseBackend(Protocol):
     Attributes:
         name: As ``sparse_attention_backend`` names it; the name of the file.
         summary: What it is and what it needs.
-        speed: Relative to the reference's 1; ``"auto"`` takes the largest that can run. Below 1 for
-            what was not measured.
+        speed: On a GPU, relative to the reference's 1; ``"auto"`` takes the largest that can run.
+            Below 1 for what gives another result or was not measured: only by name.
     """
 
     name: str
@@ -202,9 +202,17 @@ def choose_implementation(registry: Registry, name: str, request: SparseRequest)
     if not able:
         reasons = "; ".join(f"{entry}: {reason}" for entry, reason in refused.items())
         raise ValueError(f"{registry.option}={name!r} cannot run here: {reasons}")
-    chosen = max(able, key=lambda entry: entry.speed)
+    chosen = max(able, key=lambda entry: _speed(entry, request.device))
     log_once(_logger, f"{registry.option}: {chosen.name}")
     return chosen.invariant if request.batch_invariant else chosen
+
+
+def _speed(entry: Any, device: torch.device) -> float:
+    """Of an entry on a device: on a CPU kernels run in an interpreter, slower than anything."""
+    if device.type == "cpu" and entry.name != "reference":
+        return 0.0
+    speed: float = entry.speed
+    return speed
 
 
 def _why_not_invariant(entry: Any, request: SparseRequest) -> str | None:

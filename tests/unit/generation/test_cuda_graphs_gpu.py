@@ -10,8 +10,10 @@ import torch
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.cuda_graphs import deleting_graphs, graph_fields, seed_generators
 from absorbed_mla.options import AbsorbedMLAOptions
+from tests.oracle_dsa import OracleDSA
 from tests.support import needs
 from tests.support.cases import WIDE
+from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 
 pytestmark = needs.gpu
@@ -24,6 +26,8 @@ SIZES = {
     "prefix_caching": True,
     "num_cuda_graphs": 4,
 }
+# Most tokens see more keys than they attend to.
+SPARSE = OracleDSA(mla=WIDE, heads=4, width=64, topk=64)
 REQUESTS = [Request(prompt(100 + seed, seed, shared=70), 30) for seed in range(8)]
 
 
@@ -43,16 +47,21 @@ def test_captured(graphs, scope, batch_invariant):
         _check_captured(graphs, scope, AbsorbedMLAOptions(batch_invariant=batch_invariant))
 
 
-def _check_captured(graphs, scope, options):
-    eager = generating_model(options, mla=WIDE, dtype=torch.bfloat16)
+@pytest.mark.parametrize("scope", ["layer", "block"])
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_sparse_attention(graphs, scope, backend):
+    """The choice, the chosen keys' places and the attention, and a selection that is shared."""
+    options = AbsorbedMLAOptions(sparse_attention_backend=backend, indexer_backend="triton")
+    _check_captured(graphs, scope, options, **generating_fields(SPARSE))
+
+
+def _check_captured(graphs, scope, options, **fields):
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, **fields}
+    eager = generating_model(options, **fields)
     expected = generate(engine_of(eager, **SIZES), REQUESTS, log_probs=True)
     graphs()
     captured = generating_model(
-        options,
-        mla=WIDE,
-        dtype=torch.bfloat16,
-        **graph_fields(scope),
-        inference_rng_tracker=True,
+        options, **fields, **graph_fields(scope), inference_rng_tracker=True
     )
     captured.load_state_dict(eager.state_dict())
     run = generate(engine_of(captured, **SIZES), REQUESTS, log_probs=True)
