@@ -65,8 +65,9 @@ class SparseBackend(Protocol):
     It serves training, prefill and decode. With few queries (decode) an implementation may divide
     the keys of each over programs and merge them; that is its own affair.
 
-    An entry may have an attribute ``invariant``, its implementation for parity mode; an entry
-    without one refuses that mode.
+    An entry may have an attribute ``invariant``, its implementation for parity mode, with an
+    attribute ``equals_dense``: whether over all keys it gives the bits of the dense attention in
+    that mode. An entry without one refuses the mode.
 
     Attributes:
         name: As ``sparse_attention_backend`` names it; the name of the file.

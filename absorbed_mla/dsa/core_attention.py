@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,7 +174,7 @@ class SparseCoreAttention(LatentCoreAttention):
             with torch.set_grad_enabled(learns):
                 return self._index_vectors(plan, hidden_states, query_latent, cos, sin)
 
-        shape = self._selection_shape(plan, hidden_states)
+        shape = self._selection_shape(plan, request, hidden_states.shape[1])
 
         def select() -> Tensor | None:
             if shape is None:
@@ -225,7 +225,7 @@ class SparseCoreAttention(LatentCoreAttention):
                 "were computed with selections of their own"
             )
         request = self._request(hidden_states)
-        few = step.lengths is not None and self.dsa.topk >= max(step.lengths.keys, default=0)
+        few = step.lengths is not None and self._all_keys(request, step.lengths.keys)
         shape = None if few else (len(cos), self.dsa.topk)
         cached: CachedIndex | None = None
         if self.indexer is not None:
@@ -344,13 +344,24 @@ class SparseCoreAttention(LatentCoreAttention):
         return gathered
 
     def _selection_shape(
-        self, plan: SparsePlan, hidden_states: Tensor
+        self, plan: SparsePlan, request: SparseRequest, batch: int
     ) -> tuple[int, int, int] | None:
-        """[S_q, B, topk]; None where no sequence is longer than topk, so nothing is chosen."""
-        if self.dsa.topk >= max(plan.layout.lengths, default=0):
+        """[S_q, B, topk]; None where nothing is chosen."""
+        if self._all_keys(request, plan.layout.lengths):
             return None
         cp_size = 1 if plan.keys.group is None else plan.keys.group.size()
-        return plan.layout.num_tokens // cp_size, hidden_states.shape[1], self.dsa.topk
+        return plan.layout.num_tokens // cp_size, batch, self.dsa.topk
+
+    def _all_keys(self, request: SparseRequest, lengths: Iterable[int]) -> bool:
+        """Whether the dense attention serves: no sequence of these is longer than top-k.
+
+        In parity mode that must give the bits of a choice of all keys.
+        """
+        if self.dsa.topk < max(lengths, default=0):
+            return False
+        return not request.batch_invariant or bool(
+            self._implementation(SPARSE_BACKENDS, request).equals_dense
+        )
 
     def _check_shape(self, chosen: Tensor | None, expected: tuple[int, int, int] | None) -> None:
         """Refuse a selection of other tokens, which a kernel would read out of bounds."""

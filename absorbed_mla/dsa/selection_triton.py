@@ -5,6 +5,7 @@ Both are called like the functions of ``scores.py`` and ``selection.py`` that th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def triton_select(
     *,
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
+    scores: Callable[[IndexVectors, VisibleKeys, bool], Tensor] = triton_index_scores,
     elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """As ``select``; the same keys wherever the scores have the same bits."""
@@ -60,7 +62,7 @@ def triton_select(
             topk,
             relu=relu,
             tp_group=tp_group,
-            scores=triton_index_scores,
+            scores=scores,
             best=lambda *chunk: triton_best_keys(*chunk).transpose(0, 1),
             elements=elements,
             queries=chunk_queries(tp_group),
@@ -76,6 +78,7 @@ def triton_select_cached(
     topk: int,
     *,
     relu: bool,
+    tiles: bool = False,
     elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """The ``topk`` keys of highest score among those that new tokens see in a cache.
@@ -90,6 +93,7 @@ def triton_select_cached(
         rows: ``inference.rows.Rows`` of the tokens.
         topk: Most keys of a token.
         relu: Whether products pass a ReLU.
+        tiles: As of ``cached_scores``.
         elements: Most scores that are held at a time.
 
     Returns:
@@ -107,9 +111,16 @@ def triton_select_cached(
         for first in range(0, tokens, step):
             part = slice(first, min(first + step, tokens))
             if keys > topk:
-                bounds = rows.max_query_length, keys
                 scores = cached_scores(
-                    query, weights, cache, rows.block_table, places, part, *bounds, relu
+                    query,
+                    weights,
+                    cache,
+                    rows.block_table,
+                    places,
+                    part,
+                    keys,
+                    relu,
+                    tiles=tiles or rows.max_query_length > 1,
                 )
             else:
                 # Where no query has a choice, the scores are not read.

@@ -12,9 +12,10 @@ from absorbed_mla.kernels import operators
 
 
 class SparseKernels:
-    """Calls the sparse kernels that ``kernels/operators.py`` knows by the name of the backend."""
+    """Calls the sparse kernels that ``kernels/operators.py`` knows by these names."""
 
-    name: str
+    forward_kernel: str
+    backward_kernel: str
 
     def forward(self, inputs: AttentionInputs, chosen: Tensor, scale: float) -> AttentionOutput:
         """As ``sparse_reference.sparse_forward``; the output has the dtype of the query.
@@ -24,7 +25,7 @@ class SparseKernels:
         q_content, q_rope, k_content, k_rope, _ = inputs
         return AttentionOutput(
             *operators.sparse_attention_forward(
-                q_content, q_rope, k_content.squeeze(2), k_rope, chosen, scale, self.name
+                q_content, q_rope, k_content.squeeze(2), k_rope, chosen, scale, self.forward_kernel
             )
         )
 
@@ -51,7 +52,7 @@ class SparseKernels:
             chosen,
             scale,
             torch.are_deterministic_algorithms_enabled(),
-            self.name,
+            self.backward_kernel,
         )
         width = q_content.shape[-1]
         return AttentionInputs(dq_content, dq_rope, dkv[..., None, :width], dkv[..., width:], None)

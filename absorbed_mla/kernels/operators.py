@@ -147,7 +147,11 @@ def _(q_content, q_rope, cache, *rest):
     return q_content.new_empty(q_content.shape), lse
 
 
-_SPARSE = {"triton": ("dsa", ""), "hopper": ("hopper", "sparse_")}
+_SPARSE = {
+    "triton": ("dsa", ""),
+    "invariant": ("dsa", "invariant_"),
+    "hopper": ("hopper", "sparse_"),
+}
 
 
 @torch.library.custom_op("absorbed_mla::sparse_attention_forward", mutates_args=())

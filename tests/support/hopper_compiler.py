@@ -179,7 +179,7 @@ def widest_index_kernels() -> None:
     rows = Rows.of([1] * 4, [TOKENS] * 4, torch.zeros(4, TOKENS // 64, dtype=torch.int32))
     places = locate(rows.query_starts, rows.query_lengths, rows.kv_lengths, 1, 4)
     operands = query[:4, 0], weights[:4, 0], key.view(-1, 64, 256), rows.block_table, places
-    cached_scores(*operands, slice(0, 4), 1, TOKENS, True)
+    cached_scores(*operands, slice(0, 4), TOKENS, True, tiles=False)
 
 
 def loss_kernels() -> None:

@@ -12,7 +12,7 @@ _ROPE_WIDTH = 64
 class HopperBackend(SparseKernels):
     """See ``kernels/hopper/sparse_forward_kernel.py``."""
 
-    name = "hopper"
+    name = forward_kernel = backward_kernel = "hopper"
     summary = "this package's kernels for Hopper, kv_lora_rank 128, 256 or 512, rope 64"
     speed = 4.0
 

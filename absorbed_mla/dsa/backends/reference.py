@@ -10,6 +10,7 @@ from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 class InvariantReference:
     """For parity mode: see ``dsa/tiled_sparse.py``."""
 
+    equals_dense = True
     forward = staticmethod(tiled_sparse_forward)
     backward = staticmethod(sparse_backward)
 

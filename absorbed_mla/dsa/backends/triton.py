@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.invariant_sparse import InvariantSparse
 from absorbed_mla.dsa.sparse_kernels import SparseKernels, dense_request
 
 
 class TritonBackend(SparseKernels):
     """See ``kernels/dsa``."""
 
-    name = "triton"
+    name = forward_kernel = backward_kernel = "triton"
     summary = "this package's Triton kernels, compute capability 8.0 or newer"
     speed = 2.0
+    invariant = InvariantSparse()
 
     def why_not(self, request: SparseRequest) -> str | None:
         """See ``SparseBackend``; the limits are those of the dense kernels."""

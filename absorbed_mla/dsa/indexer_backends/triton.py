@@ -8,6 +8,7 @@ from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.indexer_loss import indexer_loss
 from absorbed_mla.dsa.indexer_triton import TRITON_PIECES
+from absorbed_mla.dsa.invariant_indexer import InvariantIndexer
 from absorbed_mla.dsa.selection_triton import triton_select, triton_select_cached
 from absorbed_mla.dsa.sparse_kernels import dense_request
 
@@ -23,6 +24,7 @@ class TritonBackend:
     name = "triton"
     summary = "this package's Triton kernels, compute capability 8.0 or newer"
     speed = 2.0
+    invariant: InvariantIndexer | None = InvariantIndexer()
     select = staticmethod(triton_select)
     select_cached = staticmethod(triton_select_cached)
     loss = staticmethod(partial(indexer_loss, pieces=TRITON_PIECES))

@@ -25,6 +25,7 @@ class TritonFp8Backend(TritonBackend):
     name = "triton_fp8"
     summary = "as `triton`, chooses as `reference_fp8`; compute capability 8.9 or newer"
     speed = 0.4  # another result, so only by name
+    invariant = None
 
     def why_not(self, request: SparseRequest) -> str | None:
         """See ``IndexerBackend``."""

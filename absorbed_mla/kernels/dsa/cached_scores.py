@@ -73,9 +73,10 @@ def cached_scores(
     block_table: Tensor,
     places: Tokens,
     tokens: slice,
-    max_query_length: int,
     max_kv_length: int,
     relu: bool,
+    *,
+    tiles: bool,
 ) -> Tensor:
     """Scores ``sum_j weights[t, j] * ReLU(query[t, j] . key[s])`` of some tokens.
 
@@ -87,9 +88,10 @@ def cached_scores(
         block_table: int32 [Q, blocks of a row].
         places: Of all tokens.
         tokens: Which of them, from ``start`` to ``stop``.
-        max_query_length: Most new tokens of a row.
         max_kv_length: Most keys of a row.
         relu: Whether products pass a ReLU.
+        tiles: Whether a program has some tokens and a block of keys, which pays where rows have
+            more than one; else one token and several blocks.
 
     Returns:
         fp32 [tokens, max_kv_length]; where a token does not see a key, anything.
@@ -101,12 +103,11 @@ def cached_scores(
     # Padded rows begin at multiples of 16 bytes.
     padded = -(-max_kv_length // 4) * 4
     out = torch.empty(count, padded, dtype=torch.float32, device=query.device)[:, :max_kv_length]
-    alone = max_query_length == 1
-    keys = _KEYS * _BLOCKS if alone else _KEYS
-    grid = (count if alone else triton.cdiv(count, _TOKENS), triton.cdiv(max_kv_length, keys))
+    keys = _KEYS if tiles else _KEYS * _BLOCKS
+    grid = (triton.cdiv(count, _TOKENS) if tiles else count, triton.cdiv(max_kv_length, keys))
     if not out.numel():
         return out
-    kernel = _token_kernel if alone else _tile_kernel
+    kernel = _tile_kernel if tiles else _token_kernel
     kernel[grid](
         query,
         weights,
@@ -125,14 +126,14 @@ def cached_scores(
         DI=width,
         HEADS=max(16, triton.next_power_of_2(heads)),
         KEYS=_KEYS,
-        PART=keys if alone else _TOKENS,
+        PART=_TOKENS if tiles else keys,
         BLOCK_SIZE=cache.shape[1],
         RELU=relu,
         FP8=query.dtype == torch.float8_e4m3fn,
         PRECISION=precision(query.dtype),
         INTERPRETED=interpreted(),
         num_warps=4,
-        num_stages=3 if alone and heads * width <= _LONG_QUERIES else 2,
+        num_stages=3 if not tiles and heads * width <= _LONG_QUERIES else 2,
     )
     return out
 

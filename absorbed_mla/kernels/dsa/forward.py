@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, key_lists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.dsa.tile import listed_keys, tile_rows
 from absorbed_mla.kernels.triton.common import (
@@ -49,17 +49,19 @@ def forward(
         a query without keys.
     """
     q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    queries, batch, heads, _ = q_content.shape
+    queries, batch, heads, kv_lora_rank = q_content.shape
     splits = splits_for(queries, batch, heads, chosen.shape[2])
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
+    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
     if splits == 1:
-        return _attend(q_content, q_rope, latent, k_rope, chosen, scale, q_content.dtype)
+        return attend(q_content, q_rope, latent, k_rope, chosen, scale, q_content.dtype, tile)
     # As entries of a batch, all with the same query and keys.
     operands = (x.expand(-1, splits, *x.shape[2:]) for x in (q_content, q_rope, latent, k_rope))
     parts = chosen.contiguous().view(queries, splits, -1)
-    return merge_splits(*_attend(*operands, parts, scale, torch.float32), q_content.dtype)
+    return merge_splits(*attend(*operands, parts, scale, torch.float32, tile), q_content.dtype)
 
 
-def _attend(
+def attend(
     q_content: Tensor,
     q_rope: Tensor,
     latent: Tensor,
@@ -67,13 +69,13 @@ def _attend(
     chosen: Tensor,
     scale: float,
     dtype: torch.dtype,
+    tile: HeadTile,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`forward`, in one launch; output in ``dtype``."""
+    """As :func:`forward`, in one launch with these tiles; output in ``dtype``."""
     queries, batch, heads, kv_lora_rank = q_content.shape
     out = q_content.new_empty(q_content.shape, dtype=dtype)
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=q_content.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
     lists = key_lists(chosen, len(latent), tile.tokens)
     grid = (len(lists.entries) * tile.blocks, batch)
     if not all(grid):

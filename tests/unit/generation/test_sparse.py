@@ -5,6 +5,8 @@ In fp32 on the CPU, with four layers, two of which share a selection of an earli
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.dsa.replay import record_selections
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.options import AbsorbedMLAOptions
+from tests.support.cases import INTERPRETED
 from tests.support.dsa import dsa_fields
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model
@@ -29,6 +32,9 @@ from tests.support.training import Training, differing
 # All longer than top-k but one; longer and shorter than a block.
 PROMPTS = prompts_of((5, 70, 130, 2, 64))
 NUM_TOKENS = 8
+ON_GPU = torch.cuda.is_available()
+# The kernels for GPUs need other widths.
+PARITY = replace(DSA, mla=INTERPRETED, width=16) if ON_GPU else DSA
 CROWDED = {
     "step_tokens": 64,
     "prefix_caching": True,
@@ -153,11 +159,13 @@ class TestParity:
         with batch_invariant_mode():
             yield
 
-    @pytest.mark.parametrize(("topk", "dtype"), [(7, torch.float32), (70, torch.bfloat16)])
+    @pytest.mark.parametrize(
+        ("topk", "dtype"), [(7, torch.bfloat16 if ON_GPU else torch.float32), (70, torch.bfloat16)]
+    )
     def test_bits(self, dtype, topk):
-        """Parts of the text are shorter than top-k, so that some forwards choose nothing."""
-        fields = {**dsa_fields(DSA), "dsa_indexer_topk": topk, "num_layers": 4}
-        model = parity_model(dtype, mla=DSA.mla, dsa_indexer_topk_freq=2, **fields)
+        """Parts of the text are shorter than top-k: on a CPU such forwards choose nothing."""
+        fields = {**dsa_fields(PARITY), "dsa_indexer_topk": topk, "num_layers": 4}
+        model = parity_model(dtype, mla=PARITY.mla, dsa_indexer_topk_freq=2, **fields)
         tokens = tokens_of()
         expected = trained(model, tokens)
         assert torch.equal(trained(model, tokens[1:, :72]), expected[1:, :72])
@@ -167,7 +175,10 @@ class TestParity:
 
     def test_engine(self):
         """Chunks, a prefix cache and other requests change no bit of a log-probability."""
-        model = model_of(AbsorbedMLAOptions(batch_invariant=True))
+        dtype = torch.bfloat16 if ON_GPU else torch.float32
+        options = AbsorbedMLAOptions(batch_invariant=True)
+        fields = generating_fields(PARITY, init_method_std=0.4)
+        model = generating_model(options, dtype=dtype, **fields).eval()
         found = by_dynamic_context(model, PROMPTS, NUM_TOKENS, **CROWDED)
         for prompt, one in zip(PROMPTS[:3], found):
             [alone] = by_forwards(model, [prompt], NUM_TOKENS)
