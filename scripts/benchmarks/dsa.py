@@ -19,7 +19,8 @@ whatever is computed for padding or twice. The indexer's row has 1024 queries in
 sequence; "share" is its time per query over that of the fastest sparse forward of 128 heads over as
 many keys, "bound" the share that its operations alone have at the rate of the matrix product in
 bf16, "agreement" the share of its choice that scores in fp32 choose, of random vectors.
-FlashMLA is the library in vLLM's wheel, see ``peers/sparse.py``. Output:
+FlashMLA is the library in vLLM's wheel, see ``peers/sparse.py``; TileLang the kernels in
+Megatron-Core, see ``peers/tilelang.py``. Output:
 
     1.9 s  forward n=128 kv=8192 random: FlashMLA: ms 3.85, tflops 607, difference 0.002
 
@@ -48,6 +49,7 @@ from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Refused, Report, Times, reason
 from benchmarks.kit.run import Benchmark
 from benchmarks.peers.sparse import flash_mla
+from benchmarks.peers.tilelang import tilelang_backward, tilelang_forward
 from console.parser import Parser
 from console.script import leave
 
@@ -56,8 +58,8 @@ if TYPE_CHECKING:
 
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
 IMPLEMENTATIONS = {
-    "forward": ("hopper", "triton", "FlashMLA"),
-    "backward": ("hopper", "hopper, in order", "triton", "triton, in order"),
+    "forward": ("hopper", "triton", "FlashMLA", "TileLang"),
+    "backward": ("hopper", "hopper, in order", "triton", "triton, in order", "TileLang"),
     "indexer": ("triton", "triton_fp8"),
 }
 
@@ -295,12 +297,8 @@ class DSABenchmark(Benchmark):
         from absorbed_mla.registry import SPARSE_BACKENDS
 
         name, _, in_order = case.implementation.partition(", ")
-        if name == "FlashMLA":
-            if not self.on_gpu:
-                raise Refused("it needs a GPU")
-            query, kv = inputs.query[:, 0], inputs.kv[:, 0]
-            attend = flash_mla(query, kv, inputs.chosen[:, 0], self.scale)
-            return lambda: (attend().unsqueeze(1),)
+        if name in ("FlashMLA", "TileLang"):
+            return self._peer(name, case.work, inputs, wanted)
         if name == "hopper" and not (
             self.on_gpu and torch.cuda.get_device_capability(self.device) == (9, 0)
         ):
@@ -321,6 +319,26 @@ class DSABenchmark(Benchmark):
             return (*output, *whole(found))
 
         return backward
+
+    def _peer(
+        self, name: str, work: str, inputs: Inputs, wanted: tuple[Tensor, ...]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        if not self.on_gpu:
+            raise Refused("it needs a GPU")
+        operands = inputs.query[:, 0], inputs.kv[:, 0], inputs.chosen[:, 0], self.scale
+        if name == "FlashMLA":
+            attend = flash_mla(*operands)
+            return lambda: (attend().unsqueeze(1),)
+        if work == "forward":
+            forward = tilelang_forward(*operands)
+            return lambda: (forward()[0].unsqueeze(1),)
+        backward = tilelang_backward(*operands, inputs.grad[:, 0])
+
+        def gradients() -> tuple[Tensor, ...]:
+            dq, dkv = backward()
+            return (*wanted[:2], dq.unsqueeze(1), dkv)
+
+        return gradients
 
     def _measure_indexer(self, case: Case) -> Row:
         import torch
