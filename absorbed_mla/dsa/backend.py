@@ -39,7 +39,7 @@ class SparseRequest:
         rope_dim: Width of the rotated part of a key, R.
         index_heads: Of the indexer, Hi.
         index_dim: Width of one, Di.
-        topk: Keys of a query, at most.
+        topk: Keys of a query, at most; 0 where none are chosen, as in a warm-up.
         relu: Whether the indexer's products pass a ReLU.
         deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
             run.

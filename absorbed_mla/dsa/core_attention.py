@@ -261,7 +261,10 @@ class SparseCoreAttention(LatentCoreAttention):
         dsa = self.dsa
         with torch.no_grad():
             [block] = plan.keys.blocks(kv, keep=False)
-        indexing = self._implementation(INDEXER_BACKENDS, self._request(kv))
+        request = self._request(kv)
+        if plan.chosen is None:
+            request = replace(request, topk=0)
+        indexing = self._implementation(INDEXER_BACKENDS, request)
         row_width = block.kv.shape[-1] if indexing.gathers_keys else 1
         supports, over_attended = self._supports(plan, block.kv, row_width)
         rows = 1 if dsa.per_token_loss else max(1, sum(plan.layout.lengths) * kv.shape[1])
