@@ -162,6 +162,7 @@ def last_and_hole(key, place, length):
 
 @triton.jit
 def smaller(a, b):
+    """For a reduction."""
     return tl.where(a < b, a, b)
 
 

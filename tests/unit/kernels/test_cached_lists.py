@@ -17,8 +17,9 @@ from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.hostile import poisoned_memory
+from tests.unit.kernels.test_sparse_kernels import hopper
 
-pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOPK, WIDTH = 12, 48
@@ -57,11 +58,11 @@ class Case:
             table = table[:, :1]
         return Rows.of(self.new, self.keys, table)
 
-    def cache(self) -> Tensor:
+    def cache(self, width: int = WIDTH) -> Tensor:
         """Between its positions NaN, if they lie apart."""
         blocks = sum(-(-keys // self.block_size) for keys in self.keys)
         parts = 3 if self.interleaved else 1
-        shape = self.block_size, blocks, parts, WIDTH
+        shape = self.block_size, blocks, parts, width
         make = torch.Generator().manual_seed(6)
         memory = torch.randn(shape, generator=make).to(DEVICE)
         memory[:, :, 1:] = torch.nan
@@ -157,6 +158,23 @@ def test_attention(name, splits, monkeypatch):
         found = SPARSE_BACKENDS["triton"].forward_cached(*inputs)
     torch.testing.assert_close(found.out, expected.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.no_cover
+def test_attention_on_hopper(monkeypatch):
+    """Its launches, in splits; three tokens of 20 heads."""
+    monkeypatch.setattr(splits_module, "_LEAST_KEYS", TOPK // 4)
+    case = Case(new=(1, 2), keys=(40, 9), loose=1)
+    cache, rows, chosen = case.cache(192), case.rows(), case.chosen()
+    query = torch.randn(len(chosen), 20, 192, generator=torch.Generator().manual_seed(8))
+    query, cache = query.to(DEVICE, torch.bfloat16), cache.bfloat16()
+    inputs = *query.split([128, 64], -1), cache, rows, chosen, 0.1
+    wide = (x.float() for x in inputs[:3])
+    expected = attend_cached(sparse_forward, *wide, *inputs[3:])
+    with hopper(), poisoned_memory():
+        found = SPARSE_BACKENDS["hopper"].forward_cached(*inputs)
+    torch.testing.assert_close(found.out.float(), expected.out, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.lse, expected.lse, atol=2e-2, rtol=1e-3)
 
 
 @needs.gpu
