@@ -89,9 +89,30 @@ class SparseBackend(Protocol):
 
         Args:
             inputs: In the absorbed form; ``k_content`` and ``k_rope`` may be views of one tensor.
-                Of a cache they are all its slots, and slots not chosen may hold anything.
-            chosen: int32 [S_q, B, topk] on the key axis, then -1. In training they ascend; of a
-                cache they are slots, in the order of the keys' positions.
+            chosen: int32 [S_q, B, topk] on the key axis, ascending, then -1.
+            scale: Multiplies the scores.
+        """
+        ...
+
+    def forward_cached(
+        self,
+        q_content: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        chosen: Tensor,
+        scale: float,
+    ) -> AttentionOutput:
+        """Output [T, N, C] in any dtype and LSE [T, N] in fp32 (fp64) of new tokens.
+
+        Args:
+            q_content: [T, N, C].
+            q_rope: [T, N, R].
+            cache: [blocks, block_size, C + R] with any strides of blocks and positions; what was
+                not chosen may hold anything.
+            rows: Which tokens are whose, and where their keys are.
+            chosen: Positions in the token's request, int32 [T, topk], ascending, then -1; a token
+                in no row has none.
             scale: Multiplies the scores.
         """
         ...

@@ -8,6 +8,8 @@ from torch import Tensor
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.cached_keys import CachedRows
+from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels import operators
 
 
@@ -26,6 +28,35 @@ class SparseKernels:
         return AttentionOutput(
             *operators.sparse_attention_forward(
                 q_content, q_rope, k_content.squeeze(2), k_rope, chosen, scale, self.forward_kernel
+            )
+        )
+
+    def forward_cached(
+        self,
+        q_content: Tensor,
+        q_rope: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        chosen: Tensor,
+        scale: float,
+    ) -> AttentionOutput:
+        """As ``cached_attention.attend_cached``; the output has the dtype of the query."""
+        cached, width = CachedRows(cache), q_content.shape[-1]
+        return AttentionOutput(
+            *operators.sparse_attention_cached(
+                q_content,
+                q_rope,
+                cached.rows[..., :width],
+                cached.rows[..., width:],
+                chosen,
+                rows.query_starts,
+                rows.query_lengths,
+                rows.block_table,
+                cached.block_size,
+                cached.of_block,
+                cached.of_position,
+                scale,
+                self.forward_kernel,
             )
         )
 

@@ -7,6 +7,7 @@ graph records them. Triton is imported with the first call.
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -175,6 +176,45 @@ def sparse_attention_forward(
 @sparse_attention_forward.register_fake
 def _(q_content, q_rope, latent, k_rope, chosen, scale, kernel):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
+    return q_content.new_empty(q_content.shape), lse
+
+
+@torch.library.custom_op("absorbed_mla::sparse_attention_cached", mutates_args=())
+def sparse_attention_cached(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    chosen: Tensor,
+    query_starts: Tensor,
+    query_lengths: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    of_block: int,
+    of_position: int,
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """As ``sparse_attention_forward`` of queries [T, N, ..] over slots of a cache [slots, 1, ..].
+
+    The chosen positions int32 [T, topk] and the rest are those of ``kernels/dsa/cached_lists.py``.
+    """
+    places = query_starts, query_lengths, block_table, block_size, of_block, of_position
+    folder, prefix = _SPARSE[kernel]
+    module, lists = (
+        _kernel_module(folder, f"{prefix}forward"),
+        _kernel_module("dsa", "cached_lists"),
+    )
+    lists_of = partial(lists.cached_lists, chosen, lists.Places(*places))
+    with torch.cuda.device_of(q_content):
+        queries = q_content.unsqueeze(1), q_rope.unsqueeze(1)
+        out, lse = module.attend(*queries, latent, k_rope, lists_of, chosen.shape[1], scale)
+    return out.squeeze(1), lse.squeeze(1)
+
+
+@sparse_attention_cached.register_fake
+def _(q_content, q_rope, *rest):
+    lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
 
 

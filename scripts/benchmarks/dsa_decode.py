@@ -11,8 +11,9 @@ r"""Measure decode with DeepSeek Sparse Attention beside dense decode: one new t
 Latents and index keys lie in blocks of a cache in random order. Sparse decode is what a layer does
 for every token beside its projections: scores of all index keys of the request ("select" is their
 time with the choice of --topk keys), the keys' places in the cache, and attention over those
-("attend"). Dense decode is the paged backend of the same name. A call is recorded as a CUDA graph
-on a GPU, and the L2 cache is overwritten before every repetition, outside of the time.
+("attend"). Dense decode is the paged backend of the same name. FlashMLA is its attention over the
+same keys alone, given their places. A call is recorded as a CUDA graph on a GPU, what is compared
+runs in turns, and the L2 cache is overwritten before every repetition, outside of the time.
 
 "bound_us" is the time that the bytes which must be read take at the rate of a copy. Attention is
 compared with the reference's in fp32 over the same keys; "agreement" is the part of the first
@@ -53,7 +54,13 @@ if TYPE_CHECKING:
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
 # More than any L2 cache.
 _FLUSHED_BYTES = 256 * 2**20
-IMPLEMENTATIONS = ("sparse, hopper", "sparse, triton", "dense, hopper", "dense, triton")
+IMPLEMENTATIONS = (
+    "sparse, hopper",
+    "sparse, triton",
+    "FlashMLA",
+    "dense, hopper",
+    "dense, triton",
+)
 
 
 @dataclass(frozen=True)
@@ -192,34 +199,65 @@ class DSADecodeBenchmark(Benchmark):
         args = self.args
         latents = (args.kv_lora_rank + args.qk_pos_emb_head_dim) * self.dtype.itemsize
         if kind == "dense":
-            attend = self._dense(name, case, inputs)
-            more = {"bound_us": self._bound(case.batch * case.kv * latents)}
-            return Row(case=case, times=self._times(attend), more=more)
+            [times] = self._times(self._dense(name, case, inputs))
+            return Row(
+                case=case,
+                times=times,
+                more={"bound_us": self._bound(case.batch * case.kv * latents)},
+            )
+        if kind == "FlashMLA":
+            return self._flash_mla(case, inputs, case.batch * args.topk * latents)
         select, attend = self._sparse(name, case, inputs)
         chosen = select()
-        out, expected = attend(chosen), self._expected(inputs, chosen)
+        difference = self._difference(attend(chosen), inputs, chosen)
+        both, selecting, attending = self._times(
+            lambda: attend(select()), select, lambda: attend(chosen)
+        )
         read = case.kv * args.indexer_dim * self.dtype.itemsize + args.topk * latents
         more = {
-            "select_us": self._times(select).median * 1e6,
-            "attend_us": self._times(lambda: attend(chosen)).median * 1e6,
+            "select_us": selecting.median * 1e6,
+            "attend_us": attending.median * 1e6,
             "bound_us": self._bound(case.batch * read),
-            "difference": float((out.float() - expected).norm() / expected.norm()),
+            "difference": difference,
             "agreement": self._agreement(inputs, chosen, case.kv),
         }
-        return Row(case=case, times=self._times(lambda: attend(select())), more=more)
+        return Row(case=case, times=both, more=more)
+
+    def _flash_mla(self, case: Case, inputs: _Inputs, read: int) -> Row:
+        """Its sparse prefill: the tokens of all requests over the places of their chosen keys."""
+        import torch
+
+        from absorbed_mla.dsa.cached_keys import CachedRows
+        from benchmarks.peers.sparse import flash_mla
+
+        if not self.on_gpu:
+            raise Refused("it needs a GPU")
+        chosen = self._sparse("triton", case, inputs)[0]()
+        cached = CachedRows(inputs.latents)
+        slots = cached.slots(chosen, inputs.rows.block_table)
+        query = torch.cat((inputs.q_content, inputs.q_rope), dim=-1)
+        attend = flash_mla(query, cached.rows.squeeze(1), slots, inputs.scale)
+        difference = self._difference(attend(), inputs, chosen)
+        [times] = self._times(attend)
+        more = {"attend_us": times.median * 1e6, "bound_us": self._bound(read)}
+        return Row(case=case, times=times, more=more | {"difference": difference})
 
     def _bound(self, read: int) -> float:
         """Microseconds to read so many bytes: a copy's rate counts what is read and written."""
         return read / (self._copy_tbps * 1e12) * 1e6
 
-    def _times(self, call: Callable[[], Any]) -> Times:
-        from benchmarks.kit.timing import Repeated
+    def _times(self, *calls: Callable[[], Any]) -> list[Times]:
+        """Of each call, in turns."""
+        from benchmarks.kit.timing import Repeated, in_turns, repetitions
 
-        call()  # compiles
-        run = self._graph(call) if self.on_gpu else call
-        repeated = Repeated(run, finish=self._flushed.zero_, on_gpu=self.on_gpu)
-        repeated.once()
-        return repeated.times(repeated.once(), self.args.seconds_per_row)[0]
+        works = []
+        for call in calls:
+            call()  # compiles
+            run = self._graph(call) if self.on_gpu else call
+            works.append(Repeated(run, finish=self._flushed.zero_, on_gpu=self.on_gpu))
+        seconds = [max(work.once() for work in works) for _ in range(2)][-1]
+        found = in_turns(works, repetitions(seconds, self.args.seconds_per_row))
+        return [Times.of([step for _, _, step in steps]) for steps in found]
 
     def _graph(self, call: Callable[[], Any]) -> Callable[[], None]:
         import torch
@@ -246,8 +284,8 @@ class DSADecodeBenchmark(Benchmark):
             backend = choose(name, request)
         except ValueError as error:
             raise Refused(str(error)) from None
-        query = inputs.q_content[:, 0], inputs.q_rope[:, 0]
-        return lambda: backend.forward(*query, inputs.latents, inputs.rows, inputs.scale)[0]
+        operands = inputs.q_content, inputs.q_rope, inputs.latents, inputs.rows, inputs.scale
+        return lambda: backend.forward(*operands)[0]
 
     def _sparse(
         self, name: str, case: Case, inputs: _Inputs
@@ -276,20 +314,22 @@ class DSADecodeBenchmark(Benchmark):
             raise Refused(str(error)) from None
         index = inputs.index_query, inputs.index_weights, inputs.index_keys, inputs.rows
 
+        operands = inputs.q_content, inputs.q_rope, inputs.latents, inputs.rows
+
         def attend(chosen: Tensor) -> Tensor:
-            return sparse.forward(inputs.latent(), inputs.slots(chosen), inputs.scale).out
+            return sparse.forward_cached(*operands, chosen, inputs.scale).out
 
         return partial(indexer.select_cached, *index, args.topk, relu=True), attend
 
-    def _expected(self, inputs: _Inputs, chosen: Tensor) -> Tensor:
-        """The reference's output over the same keys, in fp32."""
-        from absorbed_mla.dsa.sparse_reference import sparse_forward
+    def _difference(self, out: Tensor, inputs: _Inputs, chosen: Tensor) -> float:
+        """Relative, from the reference's output over the same keys in fp32."""
+        from absorbed_mla.registry import SPARSE_BACKENDS
 
-        latent = inputs.latent()
-        latent = latent._replace(
-            **{n: x.float() for n, x in latent._asdict().items() if n != "value"}
-        )
-        return sparse_forward(latent, inputs.slots(chosen), inputs.scale).out
+        reference = SPARSE_BACKENDS["reference"]
+        # Taken keys are converted, not the whole cache.
+        operands = inputs.q_content.float(), inputs.q_rope.float(), inputs.latents, inputs.rows
+        expected = reference.forward_cached(*operands, chosen, inputs.scale).out
+        return float((out.float() - expected).norm() / expected.norm())
 
     def _agreement(self, inputs: _Inputs, chosen: Tensor, kv: int) -> float:
         """Of the first request, with scores in fp32."""
@@ -320,8 +360,8 @@ class DSADecodeBenchmark(Benchmark):
         table = order.int().view(case.batch, blocks)
         content, rope = args.kv_lora_rank, args.qk_pos_emb_head_dim
         return _Inputs(
-            random(case.batch, 1, case.heads, content),
-            random(case.batch, 1, case.heads, rope),
+            random(case.batch, case.heads, content),
+            random(case.batch, case.heads, rope),
             random(len(order), args.block_size, content + rope),
             random(case.batch, args.indexer_heads, args.indexer_dim),
             random(case.batch, args.indexer_heads).float(),
@@ -333,7 +373,7 @@ class DSADecodeBenchmark(Benchmark):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Queries [T, 1, N, C] and [T, 1, N, R], caches [blocks, block_size, width], and the indexer's.
+    """Queries [T, N, C] and [T, N, R], caches [blocks, block_size, width], and the indexer's.
 
     Index queries are [T, Hi, Di] and weights [T, Hi].
     """
@@ -346,18 +386,6 @@ class _Inputs:
     index_keys: Tensor
     rows: Any
     scale: float
-
-    def latent(self) -> Any:
-        """For the functions of the package: the cache as one axis of keys."""
-        from absorbed_mla.dsa.sparse_reference import latent_inputs
-
-        return latent_inputs(self.q_content, self.q_rope, self.latents.flatten(0, 1).unsqueeze(1))
-
-    def slots(self, chosen: Tensor) -> Tensor:
-        """Chosen keys of requests [T, topk] as places on that axis, [T, 1, topk]."""
-        size = self.latents.shape[1]
-        block = self.rows.block_table.gather(1, chosen.clamp(min=0).long() // size)
-        return (block * size + chosen % size).masked_fill(chosen < 0, -1).int().unsqueeze(1)
 
 
 if __name__ == "__main__":

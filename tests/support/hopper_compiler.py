@@ -131,14 +131,16 @@ def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:
 
 def decode_of_sparse_kernels(kernels: str) -> None:
     """A token of 16 heads in each tile, its keys in splits, which are merged."""
-    from absorbed_mla.dsa.sparse_reference import latent_inputs
+    from absorbed_mla.inference.rows import Rows
     from absorbed_mla.kernels.dsa import key_lists
     from absorbed_mla.registry import SPARSE_BACKENDS
 
     key_lists._LEAST_QUERIES = 1024
-    shapes = [(16, KV_LORA_RANK), (16, ROPE), (KV_LORA_RANK + ROPE,)]
-    inputs = latent_inputs(*(torch.zeros(32, 1, *s, dtype=BF16) for s in shapes))
-    SPARSE_BACKENDS[kernels].forward(inputs, torch.zeros(32, 1, 2048, dtype=torch.int32), 0.1)
+    query = [torch.zeros(32, 16, width, dtype=BF16) for width in (KV_LORA_RANK, ROPE)]
+    cache = torch.zeros(64, 64, KV_LORA_RANK + ROPE, dtype=BF16)
+    rows = Rows.of([1] * 32, [4096] * 32, torch.zeros(32, 64, dtype=torch.int32))
+    chosen = torch.zeros(32, 2048, dtype=torch.int32)
+    SPARSE_BACKENDS[kernels].forward_cached(*query, cache, rows, chosen, 0.1)
 
 
 def choice_over_a_cache() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from absorbed_mla.dsa.backend import SparseRequest
+from absorbed_mla.dsa.cached_attention import attend_cached
 from absorbed_mla.dsa.sparse_reference import sparse_backward, sparse_forward
 from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
 
@@ -12,6 +15,7 @@ class InvariantReference:
 
     equals_dense = True
     forward = staticmethod(tiled_sparse_forward)
+    forward_cached = staticmethod(partial(attend_cached, tiled_sparse_forward))
     backward = staticmethod(sparse_backward)
 
     def why_not(self, request: SparseRequest) -> str | None:
@@ -27,6 +31,7 @@ class ReferenceBackend:
     speed = 1.0
     invariant = InvariantReference()
     forward = staticmethod(sparse_forward)
+    forward_cached = staticmethod(partial(attend_cached, sparse_forward))
     backward = staticmethod(sparse_backward)
 
     def why_not(self, request: SparseRequest) -> None:

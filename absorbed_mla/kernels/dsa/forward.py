@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.dsa.tile import listed_keys, tile_rows
 from absorbed_mla.kernels.triton.common import (
@@ -48,17 +51,8 @@ def forward(
         Output [S_q, B, N, C] in the dtype of the query and LSE [S_q, B, N] in fp32; 0 and -inf for
         a query without keys.
     """
-    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    queries, batch, heads, kv_lora_rank = q_content.shape
-    splits = splits_for(queries, batch, heads, chosen.shape[2])
-    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
-    if splits == 1:
-        return attend(q_content, q_rope, latent, k_rope, chosen, scale, q_content.dtype, tile)
-    # As entries of a batch, all with the same query and keys.
-    operands = (x.expand(-1, splits, *x.shape[2:]) for x in (q_content, q_rope, latent, k_rope))
-    parts = chosen.contiguous().view(queries, splits, -1)
-    return merge_splits(*attend(*operands, parts, scale, torch.float32, tile), q_content.dtype)
+    lists = partial(key_lists, chosen)
+    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
 
 
 def attend(
@@ -66,17 +60,51 @@ def attend(
     q_rope: Tensor,
     latent: Tensor,
     k_rope: Tensor,
-    chosen: Tensor,
+    lists_of: Callable[[int, int, int], KeyLists],
+    topk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`forward`.
+
+    Args:
+        q_content: As there, like the next three.
+        q_rope: As there.
+        latent: As there.
+        k_rope: As there.
+        lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
+        topk: Most keys of a query.
+        scale: Multiplies the scores.
+    """
+    operands = rows_contiguous(q_content, q_rope, latent, k_rope)
+    queries, batch, heads, kv_lora_rank = q_content.shape
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
+    tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
+    splits = splits_for(queries, batch, heads, topk)
+    lists = lists_of(len(latent), tile.tokens, splits)
+    if splits == 1:
+        return attend_to_lists(*operands, lists, tile, scale, q_content.dtype)
+    # As entries of a batch, all with the same query and keys.
+    operands = tuple(x.expand(-1, splits, *x.shape[2:]) for x in operands)
+    return merge_splits(
+        *attend_to_lists(*operands, lists, tile, scale, torch.float32), q_content.dtype
+    )
+
+
+def attend_to_lists(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    lists: KeyLists,
+    tile: HeadTile,
     scale: float,
     dtype: torch.dtype,
-    tile: HeadTile,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`forward`, in one launch with these tiles; output in ``dtype``."""
+    """As :func:`forward`, in one launch with these lists and tiles; output in ``dtype``."""
     queries, batch, heads, kv_lora_rank = q_content.shape
     out = q_content.new_empty(q_content.shape, dtype=dtype)
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=q_content.device)
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[-1], q_content.device)
-    lists = key_lists(chosen, len(latent), tile.tokens)
     grid = (len(lists.entries) * tile.blocks, batch)
     if not all(grid):
         return out, lse

@@ -1,12 +1,19 @@
-"""Attention over chosen keys whose bits for a token depend on those keys alone, for parity mode."""
+"""Attention over chosen keys whose bits for a token depend on those keys alone, for parity mode.
+
+Every tile has one token and all of its keys, however many tokens there are: training and generation
+give a token the same bits if its keys come in the same order.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import triton
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.forward import attend
-from absorbed_mla.kernels.dsa.key_lists import HeadTile
+from absorbed_mla.kernels.dsa.forward import attend_to_lists
+from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists
 from absorbed_mla.kernels.triton.common import rows_contiguous
 from absorbed_mla.kernels.triton.launch import launch_for
 
@@ -21,13 +28,25 @@ def invariant_forward(
     chosen: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As ``forward``, but every tile has one token and all of its keys, however many tokens.
+    """As ``forward``."""
+    lists = partial(key_lists, chosen)
+    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
 
-    Training and generation give a token the same bits if its keys come in the same order.
-    """
-    q_content, q_rope, latent, k_rope = rows_contiguous(q_content, q_rope, latent, k_rope)
-    heads = q_content.shape[2]
-    launch = launch_for(q_content.dtype, q_content.shape[3], q_rope.shape[3], q_content.device)
+
+def attend(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    lists_of: Callable[[int, int, int], KeyLists],
+    _topk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As ``forward.attend``."""
+    operands = rows_contiguous(q_content, q_rope, latent, k_rope)
+    heads, kv_lora_rank = q_content.shape[2:]
+    launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[3], q_content.device)
     rows = min(launch.forward.rows, max(_LEAST_HEADS, triton.next_power_of_2(heads)))
     tile = HeadTile(rows, 1, triton.cdiv(heads, rows))
-    return attend(q_content, q_rope, latent, k_rope, chosen, scale, q_content.dtype, tile)
+    lists = lists_of(len(latent), tile.tokens, 1)
+    return attend_to_lists(*operands, lists, tile, scale, q_content.dtype)

@@ -86,24 +86,28 @@ class KeyLists(NamedTuple):
     tokens: int
 
 
-def key_lists(chosen: Tensor, num_keys: int, tokens: int) -> KeyLists:
+def key_lists(chosen: Tensor, num_keys: int, tokens: int, splits: int = 1) -> KeyLists:
     """The lists of a selection.
 
     Args:
         chosen: int32 [S_q, B, topk], no key twice for a query; negative for none, anywhere.
         num_keys: S_k.
         tokens: Of a tile: 1, 2 or 4.
+        splits: Equal parts of the keys of every query, in place of the batch; B = 1 if several.
 
     Raises:
         ValueError: If an entry has no room for the keys' numbers and the tokens' bits.
     """
     chosen = chosen.contiguous()
+    if splits > 1:
+        chosen = chosen.view(len(chosen), splits, -1)
     queries, batch, topk = chosen.shape
     tiles = triton.cdiv(queries, tokens)
-    counts, open_counts = chosen.new_zeros(2, tiles, batch)
-    if not counts.numel() or not topk:
-        return KeyLists(chosen.new_empty(tiles, batch, 0), counts, open_counts, tokens)
+    if not tiles or not batch or not topk:
+        counts = chosen.new_zeros(tiles, batch)
+        return KeyLists(chosen.new_empty(tiles, batch, 0), counts, counts, tokens)
     if tokens == 1:
+        counts, open_counts = chosen.new_empty(2, tiles, batch)  # the kernel fills both
         _count_kernel[(queries * batch,)](
             chosen,
             counts,
@@ -115,6 +119,7 @@ def key_lists(chosen: Tensor, num_keys: int, tokens: int) -> KeyLists:
         return KeyLists(chosen, counts, open_counts, tokens)
     if num_keys > KEY_MASK.value:
         raise ValueError(f"tiles of {tokens} tokens take up to 2**27 - 1 keys, got {num_keys}")
+    counts, open_counts = chosen.new_zeros(2, tiles, batch)
     entries = chosen.new_empty(tiles, batch, min(tokens * topk, num_keys))
     programs = min(tiles * batch, _MOST_PROGRAMS if chosen.is_cuda else 2)
     flags = torch.empty(programs, num_keys, dtype=torch.uint8, device=chosen.device)
@@ -142,14 +147,22 @@ def _count_kernel(chosen_ptr, counts_ptr, open_counts_ptr, topk, BLOCK: tl.const
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     key = tl.load(chosen_ptr + row * topk + place, mask=place < topk, other=-1)
-    last = tl.reduce(tl.where(key >= 0, place + 1, 0), 0, tl.standard._elementwise_max)
+    last, hole = last_and_hole(key, place, topk)
     tl.store(counts_ptr + row, last)
-    hole = tl.reduce(tl.where(key < 0, place, topk), 0, _smaller)
     tl.store(open_counts_ptr + row, hole)
 
 
 @triton.jit
-def _smaller(a, b):
+def last_and_hole(key, place, length):
+    """One past the last key of a list [BLOCK], and where its first hole is, at most ``length``."""
+    last = tl.reduce(tl.where(key >= 0, place + 1, 0), 0, tl.standard._elementwise_max)
+    hole = tl.reduce(tl.where(key < 0, place, length), 0, smaller)
+    return last, hole
+
+
+@triton.jit
+def smaller(a, b):
+    """For a reduction."""
     return tl.where(a < b, a, b)
 
 

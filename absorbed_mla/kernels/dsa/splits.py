@@ -16,7 +16,7 @@ from absorbed_mla.kernels.triton.common import LN_2, LOG2_E, interpreted, narrow
 
 # Programs that fill a Hopper GPU once, rows of a tile, and fewest keys of a split.
 _PROGRAMS, _ROWS, _LEAST_KEYS = 128, 64, 128
-# Values that a program of the merge holds.
+# Values of all parts that a program of the merge holds, at least a row's.
 _NUMBERS = 2048
 
 
@@ -44,7 +44,8 @@ def merge_splits(parts: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[T
     """Output [T, 1, N, C] in ``dtype`` and LSE [T, 1, N] fp32 of all keys.
 
     Args:
-        parts: fp32 [T, splits, N, C], contiguous; normalised over the keys of each split.
+        parts: fp32 [T, splits, N, C], contiguous, splits a power of two; normalised over the keys
+            of each split.
         part_lse: fp32 [T, splits, N], contiguous; -inf where there was no key.
         dtype: Of the output.
     """
@@ -53,18 +54,18 @@ def merge_splits(parts: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[T
     lse = part_lse.new_empty(tokens, 1, heads)
     if out.numel():
         columns = triton.next_power_of_2(width)
-        rows = max(_NUMBERS // columns, 1)
+        rows = max(_NUMBERS // (columns * splits), 1)
         _merge_kernel[(triton.cdiv(tokens * heads, rows),)](
             parts,
             part_lse,
             out,
             lse,
             tokens * heads,
-            splits,
             heads,
             WIDTH=width,
             COLUMNS=columns,
             ROWS=rows,
+            SPLITS=splits,
             INTERPRETED=interpreted(),
             num_warps=4,
         )
@@ -78,34 +79,29 @@ def _merge_kernel(
     out_ptr,
     lse_ptr,
     num_rows,
-    splits,
     heads,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Some heads of tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
-    first = row // heads * splits * heads + row % heads
+    first = row // heads * (SPLITS * heads) + row % heads
     column = tl.arange(0, COLUMNS)
     wide = inside[:, None] & (column < WIDTH)[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    for split in range(splits):
-        source = first + split * heads
-        lse = tl.load(part_lse_ptr + source, mask=inside, other=float("-inf")) * LOG2_E
-        pointers = parts_ptr + source[:, None] * WIDTH + column[None, :]
-        part = tl.load(pointers, mask=wide, other=0.0)
-        higher = tl.maximum(top, lse)
-        # -inf - -inf would be NaN.
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        decay, weight = tl.exp2(top - shift), tl.exp2(lse - shift)
-        total = total * decay + weight
-        acc = acc * decay[:, None] + part * weight[:, None]
-        top = higher
+    # All parts are asked for before any is waited for. [ROWS, SPLITS], [ROWS, SPLITS, COLUMNS]
+    source = first[:, None] + tl.arange(0, SPLITS)[None, :] * heads
+    pointers = parts_ptr + source[:, :, None] * WIDTH + column[None, None, :]
+    parts = tl.load(pointers, mask=wide[:, None, :], other=0.0)
+    lse = tl.load(part_lse_ptr + source, mask=inside[:, None], other=float("-inf")) * LOG2_E
+    top = tl.reduce(lse, 1, tl.standard._elementwise_max)
+    # -inf - -inf would be NaN.
+    weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    total = tl.reduce(weight, 1, tl.standard._sum_combine)
+    acc = tl.reduce(parts * weight[:, :, None], 1, tl.standard._sum_combine)
     blind = total == 0.0
     acc = acc / tl.where(blind, 1.0, total)[:, None]
     pointers = out_ptr + row[:, None] * WIDTH + column[None, :]

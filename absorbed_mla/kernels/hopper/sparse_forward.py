@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from absorbed_mla.kernels.dsa.key_lists import key_lists, query_tile
+from absorbed_mla.kernels.dsa.key_lists import KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
@@ -43,14 +45,36 @@ def sparse_forward(
     Raises:
         ValueError: The scale is not positive.
     """
+    lists = partial(key_lists, chosen)
+    return attend(q_content, q_rope, latent, k_rope, lists, chosen.shape[2], scale)
+
+
+def attend(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    lists_of: Callable[[int, int, int], KeyLists],
+    topk: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`sparse_forward`.
+
+    Args:
+        q_content: As there, like the next three.
+        q_rope: As there.
+        latent: As there.
+        k_rope: As there.
+        lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
+        topk: Most keys of a query.
+        scale: Multiplies the scores.
+    """
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}")
     queries, batch, heads, kv_lora_rank = q_content.shape
     rope = q_rope.shape[3]
-    splits = splits_for(queries, batch, heads, chosen.shape[2])
-    if splits > 1:
-        chosen = chosen.contiguous().view(queries, splits, -1)
-    parts = queries, chosen.shape[1], heads
+    splits = splits_for(queries, batch, heads, topk)
+    parts = queries, batch * splits, heads
     dtype = q_content.dtype if splits == 1 else torch.float32
     out = q_content.new_empty(*parts, kv_lora_rank, dtype=dtype)
     lse = q_content.new_empty(parts, dtype=torch.float32)
@@ -58,7 +82,7 @@ def sparse_forward(
         nothing = q_content.new_zeros(q_content.shape)
         return nothing, lse.new_full(q_content.shape[:3], -math.inf)
     tile = query_tile(heads, ROWS.value, queries, len(latent), least=ROWS.value)
-    lists = key_lists(chosen, len(latent), tile.tokens)
+    lists = lists_of(len(latent), tile.tokens, splits)
     latent, *latent_strides = rows_of_16_bytes(latent)
     k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     attend_sparse_forward[(lists.counts.numel() * tile.blocks,)](

@@ -3,8 +3,8 @@
 Roles, shared memory, barriers and arithmetic are those of forward_kernel.py. Different is how keys
 come: tensor maps load neighbouring rows, so here the load role is four warps that copy rows by
 ``cp.async``, 16 bytes a thread and 128 contiguous ones of every row. All copies of a block are
-asked for before the first is waited for; those of the next block begin as soon as the products
-leave room. Rows that are no key are zeros.
+asked for before the first is waited for, and so are the next block's entries; its copies begin as
+soon as the products leave room. Rows that are no key are zeros.
 """
 
 from triton.experimental import gluon
@@ -50,10 +50,11 @@ def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
     latent_s, latent_b, rope_s, rope_b = strides
     latent += entry.to(gl.int64) * latent_b
     k_rope += entry.to(gl.int64) * rope_b
+    listed = tile.listed(0, gl.SliceLayout(1, layout))
     for block in range(count_blocks(tile)):
         stage = block % STAGES
         parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
-        key, there = key_of(tile.listed(block, gl.SliceLayout(1, layout)), tile)
+        key, there = key_of(listed, tile)
         row = (key * latent_s)[:, None]
         mbarrier.wait(shared.left_empty.index(stage), parity)
         left = shared.left.index(stage).reshape([KEYS, HALF])
@@ -65,6 +66,8 @@ def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
             _gather(right, column, shared.CHUNK, latent + HALF + column, row, there)
         rope = shared.k_rope(stage).reshape([KEYS, shared.R])
         _gather(rope, 0, shared.R, k_rope, (key * rope_s)[:, None], there)
+        # The next block's are there when this block has come.
+        listed = tile.listed(block + 1, gl.SliceLayout(1, layout))
         for column in gl.static_range(0, shared.C, shared.CHUNK):
             # As many as follow this chunk, k_rope among them, may be under way.
             async_copy.wait_group((shared.C - column) // shared.CHUNK)

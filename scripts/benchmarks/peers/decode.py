@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.kit.report import Refused
 from benchmarks.peers import first_module
+from benchmarks.peers.flash_mla_library import flash_mla_operators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +33,15 @@ Attend = Callable[[], "Tensor"]
 
 
 def flash_mla(inputs: Inputs) -> Attend:
-    """FlashMLA's own package, or the copy in vLLM's."""
-    import torch
-
-    package = first_module("flash_mla", "vllm.v1.attention.ops.flashmla")
-    q_content, q_rope, cache, rows, scale = inputs
-    new, (_, heads, width) = rows.max_query_length, q_content.shape
-    query = torch.cat((q_content, q_rope), dim=-1).view(len(rows), new, heads, -1)
+    """FlashMLA's own package, the copy in vLLM's, or its library alone."""
+    try:
+        package = first_module("flash_mla", "vllm.v1.attention.ops.flashmla")
+    except Refused as missing:
+        return _flash_mla_library(inputs, missing)
+    _, _, cache, rows, scale = inputs
+    query = _flash_mla_query(inputs)
+    _, new, heads, _ = query.shape
+    width = inputs.q_content.shape[-1]
     schedule, splits = package.get_mla_metadata(rows.kv_lengths, new * heads, 1)
 
     def attend() -> Tensor:
@@ -56,6 +59,31 @@ def flash_mla(inputs: Inputs) -> Attend:
         return out.view(-1, heads, width)
 
     return attend
+
+
+def _flash_mla_library(inputs: Inputs, missing: Refused) -> Attend:
+    """By its operator, which plans in the first call."""
+    try:
+        forward = flash_mla_operators().dense_decode_fwd
+    except Refused as error:
+        raise Refused(f"{missing}; {error}") from None
+    query, width = _flash_mla_query(inputs), inputs.q_content.shape[-1]
+    keys, rows = inputs.cache.unsqueeze(2), inputs.rows
+    operands = query, keys, width, rows.kv_lengths, rows.block_table, inputs.scale, True
+    _, _, *plan = forward(*operands, None, None, None)
+
+    def attend() -> Tensor:
+        return forward(*operands, *plan[:2], None)[0].view(-1, query.shape[2], width)
+
+    return attend
+
+
+def _flash_mla_query(inputs: Inputs) -> Tensor:
+    """[Q, new tokens, N, C + R]."""
+    import torch
+
+    query = torch.cat((inputs.q_content, inputs.q_rope), dim=-1)
+    return query.view(len(inputs.rows), inputs.rows.max_query_length, *query.shape[1:])
 
 
 def flash_infer(inputs: Inputs) -> Attend:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.kit.report import Refused
+from benchmarks.peers.flash_mla_library import flash_mla_operators
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Where the library lies that was taken out of a wheel, if vLLM is not installed.
-LIBRARY = Path("/tmp/peers/_flashmla_C.abi3.so")
 _HEADS = 64
 
 
@@ -31,16 +28,11 @@ def flash_mla(query: Tensor, kv: Tensor, chosen: Tensor, scale: float) -> Callab
     Raises:
         Refused: If there is no library.
     """
-    import torch
     from torch.nn.functional import pad
 
-    if not hasattr(torch.ops._flashmla_C, "sparse_prefill_fwd"):
-        if not LIBRARY.is_file():
-            raise Refused(f"FlashMLA's library is not at {LIBRARY}")
-        torch.ops.load_library(str(LIBRARY))
+    forward = flash_mla_operators().sparse_prefill_fwd
     heads = query.shape[1]
     padded = pad(query, (0, 0, 0, -heads % _HEADS))
-    forward = torch.ops._flashmla_C.sparse_prefill_fwd
     keys, indices = kv.unsqueeze(1), chosen.unsqueeze(1).contiguous()
 
     def attend() -> Tensor:

@@ -35,7 +35,9 @@ def test_kernels(tmp_path):
     assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
     assert {"_scores_kernel", "_select_kernel", "_visible_kernel", "_gradient_kernel"} <= {*names}
-    assert {"_token_kernel", "_tile_kernel", "_merge_kernel", "_sum_kernel"} <= {*names}
+    assert {"_token_kernel", "_tile_kernel", "_slots_kernel", "_merge_kernel", "_sum_kernel"} <= {
+        *names
+    }
     for name, count in {"_scores_kernel": 4, "_token_kernel": 3, "_tile_kernel": 2}.items():
         assert names.count(name) == count, f"{name} in bf16, in FP8, and others"
     assert names.count("_chosen_kernel") == 4, "target, scores, and two gradients"

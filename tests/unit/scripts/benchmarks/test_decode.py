@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from absorbed_mla.inference.backends.reference import paged_reference
 from benchmarks.decode import IMPLEMENTATIONS, OURS, Case, DecodeBenchmark, DecodeReport, cases
 from benchmarks.kit.report import Refused
+from benchmarks.peers import decode as decode_peers
+from benchmarks.peers import flash_mla_library
 from benchmarks.peers.decode import PEERS, Inputs, flash_mla
 from tests.support.paged import PagedCase
 from tests.unit.inference.test_paged_backends import decode_of_flash_mla
@@ -94,9 +97,31 @@ class TestPeers:
         found = flash_mla(self.INPUTS)()
         torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
 
+    def test_library_of_flash_mla(self, monkeypatch):
+        """Without a package: the first call plans, the measured ones use its plan."""
+        calls = []
+
+        def forward(query, cache, width, lengths, table, scale, causal, schedule, splits, out):
+            calls.append((schedule, splits))
+            rows = table, lengths, width
+            out, lse = decode_of_flash_mla(
+                query, cache, *rows, "schedule", "splits", softmax_scale=scale, causal=causal
+            )
+            return out, lse, "schedule", "splits"
+
+        for module in ("flash_mla", "vllm"):
+            monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.setattr(
+            decode_peers, "flash_mla_operators", lambda: SimpleNamespace(dense_decode_fwd=forward)
+        )
+        found = flash_mla(self.INPUTS)()
+        torch.testing.assert_close(found, paged_reference(*self.INPUTS)[0], atol=1e-5, rtol=1e-5)
+        assert calls == [(None, None), ("schedule", "splits")]
+
     @pytest.mark.parametrize("name", PEERS)
     def test_what_is_not_installed_says_so(self, monkeypatch, name):
         for module in ("flash_mla", "flashinfer", "vllm"):
             monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.setattr(flash_mla_library, "LIBRARY", Path("/nowhere"))
         with pytest.raises(Refused, match="cannot be imported"):
             PEERS[name](self.INPUTS)
