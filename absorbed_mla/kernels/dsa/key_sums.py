@@ -27,7 +27,7 @@ _MOST_BYTES = 2**31
 _THREADS = 128
 # Entries of a list, keys that are filled, and tiles and keys of the table that a program has at a
 # time; rows of parts that it asks for before it needs them.
-_ENTRIES, _FILLED, _TILES, _KEYS, _ROWS = 1024, 4096, 64, 32, 16
+_ENTRIES, _FILLED, _TILES, _KEYS, _ROWS = 1024, 4096, 32, 32, 16
 
 
 def parts_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -113,8 +113,8 @@ class _Scratch(NamedTuple):
 
     Attributes:
         table: int16 or int32 [tiles, B, S_k], where the lists have the keys, -1 for nowhere.
-        places: int32 [S_k, B, tiles]: of the entries of every key, by tile; the first ones are used.
-        counts: int32 [S_k, B], how many.
+        places: int32 [S_k, B, tiles]: of the entries of every key, by tile.
+        counts: int32 [S_k, B], how many of these there are.
     """
 
     table: Tensor
@@ -148,7 +148,7 @@ def _add_run(
         length,
         TILES=_TILES,
         KEYS=_KEYS,
-        num_warps=_THREADS // 32,
+        num_warps=1,
     )
     # 576 columns are 512 and 64.
     main = 1 << (width.bit_length() - 1)
@@ -275,7 +275,7 @@ def _sum_kernel(
 def _rows(places_ptr, start, count, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Rows of a key's parts from a number on, -1 beyond the last."""
     index = start + tl.arange(0, ROWS)
-    place = tl.load(places_ptr + index // BLOCKS, mask=index < count, other=0).to(tl.int64)
+    place = tl.load(places_ptr + index // BLOCKS, mask=index < count, other=0)
     return tl.where(index < count, place * BLOCKS + index % BLOCKS, -1)
 
 
@@ -286,7 +286,8 @@ def _load(parts_ptr, row, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.
     mask = (row >= 0)[:, None]
     if FIRST + COLUMNS > WIDTH:
         mask = mask & (column < WIDTH)[None, :]
-    return tl.load(parts_ptr + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    offset = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    return tl.load(parts_ptr + offset, mask=mask, other=0.0)
 
 
 @triton.jit
