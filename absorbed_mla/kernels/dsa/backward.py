@@ -4,11 +4,12 @@ One program has a tile of rows. One launch computes their dQ, another adds what 
 from them to dKV in global memory, in any order; both compute the probabilities. The deterministic
 variant keeps what every entry of the lists gets in a buffer, for some tiles at a time, and adds it
 up key by key in the order of the tiles (``key_sums.py``): the same bits in every run, for a buffer
-of up to 1 GiB and one more writing and reading of it.
+of up to 2 GiB and one more writing and reading of it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.backward_kernel import backward_kernel
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, parts_of_tiles
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype
 from absorbed_mla.kernels.triton.backward import delta_of
 from absorbed_mla.kernels.triton.common import interpreted, precision, rows_contiguous
 from absorbed_mla.kernels.triton.launch import Launch, launch_for
@@ -76,11 +77,8 @@ def backward(
     if not deterministic:
         gradients.of_tiles(slice(0, len(lists.entries)), dkv, in_order=False)
         return *dq, dkv
-    rows_of_tile = batch * lists.entries.shape[2] * tile.blocks
-    dtype = parts_dtype(q_content.dtype)
-    for some, parts in parts_of_tiles(len(lists.entries), rows_of_tile, width, dkv, dtype):
-        gradients.of_tiles(some, parts, in_order=True)
-        add_in_order(dkv, parts, lists, some, tile.blocks)
+    write = partial(gradients.of_tiles, in_order=True)
+    add_in_order(dkv, lists, tile.blocks, parts_dtype(q_content.dtype), write)
     return *dq, dkv
 
 

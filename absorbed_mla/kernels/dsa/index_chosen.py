@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import key_lists
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_of_tiles
+from absorbed_mla.kernels.dsa.key_sums import add_in_order
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -92,8 +92,8 @@ def add_chosen_gradient(
     constants = _constants(query, relu, gradient=True, in_order=True)
     lists = key_lists(chosen, len(key), tokens=1)
     blocks = triton.cdiv(query.shape[2], constants["BLOCK_M"])
-    entries = chosen.shape[1] * chosen.shape[2] * blocks
-    for some, parts in parts_of_tiles(len(chosen), entries, query.shape[3], dk, dk.dtype):
+
+    def write(some: slice, parts: Tensor) -> None:
         _chosen_kernel[(some.stop - some.start, query.shape[1])](
             *_arguments(query[some], key, weights[some], chosen[some]),
             score_grad[:, some].contiguous(),
@@ -102,7 +102,8 @@ def add_chosen_gradient(
             dw[some],
             **constants,
         )
-        add_in_order(dk, parts, lists, some, blocks)
+
+    add_in_order(dk, lists, blocks, dk.dtype, write)
 
 
 def _arguments(query: Tensor, key: Tensor, weights: Tensor, chosen: Tensor) -> tuple:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
-from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype, parts_of_tiles
+from absorbed_mla.kernels.dsa.key_sums import add_in_order, parts_dtype
 from absorbed_mla.kernels.hopper.key_rows import in_order
 from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_backward
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
@@ -69,15 +70,11 @@ def sparse_backward(
     k_rope, *rope_strides = rows_of_16_bytes(k_rope)
     rows = latent, k_rope, *latent_strides, *rope_strides
     gradients = _Gradients(queries, rows, statistics, dq, lists, tile, scale)
-    tiles = len(lists.counts)
     if not deterministic:
-        gradients.of_tiles(slice(0, tiles), dkv, in_order=False)
+        gradients.of_tiles(slice(0, len(lists.counts)), dkv, in_order=False)
         return *dq, in_order(dkv)
-    rows_of_tile = batch * lists.entries.shape[2] * tile.blocks
-    dtype = parts_dtype(q_content.dtype)
-    for some, parts in parts_of_tiles(tiles, rows_of_tile, width, dkv, dtype):
-        gradients.of_tiles(some, parts, in_order=True)
-        add_in_order(dkv, parts, lists, some, tile.blocks)
+    write = partial(gradients.of_tiles, in_order=True)
+    add_in_order(dkv, lists, tile.blocks, parts_dtype(q_content.dtype), write)
     return *dq, in_order(dkv)
 
 

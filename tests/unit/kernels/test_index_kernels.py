@@ -115,7 +115,7 @@ def test_selection(elements):
 def test_gradients(kind, dtype, relu, monkeypatch):
     """Added to what the keys have; queries and weights of other chunks are left alone."""
     monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)
-    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 6 * 67 * 2 * 32)  # several runs of queries
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 120_000)  # several runs of queries
     index = vectors(9, 150, batch=2, heads=20, dtype=dtype)
     if kind == "visible":
         support = VisibleKeys(Span(1, 8, 3, 140, 130), DEVICE, heads=100)

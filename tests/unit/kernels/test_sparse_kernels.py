@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ SCALE = 0.2
 with triton_interpreter():
     from absorbed_mla.kernels.dsa import key_lists as lists_module
     from absorbed_mla.kernels.dsa import key_sums, splits
-    from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, head_tile, key_lists
+    from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, KeyLists, head_tile, key_lists
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ ORDERS = [(name, order) for name in CASES for order in (False, True)[: 1 + (name
 def test_equals_the_reference(name, deterministic, monkeypatch):
     """Amid NaN in all memory that must be written."""
     case = CASES[name]
-    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 40_000)  # several runs of tiles
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 20_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with poisoned_memory():
         found = compute(case, SPARSE_BACKENDS["triton"], case.tensors())
@@ -246,7 +247,7 @@ def test_hopper_forward(name):
 def test_hopper(name, deterministic, monkeypatch):
     """All gradients, amid NaN in all memory that must be written."""
     case = CASES[name]
-    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 300_000)  # several runs of tiles
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 200_000)  # several runs of tiles
     torch.use_deterministic_algorithms(deterministic)
     with hopper(), poisoned_memory():
         found = compute(case, SPARSE_BACKENDS["hopper"], case.tensors())
@@ -277,17 +278,119 @@ def test_rows_that_16_bytes_are_copied_of(shape, strides, first, found):
     assert copied.data_ptr() % 16 == 0
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What entries of lists give, and how often keys are chosen."""
+
+    width: int
+    tiles: int = 7
+    batch: int = 1
+    length: int = 12
+    keys: int = 20
+    head_blocks: int = 1
+    tokens: int = 1
+    dtype: torch.dtype = torch.float32
+    sinks: int = 0  # keys that every list has
+    holes: int = 0  # before all other entries
+
+    def lists(self) -> KeyLists:
+        """In any order, with holes; one list is empty."""
+        make = torch.Generator().manual_seed(5)
+        shape = self.tiles, self.batch, self.keys - self.sinks
+        others = torch.rand(shape, generator=make).argsort(-1) + self.sinks
+        entries = others[..., : self.length].int()
+        entries[..., 3 : 3 + self.sinks] = torch.arange(self.sinks)
+        if self.tokens > 1:
+            entries += torch.randint(1, 1 << self.tokens, entries.shape, generator=make) << 27
+        entries[torch.rand(entries.shape, generator=make) < (0 if self.sinks else 0.2)] = -1
+        entries = torch.nn.functional.pad(entries, (self.holes, 0), value=-1)
+        counts = torch.full(shape[:2], entries.shape[2], dtype=torch.int32)
+        counts[0, 0] = 0
+        entries, counts = entries.int().to(DEVICE), counts.to(DEVICE)
+        return KeyLists(entries, counts, torch.zeros_like(counts), self.tokens)
+
+
+SUMS = {
+    "narrow": Parts(48, batch=2, length=8, keys=12, tokens=4, head_blocks=3),
+    "odd_columns": Parts(20, keys=14, dtype=torch.bfloat16),
+    "wide": Parts(576, tiles=4, batch=2, length=6, keys=10, head_blocks=2, dtype=torch.bfloat16),
+    "wide_fp32": Parts(576, tiles=4, length=8, keys=12, tokens=2),
+    "sinks": Parts(48, tiles=40, keys=12, length=5, sinks=2, head_blocks=2, dtype=torch.bfloat16),
+    "long_lists": Parts(16, tiles=3, holes=2**15),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_in_order(name, monkeypatch):
+    """Amid NaN where nothing is written; in one run and in several of them."""
+    case = SUMS[name]
+    lists, found = case.lists(), []
+    make = torch.Generator().manual_seed(6)
+    shape = case.tiles, case.batch, lists.entries.shape[2], case.head_blocks, case.width
+    given = torch.randn(shape, generator=make).to(DEVICE, case.dtype)
+    place = torch.arange(shape[2], device=DEVICE)
+    there = (lists.entries >= 0) & (place < lists.counts[..., None])
+    given[~there] = torch.nan
+    total = torch.randn(case.keys, case.batch, case.width, generator=make).to(DEVICE)
+    truth = total.double()
+    tile, batch, entry = there.nonzero(as_tuple=True)
+    key = (lists.entries[there] & (KEY_MASK.value if case.tokens > 1 else -1)).long()
+    parts = given[tile, batch, entry].double().sum(1)
+    truth.view(-1, case.width).index_add_(0, key * case.batch + batch, parts)
+
+    def write(some: slice, parts: Tensor) -> None:
+        runs.append(some)
+        parts.copy_(given[some].reshape(parts.shape))
+
+    of_tile = given[0].numel() * given.element_size() + 8 * case.keys * case.batch
+    few = case.tiles // 3 * of_tile
+    for most in (2**31, few, few):
+        monkeypatch.setattr(key_sums, "_MOST_BYTES", most)
+        runs: list[slice] = []
+        found.append(total.clone())
+        with poisoned_memory():
+            key_sums.add_in_order(found[-1], lists, case.head_blocks, case.dtype, write)
+        assert [t for some in runs for t in range(some.start, some.stop)] == [*range(case.tiles)]
+        assert (len(runs) > 2) == (most == few)
+        assert relative_error(found[-1].double(), truth) < 1e-6
+    assert torch.equal(found[1], found[2])
+
+
 def test_parts_of_all_runs_share_a_buffer(monkeypatch):
-    """A new one for each would be filled with NaN by deterministic algorithms."""
-    monkeypatch.setattr(key_sums, "_MOST_ELEMENTS", 2 * 5 * 8)
-    like = torch.empty(0, device=DEVICE)
-    runs = [*key_sums.parts_of_tiles(5, 5, 8, like, torch.bfloat16)]
-    assert [(some.start, some.stop, len(parts)) for some, parts in runs] == [
-        (0, 2, 10),
-        (2, 4, 10),
-        (4, 5, 5),
-    ]
-    assert len({parts.data_ptr() for _, parts in runs}) == 1
+    """Which deterministic algorithms do not fill with NaN."""
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 2 * (5 * 8 * 2 + 3 * 6))
+    torch.use_deterministic_algorithms(True)
+    none = torch.full((5, 1, 5), -1, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
+    total, runs, filled = torch.ones(3, 1, 8, device=DEVICE), [], []
+
+    def write(some: slice, parts: Tensor) -> None:
+        runs.append((some.start, some.stop, len(parts), parts.data_ptr()))
+        filled.append(torch.utils.deterministic.fill_uninitialized_memory)
+
+    lists = KeyLists(none, counts, counts, 1)
+    key_sums.add_in_order(total, lists, 1, torch.bfloat16, write)
+    assert [run[:3] for run in runs] == [(0, 2, 10), (2, 4, 10), (4, 5, 5)]
+    assert len({place for *_, place in runs}) == 1
+    assert all(filled), "what others allocate is filled"
+    assert torch.equal(total, torch.ones_like(total))
+
+
+@pytest.mark.parametrize(("programs", "found"), [(1, 792), (2, 858), (3, 880), (4, 891), (5, 792)])
+def test_runs_occupy_all_multiprocessors(programs, found, monkeypatch):
+    """As long as they are longer than that."""
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 900 * 10)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: mock.Mock(multi_processor_count=132),
+    )
+    cuda = torch.device("cuda")
+    assert key_sums.tiles_at_a_time(4096, 10, programs, cuda) == found
+    assert key_sums.tiles_at_a_time(900, 10, programs, cuda) == 900
+    assert key_sums.tiles_at_a_time(4096, 400, 1, cuda) == 22
+    assert key_sums.tiles_at_a_time(4096, 10**6, 1, cuda) == 1
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 20, 24, 32, 48, 64, 100, 128])
