@@ -27,7 +27,7 @@ def _small(monkeypatch):
     """Blocks, parts, tiles and segments of which the tests have several."""
     for name, value in {"_KEYS": 32, "_BLOCKS": 2, "_TOKENS": 4}.items():
         monkeypatch.setattr(cached_scores, name, value)
-    monkeypatch.setattr(radix_select, "_SEGMENT", 64)
+    monkeypatch.setattr(radix_select, "_CHUNK", 16)
     with triton_interpreter():
         yield
 

@@ -26,7 +26,7 @@ def _small(monkeypatch):
         monkeypatch.setattr(cached_scores, name, value)
     for name, value in {"_QUERIES": 32, "_KEYS": 32}.items():
         monkeypatch.setattr(index_scores, name, value)
-    monkeypatch.setattr(radix_select, "_SEGMENT", 64)
+    monkeypatch.setattr(radix_select, "_CHUNK", 16)
     with triton_interpreter():
         yield
 

@@ -81,8 +81,7 @@ def hostile_scores(kind: str, shape) -> torch.Tensor:
 @pytest.mark.parametrize("topk", [1, 20])
 def test_choice(kind, topk, monkeypatch):
     """The bits of the reference, in rounds, also where scores are not seen or not numbers."""
-    monkeypatch.setattr(radix_select, "_SEGMENT", 128)
-    monkeypatch.setattr(radix_select, "_CHUNK", 32)
+    monkeypatch.setattr(radix_select, "_CHUNK", 16)
     for span in (Span(0, 1, 5, 205, 190), Span(0, 2, 0, 90, 18)):
         keys = VisibleKeys(span, DEVICE, heads=1)
         scores = hostile_scores(kind, (1, span.num_queries, span.num_keys))
