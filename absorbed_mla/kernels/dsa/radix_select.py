@@ -23,6 +23,7 @@ from torch import Tensor
 _MOST_KEYS = 8192
 # Scores that are read at a time for the maxima, and to keep or to write some of them; warps.
 _TILE, _CHUNK, _WARPS = 16384, 4096, 16
+_SEGMENTS = 256
 # Groups per key to choose at least; every so many keys the bound may be off by one of them.
 _GROUPS_PER_KEY, _PRECISION = 2, 16
 
@@ -84,9 +85,10 @@ def radix_select(
         topk // _PRECISION,
         GROUPS=groups,
         PARTS=parts,
+        SEGMENTS=_SEGMENTS,
         CHUNK=min(_CHUNK, groups),
         COUNTED=seen is not None,
-        num_warps=min(_WARPS, max(4, groups * parts // 1024)),
+        num_warps=_WARPS,
     )
     return out
 
@@ -155,20 +157,31 @@ def _lower_bound(row_ptr, seen, topk, spare, GROUPS: tl.constexpr, PARTS: tl.con
 
 
 @triton.jit
-def _keep(row_ptr, seen, least, keys_ptr, scores_ptr, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
-    """Writes the first GROUPS keys that reach a score, and their scores; returns how many do."""
-    place = tl.arange(0, CHUNK)
-    count = tl.full([], 0, tl.int32)
-    following = _scores(row_ptr, place, seen)
-    for start in range(0, seen, CHUNK):
-        score, key = following, start + place
-        following = _scores(row_ptr, key + CHUNK, seen)
-        own = ((score >= least) & (key < seen)).to(tl.int32)
-        number = count + _before(own)
-        kept = (own > 0) & (number < GROUPS)
-        tl.store(keys_ptr + number, key, mask=kept)
-        tl.store(scores_ptr + number, score, mask=kept)
-        count += _total(own)
+def _keep(row_ptr, seen, least, keys_ptr, scores_ptr, GROUPS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Writes the keys that reach a score, and their scores, if GROUPS at most; returns how many do.
+
+    A segment of the scores is read by one warp, which so waits for no other.
+    """
+    length = (seen + SEGMENTS - 1) // SEGMENTS
+    first = tl.arange(0, SEGMENTS) * length
+    # The first axis is a warp's, in the layout of which stores to scattered places are, too.
+    end = tl.minimum(first + length, seen)[None, :]
+    place = first[None, :] + tl.arange(0, 32)[:, None]
+    reached = tl.full([32, SEGMENTS], 0, tl.int32)
+    for step in range(0, length, 32):
+        score, there = _scores(row_ptr, place + step, end), place + step < end
+        reached += ((score >= least) & there).to(tl.int32)
+    counts = _total(reached)
+    count = _total(counts)
+    if count <= GROUPS:
+        start = _before(counts)
+        for step in range(0, length, 32):
+            score, there = _scores(row_ptr, place + step, end), place + step < end
+            own = ((score >= least) & there).to(tl.int32)
+            number = start[None, :] + _before(own)
+            tl.store(keys_ptr + number, place + step, mask=own > 0)
+            tl.store(scores_ptr + number, score, mask=own > 0)
+            start += _total(own)
     # Other threads read them.
     tl.debug_barrier()
     return count
@@ -214,6 +227,7 @@ def _select_kernel(
     spare,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
@@ -237,7 +251,7 @@ def _select_kernel(
         kept_keys_ptr += row * GROUPS
         kept_scores_ptr += row * GROUPS
         bound = _number(low)
-        count = _keep(row_ptr, seen, bound, kept_keys_ptr, kept_scores_ptr, GROUPS, CHUNK)
+        count = _keep(row_ptr, seen, bound, kept_keys_ptr, kept_scores_ptr, GROUPS, SEGMENTS)
         fits = count <= GROUPS
         if fits:
             source_ptr = kept_scores_ptr
