@@ -23,7 +23,8 @@ from torch import Tensor
 _MOST_KEYS = 8192
 # Scores that are read at a time for the maxima, and to keep or to write some of them; warps.
 _TILE, _CHUNK, _WARPS = 16384, 4096, 16
-_SEGMENTS = 256
+_SEGMENTS = 64
+_REGISTERS = 64
 # Groups per key to choose at least; every so many keys the bound may be off by one of them.
 _GROUPS_PER_KEY, _PRECISION = 2, 16
 
@@ -89,6 +90,7 @@ def radix_select(
         CHUNK=min(_CHUNK, groups),
         COUNTED=seen is not None,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS if groups <= 4096 else None,
     )
     return out
 
@@ -157,31 +159,45 @@ def _lower_bound(row_ptr, seen, topk, spare, GROUPS: tl.constexpr, PARTS: tl.con
 
 
 @triton.jit
+def _reaching(row_ptr, place, lane, length, seen, least):
+    """Whether scores of segments, ``lane`` places after their beginnings, reach one: int32."""
+    end = tl.where(lane < length, seen, 0)
+    return ((_scores(row_ptr, place, end) >= least) & (place < end)).to(tl.int32)
+
+
+@triton.jit
 def _keep(row_ptr, seen, least, keys_ptr, scores_ptr, GROUPS: tl.constexpr, SEGMENTS: tl.constexpr):
     """Writes the keys that reach a score, and their scores, if GROUPS at most; returns how many do.
 
     A segment of the scores is read by one warp, which so waits for no other.
     """
     length = (seen + SEGMENTS - 1) // SEGMENTS
-    first = tl.arange(0, SEGMENTS) * length
-    # The first axis is a warp's, in the layout of which stores to scattered places are, too.
-    end = tl.minimum(first + length, seen)[None, :]
-    place = first[None, :] + tl.arange(0, 32)[:, None]
+    # The first axis is a warp's: so is the layout in which Triton stores to scattered places.
+    lane = tl.arange(0, 32)[:, None]
+    first = tl.arange(0, SEGMENTS)[None, :] * length
     reached = tl.full([32, SEGMENTS], 0, tl.int32)
-    for step in range(0, length, 32):
-        score, there = _scores(row_ptr, place + step, end), place + step < end
-        reached += ((score >= least) & there).to(tl.int32)
+    for step in range(0, length, 128):
+        for part in tl.static_range(4):
+            own = lane + step + part * 32
+            reached += _reaching(row_ptr, first + own, own, length, seen, least)
     counts = _total(reached)
     count = _total(counts)
     if count <= GROUPS:
-        start = _before(counts)
-        for step in range(0, length, 32):
-            score, there = _scores(row_ptr, place + step, end), place + step < end
-            own = ((score >= least) & there).to(tl.int32)
-            number = start[None, :] + _before(own)
-            tl.store(keys_ptr + number, place + step, mask=own > 0)
-            tl.store(scores_ptr + number, score, mask=own > 0)
-            start += _total(own)
+        start = _before(counts)[None, :]
+        for step in range(0, length, 128):
+            # Of four places, so that their counts, which are 32 at most, are added up in one go.
+            flags = tl.full([32, SEGMENTS], 0, tl.int32)
+            for part in tl.static_range(4):
+                own = lane + step + part * 32
+                flags += _reaching(row_ptr, first + own, own, length, seen, least) << (8 * part)
+            before, totals = _before(flags), _total(flags)[None, :]
+            for part in tl.static_range(4):
+                key = first + lane + step + part * 32
+                kept = ((flags >> (8 * part)) & 1) > 0
+                number = start + ((before >> (8 * part)) & 255)
+                tl.store(keys_ptr + number, key, mask=kept)
+                tl.store(scores_ptr + number, tl.load(row_ptr + key, mask=kept), mask=kept)
+                start += (totals >> (8 * part)) & 255
     # Other threads read them.
     tl.debug_barrier()
     return count
