@@ -21,12 +21,15 @@ from torch import Tensor
 
 # The largest ``topk``: its groups' maxima are 32 registers of each of 512 threads.
 _MOST_KEYS = 8192
-# Scores that are read at a time for the maxima, and to keep or to write some of them; warps.
-_TILE, _CHUNK, _WARPS = 16384, 4096, 16
-_SEGMENTS = 64
-_REGISTERS = 64
-# Groups per key to choose at least; every so many keys the bound may be off by one of them.
-_GROUPS_PER_KEY, _PRECISION = 2, 16
+# Groups, at least, and for each of the keys to choose; which share more than ``topk`` maxima may
+# reach the bound.
+_GROUPS, _GROUPS_PER_KEY, _SPARE = 4096, 2, 1 / 16
+# Scores that are read at a time for the maxima, and to find and write the last ones.
+_TILE, _CHUNK, _WARPS = 16384, 2048, 16
+# Where programs share multiprocessors, two do, of 64 registers per thread: they read 4 places of
+# each of so many segments at a time. Where each is alone, more reads hide what one takes.
+_SHARED, _SHARED_SEGMENTS, _SHARED_REGISTERS = 132, 32, 64
+_ALONE_SEGMENTS = 128
 
 
 def most_keys() -> int:
@@ -68,8 +71,9 @@ def radix_select(
         out = torch.empty(queries, batch, topk, dtype=torch.int32, device=scores.device)
     if not out.numel():
         return out
-    groups = max(16, triton.next_power_of_2(_GROUPS_PER_KEY * topk))
+    groups = max(_GROUPS, triton.next_power_of_2(_GROUPS_PER_KEY * topk))
     parts = max(1, min(_TILE, triton.next_power_of_2(max(keys, 1))) // groups)
+    shared = queries * batch > _SHARED and groups == _GROUPS
     # Where no query has a choice, none is kept.
     kept = queries * batch * groups if keys > topk else 1
     _select_kernel[(queries, batch)](
@@ -83,14 +87,14 @@ def radix_select(
         topk,
         key_start,
         keys if offset is None else offset,
-        topk // _PRECISION,
+        int(topk * _SPARE),
         GROUPS=groups,
         PARTS=parts,
-        SEGMENTS=_SEGMENTS,
-        CHUNK=min(_CHUNK, groups),
+        SEGMENTS=_SHARED_SEGMENTS if shared else _ALONE_SEGMENTS,
+        CHUNK=_CHUNK,
         COUNTED=seen is not None,
         num_warps=_WARPS,
-        maxnreg=_REGISTERS if groups <= 4096 else None,
+        maxnreg=_SHARED_REGISTERS if shared else None,
     )
     return out
 
