@@ -20,7 +20,7 @@ from absorbed_mla.dsa.types import IndexVectors
 _MOST_QUERIES = 2048
 # Scores of 512 queries and 131072 keys: 256 MiB, and about two programs of the choice for each of
 # the 264 that run at a time.
-_ELEMENTS = 2**26
+ELEMENTS = 2**26
 
 
 def triton_index_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:
@@ -53,7 +53,7 @@ def triton_select(
     *,
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
-    elements: int = _ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Tensor:
     """As ``select``; the same keys wherever the scores have the same bits."""
     with torch.cuda.device_of(index.query):
@@ -79,7 +79,7 @@ def triton_select_cached(
     topk: int,
     *,
     relu: bool,
-    elements: int = _ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Tensor:
     """The ``topk`` keys of highest score among those that new tokens see in a cache.
 

@@ -267,11 +267,14 @@ def _select_kernel(
             key = tl.where(start + place < seen, start + place + key_start, -1)
             tl.store(result_ptr + start + place, key, mask=start + place < topk)
     else:
+        # A group of one score each: the bound is as well the exact one.
+        spare = tl.where(seen <= GROUPS, 0, spare)
         low, high = _lower_bound(row_ptr, seen, topk, spare, GROUPS, PARTS)
         kept_keys_ptr += row * GROUPS
         kept_scores_ptr += row * GROUPS
         bound = _number(low)
         count = _keep(row_ptr, seen, bound, kept_keys_ptr, kept_scores_ptr, GROUPS, SEGMENTS)
+        high = tl.where(count == topk, low, high)
         fits = count <= GROUPS
         if fits:
             source_ptr = kept_scores_ptr
