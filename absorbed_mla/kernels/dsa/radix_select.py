@@ -30,6 +30,8 @@ _TILE, _CHUNK, _WARPS = 16384, 2048, 16
 # each of so many segments at a time. Where each is alone, more reads hide what one takes.
 _SHARED, _SHARED_SEGMENTS, _SHARED_REGISTERS = 132, 32, 64
 _ALONE_SEGMENTS = 128
+# Scores that are kept at a time, of 4096 queries: 128 MiB with their keys.
+_KEPT = 2**24
 
 
 def most_keys() -> int:
@@ -75,27 +77,32 @@ def radix_select(
     parts = max(1, min(_TILE, triton.next_power_of_2(max(keys, 1))) // groups)
     shared = queries * batch > _SHARED and groups == _GROUPS
     # Where no query has a choice, none is kept.
-    kept = queries * batch * groups if keys > topk else 1
-    _select_kernel[(queries, batch)](
-        scores,
-        scores if seen is None else seen,
-        torch.empty(kept, dtype=torch.int32, device=scores.device),
-        torch.empty(kept, dtype=torch.float32, device=scores.device),
-        out,
-        *scores.stride()[:2],
-        keys,
-        topk,
-        key_start,
-        keys if offset is None else offset,
-        int(topk * _SPARE),
-        GROUPS=groups,
-        PARTS=parts,
-        SEGMENTS=_SHARED_SEGMENTS if shared else _ALONE_SEGMENTS,
-        CHUNK=_CHUNK,
-        COUNTED=seen is not None,
-        num_warps=_WARPS,
-        maxnreg=_SHARED_REGISTERS if shared else None,
-    )
+    step = max(1, min(queries, _KEPT // (batch * groups))) if keys > topk else queries
+    kept = step * batch * groups if keys > topk else 1
+    kept_keys = torch.empty(kept, dtype=torch.int32, device=scores.device)
+    kept_scores = torch.empty(kept, dtype=torch.float32, device=scores.device)
+    for first in range(0, queries, step):
+        own = slice(first, first + step)
+        _select_kernel[(len(out[own]), batch)](
+            scores[:, own],
+            scores if seen is None else seen[own],
+            kept_keys,
+            kept_scores,
+            out[own],
+            *scores.stride()[:2],
+            keys,
+            topk,
+            key_start,
+            keys if offset is None else offset + first,
+            int(topk * _SPARE),
+            GROUPS=groups,
+            PARTS=parts,
+            SEGMENTS=_SHARED_SEGMENTS if shared else _ALONE_SEGMENTS,
+            CHUNK=_CHUNK,
+            COUNTED=seen is not None,
+            num_warps=_WARPS,
+            maxnreg=_SHARED_REGISTERS if shared else None,
+        )
     return out
 
 

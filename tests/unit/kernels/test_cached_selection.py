@@ -28,6 +28,7 @@ def _small(monkeypatch):
     for name, value in {"_KEYS": 32, "_BLOCKS": 2, "_TOKENS": 4}.items():
         monkeypatch.setattr(cached_scores, name, value)
     monkeypatch.setattr(radix_select, "_GROUPS", 32)
+    monkeypatch.setattr(radix_select, "_KEPT", 128)
     with triton_interpreter():
         yield
 

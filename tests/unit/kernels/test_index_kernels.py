@@ -91,7 +91,7 @@ def test_choice(kind, topk, monkeypatch):
     With few groups, so that more scores than groups reach the bound in some; in several pieces.
     """
     small = {"_GROUPS": 16, "_TILE": 128, "_CHUNK": 32, "_SHARED_SEGMENTS": 4}
-    small |= {"_ALONE_SEGMENTS": 2, "_SHARED": 1}
+    small |= {"_ALONE_SEGMENTS": 2, "_SHARED": 1, "_KEPT": 16}
     for name, value in small.items():
         monkeypatch.setattr(radix_select, name, value)
     for span in (Span(0, 1, 5, 1205, 1190), Span(0, 2, 0, 90, 18), Span(0, 1, 3, 140, None)):
