@@ -14,6 +14,8 @@ exact.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,12 +26,31 @@ _MOST_KEYS = 8192
 # Groups, at least, and for each of the keys to choose; which share more than ``topk`` maxima may
 # reach the bound.
 _GROUPS, _GROUPS_PER_KEY, _SPARE = 4096, 2, 1 / 16
-# Scores that are read at a time for the maxima, and to find and write the last ones.
-_TILE, _CHUNK, _WARPS = 16384, 2048, 16
-# Where programs share multiprocessors, two do, of 64 registers per thread: they read 4 places of
-# each of so many segments at a time. Where each is alone, more reads hide what one takes.
-_SHARED, _SHARED_SEGMENTS, _SHARED_REGISTERS = 132, 32, 64
-_ALONE_SEGMENTS = 128
+
+
+class _Launch(NamedTuple):
+    """How a program goes through its scores.
+
+    Attributes:
+        warps: Of the program.
+        registers: Of a thread, at most; None for any number.
+        segments: Whose keys are kept side by side, each by one warp, 4 places at a time.
+        tile: Scores that are read at a time for the maxima.
+        chunk: Scores that are read at a time to find and write the last ones.
+    """
+
+    warps: int
+    registers: int | None
+    segments: int
+    tile: int
+    chunk: int
+
+
+# Where there are more programs than multiprocessors, several share one. Where each is alone, more
+# reads at a time hide what one takes. Both measured on an H200.
+_MULTIPROCESSORS = 132
+_SHARED = _Launch(warps=8, registers=80, segments=16, tile=8192, chunk=1024)
+_ALONE = _Launch(warps=16, registers=None, segments=64, tile=16384, chunk=2048)
 # Scores that are kept at a time, of 4096 queries: 128 MiB with their keys.
 _KEPT = 2**24
 
@@ -74,8 +95,9 @@ def radix_select(
     if not out.numel():
         return out
     groups = max(_GROUPS, triton.next_power_of_2(_GROUPS_PER_KEY * topk))
-    parts = max(1, min(_TILE, triton.next_power_of_2(max(keys, 1))) // groups)
-    shared = queries * batch > _SHARED and groups == _GROUPS
+    shared = queries * batch > _MULTIPROCESSORS and groups == _GROUPS
+    launch = _SHARED if shared else _ALONE
+    parts = max(1, min(launch.tile, triton.next_power_of_2(max(keys, 1))) // groups)
     # Where no query has a choice, none is kept.
     step = max(1, min(queries, _KEPT // (batch * groups))) if keys > topk else queries
     kept = step * batch * groups if keys > topk else 1
@@ -97,11 +119,11 @@ def radix_select(
             int(topk * _SPARE),
             GROUPS=groups,
             PARTS=parts,
-            SEGMENTS=_SHARED_SEGMENTS if shared else _ALONE_SEGMENTS,
-            CHUNK=_CHUNK,
+            SEGMENTS=launch.segments,
+            CHUNK=launch.chunk,
             COUNTED=seen is not None,
-            num_warps=_WARPS,
-            maxnreg=_SHARED_REGISTERS if shared else None,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
     return out
 
@@ -275,8 +297,8 @@ def _select_kernel(
             tl.store(result_ptr + start + place, key, mask=start + place < topk)
     else:
         # A group of one score each: the bound is as well the exact one.
-        spare = tl.where(seen <= GROUPS, 0, spare)
-        low, high = _lower_bound(row_ptr, seen, topk, spare, GROUPS, PARTS)
+        more = tl.where(seen <= GROUPS, 0, spare)
+        low, high = _lower_bound(row_ptr, seen, topk, more, GROUPS, PARTS)
         kept_keys_ptr += row * GROUPS
         kept_scores_ptr += row * GROUPS
         bound = _number(low)

@@ -90,8 +90,12 @@ def test_choice(kind, topk, monkeypatch):
 
     With few groups, so that more scores than groups reach the bound in some; in several pieces.
     """
-    small = {"_GROUPS": 16, "_TILE": 128, "_CHUNK": 32, "_SHARED_SEGMENTS": 4}
-    small |= {"_ALONE_SEGMENTS": 2, "_SHARED": 1, "_KEPT": 16}
+    sizes = {"tile": 128, "chunk": 32}
+    small = {"_GROUPS": 16, "_MULTIPROCESSORS": 1, "_KEPT": 16}
+    small |= {
+        name: getattr(radix_select, name)._replace(segments=segments, **sizes)
+        for name, segments in (("_SHARED", 4), ("_ALONE", 2))
+    }
     for name, value in small.items():
         monkeypatch.setattr(radix_select, name, value)
     for span in (Span(0, 1, 5, 1205, 1190), Span(0, 2, 0, 90, 18), Span(0, 1, 3, 140, None)):
