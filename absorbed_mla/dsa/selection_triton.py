@@ -14,11 +14,14 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.support import CHUNK_ELEMENTS, CHUNK_QUERIES, VisibleKeys
+from absorbed_mla.dsa.support import CHUNK_QUERIES, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 
 # Scores of 256 queries and 4096 keys are 64 tiles, for 132 multiprocessors.
 _MOST_QUERIES = 2048
+# Scores of 512 queries and 131072 keys: 256 MiB, and about two programs of the choice for each of
+# the 264 that run at a time.
+ELEMENTS = 2**26
 
 
 def triton_index_scores(index: IndexVectors, keys: VisibleKeys, relu: bool) -> Tensor:
@@ -52,7 +55,7 @@ def triton_select(
     relu: bool,
     tp_group: dist.ProcessGroup | None = None,
     scores: Callable[[IndexVectors, VisibleKeys, bool], Tensor] = triton_index_scores,
-    elements: int = CHUNK_ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Tensor:
     """As ``select``; the same keys wherever the scores have the same bits."""
     with torch.cuda.device_of(index.query):
@@ -79,7 +82,7 @@ def triton_select_cached(
     *,
     relu: bool,
     tiles: bool = False,
-    elements: int = CHUNK_ELEMENTS,
+    elements: int = ELEMENTS,
 ) -> Tensor:
     """The ``topk`` keys of highest score among those that new tokens see in a cache.
 

@@ -10,7 +10,7 @@ import torch
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.fp8_rows import fp8_query
 from absorbed_mla.dsa.selection import select
-from absorbed_mla.dsa.selection_triton import chunk_queries, triton_index_scores
+from absorbed_mla.dsa.selection_triton import ELEMENTS, chunk_queries, triton_index_scores
 from absorbed_mla.dsa.support import visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.registry import INDEXER_BACKENDS
@@ -82,7 +82,7 @@ def measure_indexer(
     work = Repeated(run, on_gpu=on_gpu)
     times = work.times(work.once(), budget)[0]
     flops = 2.0 * heads * width * count * (offset + (count + 1) / 2)
-    chunk = next(iter(visible_keys(spans, 1, device, queries=chunk_queries(None))))
+    chunk = next(iter(visible_keys(spans, 1, device, ELEMENTS, chunk_queries(None))))
     scores = Repeated(lambda: triton_index_scores(scored, chunk, True), on_gpu=on_gpu)
     alone = scores.times(scores.once(), budget)[0].median * count / chunk.span.num_queries
     return Indexed(times, count, flops, exact, agreement, alone)

@@ -147,7 +147,7 @@ def _continue(model: GPTModel, texts: Tensor, num_tokens: int) -> list[Result]:
     model.eval()
     log_probs = texts.new_empty(len(texts), 0, dtype=torch.float32)
     for _ in range(num_tokens):
-        best = _last_logits(model, texts).log_softmax(-1).max(-1, keepdim=True)
+        best = _last_logits(model, texts).float().log_softmax(-1).max(-1, keepdim=True)
         texts = torch.cat((texts, best.indices), 1)
         log_probs = torch.cat((log_probs, best.values), 1)
     model.train(was_training)

@@ -14,7 +14,7 @@ from absorbed_mla.dsa.sparse_kernels import dense_request
 
 _WIDTHS = (16, 32, 64, 128, 256)
 _MOST_HEADS = 128
-# Half of the scores that one program chooses among (kernels/dsa/radix_select.py).
+# See kernels/dsa/radix_select.py.
 _MOST_KEYS = 8192
 
 

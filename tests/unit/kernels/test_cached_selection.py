@@ -24,10 +24,11 @@ with triton_interpreter():
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    """Blocks, parts, tiles and segments of which the tests have several."""
+    """Blocks, parts, tiles and groups of which the tests have several."""
     for name, value in {"_KEYS": 32, "_BLOCKS": 2, "_TOKENS": 4}.items():
         monkeypatch.setattr(cached_scores, name, value)
-    monkeypatch.setattr(radix_select, "_SEGMENT", 64)
+    monkeypatch.setattr(radix_select, "_GROUPS", 32)
+    monkeypatch.setattr(radix_select, "_KEPT", 128)
     with triton_interpreter():
         yield
 

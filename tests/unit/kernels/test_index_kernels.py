@@ -73,23 +73,53 @@ def hostile_scores(kind: str, shape) -> torch.Tensor:
         scores = scores * 1e-42
     elif kind == "close":
         scores = 1 + torch.randint(0, 9, shape, generator=make) * 2**-23
+    elif kind == "periodic":
+        # As many groups as are chosen have all that is large.
+        scores[..., ::2] += 100
     return scores.to(DEVICE)
 
 
+KINDS = ["random", "ties", "equal", "infinite", "tiny", "close", "periodic"]
+
+
 @pytest.mark.no_cover
-@pytest.mark.parametrize("kind", ["random", "ties", "equal", "infinite", "tiny", "close"])
-@pytest.mark.parametrize("topk", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("topk", [1, 20, 32])
 def test_choice(kind, topk, monkeypatch):
-    """The bits of the reference, in rounds, also where scores are not seen or not numbers."""
-    monkeypatch.setattr(radix_select, "_SEGMENT", 128)
-    monkeypatch.setattr(radix_select, "_CHUNK", 32)
-    for span in (Span(0, 1, 5, 205, 190), Span(0, 2, 0, 90, 18)):
+    """The bits of the reference, also where scores are not seen or not numbers.
+
+    With few groups, so that more scores than groups reach the bound in some; in several pieces.
+    """
+    sizes = {"tile": 128, "chunk": 32}
+    small = {"_GROUPS": 16, "_MULTIPROCESSORS": 1, "_KEPT": 16}
+    small |= {
+        name: getattr(radix_select, name)._replace(segments=segments, **sizes)
+        for name, segments in (("_SHARED", 4), ("_ALONE", 2))
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(radix_select, name, value)
+    for span in (Span(0, 1, 5, 1205, 1190), Span(0, 2, 0, 90, 18), Span(0, 1, 3, 140, None)):
         keys = VisibleKeys(span, DEVICE, heads=1)
         scores = hostile_scores(kind, (1, span.num_queries, span.num_keys))
         expected = best_keys(scores, keys, topk).transpose(0, 1)
         with poisoned_memory():
             found = selection_triton.triton_best_keys(scores, keys, topk)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("kind", KINDS)
+def test_choice_at_full_size(kind):
+    """Of 6001 keys, and by as many programs as share multiprocessors on a GPU."""
+    queries = 200 if DEVICE.type == "cuda" else 1
+    keys = VisibleKeys(Span(0, queries, 0, 6001, 6001 - queries), DEVICE, heads=1)
+    scores = hostile_scores(kind, (1, queries, 6001))
+    expected = best_keys(scores, keys, 2048).transpose(0, 1)
+    # The row behind the last query's is no one's.
+    out = torch.full((queries + 1, 1, 2048), -7, dtype=torch.int32, device=DEVICE)
+    radix_select.radix_select(scores, 2048, 0, 6001 - queries, out=out[:-1])
+    assert torch.equal(out[:-1], expected)
+    assert (out[-1] == -7).all()
 
 
 def test_too_many_keys_to_choose():
