@@ -190,9 +190,8 @@ def _sum_role(tile, shared, lse, out, shape, scale, NUMBER: gl.constexpr):
         s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(shared.empty.index(stage))
-        if NUMBER == 0:
-            if block == 0:
-                mbarrier.arrive(shared.begun.index(0))
+        if (block == 0) & (NUMBER == 0):
+            mbarrier.arrive(shared.begun.index(0))
         total = _sum_rows(gl.exp2(s * scale - row_lse[:, None]))
         gl.store(out + place, gl.where(entry >= 0, total, 0.0), mask=place < length)
         place += KEYS
