@@ -9,6 +9,7 @@ from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.dsa.backend import SparseBackend
 from absorbed_mla.dsa.backends.triton import ENTRY as SPARSE
 from absorbed_mla.dsa.indexer_loss import LossPieces
 from absorbed_mla.dsa.selection_triton import triton_index_scores
@@ -19,6 +20,8 @@ from absorbed_mla.dsa.types import IndexVectors
 class TritonHeadSum:
     """As ``indexer_loss.HeadSum``, fp32."""
 
+    sparse: SparseBackend = SPARSE
+
     def __init__(
         self, inputs: AttentionInputs, lse: Tensor | None, scale: float, dtype: torch.dtype
     ) -> None:
@@ -28,13 +31,32 @@ class TritonHeadSum:
 
     def __call__(self, support: VisibleKeys | ChosenKeys) -> Tensor:
         """See ``HeadSum``."""
+        from absorbed_mla.kernels.dsa.target import visible_target
+
         lse = self.lse
         if lse is None:
             lse = self.inputs.q_content.new_empty(
                 self.inputs.q_content.shape[:3], dtype=torch.float32
             )
             lse[support.queries] = self._lse(support)
-        return triton_target(self.inputs, lse, support, self.scale)
+        q_content, q_rope, k_content, k_rope, _ = self.inputs
+        operands = q_content, q_rope, k_content.squeeze(2), k_rope
+        with torch.cuda.device_of(lse):
+            if isinstance(support, VisibleKeys):
+                span = support.span
+                keys = span.key_start, span.num_keys, span.causal_offset
+                return visible_target(operands, lse, span.queries, *keys, self.scale)
+            rows = support.queries
+            own = q_content[rows], q_rope[rows], *operands[2:]
+            return self.chosen_target(own, lse[rows], support.indices)
+
+    def chosen_target(
+        self, operands: tuple[Tensor, Tensor, Tensor, Tensor], lse: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """As ``kernels.dsa.target.chosen_target``."""
+        from absorbed_mla.kernels.dsa.target import chosen_target
+
+        return chosen_target(operands, lse, chosen, self.scale)
 
     def _lse(self, support: VisibleKeys | ChosenKeys) -> Tensor:
         """Of the attention over the support's keys, whose output nobody reads."""
@@ -43,36 +65,12 @@ class TritonHeadSum:
         own = q_content[rows], q_rope[rows]
         if isinstance(support, ChosenKeys):
             inputs = AttentionInputs(*own, k_content, k_rope, None)
-            return SPARSE.forward(inputs, support.indices, self.scale).lse
+            return self.sparse.forward(inputs, support.indices, self.scale).lse
         keys = support.span.keys
         inputs = AttentionInputs(*own, k_content[keys], k_rope[keys], None)
         span = support.span
         own_span = Span(0, span.num_queries, 0, span.num_keys, span.causal_offset)
         return DENSE.forward(inputs, ScoreRules(self.scale, Spans([own_span]))).lse
-
-
-def triton_target(
-    inputs: AttentionInputs, lse: Tensor, support: VisibleKeys | ChosenKeys, scale: float
-) -> Tensor:
-    """The sum over heads of the attention's probabilities, fp32 [B, Q, P]; not normalised.
-
-    Args:
-        inputs: In the absorbed form, this rank's heads.
-        lse: fp32 [S_q, B, N], over the keys of the support.
-        support: The queries and their keys.
-        scale: Multiplies the scores.
-    """
-    from absorbed_mla.kernels.dsa.target import chosen_target, visible_target
-
-    operands = (inputs.q_content, inputs.q_rope, inputs.k_content.squeeze(2), inputs.k_rope)
-    with torch.cuda.device_of(lse):
-        if isinstance(support, VisibleKeys):
-            span = support.span
-            keys = span.key_start, span.num_keys, span.causal_offset
-            return visible_target(operands, lse, span.queries, *keys, scale)
-        rows = support.queries
-        own = operands[0][rows], operands[1][rows], *operands[2:]
-        return chosen_target(own, lse[rows], support.indices, scale)
 
 
 def triton_scores(index: IndexVectors, support: VisibleKeys | ChosenKeys, relu: bool) -> Tensor:

@@ -82,6 +82,7 @@ class Emulation:
                 "NVMMADistributedLayout",
                 "DistributedLinearLayout",
                 "BlockedLayout",
+                "DotOperandLayout",
                 "NVMMASharedLayout",
                 "SwizzledSharedLayout",
                 "SliceLayout",

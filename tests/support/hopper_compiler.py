@@ -188,22 +188,29 @@ def loss_kernels() -> None:
     """Target and gradients of an indexer's loss, over visible and over chosen keys."""
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.dsa import indexer_triton
+    from absorbed_mla.dsa.indexer_backends.hopper import HopperHeadSum
     from absorbed_mla.dsa.sparse_reference import latent_inputs
     from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
     from absorbed_mla.dsa.types import IndexVectors
 
     shapes = [(HEADS, KV_LORA_RANK), (HEADS, ROPE), (KV_LORA_RANK + ROPE,)]
-    inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
+    *queries, kv = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes)
+    inputs = latent_inputs(*queries, kv)
     lse = torch.zeros(TOKENS, 1, HEADS)
     query, key = (torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in ((64, 128), (128,)))
     index = IndexVectors(query, key, torch.zeros(TOKENS, 1, 64))
     gradient = index._replace(key=key.float())
     chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
+    for heads in (HEADS, 64):
+        few = latent_inputs(*(x[:, :, :heads] for x in queries), kv)
+        HopperHeadSum(few, lse[..., :heads], 0.1, lse.dtype)(
+            ChosenKeys(slice(0, TOKENS), chosen, 1)
+        )
     for support in (
         VisibleKeys(Span(0, TOKENS, 0, TOKENS, 0), lse.device, 1),
         ChosenKeys(slice(0, TOKENS), chosen, 1),
     ):
-        target = indexer_triton.triton_target(inputs, lse, support, 0.1)
+        target = indexer_triton.TritonHeadSum(inputs, lse, 0.1, lse.dtype)(support)
         indexer_triton.triton_scores(index, support, True)
         for deterministic in (False, True):
             torch.use_deterministic_algorithms(deterministic)

@@ -59,25 +59,25 @@ def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
         mbarrier.wait(shared.left_empty.index(stage), parity)
         left = shared.left.index(stage).reshape([KEYS, HALF])
         for column in gl.static_range(0, HALF, shared.CHUNK):
-            _gather(left, column, shared.CHUNK, latent + column, row, there)
+            gather_columns(left, column, shared.CHUNK, latent + column, row, there)
         mbarrier.wait(shared.right_empty.index(stage), parity)
         right = shared.right.index(stage).reshape([KEYS, HALF])
         for column in gl.static_range(0, HALF, shared.CHUNK):
-            _gather(right, column, shared.CHUNK, latent + HALF + column, row, there)
+            gather_columns(right, column, shared.CHUNK, latent + HALF + column, row, there)
         rope = shared.k_rope(stage).reshape([KEYS, shared.R])
-        _gather(rope, 0, shared.R, k_rope, (key * rope_s)[:, None], there)
+        gather_columns(rope, 0, shared.R, k_rope, (key * rope_s)[:, None], there)
         # The next block's are there when this block has come.
         listed = tile.listed(block + 1, gl.SliceLayout(1, layout))
         for column in gl.static_range(0, shared.C, shared.CHUNK):
             # As many as follow this chunk, k_rope among them, may be under way.
             async_copy.wait_group((shared.C - column) // shared.CHUNK)
-            _announce(chunk_full(shared, stage, column))
+            announce(chunk_full(shared, stage, column))
         async_copy.wait_group(0)
-        _announce(shared.rope_full.index(stage))
+        announce(shared.rope_full.index(stage))
 
 
 @gluon.jit
-def _gather(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, row, there):
+def gather_columns(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, row, there):
     """Begin to copy columns of a block's rows to those from ``column`` on, as one group."""
     WIDTH: gl.constexpr = COLUMNS if COLUMNS < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(SWIZZLED, LOAD_WARPS)
@@ -89,7 +89,7 @@ def _gather(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, row, th
 
 
 @gluon.jit
-def _announce(full):
+def announce(full):
     """Let the products of the other roles see what the role's warps have copied."""
     fence_async_shared()
     synchronize()

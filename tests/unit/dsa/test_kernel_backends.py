@@ -52,7 +52,8 @@ REQUEST = SparseRequest(
 ON_DEVICE = replace(REQUEST, device=world.device())
 LAYERS = ["local", "transformer_engine"] if HAVE_TE else ["local"]
 HOPPER = needs.HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-BOTH = pytest.mark.parametrize("registry", [SPARSE_BACKENDS, INDEXER_BACKENDS])
+ALL = [SPARSE_BACKENDS, INDEXER_BACKENDS]
+BOTH = pytest.mark.parametrize("registry", ALL)
 
 
 class TestChoice:
@@ -68,7 +69,7 @@ class TestChoice:
     @pytest.mark.skipif(needs.HAS_GPU, reason="there is a GPU")
     @pytest.mark.parametrize(
         ("registry", "name"),
-        [(SPARSE_BACKENDS, "hopper"), (SPARSE_BACKENDS, "triton"), (INDEXER_BACKENDS, "triton")],
+        [(registry, name) for registry in ALL for name in ("hopper", "triton")],
     )
     def test_without_a_gpu(self, registry, name):
         with pytest.raises(ValueError, match=f"{name}: it needs a GPU"):
@@ -93,13 +94,15 @@ class TestChoice:
     @pytest.mark.skipif(not HOPPER, reason=needs.NEEDS_HOPPER)
     def test_hopper(self):
         request = replace(REQUEST, device=torch.device("cuda"))
-        for registry, name in ((SPARSE_BACKENDS, "hopper"), (INDEXER_BACKENDS, "triton")):
-            assert choose_implementation(registry, name, request).name == name
-            assert choose_implementation(registry, "auto", request).name == name
         narrow = replace(request, rope_dim=32)
-        assert choose_implementation(SPARSE_BACKENDS, "triton", narrow).name == "triton"
-        with pytest.raises(ValueError, match="qk_pos_emb_head_dim must be 64, it is 32"):
-            choose_implementation(SPARSE_BACKENDS, "hopper", narrow)
+        for registry in ALL:
+            assert choose_implementation(registry, "hopper", request).name == "hopper"
+            assert choose_implementation(registry, "auto", request).name == "hopper"
+            assert choose_implementation(registry, "triton", narrow).name == "triton"
+            with pytest.raises(ValueError, match="qk_pos_emb_head_dim must be 64, it is 32"):
+                choose_implementation(registry, "hopper", narrow)
+        with pytest.raises(ValueError, match="dsa_indexer_topk must be at most 8192, it is 8193"):
+            choose_implementation(INDEXER_BACKENDS, "hopper", replace(request, topk=8193))
 
     @needs.gpu
     def test_limits_of_the_chosen_keys_are_true(self):
@@ -147,7 +150,7 @@ def test_training_on_a_gpu(layers, stage, backend):
         dtype=torch.bfloat16,
         backend=layers,
         sparse_attention_backend=backend,
-        indexer_backend="triton",
+        indexer_backend=backend,
     )
     attention = build(dsa, setup, weights, loss)
     found = named(evaluate(attention, dsa, setup, layout))

@@ -34,6 +34,7 @@ def test_kernels(tmp_path):
     assert {"attend_backward", "attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
     assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
+    assert names.count("sum_sparse_probabilities") == 2, "of one group of heads and of two"
     assert {"_scores_kernel", "_select_kernel", "_visible_kernel", "_gradient_kernel"} <= {*names}
     assert {"_token_kernel", "_tile_kernel", "_slots_kernel", "_merge_kernel", "_sum_kernel"} <= {
         *names
