@@ -29,6 +29,7 @@ from benchmarks.context_parallel import CPReport
 from benchmarks.context_parallel import Row as CPRow
 from benchmarks.kit.tables import markdown_table, tokens_text
 from checks.oracle_report import read_summary
+from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
 from console.parser import Parser
 from console.script import run_script
@@ -245,6 +246,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
     "accuracy": accuracy_table,
+    **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }
 

@@ -10,7 +10,12 @@ from typing import Any
 
 @contextmanager
 def figure(
-    path: str | Path, rows: int, columns: int, size: tuple[float, float], **options: Any
+    path: str | Path,
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    description: str = "",
+    **options: Any,
 ) -> Iterator[Any]:
     """Yield the axes of a figure, an array [rows, columns]; the PNG is written at the end.
 
@@ -19,6 +24,7 @@ def figure(
         rows: Number of axes from top to bottom.
         columns: Number of axes from left to right.
         size: Width and height in inches, at 130 dots per inch.
+        description: Text that the PNG keeps beside the picture.
         options: More options of matplotlib's ``subplots``.
     """
     import matplotlib
@@ -32,6 +38,7 @@ def figure(
         yield grid
         drawn.tight_layout()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        drawn.savefig(path, dpi=130, format="png")
+        kept = {"Description": description} if description else None
+        drawn.savefig(path, dpi=130, format="png", metadata=kept)
     finally:
         pyplot.close(drawn)

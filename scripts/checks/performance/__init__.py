@@ -1,0 +1,1 @@
+"""Ours beside peers, read from the recorded results under docs/."""
