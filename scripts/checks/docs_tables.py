@@ -28,6 +28,7 @@ from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.context_parallel import Row as CPRow
 from benchmarks.kit.tables import markdown_table, tokens_text
+from checks import sparse_tables
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
@@ -246,6 +247,10 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "context parallel": ring_table,
     "context parallel ranges": ring_ranges,
     "accuracy": accuracy_table,
+    "sparse forward": sparse_tables.forward_table,
+    "sparse backward": sparse_tables.backward_table,
+    "indexer": sparse_tables.indexer_table,
+    "sparse decode": sparse_tables.decode_table,
     **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }

@@ -163,10 +163,10 @@ SECTIONS = (
     ),
     Section(
         "Sparse attention over 2k chosen keys",
-        ("dsa/dsa.json",),
+        ("dsa/forward.json", "dsa/backward.json"),
         sparse_rows,
         shown=({"heads": (16, 128)},),
-        drawn=({"heads": (16, 128), "kv": (32 * K,), "shared": (False,)},),
+        drawn=({"heads": (16, 128), "kv": (32 * K,)},),
     ),
     Section(
         "Sparse decode: 2k of the keys are chosen and attended to; alone: given the choice",

@@ -1,0 +1,93 @@
+"""Tables of the sparse kernels from the results under docs/dsa."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dsa import DSAReport
+from benchmarks.dsa_decode import DSADecodeReport
+from benchmarks.kit.tables import markdown_table, tokens_text
+
+_INPUT = ["heads", "keys", "choice"]
+
+
+def forward_table(docs: Path) -> str:
+    """TFLOP/s of every implementation."""
+    names = ("hopper", "triton", "FlashMLA")
+    lines = [
+        [*_of_input(found[names[0]]), *(f"{_tflops(found[name]):.0f}" for name in names)]
+        for found in _by_input(docs / "dsa" / "forward.json")
+    ]
+    return markdown_table([*_INPUT, *(f"`{name}`" for name in names)], lines, ["choice"])
+
+
+def backward_table(docs: Path) -> str:
+    """TFLOP/s of backward, and how much longer a deterministic one takes."""
+    fixed = {
+        found["hopper"].case.input: found for found in _by_input(docs / "dsa" / "in-order.json")
+    }
+    lines = []
+    for found in _by_input(docs / "dsa" / "backward.json"):
+        row = found["hopper"]
+        again = fixed.get(row.case.input)
+        ratio = "-"
+        if again is not None:
+            seconds = (again[name].times.median for name in ("hopper, in order", "hopper"))
+            ratio = f"{next(seconds) / next(seconds):.2f}"
+        lines.append(
+            [*_of_input(row), f"{_tflops(row):.0f}", f"{_tflops(found['triton']):.0f}", ratio]
+        )
+    head = [*_INPUT, "`hopper`", "`triton`", "deterministic `hopper`, time"]
+    return markdown_table(head, lines, ["choice"])
+
+
+def indexer_table(docs: Path) -> str:
+    """Milliseconds of scores and choice, and the least of the choice that fp32 agrees with."""
+    lines = [
+        [
+            tokens_text(row.case.kv),
+            f"`{row.case.implementation}`",
+            f"{row.times.median * 1e3:.2f}",
+            f"{row.more['scores_ms']:.2f}",
+            f"{row.more['share']:.2f}",
+            f"{row.more['bound']:.2f}",
+            f"{row.more['agreement']:.3f}",
+        ]
+        for row in DSAReport.read(docs / "dsa" / "indexer.json").measured
+    ]
+    head = ["keys", "backend", "ms", "scores alone, ms", "share", "bound", "agreement"]
+    return markdown_table(head, lines, ["backend"])
+
+
+def decode_table(docs: Path) -> str:
+    """Microseconds of sparse decode, with its parts, beside dense decode."""
+    lines = []
+    for row in DSADecodeReport.read(docs / "dsa" / "decode.json").measured:
+        case = row.case
+        if case.implementation == "sparse, hopper":
+            parts = (row.times.median * 1e6, row.more["select_us"], row.more["attend_us"])
+            lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
+        elif case.implementation == "dense, hopper":
+            lines[-1].append(f"{row.times.median * 1e6:.0f}")
+    head = ["heads", "keys", "sparse us", "choice us", "attention us", "dense us"]
+    return markdown_table(head, lines, [])
+
+
+def _by_input(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of the same input, by implementation."""
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in DSAReport.read(path).measured:
+        found.setdefault(row.case.input, {})[row.case.implementation] = row
+    yield from found.values()
+
+
+def _of_input(row: Any) -> list[str]:
+    case = row.case
+    return [str(case.heads), tokens_text(case.kv), "shared" if case.shared else "random"]
+
+
+def _tflops(row: Any) -> float:
+    rate: float = row.more["flops"] / row.times.median / 1e12
+    return rate
