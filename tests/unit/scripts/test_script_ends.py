@@ -169,6 +169,8 @@ class TestSignals:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Jobs that a shell has put into the background ignore it, and so do their children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
