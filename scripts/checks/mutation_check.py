@@ -391,6 +391,11 @@ MUTATIONS = {
         "gpt.embedding.register_forward_hook(_with_gradient)",
         "pass",
     ),
+    "parity_without_a_choice": Mutation(
+        "absorbed_mla/dsa/core_attention.py",
+        "return not request.batch_invariant or bool(",
+        "return True or bool(",
+    ),
     "recall_of_one_head": Mutation(
         "absorbed_mla/dsa/indexer_loss.py",
         "part = probabilities(scores, lse).sum(1)",

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import choose_implementation
 from absorbed_mla.dsa.scores import index_scores
@@ -17,7 +18,12 @@ from absorbed_mla.dsa.support import visible_keys
 from absorbed_mla.dsa.types import IndexVectors
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import INDEXER_BACKENDS, SPARSE_BACKENDS
+from tests.oracle_dsa import OracleDSA
+from tests.support import needs
 from tests.support.backends import triton_interpreter
+from tests.support.cases import INTERPRETED
+from tests.support.dsa import dsa_fields
+from tests.support.parity import cached, parity_model, tokens_of, trained
 from tests.unit.dsa.test_kernel_backends import ON_DEVICE
 
 pytest.importorskip("triton")
@@ -122,3 +128,19 @@ def test_attention_of_a_token_alone():
         )
         assert torch.equal(alone[0][0], found[0][token])
         assert torch.equal(alone[1][0], found[1][token])
+
+
+@pytest.mark.no_cover
+@pytest.mark.skipif(needs.HAS_GPU, reason="test_sparse.py has larger ones on a GPU")
+def test_training_and_generation_of_a_model():
+    """Texts shorter than top-k, too: the dense attention of other kernels has other bits."""
+    dsa = OracleDSA(mla=INTERPRETED, heads=2, width=16, topk=8)
+    options = {"sparse_attention_backend": "triton", "indexer_backend": "triton"}
+    fields = {**dsa_fields(dsa), "num_layers": 1}
+    with batch_invariant_mode():
+        model = parity_model(torch.float32, mla=dsa.mla, options=options, **fields)
+        tokens = tokens_of(batch=1, count=14)
+        expected = trained(model, tokens)
+        assert torch.equal(trained(model, tokens[:, :6]), expected[:, :6])
+        for sizes in ([14], [5, 9], [11, 1, 1, 1]):
+            assert torch.equal(cached(model, tokens, sizes), expected), sizes
