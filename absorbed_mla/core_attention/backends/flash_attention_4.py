@@ -175,6 +175,16 @@ def _heads_first(x: Tensor) -> Tensor:
 _WIDTHS = ((192, 128), (128, 128), (64, 64))
 # The first one whose functions were called as they are here; they are not public ones.
 _OLDEST = "4.0.0b36"
+# What the import hangs on, and the version that was tested with it.
+_COMPILER, _TESTED = "nvidia-cutlass-dsl", "4.8.1"
+
+
+def _installed(package: str) -> str:
+    """Its version, in words."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @functools.cache
@@ -190,7 +200,10 @@ def why_not_installed(key_width: int, value_width: int) -> str | None:
         interface = importlib.import_module("flash_attn.cute.interface")
     # The import can fail in any way, also where another package has that name; others still run.
     except Exception as error:
-        return f"flash-attn-4 {version} cannot be imported ({type(error).__name__}: {error})"
+        return (
+            f"flash-attn-4 {version} cannot be imported ({type(error).__name__}: {error}); "
+            f"{_COMPILER} is {_installed(_COMPILER)}, tested was {_OLDEST} with {_TESTED}"
+        )
     missing = {"_flash_attn_fwd", "_flash_attn_bwd"} - set(dir(interface))
     if missing:
         return f"flash-attn-4 {version} has no {' and '.join(sorted(missing))}"

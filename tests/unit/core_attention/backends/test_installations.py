@@ -137,6 +137,7 @@ class TestFlashAttention4:
         self.install(folder, **files)
         reason = flash_attention_4.why_not_installed(192, 128)
         assert "4.0.0b36 cannot be imported" in reason
+        assert "nvidia-cutlass-dsl is " in reason and "tested was 4.0.0b36 with 4.8.1" in reason
         assert all(part in reason for part in parts)
 
     def test_metadata_without_a_package(self, folder, monkeypatch):
