@@ -11,13 +11,15 @@ r"""Measure a training step of an attention layer with DeepSeek Sparse Attention
 One whole layer, forward and backward, DeepSeek-V3.2's widths, in turns over the same input:
 
     sparse              our sparse layer with the fastest backends
+    warm-up             the same with a top-k above the sequence, all but its indexer frozen
     dense               our dense layer with the fastest
     slot                Megatron's DSAttention in the core slot of our layer
     megatron            Megatron's layer, in plain PyTorch
     megatron-tilelang   with the kernels of dsa_kernel_backend="tilelang"
     megatron-cudnn      with those of "cudnn" and FlashMLA
 
-"sparse" and "slot" have the same weights; the difference of their outputs is shown. The indexer
+"sparse" and "slot" have the same weights; the difference of their outputs is shown. GiB is what a
+step allocates at most beside weights and input. The indexer
 learns from the chosen keys, unless --loss-coefficient is 0. Hadamard transforms are off: Megatron
 needs a package for them. What cannot run has the reason in its row. Output:
 
@@ -51,7 +53,7 @@ from console.script import leave
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-WORKS = ("sparse", "dense", "slot", "megatron", "megatron-tilelang", "megatron-cudnn")
+WORKS = ("sparse", "warm-up", "dense", "slot", "megatron", "megatron-tilelang", "megatron-cudnn")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,11 @@ class DSALayerBenchmark(Benchmark):
         compared = name in ("sparse", "slot")
         if compared:
             _share_weights(layer, state)
-        subject = Subject(layer.train(), x.clone().requires_grad_(), grad, None)
+        frozen = name == "warm-up"
+        if frozen:
+            for parameter_name, parameter in layer.named_parameters():
+                parameter.requires_grad_(".indexer." in parameter_name)
+        subject = Subject(layer.train(), x.clone().requires_grad_(not frozen), grad, None)
         return Work(
             name,
             subject.forward,
@@ -178,11 +184,11 @@ class DSALayerBenchmark(Benchmark):
             "experimental_attention_variant": "dsa",
             "dsa_indexer_n_heads": args.indexer_heads,
             "dsa_indexer_head_dim": args.indexer_dim,
-            "dsa_indexer_topk": args.topk,
+            "dsa_indexer_topk": case.tokens if name == "warm-up" else args.topk,
             "dsa_indexer_loss_coeff": args.loss_coefficient,
-            "dsa_indexer_use_sparse_loss": True,
+            "dsa_indexer_use_sparse_loss": name != "warm-up",
             "dsa_indexer_rotate_activation": False,
-            "dsa_kernel_backend": name.partition("-")[2] or "none",
+            "dsa_kernel_backend": name.partition("megatron-")[2] or "none",
             "cp_comm_type": "allgather",
         }
         return mla_config(

@@ -45,7 +45,8 @@ from console.script import leave
 KINDS = ("query", "keys", "down", "layer")
 # That Megatron's tuner knows.
 BLOCK_HEADS = ("1", "2", "4", "8", "16", "32", "64", "128")
-_HEAD = ("case", "work", "forward us", "backward us", "step us", "host us", "TB/s", "difference")
+_TIMES = ("forward us", "backward us", "step us", "host us")
+_HEAD = ("case", "work", *_TIMES, "TB/s", "GiB", "difference")
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,9 @@ def _cells(work: Measured) -> list[str]:
     found = work.numbers()
     times = [f"{found[f'{name}_us']:.1f}" for name in ("forward", "backward", "step", "host")]
     rates = [f"{found[key]:.2f}" for key in ("forward_tbps", "backward_tbps") if key in found]
+    peak = f"{found['peak_gib']:.2f}" if "peak_gib" in found else ""
     difference = f"{found['difference']:.1e}" if "difference" in found else ""
-    return [*times, " / ".join(rates), difference]
+    return [*times, " / ".join(rates), peak, difference]
 
 
 class FusionsBenchmark(Benchmark):

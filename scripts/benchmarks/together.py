@@ -29,6 +29,7 @@ class Measured:
             the largest value; None if it has none to compare.
         forward_bytes: Read and written by forward; None where products take the time.
         backward_bytes: Likewise, by backward.
+        peak_bytes: The most that a step allocated beside what was there before; None on a CPU.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Measured:
     difference: float | None = None
     forward_bytes: int | None = None
     backward_bytes: int | None = None
+    peak_bytes: int | None = None
 
     def numbers(self) -> dict[str, float]:
         """Microseconds, TB/s and the difference, by name."""
@@ -52,6 +54,8 @@ class Measured:
                     found[f"{name}_tbps"] = moved / times.median / 1e12
         if self.difference is not None:
             found["difference"] = self.difference
+        if self.peak_bytes is not None:
+            found["peak_gib"] = self.peak_bytes / 2**30
         return found
 
 
@@ -100,6 +104,7 @@ def measure_together(works: Sequence[Work], processes: Processes, budget: float)
     """
     errors = {work.name: work.error for work in works if work.error}
     differences: dict[str, float | None] = {}
+    peaks: dict[str, int | None] = {}
     expected: list[Tensor] | None = None
     for work in works:
         if work.error:
@@ -113,6 +118,7 @@ def measure_together(works: Sequence[Work], processes: Processes, budget: float)
             continue
         expected = found if expected is None else expected
         differences[work.name] = _difference(found, expected)
+        peaks[work.name] = _peak(work, processes) if processes.on_gpu else None
     running = [work for work in works if work.name not in errors]
     times = _times(running, processes, budget) if running else {}
     return [
@@ -124,6 +130,7 @@ def measure_together(works: Sequence[Work], processes: Processes, budget: float)
             *times[work.name],
             differences[work.name],
             *(work.traffic or (None, None)),
+            peaks[work.name],
         )
         for work in works
     ]
@@ -136,6 +143,19 @@ def _first_step(work: Work) -> list[Tensor]:
     work.backward(result)
     work.finish()
     return outputs
+
+
+def _peak(work: Work, processes: Processes) -> int:
+    """Bytes that a step allocates at most."""
+    import torch
+
+    processes.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work.backward(work.forward())
+    work.finish()
+    processes.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _difference(found: list[Tensor], expected: list[Tensor]) -> float | None:

@@ -87,7 +87,7 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
     DSALayer: [
-        (["--works", "sparse,none"], "expected some of sparse, dense, slot"),
+        (["--works", "sparse,none"], "expected some of sparse, warm-up, dense"),
         (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
