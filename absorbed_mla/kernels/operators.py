@@ -201,10 +201,8 @@ def sparse_attention_cached(
     """
     places = query_starts, query_lengths, block_table, block_size, of_block, of_position
     folder, prefix = _SPARSE[kernel]
-    module, lists = (
-        _kernel_module(folder, f"{prefix}forward"),
-        _kernel_module("dsa", "cached_lists"),
-    )
+    module = _kernel_module(folder, f"{prefix}forward")
+    lists = _kernel_module("dsa", "cached_lists")
     lists_of = partial(lists.cached_lists, chosen, lists.Places(*places))
     with torch.cuda.device_of(q_content):
         queries = q_content.unsqueeze(1), q_rope.unsqueeze(1)

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import triton
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.forward import attend_to_lists
-from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists
+from absorbed_mla.kernels.dsa.key_lists import KeyLists, key_lists, token_tile
 from absorbed_mla.kernels.triton.common import rows_contiguous
 from absorbed_mla.kernels.triton.launch import launch_for
-
-_LEAST_HEADS = 16
 
 
 def invariant_forward(
@@ -46,7 +43,6 @@ def attend(
     operands = rows_contiguous(q_content, q_rope, latent, k_rope)
     heads, kv_lora_rank = q_content.shape[2:]
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[3], q_content.device)
-    rows = min(launch.forward.rows, max(_LEAST_HEADS, triton.next_power_of_2(heads)))
-    tile = HeadTile(rows, 1, triton.cdiv(heads, rows))
+    tile = token_tile(heads, launch.forward.rows, least=16)
     lists = lists_of(len(latent), tile.tokens, 1)
     return attend_to_lists(*operands, lists, tile, scale, q_content.dtype)

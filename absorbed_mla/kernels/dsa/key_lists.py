@@ -65,6 +65,11 @@ def query_tile(num_heads: int, rows: int, queries: int, num_keys: int, least: in
     tile = head_tile(num_heads, rows)
     if tile.tokens == 1 or (queries >= _LEAST_QUERIES and num_keys <= _MOST_KEYS):
         return tile
+    return token_tile(num_heads, rows, least)
+
+
+def token_tile(num_heads: int, rows: int, least: int) -> HeadTile:
+    """The tile of one token; arguments as of :func:`query_tile`."""
     heads = min(rows, max(least, triton.next_power_of_2(num_heads)))
     return HeadTile(heads, 1, triton.cdiv(num_heads, heads))
 

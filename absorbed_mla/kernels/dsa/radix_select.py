@@ -55,11 +55,6 @@ _ALONE = _Launch(warps=16, registers=None, segments=64, tile=16384, chunk=2048)
 _KEPT = 2**24
 
 
-def most_keys() -> int:
-    """The largest ``topk``."""
-    return _MOST_KEYS
-
-
 def radix_select(
     scores: Tensor,
     topk: int,
@@ -85,11 +80,11 @@ def radix_select(
         int32 [Q, B, topk] on the key axis, ascending, then -1.
 
     Raises:
-        ValueError: If ``topk`` is more than :func:`most_keys`.
+        ValueError: If ``topk`` is more than 8192.
     """
     batch, queries, keys = scores.shape
-    if topk > most_keys():
-        raise ValueError(f"topk must be at most {most_keys()}, got {topk}")
+    if topk > _MOST_KEYS:
+        raise ValueError(f"topk must be at most {_MOST_KEYS}, got {topk}")
     if out is None:
         out = torch.empty(queries, batch, topk, dtype=torch.int32, device=scores.device)
     if not out.numel():
