@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.fp8_keys import fp8_keys
+from absorbed_mla.kernels.dsa.positive import positive
 from absorbed_mla.kernels.triton.common import (
     interpreted,
     load_rows,
@@ -16,9 +17,12 @@ from absorbed_mla.kernels.triton.common import (
     rows_contiguous,
 )
 
-_QUERIES, _KEYS = 128, 128
-# Bytes of a row of which a third block of queries fits shared memory.
-_LONG_ROW = 256
+# Queries and keys of a tile, warps, and stages of the pipeline; of short and of long rows. With two
+# programs on a multiprocessor one has products while the other weights its own and adds them up;
+# long rows leave no room for a second.
+_TILE, _LONG_TILE = (64, 128, 4, 3), (128, 128, 8, 2)
+# Bytes of a short row, at most.
+_SHORT_ROW = 256
 
 
 def index_scores(
@@ -55,7 +59,9 @@ def index_scores(
     count = queries.stop - queries.start
     # Padded rows begin at multiples of 16 bytes, so that stores are wide.
     out = torch.empty(batch, count, -(-num_keys // 4) * 4, device=query.device)[..., :num_keys]
-    grid = (triton.cdiv(count, _QUERIES), triton.cdiv(num_keys, _KEYS), batch)
+    short = width * query.element_size() <= _SHORT_ROW
+    rows, columns, warps, stages = _TILE if short else _LONG_TILE
+    grid = (triton.cdiv(count, rows), triton.cdiv(num_keys, columns), batch)
     if not out.numel():
         return out
     query, weights = query[queries], weights[queries]
@@ -75,12 +81,12 @@ def index_scores(
         DI=width,
         RELU=relu,
         FP8=query.dtype == torch.float8_e4m3fn,
-        BLOCK_M=_QUERIES,
-        BLOCK_N=_KEYS,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
         PRECISION=precision(query.dtype),
         INTERPRETED=interpreted(),
-        num_warps=8,
-        num_stages=3 if width * query.element_size() <= _LONG_ROW else 2,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 
@@ -135,8 +141,7 @@ def _scores_kernel(
             found = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
             found = product(query, tl.trans(keys), found, PRECISION, INTERPRETED)
             if RELU:
-                # Not a maximum, which would take NaN away.
-                found = tl.where(found < 0, 0.0, found)
+                found = positive(found)
             total += weight[:, None] * found
         if FP8:
             total *= key_scales[None, :]

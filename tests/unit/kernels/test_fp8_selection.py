@@ -24,8 +24,7 @@ def _small(monkeypatch):
     """Blocks, parts, tiles and groups of which the tests have several."""
     for name, value in {"_KEYS": 32, "_BLOCKS": 2, "_TOKENS": 4}.items():
         monkeypatch.setattr(cached_scores, name, value)
-    for name, value in {"_QUERIES": 32, "_KEYS": 32}.items():
-        monkeypatch.setattr(index_scores, name, value)
+    monkeypatch.setattr(index_scores, "_TILE", (32, 32, 4, 1))
     monkeypatch.setattr(radix_select, "_GROUPS", 32)
     with triton_interpreter():
         yield

@@ -56,6 +56,18 @@ def test_scores(span, dtype, relu):
     assert relative_error(found[seen].double(), truth[seen]) < 1e-6
 
 
+@pytest.mark.no_cover
+def test_not_numbers():
+    """NaN passes the ReLU, and stays with the query that has it."""
+    index = vectors(4, 40, width=32)
+    index.query[2, 0, 1] = torch.nan
+    [chunk] = Spans([Span(0, 4, 0, 40, None)]).chunks(1000)
+    chosen = torch.arange(40, dtype=torch.int32, device=DEVICE).expand(4, 1, 40)
+    for support in (VisibleKeys(chunk, DEVICE, heads=100), ChosenKeys(slice(0, 4), chosen, 100)):
+        found = indexer_triton.triton_scores(index, support, relu=True).isnan()
+        assert found[:, 2].all() and not found[:, [0, 1, 3]].any()
+
+
 def hostile_scores(kind: str, shape) -> torch.Tensor:
     make = torch.Generator().manual_seed(1)
     scores = torch.randn(shape, generator=make)
@@ -141,12 +153,14 @@ def test_selection(elements):
 @pytest.mark.no_cover
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["visible", "chosen", "in_order"])
+@pytest.mark.parametrize("kind", ["visible", "chosen", "in_order", "wide"])
 def test_gradients(kind, dtype, relu, monkeypatch):
     """Added to what the keys have; queries and weights of other chunks are left alone."""
     monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)
     monkeypatch.setattr(key_sums, "_MOST_BYTES", 120_000)  # several runs of queries
-    index = vectors(9, 150, batch=2, heads=20, dtype=dtype)
+    # Keys of wide rows get half of their columns at a time.
+    width = 128 if kind == "wide" else 16
+    index = vectors(9, 150, batch=2, heads=20, width=width, dtype=dtype)
     if kind == "visible":
         support = VisibleKeys(Span(1, 8, 3, 140, 130), DEVICE, heads=100)
     else:
