@@ -225,7 +225,7 @@ def _schedule_kernel(
                 # [REQUESTS, CUTS]
                 number = one + tl.arange(0, CUTS)[None, :]
                 cut = block[:, None] + number * step[:, None]
-                behind = cut > (blocks - least)[:, None]
+                behind = (cut >= least) & (cut > (blocks - least)[:, None])
                 entries = starts_ptr + (part[:, None] + number) * 2
                 mine = there[:, None] & (number < count[:, None])
                 tl.store(entries, tile[:, None] + behind.to(tl.int32), mask=mine)
