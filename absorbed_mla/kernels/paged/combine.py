@@ -12,7 +12,7 @@ from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
 
 # Columns of a row of the output that are combined at a time, and for how many rows times splits a
 # program of 128 threads loads them at once: with few splits many rows, with many splits one.
-_COLUMNS = 128
+_COLUMNS = 64
 _LOADED = tl.constexpr(32)
 _FEW = tl.constexpr(4)
 # Programs for each attention program that runs at a time: a program takes several rows.
