@@ -159,7 +159,9 @@ def _paged_kernel(
     # [BLOCK_M]; a row is a head of a token
     row = tl.arange(0, BLOCK_M)
     head = (head_block * HB + row % HB).to(tl.int64)
-    for tile in range(first_tile, end_tile + tl.where(end_block > 0, 1, 0)):
+    end = end_tile + tl.where(end_block > 0, 1, 0)
+    # Beside large tiles there are no registers to keep what is the same for all of them.
+    for tile in tl.range(first_tile, end, disable_licm=BLOCK_M > 32):
         entry = tiles_ptr + tile * TABLE_COLUMNS
         key_start = tl.where(tile == first_tile, first_block, 0) * BLOCK_N
         key_end = tl.load(entry + 4)

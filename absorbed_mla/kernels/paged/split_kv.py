@@ -70,8 +70,8 @@ def choose_step(
             lengths_ptr, kv_ptr, first, num_requests, key_start, REQUESTS
         )
         tiles, blocks = work(length, kv_length, window, TILE_TOKENS, BLOCK_KEYS)
-        # [SIZES, REQUESTS]: rounded up by fp32, as integer division is slow. It is exact up to 2**20
-        # blocks: half a block of either side is more than rounding.
+        # [SIZES, REQUESTS]; in fp32, as integer division is slow. Exact up to 2**19 blocks: half a
+        # block on either side is more than is lost by rounding.
         each = (blocks[None, :] + size[:, None]).to(tl.float32) - 0.5
         each = (each * (1.0 / size.to(tl.float32))[:, None]).to(tl.int32)
         splits += tl.reduce(each * tiles[None, :], 1, tl.standard._sum_combine)
