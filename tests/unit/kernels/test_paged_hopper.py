@@ -130,7 +130,7 @@ def test_any_order_of_several_tiles():
     case = replace(MIXED, query_lengths=(1,) * 9, kv_lengths=(1, 1, 70, 1, 130, 1, 64, 200, 3))
     inputs = case.inputs(DEVICE)
     expected = attend(inputs)
-    for seed in range(1, 7):
+    for seed in range(1, 4):
         assert_same_bits(attend(inputs, seed=seed), expected)
 
 
