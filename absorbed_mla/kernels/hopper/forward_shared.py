@@ -92,9 +92,11 @@ class Shared:
 @gluon.jit
 def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps."""
-    return allocate_blocks(
-        q_content, q_rope, C, R, latent.block_shape[2], latent.layout, k_rope.layout
-    )
+    # By name: Triton 3.6 takes a layout for a constant only if it is declared one.
+    LATENT_LAYOUT: gl.constexpr = latent.layout
+    ROPE_LAYOUT: gl.constexpr = k_rope.layout
+    CHUNK: gl.constexpr = latent.block_shape[2]
+    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT)
 
 
 @gluon.jit
