@@ -161,7 +161,7 @@ def _paged_kernel(
     head = (head_block * HB + row % HB).to(tl.int64)
     end = end_tile + tl.where(end_block > 0, 1, 0)
     # Beside large tiles there are no registers to keep what is the same for all of them.
-    for tile in tl.range(first_tile, end, disable_licm=BLOCK_M > 32):
+    for tile in tl.range(first_tile, end, disable_licm=True):
         entry = tiles_ptr + tile * TABLE_COLUMNS
         key_start = tl.where(tile == first_tile, first_block, 0) * BLOCK_N
         key_end = tl.load(entry + 4)
