@@ -112,6 +112,7 @@ def forward(
         INTERPRETED=interpreted(),
         num_warps=warps,
         num_stages=blocks.stages,
+        maxnreg=plan.most_registers(resident, warps),
     )
     if split_kv.splits:
         combine(*waiting, table, tiles, split_kv, (out, lse))
@@ -160,7 +161,7 @@ def _paged_kernel(
     row = tl.arange(0, BLOCK_M)
     head = (head_block * HB + row % HB).to(tl.int64)
     end = end_tile + tl.where(end_block > 0, 1, 0)
-    # Beside large tiles there are no registers to keep what is the same for all of them.
+    # There are no registers to keep what is the same for all tiles.
     for tile in tl.range(first_tile, end, disable_licm=True):
         entry = tiles_ptr + tile * TABLE_COLUMNS
         key_start = tl.where(tile == first_tile, first_block, 0) * BLOCK_N

@@ -21,6 +21,8 @@ _MIN_SPLIT_KEYS = 256
 # This many times the programs that run at a time keep the device busy, a tile each, even if the
 # requests are unequal.
 _ENOUGH = 8
+# Of a multiprocessor.
+_REGISTERS = 65536
 # Assumed in Triton's interpreter; so few that it splits too.
 _INTERPRETED_PROCESSORS = 4
 
@@ -156,6 +158,16 @@ def resident(
         if small and 2 * _few_rows_bytes(blocks, kv_lora_rank, rope, dtype, hopper) <= limit
         else 1
     )
+
+
+def most_registers(resident: int, warps: int) -> int | None:
+    """Registers that a thread may have so that several programs fit; None: any that there are.
+
+    Args:
+        resident: Programs that run on a multiprocessor at a time.
+        warps: Of each.
+    """
+    return _REGISTERS // (resident * warps * 32) if resident > 1 else None
 
 
 def _few_rows_bytes(

@@ -347,6 +347,10 @@ class TestPlan:
         longest = max(sum(-(-keys // 64) + 2 for keys in part) for part in parts)
         assert longest <= 1.02 * share + 6
 
+    def test_registers_leave_room_for_every_program_that_is_counted_on(self):
+        """Of 65536 on a multiprocessor, of which 255 are the most that a thread can have."""
+        assert (plan.most_registers(1, 8), plan.most_registers(2, 8)) == (None, 128)
+
     def test_heads_are_padded_to_a_power_of_two(self):
         assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4, 1)
         assert plan.tiles_for(4, 128, 4, 1, 64) == plan.Tiles(64, 1, 2, 4, 1)
