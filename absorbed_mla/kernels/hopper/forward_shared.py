@@ -134,20 +134,20 @@ def allocate_blocks(
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
     )
     barriers = (
-        _barriers(1),
-        _barriers(STAGES * CHUNKS),
-        _barriers(STAGES),
-        _barriers(STAGES),
-        _barriers(STAGES),
-        _barriers(STAGES),
-        _barriers(1),
+        new_barriers(1),
+        new_barriers(STAGES * CHUNKS),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(1),
     )
     fence_async_shared()
     return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT)
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
+def new_barriers(COUNT: gl.constexpr):
     """Barriers that one arrival passes, of a thread or of the bytes that it announced."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
