@@ -16,7 +16,7 @@ _COLUMNS = 64
 _LOADED = tl.constexpr(32)
 _FEW = tl.constexpr(4)
 # Programs for each attention program that runs at a time: a program takes several rows.
-_PROGRAMS = 8
+_PROGRAMS = 32
 
 
 def combine(
