@@ -3,27 +3,39 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
 
     $ python scripts/benchmarks/decode.py --json docs/decode.json --plot docs/decode.png
     $ python scripts/benchmarks/decode.py --heads 16 --batches 1,32,128 --kv 8k --block-sizes 64
+    $ python scripts/benchmarks/decode.py --implementations "ours, hopper;FlashMLA" --kv 8k \
+          --heads 16,64,128 --lengths uniform,exponential,one_long --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, triton" --kv 8k \
           --block-sizes 1,100
     $ python scripts/benchmarks/decode.py --device cpu --heads 2 --batches 2 --kv 100 \
           --block-sizes 16 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
     $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
 
-The requests of a batch have equal numbers of keys, and with --uneven different ones, too; their
-blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels, where
-they can be imported; what cannot run has the reason in its row. Outputs are compared with the
+The requests of a batch have so many keys as --lengths says:
+
+    equal        --kv each
+    spaced       evenly spaced up to --kv
+    uniform      drawn from 64 to --kv
+    exponential  drawn, --kv / 8 on average, from 64 to --kv
+    one_long     one has --kv, the others --kv / 64
+
+Their blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels,
+where they can be imported; what cannot run has the reason in its row. Outputs are compared with the
 reference's in fp32. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On
 a GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
-before every repetition, outside of the time. A call counts
+before every repetition, outside of the time. All implementations of an input are repeated in turns.
+A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
     bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once
 
 and its rates are to be compared with those of a matrix product and of a copy (read and written),
-measured in the same run. Output:
+measured in the same run. The ratio is that of the time to FlashMLA's of the same turn: the median
+of all turns, and what a tenth of them are below and above (low, high). Output:
 
     1.9 s  FlashMLA n=128 b=128 kv=8192 s_q=1 block=64: us 545, tflops 536, tbps 2.22
+    1.9 s  ours, hopper n=128 b=128 kv=8192 s_q=1 block=64: us 484, .., ratio 0.89, low 0.88, ..
 
 The last line of the output is JSON.
 """
@@ -34,10 +46,11 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,7 +61,7 @@ from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes
 from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Times
+from benchmarks.kit.report import Refused, Report, Times, reason
 from benchmarks.kit.run import Benchmark
 from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
@@ -56,6 +69,8 @@ from console.script import leave
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from benchmarks.kit.timing import Repeated
 
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
 _PACKAGES = ("flash-mla", "flashinfer-python", "vllm")
@@ -65,8 +80,44 @@ _FLUSHED_BYTES = 256 * 2**20
 
 OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
 IMPLEMENTATIONS = (*OURS, *PEERS)
+# The peer of ratios.
+_PEER = "FlashMLA"
+# The shortest of drawn requests.
+_LEAST_KEYS = 64
 # The reference takes too long at the sizes that are measured on a GPU.
 FAST = tuple(name for name in IMPLEMENTATIONS if name != "ours, reference")
+
+
+def _spaced(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    step = (kv - new) / batch
+    lengths = [kv - int(number * step) for number in range(batch)]
+    draw.shuffle(lengths)
+    return lengths
+
+
+def _uniform(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    return [draw.randint(min(_LEAST_KEYS, kv), kv) for _ in range(batch)]
+
+
+def _exponential(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    drawn = [int(draw.expovariate(8 / kv)) for _ in range(batch)]
+    return [min(max(keys, _LEAST_KEYS), kv) for keys in drawn]
+
+
+def _one_long(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
+    lengths = [kv] + [kv // 64] * (batch - 1)
+    draw.shuffle(lengths)
+    return lengths
+
+
+# Numbers of keys of a batch, by name; see the description.
+LENGTHS: dict[str, Callable[[random.Random, int, int, int], list[int]]] = {
+    "equal": lambda draw, batch, kv, new: [kv] * batch,
+    "spaced": _spaced,
+    "uniform": _uniform,
+    "exponential": _exponential,
+    "one_long": _one_long,
+}
 
 
 @dataclass(frozen=True)
@@ -77,10 +128,10 @@ class Case:
         implementation: One of :data:`IMPLEMENTATIONS`.
         heads: Of one rank.
         batch: Requests.
-        kv: Keys of each request, or of the longest, new tokens included.
+        kv: Keys of each request, or at most, new tokens included.
         query_length: New tokens of each.
         block_size: Tokens in a block of the cache.
-        uneven: Whether the requests have different numbers of keys, up to ``kv``.
+        lengths: How many keys the requests have, one of :data:`LENGTHS`.
     """
 
     implementation: str
@@ -89,7 +140,7 @@ class Case:
     kv: int
     query_length: int
     block_size: int
-    uneven: bool = False
+    lengths: str = "equal"
 
     def __str__(self) -> str:
         return (
@@ -104,18 +155,15 @@ class Case:
 
     @property
     def keys(self) -> str:
-        """``kv`` for people; ``"<=8192"`` if uneven."""
-        return f"<={self.kv}" if self.uneven else str(self.kv)
+        """``kv`` for people; ``"spaced<=8192"`` where not all requests have so many."""
+        return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
 
     @property
     def kv_lengths(self) -> list[int]:
-        """Keys of each request: if uneven, evenly spaced up to ``kv``, in random order."""
-        if not self.uneven:
-            return [self.kv] * self.batch
-        step = (self.kv - self.query_length) / self.batch
-        lengths = [self.kv - int(number * step) for number in range(self.batch)]
-        random.Random(self.batch).shuffle(lengths)
-        return lengths
+        """Keys of each request, new tokens included; the same for the same case."""
+        draw = random.Random(self.batch)
+        lengths = LENGTHS[self.lengths](draw, self.batch, self.kv, self.query_length)
+        return [max(keys, self.query_length) for keys in lengths]
 
     def flops(self, content: int, rope: int) -> float:
         """Of scores and values; a token sees its request's keys up to its own."""
@@ -132,7 +180,7 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
     """Implementations beside each other, smaller inputs first, other block sizes last."""
     implementations = args.implementations or (FAST if device == "cuda" else IMPLEMENTATIONS)
     inputs = product(
-        (False, True) if args.uneven else (False,),
+        args.lengths,
         args.block_sizes,
         sorted(args.query_lengths),
         sorted(args.kv),
@@ -140,11 +188,27 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
         sorted(args.heads),
     )
     found = [
-        Case(implementation, heads, batch, kv, new, block, uneven)
-        for uneven, block, new, kv, batch, heads in inputs
+        Case(implementation, heads, batch, kv, new, block, lengths)
+        for lengths, block, new, kv, batch, heads in inputs
         for implementation in implementations
     ]
     return arguments.chosen(found, args.only)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Times divided by the peer's of the same turns: the median, and the outer tenths' bounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, own: Sequence[float], peer: Sequence[float]) -> Ratio:
+        """Of at least two turns, or of one without a spread."""
+        ratios = [a / b for a, b in zip(own, peer, strict=True)]
+        tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
+        return cls(median(ratios), tenths[0], tenths[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +220,7 @@ class Row:
         times: Of one call; None if it was not measured.
         graph: Whether the call was a CUDA graph.
         difference: Relative difference of the output from the reference's in fp32.
+        ratio: To FlashMLA; None for itself, or if it was not measured.
         error: Empty, or why figures are missing.
     """
 
@@ -163,6 +228,7 @@ class Row:
     times: Times | None = None
     graph: bool = False
     difference: float | None = None
+    ratio: Ratio | None = None
     error: str = ""
 
 
@@ -172,17 +238,20 @@ class DecodeReport(Report):
     row = Row
 
     def figures(self, row: Row) -> dict[str, float]:
-        """Microseconds, TFLOP/s, TB/s of latents read, and the difference from the reference."""
+        """Microseconds, TFLOP/s, TB/s of latents read, difference, and the ratio to FlashMLA."""
         assert row.times is not None
         content, rope = self.environment["widths"]
         itemsize = _ITEMSIZE[self.environment["dtype"]]
         duration = row.times.median
+        ratio = row.ratio
+        beside = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high} if ratio else {}
         return {
             "us": round(duration * 1e6, 2),
             "tflops": row.case.flops(content, rope) / duration / 1e12,
             "tbps": row.case.latent_bytes(content, rope, itemsize) / duration / 1e12,
             "graph": row.graph,
             "difference": row.difference,
+            **beside,
         }
 
     @classmethod
@@ -236,8 +305,8 @@ class DecodeBenchmark(Benchmark):
         self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         self.content, self.rope = args.kv_lora_rank, args.qk_pos_emb_head_dim
-        # The last input, and the reference's output of it.
-        self._inputs: tuple[tuple, Inputs, Tensor] | None = None
+        # The last input, and the rows of its cases or why there are none.
+        self._last: tuple[tuple, dict[str, Row | str]] | None = None
         flushed = _FLUSHED_BYTES if self.on_gpu else 1
         self._flushed = torch.empty(flushed, dtype=torch.uint8, device=self.device)
 
@@ -252,8 +321,8 @@ class DecodeBenchmark(Benchmark):
         add("--batches", type=parse_sizes, default="1,8,32,64,128", help="numbers of requests")
         keys = "keys of each request, its new tokens included; k is 1024"
         add("--kv", type=parse_sizes, default="1k,4k,8k,32k", help=keys)
-        uneven = "measure batches with different numbers of keys per request, up to --kv, too"
-        add("--uneven", action="store_true", help=uneven)
+        lengths = f"how many keys the requests have: {', '.join(LENGTHS)} (see above)"
+        add("--lengths", type=list_of(one_of(tuple(LENGTHS))), default="equal", help=lengths)
         add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of each request")
         add("--block-sizes", type=parse_sizes, default="64,16", help="tokens of a cache block")
         # Their names have commas.
@@ -288,22 +357,66 @@ class DecodeBenchmark(Benchmark):
         return cases(self.args, self.device.type)
 
     def measure(self, case: Case) -> Row:
-        """Measure one case.
+        """Measure one case, with the first of an input all others of it.
 
         Raises:
-            Refused: If the implementation does not support it, or is not installed.
+            Refused: If the implementation does not support it, or is not installed, or failed.
+        """
+        if self._last is None or self._last[0] != case.input:
+            self._last = None
+            self._last = case.input, self._measure_all(case)
+        found = self._last[1][case.implementation]
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
+
+    def _measure_all(self, case: Case) -> dict[str, Row | str]:
+        """Rows of all cases of an input, or why there is none, by implementation."""
+        import torch
+
+        from benchmarks.kit.timing import in_turns, repetitions
+
+        inputs, expected = self._inputs_of(case)
+        found: dict[str, Row | str] = {}
+        works: dict[str, Repeated] = {}
+        for other in (other for other in self.cases() if other.input == case.input):
+            try:
+                found[other.implementation], works[other.implementation] = self._prepare(
+                    other, inputs, expected
+                )
+            except self.errors as error:
+                if isinstance(error, torch.AcceleratorError):
+                    raise
+                found[other.implementation] = reason(error)
+        if not works:
+            return found
+        running = [*works.values()]
+        count = max(repetitions(work.once(), self.args.seconds_per_row) for work in running)
+        turns = in_turns(running, count)
+        seconds = {name: [step for _, _, step in own] for name, own in zip(works, turns)}
+        for name, own in seconds.items():
+            row = found[name]
+            assert isinstance(row, Row)
+            peer = seconds.get(_PEER) if name != _PEER else None
+            ratio = Ratio.of(own, peer) if peer else None
+            found[name] = replace(row, times=Times.of(own), ratio=ratio)
+        return found
+
+    def _prepare(self, case: Case, inputs: Inputs, expected: Tensor) -> tuple[Row, Repeated]:
+        """A row without times, and the work that gives them, done once.
+
+        Raises:
+            Refused: If the implementation does not support the case, or is not installed.
         """
         from benchmarks.kit.timing import Repeated
 
-        inputs, expected = self._inputs_of(case)
         attend = self._build(case, inputs)
         out = attend().float()
         difference = float((out - expected).norm() / expected.norm())
         graphed = self._graph(attend) if self.on_gpu else None
-        repeated = Repeated(graphed or attend, finish=self._flushed.zero_, on_gpu=self.on_gpu)
-        repeated.once()
-        times = repeated.times(repeated.once(), self.args.seconds_per_row)[0]
-        return Row(case=case, times=times, graph=graphed is not None, difference=difference)
+        work = Repeated(graphed or attend, finish=self._flushed.zero_, on_gpu=self.on_gpu)
+        work.once()
+        return Row(case=case, graph=graphed is not None, difference=difference), work
 
     def _build(self, case: Case, inputs: Inputs) -> Attend:
         """The attention, ready to be called again and again."""
@@ -342,12 +455,9 @@ class DecodeBenchmark(Benchmark):
         """Inputs, and the output of the reference in fp32."""
         from absorbed_mla.inference.backends.reference import paged_reference
 
-        if self._inputs is None or self._inputs[0] != case.input:
-            self._inputs = None
-            inputs = self._new_inputs(case)
-            out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), *inputs[2:])
-            self._inputs = case.input, inputs, out
-        return self._inputs[1:]
+        inputs = self._new_inputs(case)
+        out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), *inputs[2:])
+        return inputs, out
 
     def _new_inputs(self, case: Case) -> Inputs:
         import torch

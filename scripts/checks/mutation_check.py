@@ -246,13 +246,23 @@ MUTATIONS = {
     ),
     "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",
-        "tl.minimum((number + 1) * split_keys[:, None], keys[:, None])",
-        "keys[:, None]",
+        "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)",
+        "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut - 1), mask=mine)",
+    ),
+    "decode_program_forgets_its_phase": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        blocks += count_blocks(tile)\n        tile = part.tile(index)\n",
+        "        tile = part.tile(index)\n",
+    ),
+    "decode_queries_loaded_early": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)\n",
+        "",
     ),
     "last_split_not_combined": Mutation(
-        "absorbed_mla/kernels/paged/combine.py",
-        "count = (keys + split_keys - 1) // split_keys",
-        "count = keys // split_keys",
+        "absorbed_mla/kernels/paged/schedule.py",
+        "tl.store(entry + 5, cuts + 1, mask=there)",
+        "tl.store(entry + 5, tl.maximum(cuts, 1), mask=there)",
     ),
     "unused_latents_not_cleared": Mutation(
         "absorbed_mla/kernels/hopper/forward_shared.py",

@@ -14,7 +14,7 @@ from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
-from absorbed_mla.kernels.paged.schedule import schedule
+from absorbed_mla.kernels.paged.schedule import Schedule, schedule
 from absorbed_mla.kernels.triton.common import interpreted
 
 # Keys that one copy loads, at least: 8 would be possible, but are a KiB only.
@@ -95,14 +95,13 @@ def forward(
     table = schedule(
         *lists, key_start, window, tiles, split_kv, KEYS.value, out, lse, interpreted()
     )
-    shape = (places(tiles, split_kv), tiles.head_blocks, ROWS.value)
+    shape = (places(split_kv), tiles.head_blocks, ROWS.value)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     page = page_size(cache.shape[1], window)
     maps = _tensor_maps(q_content, q_rope, cache, page, tiles)
     results = (out, lse, *waiting)
-    split = split_kv.max_extra > 0
-    _launch(maps, table.programs, block_table, results, cache.shape[1], scale, tiles, split)
-    if split:
+    _launch(maps, table, block_table, results, cache.shape[1], scale, tiles, split_kv)
+    if split_kv.splits:
         combine(*waiting, table, tiles, split_kv, (out, lse))
     return out, lse
 
@@ -132,21 +131,21 @@ def _tensor_maps(
 
 def _launch(
     maps: tuple[TensorDescriptor, ...],
-    table: Tensor,
+    table: Schedule,
     block_table: Tensor,
     results: tuple[Tensor, ...],
     block_size: int,
     scale: float,
     tiles: plan.Tiles,
-    split: bool,
+    split_kv: plan.SplitKV,
 ) -> None:
     """Run the kernel; its arguments are described there."""
     heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    attend_decode[(len(table) * tiles.head_blocks,)](
+    attend_decode[(split_kv.parts * tiles.head_blocks,)](
         *maps,
-        table,
+        *table,
         block_table,
         *results,
         block_size,
@@ -157,6 +156,6 @@ def _launch(
         HEADS=tiles.heads,
         C=kv_lora_rank,
         R=maps[1].block_shape[-1],
-        SPLIT=split,
+        SPLIT=split_kv.splits,
         num_warps=4,
     )

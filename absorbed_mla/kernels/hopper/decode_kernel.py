@@ -6,17 +6,24 @@ Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a 
 * where keys are: the load role looks their blocks up in the table of blocks before it waits for a
   stage, so that the answer is there when the stage is free. A copy loads keys of one block of the
   cache, at most 64.
-* how many programs share a tile: where the device would be idle otherwise, its keys are split, and
-  each program takes one split; paged/schedule.py says which program does what.
-* what is written: the output where a tile has one split, else the split's output in fp32 with its
-  LSE to base 2, which paged/combine.py combines.
+* who does what: a program goes through a part of all the work, some tiles one after the other, of
+  which the first and the last may lie in other parts, too; paged/schedule.py makes the parts equal.
+  Stages and phases are counted on from tile to tile, and the load role runs ahead into the next
+  tile while the others finish one.
+* what is written: the output where a tile is in one part, else its output in fp32 with its LSE to
+  base 2, which paged/combine.py combines.
+
+Two more barriers, each of one phase per tile:
+
+* ``q_empty``: the scores are done with the queries, so that the next tile's can be loaded.
+* ``norm_empty``: the value role has read the reciprocals of the denominators.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from absorbed_mla.kernels.hopper.decode_tile import find_pages, read_decode_tile
+from absorbed_mla.kernels.hopper.decode_tile import Part, find_pages
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
     LOAD_REGISTERS,
@@ -27,27 +34,57 @@ from absorbed_mla.kernels.hopper.forward_kernel import (
     store_half,
 )
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, chunk_full
+from absorbed_mla.kernels.hopper.forward_shared import (
+    STAGES,
+    allocate,
+    chunk_full,
+    new_barriers,
+)
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.tile import KEYS
 
 
 @gluon.jit
-def _load_role(tile, shared, queries, keys, places):
-    """Load the queries, then each block as soon as the block before last is done with its stage."""
+def _load_role(part, shared, empty, queries, keys, places):
+    """Load each tile's queries, then its blocks."""
+    begin, end = part.range()
+    blocks = gl.to_tensor(0)
+    for index in range(begin, end):
+        tile = part.tile(index)
+        mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)
+        _load_queries(tile, shared, queries)
+        _load_keys(tile, shared, keys, places, blocks)
+        blocks += count_blocks(tile)
+
+
+@gluon.jit
+def _load_queries(tile, shared, queries):
     q_content, q_rope = queries
-    latent, k_rope = keys
-    block_table, block_size, table_stride = places
-    HALF: gl.constexpr = shared.C // 2
-    PAGE: gl.constexpr = k_rope.block_shape[0]
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
     position = [tile.query_start, tile.head, 0]
     tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
     tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
+
+
+@gluon.jit
+def _load_keys(tile, shared, keys, places, blocks):
+    """Load each block as soon as the block before last is done with its stage.
+
+    Args:
+        tile: The tile.
+        shared: What ``allocate`` gave.
+        keys: Tensor maps of latent and k_rope.
+        places: The table of blocks, keys in a block of the cache, and the table's stride.
+        blocks: Of the tiles before.
+    """
+    latent, k_rope = keys
+    block_table, block_size, table_stride = places
+    HALF: gl.constexpr = shared.C // 2
+    PAGE: gl.constexpr = k_rope.block_shape[0]
     for block in range(count_blocks(tile)):
-        stage = block % STAGES
-        parity = (block // STAGES & 1) ^ 1  # of the phase before this block's
+        stage = (blocks + block) % STAGES
+        parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
         pages = find_pages(tile, block, block_table, block_size, table_stride, PAGE)
         mbarrier.wait(shared.left_empty.index(stage), parity)
         for column in gl.static_range(0, HALF, shared.CHUNK):
@@ -74,25 +111,44 @@ def _load_pages(keys, pages, column: gl.constexpr, full, place):
 
 
 @gluon.jit
-def _score_role(tile, shared, whole, split, heads, scale, SPLIT: gl.constexpr):
-    """Compute all scores, the LSE and the left half of the output."""
+def _score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.constexpr):
+    """Compute each tile's scores, its LSE and the left half of its output."""
+    q_empty, norm_empty = empty
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
-    o, top, total, norm = start_left(tile, shared, scale)
-    bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    index, inside = tile.rows(1, heads, rows)
-    if SPLIT:
-        gl.store(split[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
-        inside &= tile.place < 0
-    gl.store(whole[1] + index, bits * LN_2, mask=inside)
-    _store(tile, finish_left(o, norm), whole[0], split[0], heads, 0, SPLIT)
+    begin, end = part.range()
+    blocks = gl.to_tensor(0)
+    for index in range(begin, end):
+        tile = part.tile(index)
+        done = index - begin
+        # Before this tile's are written, which may be soon.
+        mbarrier.wait(norm_empty.index(0), (done & 1) ^ 1)
+        o, top, total, norm = start_left(tile, shared, scale, done, blocks)
+        mbarrier.arrive(q_empty.index(0))
+        blocks += count_blocks(tile)
+        tile = part.tile(index)
+        bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
+        row, inside = tile.rows(1, heads, rows)
+        if SPLIT:
+            gl.store(split[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
+            inside &= tile.place < 0
+        gl.store(whole[1] + row, bits * LN_2, mask=inside)
+        o = finish_left(o, norm)
+        mbarrier.arrive(shared.left_empty.index((blocks - 1) % STAGES))
+        _store(tile, o, whole[0], split[0], heads, 0, SPLIT)
 
 
 @gluon.jit
-def _value_role(tile, shared, whole, split, heads, SPLIT: gl.constexpr):
-    """Compute the right half of the output."""
-    o = compute_right(tile, shared)
-    _store(tile, o, whole[0], split[0], heads, shared.C // 2, SPLIT)
+def _value_role(part, shared, empty, whole, split, heads, SPLIT: gl.constexpr):
+    """Compute the right half of each tile's output."""
+    begin, end = part.range()
+    blocks = gl.to_tensor(0)
+    for index in range(begin, end):
+        tile = part.tile(index)
+        o = compute_right(tile, shared, index - begin, blocks)
+        mbarrier.arrive(empty[1].index(0))
+        blocks += count_blocks(tile)
+        _store(tile, o, whole[0], split[0], heads, shared.C // 2, SPLIT)
 
 
 @gluon.jit
@@ -127,7 +183,8 @@ def attend_decode(
     q_rope,
     latent,
     k_rope,
-    table,
+    tiles,
+    starts,
     block_table,
     out,
     lse,
@@ -143,7 +200,7 @@ def attend_decode(
     R: gl.constexpr,
     SPLIT: gl.constexpr,
 ):
-    """Attention of every tile; one program for each entry of the table and group of heads.
+    """Attention of every tile; one program for each part of the work and group of heads.
 
     Args:
         q_content: Tensor map of [T, N, C] in boxes [64 / HEADS, HEADS, C].
@@ -151,11 +208,13 @@ def attend_decode(
         latent: Of [block_size, blocks, C] in boxes [keys that lie together, 1, columns that arrive
             together].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
-        table: int32 [programs, 8], contiguous, see paged/schedule.py.
+        tiles: int32 [tiles, 8], contiguous, see paged/schedule.py.
+        starts: int32 [parts + 1, 2], contiguous, likewise.
         block_table: [Q, blocks of a request], int32 or int64, last axis contiguous.
-        out: [T, N, C], contiguous; tiles in several splits are not written.
+        out: [T, N, C], contiguous; tiles in several parts are not written.
         lse: [T, N] fp32, contiguous, likewise.
-        split_out: [places, head_blocks, 64, C] fp32, contiguous; the splits of the others.
+        split_out: [places, head_blocks, 64, C] fp32, contiguous; what is
+            written of these.
         split_lse: [places, head_blocks, 64] fp32, contiguous, to base 2.
         block_size: Keys in a block of the cache.
         table_stride: Of ``block_table``.
@@ -165,19 +224,21 @@ def attend_decode(
         HEADS: Heads in a tile.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
-        SPLIT: Whether there may be several splits.
+        SPLIT: Whether a tile may be in several parts.
     """
-    tile = read_decode_tile(table, head_blocks, HEADS)
-    if tile.query_start < tile.query_end:
+    part = Part(tiles, starts, head_blocks, HEADS)
+    begin, end = part.range()
+    if begin < end:
         shared = allocate(q_content, q_rope, latent, k_rope, C, R)
+        empty = new_barriers(1), new_barriers(1)
         queries, keys = (q_content, q_rope), (latent, k_rope)
         places = (block_table, block_size, table_stride)
         whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(
             [
-                (_score_role, (tile, shared, whole, waiting, heads, scale, SPLIT)),
-                (_value_role, (tile, shared, whole, waiting, heads, SPLIT)),
-                (_load_role, (tile, shared, queries, keys, places)),
+                (_score_role, (part, shared, empty, whole, waiting, heads, scale, SPLIT)),
+                (_value_role, (part, shared, empty, whole, waiting, heads, SPLIT)),
+                (_load_role, (part, shared, empty, queries, keys, places)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four
             [VALUE_REGISTERS, LOAD_REGISTERS],

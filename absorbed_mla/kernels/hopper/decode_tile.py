@@ -1,4 +1,4 @@
-"""A tile of the decode kernel: tokens of one request, heads, and a split of their keys."""
+"""A program's part of the decode kernel's work, and its tiles: tokens, heads and keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,16 +11,77 @@ _COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
 
 
 @aggregate
+class Part:
+    """The range of tiles that the program goes through, for some heads.
+
+    It has few attributes, and tiles are read from the tables again where they are wanted again,
+    because the products' registers leave room for little else.
+
+    Attributes:
+        tiles: int32 [tiles, 8], contiguous, see paged/schedule.py.
+        starts: int32 [parts + 1, 2], contiguous, likewise.
+        head_blocks: Tiles for all heads of a token. The program's varies fastest, so that
+            neighbours read the same keys.
+        HEADS: Heads in a tile.
+    """
+
+    tiles: gl.tensor
+    starts: gl.tensor
+    head_blocks: gl.tensor
+    HEADS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, starts, head_blocks, HEADS):
+        self.tiles = tiles
+        self.starts = starts
+        self.head_blocks = head_blocks
+        self.HEADS = gl.constexpr(HEADS)
+
+    @gluon.jit
+    def range(self):
+        """The first tile, and one past the last."""
+        start = self.starts + gl.program_id(0) // self.head_blocks * 2
+        return gl.load(start), gl.load(start + 2) + gl.where(gl.load(start + 3) > 0, 1, 0)
+
+    @gluon.jit
+    def tile(self, index):
+        """A tile, with its keys in this part.
+
+        One whose tokens see none of these, although later ones of their request do, has no tokens.
+        """
+        number = gl.program_id(0) // self.head_blocks
+        head_block = gl.program_id(0) % self.head_blocks
+        start = self.starts + number * 2
+        entry = self.tiles + index * _COLUMNS
+        first, tokens, keys = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4)
+        begin = gl.where(index == gl.load(start), gl.load(start + 1), 0) * KEYS
+        last = gl.where(index == gl.load(start + 2), gl.load(start + 3) * KEYS, keys)
+        tokens = gl.where((begin > 0) & (begin >= keys), 0, tokens)
+        place = 2 * number + gl.where(begin == 0, 1, 0)
+        return DecodeTile(
+            gl.load(entry),
+            first,
+            first + tokens,
+            begin,
+            gl.minimum(last, keys) - begin,
+            gl.load(entry + 3) - 1 - begin,
+            gl.where(gl.load(entry + 5) > 1, place * self.head_blocks + head_block, -1),
+            head_block * self.HEADS,
+            self.HEADS,
+        )
+
+
+@aggregate
 class DecodeTile:
     """Which rows and keys a program works on. Keys are counted from the first one in the cache.
 
     Attributes:
         request: Of the batch; its row in the table of blocks.
         query_start, query_end: Tokens on the token axis; none where there is nothing to do.
-        key_start: First key of the split, a multiple of ``KEYS``.
-        keys: How many the split has that any of the tokens sees; 0 or fewer: none.
-        offset: Token i of the tile sees the split's keys 0 .. i + offset.
-        place: Where the result waits for those of the other splits, counted in tiles; negative if
+        key_start: First key of the part, a multiple of ``KEYS``.
+        keys: How many the part has that any of the tokens sees; 0 or fewer: none.
+        offset: Token i of the tile sees the part's keys 0 .. i + offset.
+        place: Where the result waits for those of the other parts, counted in tiles; negative if
             there are none.
         head: First head.
         HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
@@ -73,34 +134,6 @@ class DecodeTile:
     def open_blocks(self):
         """As ``Tile.open_blocks``."""
         return open_until(self)
-
-
-@gluon.jit
-def read_decode_tile(table, head_blocks, HEADS: gl.constexpr):
-    """The program's tile: heads vary fastest, so that neighbours read the same keys.
-
-    Args:
-        table: int32 [programs, 8], contiguous, see paged/schedule.py.
-        head_blocks: Tiles for all heads of a token.
-        HEADS: Heads in a tile.
-    """
-    program = gl.program_id(0)
-    head_block = program % head_blocks
-    entry = table + program // head_blocks * _COLUMNS
-    first, tokens = gl.load(entry + 1), gl.load(entry + 2)
-    begin, end = gl.load(entry + 4), gl.load(entry + 5)
-    place = gl.load(entry + 6)
-    return DecodeTile(
-        gl.load(entry),
-        first,
-        first + tokens,
-        begin,
-        end - begin,
-        gl.load(entry + 3) - 1 - begin,
-        gl.where(place < 0, -1, place * head_blocks + head_block),
-        head_block * HEADS,
-        HEADS,
-    )
 
 
 @gluon.jit

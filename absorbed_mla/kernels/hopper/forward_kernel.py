@@ -112,13 +112,15 @@ def _score_role(tile, shared, out, lse, largest, batches, heads, scale, RECORD: 
 
 
 @gluon.jit
-def start_left(tile, shared, scale):
+def start_left(tile, shared, scale, tiles=0, blocks=0):
     """Queue all products of scores and of the left half of the output, and tell the value role.
 
     Args:
         tile: With ``keys``, ``sees`` and ``open_blocks`` as in ``Tile``.
         shared: What ``allocate`` gave.
         scale: Of the scores, times log2(e).
+        tiles: How many the program has done before.
+        blocks: Of these tiles.
 
     Returns:
         The half [64, C / 2] whose last product is running, the rows' largest products and sums of
@@ -132,24 +134,25 @@ def start_left(tile, shared, scale):
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     o = gl.zeros([ROWS, HALF], gl.float32, o_layout)
     last = count_blocks(tile) - 1
-    mbarrier.wait(shared.q_full.index(0), 0)
-    s = start_scores(shared, 0, 0, layout)
-    s = warpgroup_mma_wait(0, deps=[finish_scores(shared, s, 0, 0)])
+    mbarrier.wait(shared.q_full.index(0), tiles & 1)
+    s = start_scores(shared, blocks % STAGES, blocks // STAGES & 1, layout)
+    s = finish_scores(shared, s, blocks % STAGES, blocks // STAGES & 1)
+    s = warpgroup_mma_wait(0, deps=[s])
     for block in range(last):
-        stage = block % STAGES
+        stage = (blocks + block) % STAGES
         if block >= tile.open_blocks():
             s = hide(s, tile, block, layout)
         top, total, factor = softmax(shared, s, top, total, stage, scale)
         o = o * gl.convert_layout(factor, o_rows)[:, None]
         values = shared.left.index(stage).reshape([KEYS, HALF])
         o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
-        parity = (block + 1) // STAGES & 1
+        parity = (blocks + block + 1) // STAGES & 1
         s = start_scores(shared, stage ^ 1, parity, layout)
         # One product, the first part of the scores, may be unfinished: the one before it is not.
         o = warpgroup_mma_wait(1, deps=[o])
         mbarrier.arrive(shared.left_empty.index(stage))
         s = warpgroup_mma_wait(0, deps=[finish_scores(shared, s, stage ^ 1, parity)])
-    stage = last % STAGES
+    stage = (blocks + last) % STAGES
     values = shared.left.index(stage).reshape([KEYS, HALF])
     # No product that is still running reads them: none was queued behind the last block's scores.
     clear_rows(values, tile.keys - last * KEYS)
@@ -179,16 +182,16 @@ def _value_role(tile, shared, out, batches, heads):
 
 
 @gluon.jit
-def compute_right(tile, shared):
-    """The right half of the output, [64, C / 2], from what the score role tells."""
+def compute_right(tile, shared, tiles=0, blocks=0):
+    """The right half of the output, [64, C / 2], from what the score role tells, as it counts."""
     HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = accumulator_layout(HALF, 1)
     o = gl.zeros([ROWS, HALF], gl.float32, layout)
     last = count_blocks(tile) - 1
     for block in range(last + 1):
-        stage = block % STAGES
+        stage = (blocks + block) % STAGES
         values = shared.right.index(stage).reshape([KEYS, HALF])
-        mbarrier.wait(shared.p_full.index(stage), block // STAGES & 1)
+        mbarrier.wait(shared.p_full.index(stage), (blocks + block) // STAGES & 1)
         if block == last:
             clear_rows(values, tile.keys - last * KEYS)
         factor = shared.factor.index(stage).load(gl.SliceLayout(1, layout))
@@ -196,7 +199,7 @@ def compute_right(tile, shared):
         o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(shared.right_empty.index(stage))
-    mbarrier.wait(shared.norm_full.index(0), 0)
+    mbarrier.wait(shared.norm_full.index(0), tiles & 1)
     norm = shared.norm.load(gl.SliceLayout(1, layout))
     return o * norm[:, None]
 

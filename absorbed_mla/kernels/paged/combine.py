@@ -10,14 +10,13 @@ from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
 
-# Values that a program of 128 threads loads at once, columns of a row of the output that it
-# computes, and bounds of the splits that it loads at once.
-_LOADED = 4096
-_COLUMNS = 512
-_SPLITS = (2, 32)
-# Programs for each attention program that runs at a time: a program takes many rows, since most
-# need no combining.
-_PROGRAMS = 8
+# Columns of a row of the output that are combined at a time, and for how many rows times splits a
+# program of 128 threads loads them at once: with few splits many rows, with many splits one.
+_COLUMNS = 64
+_LOADED = tl.constexpr(32)
+_FEW = tl.constexpr(4)
+# Programs for each attention program that runs at a time: a program takes several rows.
+_PROGRAMS = 32
 
 
 def combine(
@@ -25,96 +24,153 @@ def combine(
 ) -> None:
     """Write output and LSE of the tokens whose keys were split.
 
+    The places where splits wait share the work of combining, each tile's equally: it takes as long
+    for one long request as for many.
+
     Args:
         split_out: Fp32 [places, head blocks, rows of a tile, C]; read where a split has keys.
         split_lse: Fp32 [places, head blocks, rows of a tile], base 2.
         table: Of the batch.
         tiles: Tiles of the queries.
-        split_kv: Bounds of the splits.
+        split_kv: Bounds of the parts.
         result: Output [T, N, C] and LSE [T, N], contiguous.
     """
     out, lse = result
     heads, kv_lora_rank = out.shape[1:]
-    expected = triton.cdiv(split_kv.programs, tiles.max_tiles * tiles.head_blocks)
-    together = min(max(triton.next_power_of_2(expected), _SPLITS[0]), _SPLITS[1])
-    columns = min(kv_lora_rank, _COLUMNS, _LOADED // together)
-    rows = max(_LOADED // (together * columns), 1)
-    groups = triton.cdiv(min(tiles.tokens, tiles.max_tokens) * heads, rows)
-    programs = max(_PROGRAMS * split_kv.programs // tiles.max_tiles, 1)
-    rounds = triton.cdiv(groups, programs)
-    _combine_kernel[(tiles.max_tiles, triton.cdiv(groups, rounds), kv_lora_rank // columns)](
+    columns = min(kv_lora_rank, _COLUMNS)
+    # Of a tile in two parts: its rows, in pieces of so many columns.
+    share = min(tiles.tokens, tiles.max_tokens) * heads * (kv_lora_rank // columns) // 2
+    most = max(_PROGRAMS * split_kv.programs // places(split_kv), 1)
+    programs = min(triton.cdiv(share * _FEW.value, _LOADED.value), most)
+    _combine_kernel[(places(split_kv), max(programs, 1))](
         split_out,
         split_lse,
         out,
         lse,
-        table.tiles,
-        rounds,
+        *table,
         heads,
         tiles.head_blocks,
         HEADS=tiles.heads,
         TOKENS=tiles.tokens,
         C=kv_lora_rank,
-        ROWS=rows,
-        SPLITS=together,
         COLUMNS=columns,
         INTERPRETED=interpreted(),
         num_warps=4,
     )
 
 
-def places(tiles: Tiles, split_kv: SplitKV) -> int:
-    """Maximum splits whose results wait to be combined; 0 without splits."""
-    return min(2 * split_kv.max_extra, tiles.max_tiles + split_kv.max_extra)
+def places(split_kv: SplitKV) -> int:
+    """Where results of splits may wait to be combined; 0 without splits. See ``schedule``."""
+    return 2 * split_kv.parts if split_kv.splits else 0
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@triton.jit
 def _combine_kernel(
     split_out_ptr,
     split_lse_ptr,
     out_ptr,
     lse_ptr,
-    table_ptr,
-    rounds,
+    tiles_ptr,
+    starts_ptr,
     heads,
     head_blocks,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     C: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    entry = table_ptr + tl.program_id(0) * TABLE_COLUMNS
-    first, tokens, keys = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    split_keys = tl.load(entry + 3)
-    if (tokens == 0) | (keys <= split_keys):
+    part, begins = tl.program_id(0) // 2, tl.program_id(0) % 2
+    # The tile that is cut where the part begins, or ends.
+    cut = starts_ptr + 2 * (part + begins)
+    tile, block = tl.load(cut), tl.load(cut + 1)
+    if block == 0:
         return
-    first_place, equal, last_place = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    count = (keys + split_keys - 1) // split_keys
-    # [SPLITS], [COLUMNS]
-    number = tl.arange(0, SPLITS)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    for one in range(rounds):
-        # [ROWS]: heads of tokens as they lie in the output, and in a tile.
-        index = (tl.program_id(1) * rounds + one) * ROWS + tl.arange(0, ROWS)
-        inside = index < tokens * heads
+    entry = tiles_ptr + tile * TABLE_COLUMNS
+    first, tokens, count = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 5)
+    first_part = tl.load(entry + 6)
+    number = part - first_part
+    if (number >= count) | ((begins == 1) & (number > 0)) | (count == 1):
+        return
+    pieces = tokens * heads * (C // COLUMNS)
+    begin, end = pieces * number // count, pieces * (number + 1) // count
+    places = (first_part, count, head_blocks)
+    sources, results = (split_out_ptr, split_lse_ptr), (out_ptr, lse_ptr)
+    if count <= _FEW:
+        _combine_pieces(
+            sources, results, places, first, heads, begin, end, HEADS, TOKENS, C, COLUMNS, _FEW,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        _combine_pieces(
+            sources, results, places, first, heads, begin, end, HEADS, TOKENS, C, COLUMNS, _LOADED,
+            INTERPRETED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine_pieces(
+    sources,
+    results,
+    places,
+    first,
+    heads,
+    begin,
+    end,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Combine pieces ``begin`` to ``end`` of a tile's rows; each has COLUMNS columns.
+
+    Args:
+        sources: Outputs and LSE of splits.
+        results: Output and LSE.
+        places: The tile's first part, how many it is in, and tiles for all heads of a token.
+        first: Its first token.
+        heads: N.
+        begin: A piece.
+        end: One past the last.
+        HEADS: Heads in a tile.
+        TOKENS: Tokens in a tile.
+        C: ``kv_lora_rank``.
+        COLUMNS: Of a piece.
+        SPLITS: Loaded at once.
+        INTERPRETED: Whether this runs in the interpreter.
+    """
+    split_out_ptr, split_lse_ptr = sources
+    out_ptr, lse_ptr = results
+    first_part, count, head_blocks = places
+    ROWS: tl.constexpr = _LOADED // SPLITS
+    PIECES: tl.constexpr = C // COLUMNS
+    stride = tl.num_programs(1) * ROWS
+    for one in range(begin + tl.program_id(1) * ROWS, end, stride):
+        # [ROWS]: pieces of heads of tokens as they lie in the output, and in a tile.
+        piece = one + tl.arange(0, ROWS)
+        inside = piece < end
+        index = piece // PIECES
         token, head = index // heads, index % heads
         place_in_tile = head // HEADS * (TOKENS * HEADS) + token * HEADS + head % HEADS
+        # [ROWS, COLUMNS]
+        column = (piece % PIECES * COLUMNS)[:, None] + tl.arange(0, COLUMNS)[None, :]
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
         acc = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
         # In an order that depends on the number of splits only.
         for start in range(0, count, SPLITS):
-            split = start + number
-            place = tl.where(split < equal, first_place + split, last_place).to(tl.int64)
+            split = start + tl.arange(0, SPLITS)
+            place = 2 * (first_part + split) + tl.where(split == 0, 1, 0)
             # [ROWS, SPLITS]
-            source = place[None, :] * (head_blocks * TOKENS * HEADS) + place_in_tile[:, None]
+            source = place.to(tl.int64)[None, :] * (head_blocks * TOKENS * HEADS)
+            source += place_in_tile[:, None]
             there = (split < count)[None, :] & inside[:, None]
             lse = tl.load(split_lse_ptr + source, mask=there, other=float("-inf"))
             # [ROWS, SPLITS, COLUMNS]
             values = tl.load(
-                split_out_ptr + source[:, :, None] * C + column[None, None, :],
+                split_out_ptr + source[:, :, None] * C + column[:, None, :],
                 mask=there[:, :, None],
                 other=0.0,
             )
@@ -129,8 +185,7 @@ def _combine_kernel(
         blind = total == 0.0
         out = acc / tl.where(blind, 1.0, total)[:, None]
         row = first.to(tl.int64) * heads + index
-        pointers = out_ptr + row[:, None] * C + column[None, :]
+        pointers = out_ptr + row[:, None] * C + column
         tl.store(pointers, narrow(out, out_ptr.dtype.element_ty, INTERPRETED), mask=inside[:, None])
-        if tl.program_id(2) == 0:
-            value = tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN_2)
-            tl.store(lse_ptr + row, value, mask=inside)
+        value = tl.where(blind, float("-inf"), (top + tl.log2(total)) * LN_2)
+        tl.store(lse_ptr + row, value, mask=inside & (piece % PIECES == 0))

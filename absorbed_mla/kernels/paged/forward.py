@@ -1,4 +1,4 @@
-"""Forward: a tile of queries (heads of a request's new tokens), and a split of its cached keys.
+"""Forward: tiles of queries (heads of a request's new tokens), and cached keys of each.
 
 The arithmetic is that of the training kernel, step by step: with the same block sizes and without
 splits, the result of a token is bitwise the same.
@@ -83,9 +83,9 @@ def forward(
     table = schedule(
         *lists, key_start, window, tiles, split_kv, blocks.keys, out, lse, interpreted()
     )
-    shape = (places(tiles, split_kv), tiles.head_blocks, blocks.rows)
+    shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
-    _paged_kernel[(len(table.programs) * tiles.head_blocks,)](
+    _paged_kernel[(split_kv.parts * tiles.head_blocks,)](
         q_content,
         q_rope,
         cache,
@@ -93,7 +93,7 @@ def forward(
         out,
         lse,
         *waiting,
-        table.programs,
+        *table,
         *q_content.stride()[:2],
         *q_rope.stride()[:2],
         *cache.stride()[:2],
@@ -107,13 +107,14 @@ def forward(
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
-        SPLIT=split_kv.max_extra > 0,
+        SPLIT=split_kv.splits,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
         num_warps=warps,
         num_stages=blocks.stages,
+        maxnreg=plan.most_registers(resident, warps),
     )
-    if split_kv.max_extra:
+    if split_kv.splits:
         combine(*waiting, table, tiles, split_kv, (out, lse))
     return out, lse
 
@@ -131,7 +132,8 @@ def _paged_kernel(
     lse_ptr,
     split_out_ptr,
     split_lse_ptr,
-    table_ptr,
+    tiles_ptr,
+    starts_ptr,
     stride_qc_t,
     stride_qc_n,
     stride_qr_t,
@@ -152,67 +154,79 @@ def _paged_kernel(
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    entry = table_ptr + (tl.program_id(0) // head_blocks) * TABLE_COLUMNS
-    request, first = tl.load(entry), tl.load(entry + 1)
-    tokens, seen_first = tl.load(entry + 2), tl.load(entry + 3)
-    key_start, key_end = tl.load(entry + 4), tl.load(entry + 5)
-    if tokens == 0:
-        return
-
+    head_block, part = tl.program_id(0) % head_blocks, tl.program_id(0) // head_blocks
+    first_tile, first_block = tl.load(starts_ptr + 2 * part), tl.load(starts_ptr + 2 * part + 1)
+    end_tile, end_block = tl.load(starts_ptr + 2 * part + 2), tl.load(starts_ptr + 2 * part + 3)
     # [BLOCK_M]; a row is a head of a token
     row = tl.arange(0, BLOCK_M)
-    token = (first + row // HB).to(tl.int64)
-    head = ((tl.program_id(0) % head_blocks) * HB + row % HB).to(tl.int64)
-    valid = (row // HB < tokens) & (head < heads)
-    last_key = seen_first - 1 + row // HB  # that the row sees
-    # [BLOCK_M, C], [BLOCK_M, R]
-    qc = load_rows(q_content_ptr, token * stride_qc_t + head * stride_qc_n, valid, C)
-    if R > 0:
-        qr = load_rows(q_rope_ptr, token * stride_qr_t + head * stride_qr_n, valid, R)
-    else:
-        qr = qc
-
-    block_list = block_table_ptr + request.to(tl.int64) * stride_table
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.full([BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([BLOCK_M, C], 0.0, tl.float32)
-    block = load_blocks(block_list, key_start, key_end, BLOCK_N, BLOCK_SIZE)
-    for start in range(key_start, key_end, BLOCK_N):
-        # [BLOCK_N]
-        key = start + tl.arange(0, BLOCK_N)
-        there = key < key_end
-        slots = block.to(tl.int64) * stride_block + (key % BLOCK_SIZE).to(tl.int64) * stride_slot
-        # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
-        kc = load_rows(cache_ptr, slots, there, C)
-        kr = kc
+    head = (head_block * HB + row % HB).to(tl.int64)
+    end = end_tile + tl.where(end_block > 0, 1, 0)
+    # There are no registers to keep what is the same for all tiles.
+    for tile in tl.range(first_tile, end, disable_licm=True):
+        entry = tiles_ptr + tile * TABLE_COLUMNS
+        key_start = tl.where(tile == first_tile, first_block, 0) * BLOCK_N
+        key_end = tl.load(entry + 4)
+        key_end = tl.minimum(key_end, tl.where(tile == end_tile, end_block * BLOCK_N, key_end))
+        token, valid = _rows(entry, row // HB, key_start, key_end)
+        valid &= head < heads
+        last_key = tl.load(entry + 3) - 1 + row // HB  # that the row sees
+        # [BLOCK_M, C], [BLOCK_M, R]
+        qc = load_rows(q_content_ptr, token * stride_qc_t + head * stride_qc_n, valid, C)
         if R > 0:
-            kr = load_rows(cache_ptr + C, slots, there, R)
-        # Load the next ones now: the pipeliner does not prefetch loads that depend on other loads.
-        block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
-        seen = (key[None, :] <= last_key[:, None]) & there[None, :]
-        largest, total, acc = attend_to_keys(
-            qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
-        )
+            qr = load_rows(q_rope_ptr, token * stride_qr_t + head * stride_qr_n, valid, R)
+        else:
+            qr = qc
 
-    acc, lse = normalised(largest, total, acc)
-    # Read again: kept over the loop they would not fit into registers.
-    first, tokens = tl.load(entry + 1, volatile=True), tl.load(entry + 2, volatile=True)
-    token = (first + row // HB).to(tl.int64)
-    valid = (row // HB < tokens) & (head < heads)
-    place = token * heads + head
-    if SPLIT:
-        waiting = tl.load(entry + 6, volatile=True)
-        if waiting >= 0:
-            split = waiting.to(tl.int64) * head_blocks + tl.program_id(0) % head_blocks
-            place = split * BLOCK_M + row
+        block_list = block_table_ptr + tl.load(entry).to(tl.int64) * stride_table
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0.0, tl.float32)
+        acc = tl.full([BLOCK_M, C], 0.0, tl.float32)
+        block = load_blocks(block_list, key_start, key_end, BLOCK_N, BLOCK_SIZE)
+        for start in range(key_start, key_end, BLOCK_N):
+            # [BLOCK_N]
+            key = start + tl.arange(0, BLOCK_N)
+            there = key < key_end
+            slots = block.to(tl.int64) * stride_block
+            slots += (key % BLOCK_SIZE).to(tl.int64) * stride_slot
+            # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
+            kc = load_rows(cache_ptr, slots, there, C)
+            kr = kc
+            if R > 0:
+                kr = load_rows(cache_ptr + C, slots, there, R)
+            # Load the next ones now: the pipeliner prefetches no loads that depend on others.
+            block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
+            seen = (key[None, :] <= last_key[:, None]) & there[None, :]
+            largest, total, acc = attend_to_keys(
+                qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
+            )
+
+        acc, lse = normalised(largest, total, acc)
+        # Read again: kept over the loop they would not fit into registers.
+        token, valid = _rows(entry, row // HB, key_start, key_end)
+        valid &= head < heads
+        place = token * heads + head
+        waits = False
+        if SPLIT:
+            waits = tl.load(entry + 5, volatile=True) > 1
+        if waits:
+            place = 2 * part + tl.where(key_start == 0, 1, 0)
+            place = (place * head_blocks + head_block).to(tl.int64) * BLOCK_M + row
             store_rows(split_out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(split_lse_ptr + place, lse, mask=valid)
         else:
             store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(lse_ptr + place, lse * LN_2, mask=valid)
-    else:
-        store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
-        tl.store(lse_ptr + place, lse * LN_2, mask=valid)
+
+
+@triton.jit
+def _rows(entry, index, key_start, key_end):
+    """Tokens of a tile's rows, int64, and which there are.
+
+    None are there where keys of the tile's request follow that none of its tokens sees.
+    """
+    first, tokens = tl.load(entry + 1, volatile=True), tl.load(entry + 2, volatile=True)
+    tokens = tl.where((key_start > 0) & (key_start >= key_end), 0, tokens)
+    return (first + index).to(tl.int64), index < tokens
 
 
 @triton.jit

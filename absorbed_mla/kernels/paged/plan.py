@@ -18,12 +18,11 @@ _FEW_ROWS: dict[int, tuple[Blocks, ...]] = {
     32: (Blocks(32, 64, 3), Blocks(32, 32, 3), Blocks(32, 16, 3), Blocks(32, 16, 1)),
 }
 _MIN_SPLIT_KEYS = 256
-# Maximum extra splits, in multiples of the programs that run at a time. The grid has room for all
-# of them; programs without work end at once.
-_EXTRA_SPLITS = 2
-# This many times the programs that run at a time keep the device busy without splits, even if the
+# This many times the programs that run at a time keep the device busy, a tile each, even if the
 # requests are unequal.
 _ENOUGH = 8
+# Of a multiprocessor.
+_REGISTERS = 65536
 # Assumed in Triton's interpreter; so few that it splits too.
 _INTERPRETED_PROCESSORS = 4
 
@@ -47,19 +46,24 @@ class Tiles(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """Bounds of split-KV: the keys of a tile may be split over several programs.
+    """Bounds of split-KV: the keys of a tile may be in several parts of the work.
 
     Attributes:
-        max_extra: Maximum extra splits: all splits of all tiles, less one for each tile.
+        parts: Maximum parts. A part has a program for each of the tiles for all heads of a token.
         programs: Programs that run at a time.
-        min_blocks: Minimum blocks of keys in a split, where there are that many.
-        num_splits: Splits of every request; 0: the device chooses (``split_kv.py``).
+        min_blocks: Minimum blocks of keys in a part, where there are that many.
+        num_splits: Splits of every request, each a part; 0: the device chooses (``split_kv.py``).
     """
 
-    max_extra: int
+    parts: int
     programs: int
     min_blocks: int
     num_splits: int
+
+    @property
+    def splits(self) -> bool:
+        """Whether a tile can be in several parts."""
+        return self.num_splits != 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,7 +117,7 @@ def split_kv_for(
     device: torch.device,
     num_splits: int | None = None,
 ) -> SplitKV:
-    """The bounds within which the device splits the keys of a batch, see ``schedule``.
+    """The bounds within which the device divides the work of a batch, see ``schedule``.
 
     Args:
         tiles: Of the batch.
@@ -125,14 +129,13 @@ def split_kv_for(
     """
     concurrent = _processors(device) * resident
     min_blocks = max(_MIN_SPLIT_KEYS // block_keys, 1) if device.type == "cuda" else 1
+    if num_splits is None and tiles.max_tiles * tiles.head_blocks >= _ENOUGH * concurrent:
+        num_splits = 1
     if num_splits is not None:
-        return SplitKV(tiles.max_tiles * (num_splits - 1), concurrent, min_blocks, num_splits)
+        return SplitKV(tiles.max_tiles * num_splits, concurrent, min_blocks, num_splits)
     most = max(-(-keys // block_keys) // min_blocks, 1)
-    max_extra = min(
-        _EXTRA_SPLITS * -(-concurrent // tiles.head_blocks), tiles.max_tiles * (most - 1)
-    )
-    enough = tiles.max_tiles * tiles.head_blocks >= _ENOUGH * concurrent
-    return SplitKV(0 if enough else max_extra, concurrent, min_blocks, 0)
+    parts = min(max(concurrent // tiles.head_blocks, 1), tiles.max_tiles * most)
+    return SplitKV(parts, concurrent, min_blocks, 0)
 
 
 def resident(
@@ -155,6 +158,16 @@ def resident(
         if small and 2 * _few_rows_bytes(blocks, kv_lora_rank, rope, dtype, hopper) <= limit
         else 1
     )
+
+
+def most_registers(resident: int, warps: int) -> int | None:
+    """Registers that a thread may have so that several programs fit; None: any that there are.
+
+    Args:
+        resident: Programs that run on a multiprocessor at a time.
+        warps: Of each.
+    """
+    return _REGISTERS // (resident * warps * 32) if resident > 1 else None
 
 
 def _few_rows_bytes(

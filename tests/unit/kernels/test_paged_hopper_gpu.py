@@ -36,6 +36,10 @@ CASES = {
     "prefill": replace(DEEP, query_lengths=(300, 2, 0, 500)),
     "fp16": replace(DEEP, dtype=FP16),
     "many_rows": replace(DEEP, query_lengths=(1,) * 300, kv_lengths=tuple(range(1, 301))),
+    "one_long_row": replace(DEEP, query_lengths=(1,) * 70, kv_lengths=(65,) * 69 + (40000,)),
+    "rows_of_any_length": replace(
+        DEEP, query_lengths=(1,) * 150, kv_lengths=tuple(range(1, 6000, 40)), heads=128
+    ),
     "window": replace(DEEP, window=(70, 4000)),
     "width_256": replace(DEEP, kv_lora_rank=256, block_size=16),
     "width_128": replace(DEEP, kv_lora_rank=128, rope=32, block_size=32),
@@ -48,7 +52,7 @@ def test_equals_the_reference(name, num_splits):
     check(CASES[name], num_splits=num_splits)
 
 
-@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode"])
+@pytest.mark.parametrize("name", ["heads_128", "block_16", "decode", "rows_of_any_length"])
 def test_same_bits_in_every_run(name):
     """A race would show: parts are merged in order, and nothing is added up by atomics."""
     inputs = CASES[name].inputs(DEVICE)

@@ -5,10 +5,9 @@ Without a GPU they run in Triton's interpreter, on the same blocks.
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections import defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -38,7 +37,8 @@ with triton_interpreter():
     from absorbed_mla.core_attention.masks.tiles import query_tiles
     from absorbed_mla.kernels import operators
     from absorbed_mla.kernels.paged import plan
-    from absorbed_mla.kernels.paged.schedule import schedule
+    from absorbed_mla.kernels.paged.combine import places
+    from absorbed_mla.kernels.paged.schedule import Schedule, schedule
     from absorbed_mla.kernels.triton.launch import launch_for
 
 
@@ -92,6 +92,8 @@ CASES = {
     "nothing_new": PagedCase((0, 0), (5, 70), padding=2),
     "width_512": PagedCase((1, 2), (40, 66), heads=16, kv_lora_rank=512, rope=64, block_size=64),
     "many_rows": PagedCase((0,) * 125 + (1,) * 15, tuple(range(140)), heads=1),
+    "one_long_row": PagedCase((1,) * 9, (5,) * 4 + (600,) + (5,) * 4, heads=1),
+    "rows_of_any_length": PagedCase((2,) * 11, tuple(range(2, 112, 10)), heads=16),
     "window": replace(MIXED, window=(37, 100)),
     "window_at_the_start": replace(MIXED, window=(0, 64)),
     "window_behind_all": replace(MIXED, window=(150, None)),
@@ -154,20 +156,50 @@ def test_lengths_come_from_the_device():
     assert_reads_lengths_from_the_device(attend, MIXED)
 
 
+class Tables(NamedTuple):
+    """What ``schedule`` made.
+
+    Attributes:
+        tiles: Entries of tiles.
+        parts: Of each part that has something to do its pieces: tile, first key, the one past the
+            last, and the place where the result waits, or -1.
+    """
+
+    tiles: list[list[int]]
+    parts: list[list[tuple[int, int, int, int]]]
+
+    @classmethod
+    def read(cls, made: Schedule, block_keys: int) -> Tables:
+        tiles, starts = made.tiles.tolist(), made.starts.tolist()
+        assert starts == sorted(starts) and starts[0] == [0, 0]
+        parts = []
+        for number, (start, end) in enumerate(zip(starts, starts[1:])):
+            pieces = []
+            for tile in range(start[0], end[0] + (end[1] > 0)):
+                keys, count = tiles[tile][4:6]
+                first = block_keys * (start[1] if tile == start[0] else 0)
+                last = min(keys, block_keys * end[1]) if tile == end[0] else keys
+                if last > first or not first:
+                    pieces.append(
+                        (tile, first, last, 2 * number + (not first) if count > 1 else -1)
+                    )
+            parts.append(pieces)
+        used = starts[-1][0]
+        return cls(tiles[:used], [pieces for pieces in parts if pieces])
+
+
 class TestSchedule:
-    """Tiles and splits of keys, read off the tables."""
+    """Tiles and parts, read off the tables."""
 
     def tables(
         self, rows: Rows, tiles: plan.Tiles, split_kv: plan.SplitKV, window: int = 1000, start=0
-    ):
-        """Entries of programs that have something to do, and those of tiles."""
+    ) -> Tables:
         out, lse = torch.zeros(20, 2, 16, device=DEVICE), torch.zeros(20, 2, device=DEVICE)
         lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths)
         with poisoned_memory():
             made = schedule(*lists, start, window, tiles, split_kv, 16, out, lse, not ON_GPU)
         self.cleared = (lse == -torch.inf).all(1).tolist()
-        programs = [entry for entry in made.programs.tolist() if entry[2]]
-        return programs, made.tiles.tolist()
+        return Tables.read(made, 16)
 
     def test_tiles(self):
         rows = Rows.of(
@@ -175,55 +207,56 @@ class TestSchedule:
         )
         tiles = plan.tiles_for(4, 2, 20, 5, 4)
         assert tiles == plan.Tiles(heads=2, tokens=2, head_blocks=1, max_tiles=14, max_tokens=5)
-        programs, table = self.tables(rows, tiles, plan.SplitKV(0, 14, 1, 1))
-        assert [entry[:7] for entry in programs] == [
-            [0, 0, 2, 66, 0, 67, -1],
-            [0, 2, 2, 68, 0, 69, -1],
-            [0, 4, 1, 70, 0, 70, -1],
-            [2, 5, 1, 3, 0, 3, -1],
-            [3, 6, 2, 1, 0, 2, -1],
-            [3, 8, 2, 3, 0, 4, -1],
+        found = self.tables(rows, tiles, plan.SplitKV(14, 4, 1, 1))
+        assert [entry[:6] for entry in found.tiles] == [
+            [0, 0, 2, 66, 67, 1],
+            [0, 2, 2, 68, 69, 1],
+            [0, 4, 1, 70, 70, 1],
+            [2, 5, 1, 3, 3, 1],
+            [3, 6, 2, 1, 2, 1],
+            [3, 8, 2, 3, 4, 1],
         ]
-        assert [entry[:3] for entry in table[:6]] == [
-            [0, 2, 67],
-            [2, 2, 69],
-            [4, 1, 70],
-            [5, 1, 3],
-            [6, 2, 2],
-            [8, 2, 4],
-        ]
-        assert not any(entry[1] for entry in table[6:])
+        keys = [entry[4] for entry in found.tiles]
+        assert found.parts == [[(tile, 0, each, -1)] for tile, each in enumerate(keys)]
         assert self.cleared == [False] * 10 + [True] * 10
 
-    def test_longer_requests_have_more_splits(self):
-        """Equal ones and a remainder, the longest programs first; short requests are not split."""
+    def test_parts_are_equal(self):
+        """10, 1 and 41 blocks, of which each tile counts for two more, in six parts of 10."""
         rows = Rows.of(
             (1, 1, 1), (160, 16, 648), torch.zeros(3, 9, dtype=torch.int32, device=DEVICE)
         )
         tiles = plan.tiles_for(3, 16, 20, 1, 16)
-        programs, table = self.tables(rows, tiles, plan.SplitKV(12, 6, 1, 0))
-        # 10, 1 and 41 blocks of 16 for 6 programs at a time: none has more than 11.
-        assert [(entry[0], *entry[4:7]) for entry in programs] == [
-            (2, 0, 176, 0),
-            (2, 176, 352, 1),
-            (2, 352, 528, 2),
-            (0, 0, 160, -1),
-            (1, 0, 16, -1),
-            (2, 528, 648, 3),
+        found = self.tables(rows, tiles, plan.SplitKV(6, 6, 1, 0))
+        assert found.parts == [
+            [(0, 0, 128, 1)],
+            [(0, 128, 160, 2), (1, 0, 16, -1), (2, 0, 48, 3)],
+            [(2, 48, 208, 4)],
+            [(2, 208, 368, 6)],
+            [(2, 368, 528, 8)],
+            [(2, 528, 648, 10)],
         ]
-        assert [entry[2:4] for entry in table] == [[160, 160], [16, 16], [648, 176]]
-        assert table[2][4:7] == [0, 3, 3]
+        assert [entry[5] for entry in found.tiles] == [2, 1, 5]
+        assert [found.tiles[tile][6] for tile in (0, 2)] == [0, 1]
 
-    def test_no_more_splits_than_there_is_room_for(self):
-        """However many programs run at a time."""
-        rows = Rows.of((1, 1), (1000, 500), torch.zeros(2, 9, dtype=torch.int32, device=DEVICE))
-        tiles = plan.tiles_for(2, 2, 20, 1, 16)
-        for more in (1, 2, 7):
-            programs, _ = self.tables(rows, tiles, plan.SplitKV(more, 50, 1, 0))
-            assert more < len(programs) <= 2 + more
+    def test_a_small_piece_is_left_to_its_neighbour(self):
+        """Of less than half the minimum: the same batch, cut where one block would be left."""
+        rows = Rows.of((1, 1), (336, 336), torch.zeros(2, 30, dtype=torch.int32, device=DEVICE))
+        tiles = plan.tiles_for(2, 16, 20, 1, 16)
+        # 2 * (21 + 2) in three parts of 16: cuts behind 14 blocks, and behind 7 of the other tile.
+        found = self.tables(rows, tiles, plan.SplitKV(3, 3, 1, 0))
+        assert [[piece[1:3] for piece in part] for part in found.parts] == [
+            [(0, 224)],
+            [(224, 336), (0, 112)],
+            [(112, 336)],
+        ]
+        found = self.tables(rows, tiles, plan.SplitKV(3, 3, 16, 0))
+        assert [[piece[1:3] for piece in part] for part in found.parts] == [
+            [(0, 336)],
+            [(0, 336)],
+        ]
 
     @pytest.mark.parametrize("fixed", [0, 1, 3])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(6))
     def test_every_key_of_every_token_once(self, seed, fixed):
         """Of any batch: no key is left out or seen twice, and no two splits have the same place."""
         draw = random.Random(seed)
@@ -232,33 +265,27 @@ class TestSchedule:
         rows = Rows.of(new, kv, torch.zeros(9, 100, dtype=torch.int32, device=DEVICE))
         start, window = draw.choice(((0, 1600), (32, 500)))
         tiles = plan.tiles_for(9, 2, 20 + sum(new), 5, 4)
-        more = tiles.max_tiles * 2 if fixed == 3 else draw.choice((1, 5, 40)) * (fixed != 1)
-        split_kv = plan.SplitKV(more, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
-        programs, table = self.tables(rows, tiles, split_kv, window, start)
-        places = [entry[6] for entry in programs if entry[6] >= 0]
-        assert len(set(places)) == len(places)
-        assert all(place < min(2 * more, tiles.max_tiles + more) for place in places)
-        by_tile = defaultdict(list)
-        for _, first, _, _, begin, end, place in sorted(entry[:7] for entry in programs):
-            by_tile[first].append((begin, end, place))
-        expected = {entry[0]: entry for entry in table if entry[1]}
-        assert set(by_tile) == set(expected) and sum(e[1] for e in expected.values()) == sum(new)
-        for first, splits in by_tile.items():
-            _, _, keys, split_keys, first_place, equal, last_place, _ = expected[first]
-            assert [begin for begin, _, _ in splits] == list(range(0, max(keys, 1), split_keys))
-            assert [end for _, end, _ in splits] == [b for b, _, _ in splits[1:]] + [keys]
-            if len(splits) == 1:
-                assert keys <= split_keys and splits[0][2] == -1
-            else:
-                merged = [first_place + i if i < equal else last_place for i in range(len(splits))]
-                assert [place for _, _, place in splits] == merged
+        parts = tiles.max_tiles * fixed if fixed else draw.choice((1, 3, 10, 60))
+        split_kv = plan.SplitKV(parts, draw.choice((4, 20)), draw.choice((1, 4)), fixed)
+        found = self.tables(rows, tiles, split_kv, window, start)
+        pieces = [piece for part in found.parts for piece in part]
+        waiting = [place for *_, place in pieces if place >= 0]
+        assert len(set(waiting)) == len(waiting)
+        assert all(place < places(split_kv) for place in waiting)
+        assert sum(entry[2] for entry in found.tiles) == sum(new)
+        for tile, (*_, keys, count, first_part, _) in enumerate(found.tiles):
+            mine = [piece[1:] for piece in pieces if piece[0] == tile]
+            assert len(mine) == count and mine[0][0] == 0 and mine[-1][1] == keys
+            assert [begin for begin, _, _ in mine[1:]] == [end for _, end, _ in mine[:-1]]
+            expected = [2 * (first_part + i) + (not i) for i in range(count)]
+            assert [place for *_, place in mine] == (expected if count > 1 else [-1])
 
 
 class TestPlan:
     """Decisions for DeepSeek-V3's widths on a GPU of 132 multiprocessors."""
 
-    def split(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
-        """Programs that have something to do, and the keys of the first."""
+    def parts(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
+        """Keys of each piece of each part, and programs."""
         monkeypatch.setattr(plan, "_processors", lambda device: 132)
         batch = Rows.of(
             [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
@@ -267,67 +294,62 @@ class TestPlan:
         split_kv = plan.split_kv_for(tiles, max(kv), 64, resident, torch.device("cuda"))
         out = torch.zeros(len(kv), heads, 16, device=DEVICE)
         lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)
-        made = schedule(
-            *lists, 0, max(kv), tiles, split_kv, 64, out, out[..., 0], not ON_GPU
-        ).programs
-        programs = [entry for entry in made.tolist() if entry[2]]
-        return len(programs) * tiles.head_blocks, programs[0][5] - programs[0][4]
+        made = schedule(*lists, 0, max(kv), tiles, split_kv, 64, out, out[..., 0], not ON_GPU)
+        found = Tables.read(made, 64).parts
+        keys = [[end - begin for _, begin, end, _ in part] for part in found]
+        return keys, len(found) * tiles.head_blocks
 
     @pytest.mark.parametrize(
         "batch, kv, heads, programs, keys",
         [
-            (128, 8192, 128, 256, 8192),
-            (128, 8192, 16, 128, 8192),
-            (32, 8192, 128, 128, 4096),
-            (32, 8192, 16, 128, 2048),
-            (8, 32768, 128, 128, 4096),
-            (1, 131072, 16, 128, 1024),
-            (1, 64, 16, 1, 64),
+            (128, 8192, 128, 128, [8192, 8192]),
+            (128, 8192, 16, 128, [8192]),
+            (32, 8192, 128, 128, [4096]),
+            (32, 8192, 16, 128, [2048]),
+            (8, 32768, 128, 128, [4096]),
+            (1, 131072, 16, 128, [1024]),
+            (1, 64, 16, 1, [64]),
         ],
     )
     def test_rows_of_one_length(self, monkeypatch, batch, kv, heads, programs, keys):
-        """Whole waves; a device that is full is not split."""
-        assert self.split(monkeypatch, [kv] * batch, heads) == (programs, keys)
+        """Equal parts that end with a tile, or equal splits."""
+        parts, found = self.parts(monkeypatch, [kv] * batch, heads)
+        assert (found, parts) == (programs, [keys] * len(parts))
 
     def test_two_programs_on_a_multiprocessor(self, monkeypatch):
-        found = self.split(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
-        assert found == (256, 4096)
+        parts, programs = self.parts(monkeypatch, [8192] * 128, 16, resident=2, rows=16)
+        assert (programs, parts) == (256, [[4096]] * 256)
 
     def test_rows_of_almost_one_length(self, monkeypatch):
         """They are not split into a large part and a small rest."""
-        assert self.split(monkeypatch, list(range(8064, 8192)), 16)[0] == 128
+        kv = list(range(8064, 8192))
+        assert self.parts(monkeypatch, kv, 16)[0] == [[keys] for keys in kv]
 
+    @pytest.mark.parametrize("heads", [16, 128])
     @pytest.mark.parametrize(
         "kv",
         [
-            pytest.param([8192] * batch, id=f"{batch}_equal_rows")
-            for batch in (3, 20, 50, 100, 140, 200)
+            pytest.param(list(range(1, 8192, 8192 // batch)), id=f"{batch}_rows_of_any_length")
+            for batch in (32, 64, 128, 300)
         ]
         + [
-            pytest.param(list(range(1, 8192, 8192 // batch)), id=f"{batch}_rows_of_any_length")
-            for batch in (10, 64, 128, 300)
+            pytest.param([100] * 127 + [131072], id="one_long_row"),
+            pytest.param([8192] * 140, id="rows_for_one_wave_and_a_little"),
         ],
     )
     @pytest.mark.no_cover
-    def test_hardly_any_other_size_would_be_faster(self, monkeypatch, kv):
-        """Programs in their order, each on the first multiprocessor that is free."""
+    def test_no_part_is_much_longer_than_its_share(self, monkeypatch, kv, heads):
+        """In blocks of 64 keys, with the two more that each tile of a part takes."""
+        parts, programs = self.parts(monkeypatch, kv, heads)
+        assert programs <= 132
         blocks = [-(-keys // 64) for keys in kv]
+        share = sum(each + 2 for each in blocks) * max(heads // 64, 1) / 132
+        longest = max(sum(-(-keys // 64) + 2 for keys in part) for part in parts)
+        assert longest <= 1.02 * share + 6
 
-        def end(size: int) -> float:
-            splits = [min(size, left) for each in blocks for left in range(each, 0, -size)]
-            free = [0.0] * 132
-            for keys in sorted(splits, key=lambda keys: keys != size):
-                heapq.heapreplace(free, free[0] + keys + 3)
-            return max(free) + (len(splits) > len(kv)) * (3 + len(splits) / 64)
-
-        _, keys = self.split(monkeypatch, kv, 16)
-        best = min(end(size) for size in range(4, max(blocks) + 1))
-        assert end(-(-keys // 64)) < 1.15 * best
-
-    def test_one_long_row(self, monkeypatch):
-        """It is split over the whole device, whatever else is in the batch."""
-        programs, keys = self.split(monkeypatch, [100] * 127 + [131072], 16)
-        assert programs < 2 * 132 and keys < 2 * 131072 // 132
+    def test_registers_leave_room_for_every_program_that_is_counted_on(self):
+        """Of 65536 on a multiprocessor, of which 255 are the most that a thread can have."""
+        assert (plan.most_registers(1, 8), plan.most_registers(2, 8)) == (None, 128)
 
     def test_heads_are_padded_to_a_power_of_two(self):
         assert plan.tiles_for(4, 40, 4, 1, 64) == plan.Tiles(64, 1, 1, 4, 1)

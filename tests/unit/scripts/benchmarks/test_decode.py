@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from absorbed_mla.inference.backends.reference import paged_reference
-from benchmarks.decode import IMPLEMENTATIONS, OURS, Case, DecodeBenchmark, DecodeReport, cases
+from benchmarks.decode import (
+    IMPLEMENTATIONS,
+    OURS,
+    Case,
+    DecodeBenchmark,
+    DecodeReport,
+    Ratio,
+    cases,
+)
 from benchmarks.kit.report import Refused
 from benchmarks.peers import decode as decode_peers
 from benchmarks.peers import flash_mla_library
@@ -59,24 +67,42 @@ def test_counts_are_those_of_published_figures():
     assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
 
 
-def test_uneven_requests():
+def test_spaced_requests():
     """Spread evenly up to the longest, which is there."""
-    case = Case("FlashMLA", 1, 4, 40, 2, 64, uneven=True)
-    assert sorted(case.kv_lengths) == [12, 21, 31, 40] and "kv=<=40" in str(case)
+    case = Case("FlashMLA", 1, 4, 40, 2, 64, "spaced")
+    assert sorted(case.kv_lengths) == [12, 21, 31, 40] and "kv=spaced<=40" in str(case)
     assert case.latent_bytes(3, 1, 2) == (12 + 21 + 31 + 40) * 4 * 2
     assert case.flops(1, 0) == (2 * 104 - 4) * 2 * 2
-    args = parse_arguments(["--uneven", "--heads", "16"])
-    assert [case.uneven for case in cases(args, "cuda")].count(True) == len(cases(args, "cuda")) / 2
+
+
+def test_drawn_requests():
+    """The same in every run; their means are those that the description says."""
+    drawn = {
+        name: Case("FlashMLA", 1, 256, 8192, 1, 64, name).kv_lengths
+        for name in ("uniform", "exponential", "one_long")
+    }
+    assert all(len(each) == 256 and 64 <= min(each) <= max(each) <= 8192 for each in drawn.values())
+    assert drawn["uniform"] == Case("", 1, 256, 8192, 1, 64, "uniform").kv_lengths
+    assert sum(drawn["uniform"]) / 256 == pytest.approx(4128, rel=0.1)
+    assert sum(drawn["exponential"]) / 256 == pytest.approx(1024, rel=0.2)
+    assert sorted(drawn["one_long"]) == [128] * 255 + [8192]
+    assert Case("", 1, 2, 100, 8, 64, "one_long").kv_lengths == [8, 100]
+
+
+def test_ratios():
+    """Of the times of a turn; a slow turn of both changes nothing."""
+    assert Ratio.of([3.0], [2.0]) == Ratio(1.5, 1.5, 1.5)
+    assert Ratio.of([1, 10, 3] * 4, [2, 20, 4] * 4) == Ratio(0.5, 0.5, 0.75)
 
 
 def test_cases():
     sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
-    args = parse_arguments(sizes.split())
+    args = parse_arguments([*sizes.split(), "--lengths", "uniform"])
     found = cases(args, "cuda")
     assert {case.implementation for case in found} == {*OURS, *PEERS} - {"ours, reference"}
     assert "ours, hopper" in OURS and "ours, auto" not in OURS
     assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 1]] == [1, 32, 128]
-    assert {(case.kv, case.block_size) for case in found} == {(8192, 64)}
+    assert {(case.kv, case.block_size, case.lengths) for case in found} == {(8192, 64, "uniform")}
     named = parse_arguments(["--implementations", "vLLM, Triton;ours, triton"])
     assert [case.implementation for case in cases(named, "cuda")[:2]] == [
         "vLLM, Triton",
