@@ -154,7 +154,7 @@ SECTIONS = (
             "remeasured/decode-before.json",
             "decode/blocks.json",
             "decode/decode.json",
-            "decode/uneven.json",
+            "decode/lengths.json",
             "remeasured/decode.json",
         ),
         decode_rows,
@@ -163,7 +163,7 @@ SECTIONS = (
     ),
     Section(
         "Sparse attention over 2k chosen keys",
-        ("dsa/forward.json", "dsa/backward.json"),
+        ("dsa/kernels.json",),
         sparse_rows,
         shown=({"heads": (16, 128)},),
         drawn=({"heads": (16, 128), "kv": (32 * K,)},),
@@ -174,5 +174,9 @@ SECTIONS = (
         sparse_decode_rows,
         drawn=({"heads": (128,), "kv": (32 * K, 128 * K)},),
     ),
-    Section("Sparse layer, forward and backward", ("dsa/layer.json",), sparse_layer_rows),
+    Section(
+        "Sparse layer, forward and backward",
+        ("dsa/layer.json", "dsa/layer-4k.json"),
+        sparse_layer_rows,
+    ),
 )
