@@ -159,14 +159,23 @@ SECTIONS = (
         ),
         decode_rows,
         shown=({"kv": (8 * K,), "batch": (1, 128)}, {"kv": (32 * K,), "batch": (32,)}),
-        drawn=({"kv": (8 * K,), "batch": (128,), "query_length": (1,), "block_size": (64,)},),
+        drawn=(
+            {
+                "kv": (8 * K,),
+                "batch": (128,),
+                "heads": (16, 128),
+                "lengths": ("equal", "uniform"),
+                "query_length": (1,),
+                "block_size": (64,),
+            },
+        ),
     ),
     Section(
         "Sparse attention over 2k chosen keys",
         ("dsa/kernels.json",),
         sparse_rows,
         shown=({"heads": (16, 128)},),
-        drawn=({"heads": (16, 128), "kv": (32 * K,)},),
+        drawn=({"heads": (16, 128), "kv": (32 * K,), "shared": (False,)},),
     ),
     Section(
         "Sparse decode: 2k of the keys are chosen and attended to; alone: given the choice",
