@@ -247,7 +247,7 @@ class AbsorbedMLASelfAttention(HostInterface):
             inference_context = inference_params
         if inference_context is not None:
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
-        if torch.is_grad_enabled() and captures_attention(self.config):
+        if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
             attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in

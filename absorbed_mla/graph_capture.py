@@ -64,7 +64,7 @@ def mask_in_graphs(
     """Check the arguments of a training step that is captured, or will be.
 
     Args:
-        config: Its ``cuda_graph_impl`` is on.
+        config: Read for ``cuda_graph_impl`` and what it captures.
         attention_mask: Of the attention's forward.
         packed_seq_params: Likewise.
 
@@ -75,6 +75,8 @@ def mask_in_graphs(
     Raises:
         ValueError: If config or arguments cannot be captured.
     """
+    if not captures_attention(config):
+        return attention_mask
     refuse_uncapturable_config(config)
     graphs = f"cuda_graph_impl={config.cuda_graph_impl!r}"
     if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
