@@ -66,7 +66,7 @@ class RotaryTable:
         cos, sin = self._tables.get(
             (size, device), lambda: _build_table(self.parameters, size, device)
         )
-        return (cos, sin) if num_positions == size else (cos[:num_positions], sin[:num_positions])
+        return cos[:num_positions], sin[:num_positions]
 
     def rows(
         self, max_position: int, positions: Tensor | slice | None, device: torch.device
@@ -212,7 +212,8 @@ class _RotateTail(torch.autograd.Function):
 def _by_head(x: Tensor, num_heads: int) -> Tensor:
     """[S, B, N * width] as [S, B, N, width]."""
     # Tensor.unflatten, which is written in Python, takes the host three times as long.
-    return x.view(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+    tokens, batch, width = x.shape
+    return x.view(tokens, batch, num_heads, width // num_heads)
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:

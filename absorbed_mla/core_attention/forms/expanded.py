@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.forms.base import BlockGradients
@@ -204,9 +205,8 @@ def _broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
 
 def _extend_by_rope(w_uk: Tensor, rope: int) -> Tensor:
     """W_UK [N, nope, C] that hands k_rope through: [N, nope + rope, C + rope]."""
-    heads, nope, c = w_uk.shape
-    extended = w_uk.new_zeros(heads, nope + rope, c + rope)
-    extended[:, :nope, :c] = w_uk
+    _, nope, c = w_uk.shape
+    extended = F.pad(w_uk, (0, rope, 0, rope))
     extended[:, nope:, c:].diagonal(dim1=1, dim2=2).fill_(1)
     return extended
 
