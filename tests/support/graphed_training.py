@@ -46,8 +46,10 @@ def generators_for_graphs() -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
 
 
-def train(steps: int, tokens: int = 16, **fields) -> list[Step]:
+def train(steps: int, tokens: int = 16, *, masked: bool = False, **fields) -> list[Step]:
     """Train the same model on the same tokens; ``fields`` are those of ``gpt_model``.
+
+    With ``masked``, every step hides other keys.
 
     Graphs are made as Megatron's programs make them: ``local`` behind the first step,
     ``transformer_engine`` before it.
@@ -61,7 +63,7 @@ def train(steps: int, tokens: int = 16, **fields) -> list[Step]:
     done = []
     for step in range(steps):
         wrapped.zero_grad_buffer()
-        loss = _loss(wrapped, tokens, step)
+        loss = _loss(wrapped, tokens, step, masked)
         loss.backward()
         wrapped.finish_grad_sync()
         if impl == "local":
@@ -74,12 +76,15 @@ def train(steps: int, tokens: int = 16, **fields) -> list[Step]:
     return done
 
 
-def _loss(model: DistributedDataParallel, tokens: int, seed: int) -> Tensor:
+def _loss(model: DistributedDataParallel, tokens: int, seed: int, masked: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(VOCAB, (BATCH, tokens + 1), generator=generator).to(world.device())
     ids, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     positions = torch.arange(tokens, device=ids.device).expand_as(ids)
-    return model(ids, positions, None, labels=labels).float().mean()
+    mask = None
+    if masked:
+        mask = torch.rand(BATCH, 1, tokens, tokens, generator=generator).to(world.device()) < 0.2
+    return model(ids, positions, mask, labels=labels).float().mean()
 
 
 def _capture_by_transformer_engine(wrapped: DistributedDataParallel, tokens: int) -> None:
