@@ -31,6 +31,7 @@ from absorbed_mla.inference.segments import (
     segments,
 )
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
+from absorbed_mla.latent_format import latent_format
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 
@@ -57,12 +58,17 @@ class CachedAttention:
         dims: Dimensions of the layer on this rank.
         softmax_scale: Multiplies the scores.
         options: Form, backends and chunk sizes.
+
+    Attributes:
+        latents: How the cache keeps a token.
     """
 
     def __init__(self, dims: MLADims, softmax_scale: float, options: AbsorbedMLAOptions) -> None:
         self.dims = dims
         self.softmax_scale = softmax_scale
         self.options = options
+        widths = dims.kv_lora_rank, dims.qk_rope_head_dim
+        self.latents = latent_format(options.latent_cache_dtype, *widths)
         self.absorbed = AbsorbedForm()
         self.expanded = ExpandedForm(options.expansion_chunk_size)
         self._cache_choice: tuple[type, LatentCache] | None = None
@@ -76,7 +82,8 @@ class CachedAttention:
         if self._cache_choice is None or self._cache_choice[0] is not type(context):
             self._cache_choice = type(context), choose_cache(context)
         cache = self._cache_choice[1]
-        return cache.open(context, layer_number, layer_offset, kv, self.options, owner=self)
+        rows = self.latents.like(kv)
+        return cache.open(context, layer_number, layer_offset, rows, self.options, owner=self)
 
     def __call__(
         self,
@@ -151,6 +158,7 @@ class CachedAttention:
             block_size=step.block_size,
             batch_invariant=self.options.batch_invariant,
             windowed=step.windowed,
+            latent_cache_dtype=self.latents.name,
         )
         if self._paged_choice is None or self._paged_choice[0] != request:
             name = self.options.paged_attention_backend
@@ -220,6 +228,7 @@ class CachedAttention:
             self._context_chunk(max(1, *lengths.queries)),
             self.options.context_chunk_size,
             step.windowed,
+            self.latents,
         )
         rules = ScoreRules(
             scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
 from absorbed_mla.inference.backend import PagedRequest, Rates
 from absorbed_mla.inference.paged_kernels import PagedKernelBackend, training_request
+
+_FP8_CAPABILITY = (8, 9)
 
 
 class PagedTriton(PagedKernelBackend):
     """See :class:`~absorbed_mla.inference.backend.PagedBackend`; can be batch-invariant."""
 
     name = "triton"
-    summary = "this package's Triton kernels: fp16 and bf16, compute capability 8.0 and newer"
+    summary = "this package's Triton kernels: fp16 and bf16, compute capability 8.0 and newer; an FP8 cache"
     # On a CPU there is only Triton's interpreter.
     rates: ClassVar[Rates] = {
         "NVIDIA H200": (295.0, 295.0),
@@ -21,7 +25,13 @@ class PagedTriton(PagedKernelBackend):
     }
 
     def why_not(self, request: PagedRequest) -> str | None:
-        """As in training."""
+        """As in training; an FP8 cache needs a GPU that knows FP8."""
+        if (
+            request.latent_cache_dtype == "fp8"
+            and request.device.type == "cuda"
+            and torch.cuda.get_device_capability(request.device) < _FP8_CAPABILITY
+        ):
+            return "latent_cache_dtype='fp8' needs compute capability 8.9 or newer"
         return TRITON.why_not(training_request(request))
 
 
