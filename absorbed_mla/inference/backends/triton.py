@@ -17,7 +17,7 @@ class PagedTriton(PagedKernelBackend):
     """See :class:`~absorbed_mla.inference.backend.PagedBackend`; can be batch-invariant."""
 
     name = "triton"
-    summary = "this package's Triton kernels: fp16 and bf16, compute capability 8.0 and newer; an FP8 cache"
+    summary = "this package's Triton kernels: fp16 and bf16, compute capability 8.0 and newer"
     # On a CPU there is only Triton's interpreter.
     rates: ClassVar[Rates] = {
         "NVIDIA H200": (295.0, 295.0),
