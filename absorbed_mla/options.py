@@ -57,7 +57,7 @@ class AbsorbedMLAOptions:
             streams them. None: all stay on the device.
         latent_cache_dtype: ``"model"`` caches latents in the parameters' dtype, ``"fp8"`` in e4m3
             with scales, 656 bytes per token and layer instead of 1152 at DeepSeek-V3's dimensions
-            (``latent_format.py``).
+            (``fp8_latents.py``).
         train_on_cached_latents: Whether training attends to latents as the cache would return them,
             rounded to ``latent_cache_dtype``; their gradient passes straight through. Rollout over
             an FP8 cache and training then compute the same function.

@@ -36,7 +36,7 @@ class PagedRequest:
         block_size: Tokens in a block of the cache.
         batch_invariant: Whether the result of a token must not depend on the rest of the batch.
         windowed: Whether calls may be for a part of the keys (``key_start``, ``key_end``).
-        latent_cache_dtype: Name of the ``LatentFormat`` of the cache's rows.
+        latent_cache_dtype: As in ``AbsorbedMLAOptions``.
     """
 
     device: torch.device

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.key_source import KeyBlock
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.step import CachePart, RowLengths
-from absorbed_mla.latent_format import LatentFormat, PlainLatents
 from absorbed_mla.sequences import SequenceLayout
 
 
@@ -22,9 +22,6 @@ class KeyRange:
     row: int
     start: int
     end: int
-
-
-_PLAIN = PlainLatents()
 
 
 class ChunkedContext:
@@ -42,7 +39,7 @@ class ChunkedContext:
         chunk_size: Tokens gathered at a time.
         max_joined: Most keys that are gathered into one block with the new tokens.
         windowed: Whether there may be several parts.
-        latents: How the cache keeps a token.
+        fp8: Reads the rows of the cache; None if they are latents as the model computed them.
     """
 
     def __init__(
@@ -53,10 +50,10 @@ class ChunkedContext:
         chunk_size: int,
         max_joined: int,
         windowed: bool = False,
-        latents: LatentFormat = _PLAIN,
+        fp8: Fp8Latents | None = None,
     ) -> None:
         self.first_row = first_row
-        self.latents = latents
+        self.fp8 = fp8
         self.parts = parts
         self.chunk_size = chunk_size
         queries = lengths.queries
@@ -80,8 +77,8 @@ class ChunkedContext:
             part = next(self.parts(max(self.keys)))
             yield self._gathered(part, ranges, workspace, kv.dtype, causal=True)
             return
-        kv = self.latents.rounded(kv)
-        yield self._block(kv, self_attention_spans(self.layout, causal=True))
+        own = kv if self.fp8 is None else self.fp8.rounded(kv)
+        yield self._block(own, self_attention_spans(self.layout, causal=True))
         if not any(self.context):
             return
         chunk = min(self.chunk_size, sum(self.context))
@@ -92,7 +89,7 @@ class ChunkedContext:
 
     def _workspace(self, kv: Tensor, tokens: int) -> Tensor:
         """Memory for rows of the cache."""
-        rows = self.latents.like(kv)
+        rows = kv if self.fp8 is None else self.fp8.like(kv)
         return rows.new_empty(tokens, *rows.shape[1:])
 
     def _gathered(
@@ -114,7 +111,10 @@ class ChunkedContext:
             end = query + self.layout.lengths[keys.row]
             offset = self.context[keys.row] if causal else None
             spans.append(Span(query, end, first, used, causal_offset=offset))
-        return self._block(self.latents.decode(workspace[:used], dtype), Spans(spans))
+        found = workspace[:used]
+        if self.fp8 is not None:
+            found = self.fp8.decode(found, dtype)
+        return self._block(found, Spans(spans))
 
     def _block(self, kv: Tensor, spans: tuple[Span, ...]) -> KeyBlock:
         # Only masks and dropout need the tokens of the keys, and there are none here.

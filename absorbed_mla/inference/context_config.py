@@ -6,7 +6,7 @@ import copy
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from absorbed_mla.latent_format import Fp8Latents
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.options import AbsorbedMLAOptions
 
 

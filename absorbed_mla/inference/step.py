@@ -23,8 +23,8 @@ class CachePart:
     """The keys of all rows at positions ``start`` to ``end``, on the device.
 
     Attributes:
-        cache: [latent | k_rope] in blocks, [blocks, block_size, C + R], or rows of another
-            ``LatentFormat``.
+        cache: [latent | k_rope] in blocks, [blocks, block_size, C + R], or rows of
+            ``Fp8Latents``.
         rows: Their block table begins with the block that holds position ``start``.
         start: First position.
         end: One past the last; None: there are no more.
@@ -110,7 +110,7 @@ class InferenceStep(Protocol):
     def write(self, kv: Tensor) -> None:
         """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R].
 
-        Or rows of another ``LatentFormat``, as those that the step was opened with.
+        Or rows of ``Fp8Latents``, as those that the step was opened with.
         """
         ...
 

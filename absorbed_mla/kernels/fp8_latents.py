@@ -1,6 +1,6 @@
-"""Kernels that write and read rows of a latent cache in FP8; ``latent_format.py`` describes them.
+"""Kernels that write and read rows of a latent cache in FP8.
 
-The same bits as there.
+``absorbed_mla/fp8_latents.py`` describes them; the bits are the same as there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from absorbed_mla.kernels.e4m3 import e4m3_bits, from_e4m3
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
-# As in ``latent_format``, which this folder does not import: GROUP, LEAST and
+# As in ``absorbed_mla/fp8_latents.py``, which this folder does not import: GROUP, LEAST and
 # RECIPROCAL_OF_LARGEST.
 GROUP = 128
 _LEAST = tl.constexpr(2.0**-100)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.latent_format import Fp8Latents
 
 # Id of a block that does not exist, for entries of the table that must not be read.
 NO_BLOCK = 2**31 - 648

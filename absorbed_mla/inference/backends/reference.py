@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import CHUNK_TOKENS, TILE_KEYS, attend_to_tiles
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backend import PagedRequest, Rates
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.latent_format import Fp8Latents
 
 
 def paged_reference(

@@ -51,7 +51,7 @@ def forward(
         q_content: [T, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
         q_rope: [T, N, R]; R likewise, or 0.
         cache: [blocks, block_size, C + R]; any strides of blocks and slots. Or FP8 rows, uint8
-            [blocks, block_size, width] as ``latent_format.Fp8Latents`` has them, with strides that
+            [blocks, block_size, width] as ``fp8_latents.Fp8Latents`` has them, with strides that
             are multiples of 16.
         query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
         query_lengths: Int32 [Q].

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
-from absorbed_mla.latent_format import Fp8Latents
 from tests.support.paged import NO_BLOCK, PagedCase
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from absorbed_mla import latent_format
+from absorbed_mla import fp8_latents
+from absorbed_mla.fp8_latents import E4M3, Fp8Latents
 from absorbed_mla.inference.backends.reference import paged_reference
-from absorbed_mla.latent_format import E4M3, Fp8Latents
-from absorbed_mla.latent_format import latent_format as format_of
 from tests.support.backends import multiply_in_one_order, triton_interpreter
 from tests.support.paged import PagedCase, fp8_inputs, naive
 from tests.support.refusal import refusal
@@ -90,7 +89,7 @@ class TestRows:
             Fp8Latents(22, 8)
 
     def test_straight_through(self):
-        latents = format_of("fp8", 24, 8)
+        latents = Fp8Latents.of("fp8", 24, 8)
         kv = latents_of(24, 8).requires_grad_()
         rounded = latents.rounded(kv)
         assert torch.equal(rounded, latents.decode(latents.encode(kv.detach()), kv.dtype))
@@ -137,9 +136,9 @@ class TestKernels:
         assert torch.equal(*(x.float().nan_to_num(nan=9999.0) for x in (found, wanted)))
 
     def test_constants_are_those_of_the_format(self):
-        assert latent_format.GROUP == kernels.GROUP
-        assert kernels._LEAST.value == latent_format.LEAST
-        assert kernels._RECIPROCAL.value == latent_format.RECIPROCAL_OF_LARGEST
+        assert fp8_latents.GROUP == kernels.GROUP
+        assert kernels._LEAST.value == fp8_latents.LEAST
+        assert kernels._RECIPROCAL.value == fp8_latents.RECIPROCAL_OF_LARGEST
 
 
 def attend(inputs, window=(0, None), batch_invariant=False):

@@ -210,7 +210,7 @@ LEVELS = [
     {"batch_invariant"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
-        *("qk_clip", "latent_format"),
+        *("qk_clip", "fp8_latents"),
     },
     {"unsupported", "checkpoint"},
     {"core_attention"},

@@ -1,18 +1,18 @@
-"""How a latent cache keeps a token: as the model computed it, or in FP8.
+"""Rows of a latent cache in FP8, which take 656 bytes where bf16 takes 1152.
 
-The FP8 row is the one that DeepSeek's FlashMLA and vLLM call ``fp8_ds_mla``, 656 bytes at
-DeepSeek-V3's widths (https://github.com/deepseek-ai/FlashMLA, its README):
+The row is the one that DeepSeek's FlashMLA and vLLM call ``fp8_ds_mla``
+(https://github.com/deepseek-ai/FlashMLA, its README):
 
     C e4m3 values | a fp32 scale for each 128 of them | R values of k_rope in bf16
 
-and unused bytes up to a multiple of 16, of which there are none at those widths. A scale is the
-largest magnitude of its values over 448, the largest number of e4m3.
+and unused bytes up to a multiple of 16, of which there are none at DeepSeek-V3's widths. A scale is
+the largest magnitude of its values over 448, the largest number of e4m3.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,54 +28,6 @@ RECIPROCAL_OF_LARGEST = 1 / 448
 _ALIGNMENT = 16
 # C must be a multiple of the bytes of a scale, which lie behind the values.
 _SCALE_BYTES, _ROPE_BYTES = 4, 2
-
-
-class LatentFormat(Protocol):
-    """Rows of a latent cache.
-
-    Attributes:
-        name: As in the option ``latent_cache_dtype``.
-    """
-
-    name: str
-
-    def like(self, kv: Tensor) -> Tensor:
-        """A tensor with the shape, dtype and device of the rows of ``kv``, and any contents."""
-        ...
-
-    def encode(self, kv: Tensor) -> Tensor:
-        """Rows [..., width] of [latent | k_rope] [..., C + R]."""
-        ...
-
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inverse of :meth:`encode`, up to rounding: [..., C + R] in ``dtype``."""
-        ...
-
-    def rounded(self, kv: Tensor) -> Tensor:
-        """[latent | k_rope] as read from the cache; its gradient is that of ``kv``."""
-        ...
-
-
-class PlainLatents:
-    """See :class:`LatentFormat`: [latent | k_rope] as the model computed it."""
-
-    name = "model"
-
-    def like(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`."""
-        return kv
-
-    def encode(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`."""
-        return kv
-
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :class:`LatentFormat`."""
-        return rows.to(dtype)
-
-    def rounded(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`."""
-        return kv
 
 
 class Fp8Parts(NamedTuple):
@@ -94,11 +46,12 @@ class Fp8Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8Latents:
-    """See :class:`LatentFormat`: rows of bytes, as the module describes them.
+    """Makes rows of bytes, as the module describes them, and reads them.
 
     A group with an infinity or a NaN is read as NaN, all of it.
 
     Attributes:
+        name: Of the option's value.
         kv_lora_rank: C. The last of its groups may be smaller than 128.
         rope: R, may be 0.
 
@@ -110,6 +63,11 @@ class Fp8Latents:
     rope: int
 
     name = "fp8"
+
+    @classmethod
+    def of(cls, latent_cache_dtype: str, kv_lora_rank: int, rope: int) -> Fp8Latents | None:
+        """For an option's value; None for latents as the model computed them."""
+        return cls(kv_lora_rank, rope) if latent_cache_dtype == cls.name else None
 
     def __post_init__(self) -> None:
         if self.kv_lora_rank % _SCALE_BYTES:
@@ -141,12 +99,15 @@ class Fp8Latents:
         )
 
     def like(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`."""
+        """A tensor with the shape, dtype and device of the rows of ``kv``, and any contents."""
         one = kv.new_empty((), dtype=torch.uint8)
         return one.expand(*kv.shape[:-1], self.row_bytes)
 
     def encode(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`: values to nearest, ties to even."""
+        """Rows [..., row_bytes] of [latent | k_rope] [..., C + R] in any float dtype.
+
+        Values are rounded to nearest, ties to even.
+        """
         rows = kv.new_empty(*kv.shape[:-1], self.row_bytes, dtype=torch.uint8)
         if kv.is_cuda:
             # Imported here, because machines without a GPU need not have Triton.
@@ -168,7 +129,7 @@ class Fp8Latents:
         parts.k_rope.copy_(k_rope)
 
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """See :class:`LatentFormat`: the product in fp32, rounded to ``dtype``."""
+        """[latent | k_rope] [..., C + R]: products of value and scale in fp32, in ``dtype``."""
         kv = rows.new_empty(*rows.shape[:-1], self.kv_lora_rank + self.rope, dtype=dtype)
         if rows.is_cuda:
             from absorbed_mla.kernels.fp8_latents import decode
@@ -187,7 +148,7 @@ class Fp8Latents:
         k_rope.copy_(parts.k_rope)
 
     def rounded(self, kv: Tensor) -> Tensor:
-        """See :class:`LatentFormat`; the gradient passes straight through."""
+        """[latent | k_rope] as read from the cache; its gradient is that of ``kv``."""
         return _StraightThrough.apply(kv, self)
 
     def _split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,14 +168,3 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def latent_format(name: str, kv_lora_rank: int, rope: int) -> LatentFormat:
-    """The format of the option ``latent_cache_dtype``.
-
-    Args:
-        name: One of ``options.LATENT_CACHE_DTYPES``.
-        kv_lora_rank: C.
-        rope: R.
-    """
-    return Fp8Latents(kv_lora_rank, rope) if name == Fp8Latents.name else PlainLatents()
