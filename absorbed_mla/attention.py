@@ -301,7 +301,7 @@ class AbsorbedMLASelfAttention(HostInterface):
         step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
         cos, sin = self.rotary.rows(step.max_position, step.positions(), kv.device)
         kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
-        step.write(kv)
+        step.write(self.cached_attention.rows(kv))
         # Sparse attention only: the indexer's choice of keys.
         choose, query_latent = self.core_attention.choose_cached_keys, self._query_latent
         chosen = choose and choose(step, hidden_states, partial(query_latent, q_down), cos, sin)
@@ -370,7 +370,10 @@ class AbsorbedMLASelfAttention(HostInterface):
             that recomputation can drop all of them.
         """
         # Latents first: context-parallel ranks exchange them while the query is computed.
-        kv = plan.keys.start(rotate_tail(self._latent(kv_down), cos, sin, num_heads=1))
+        kv = rotate_tail(self._latent(kv_down), cos, sin, num_heads=1)
+        if self.options.train_on_cached_latents:
+            kv = self.cached_attention.rounded(kv)
+        kv = plan.keys.start(kv)
         return kv, *plan.form.query(self._query(q_down), w_uk, cos, sin)
 
     def _query(self, q_down: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.fp8 import without_fp8
-from absorbed_mla.generation.blocks import indexers, register_blocks_once
+from absorbed_mla.generation.blocks import cache_config, indexers, register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
@@ -39,8 +39,9 @@ def host_engine(
         sampler: Draws the tokens, instead of Megatron's own.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    config = options.to_host(model.config, len(model.decoder.layers), tp)
-    context = DynamicInferenceContext(_with_training_dispatcher(model.config), config)
+    of_cache = cache_config(model)
+    config = options.to_host(of_cache, len(model.decoder.layers), tp)
+    context = DynamicInferenceContext(_with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer

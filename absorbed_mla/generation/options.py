@@ -84,7 +84,7 @@ class EngineOptions:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
-            config: Of the model.
+            config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
         """

@@ -208,7 +208,10 @@ LEVELS = [
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections", "qk_clip"},
+    {
+        *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
+        *("qk_clip", "fp8_latents"),
+    },
     {"unsupported", "checkpoint"},
     {"core_attention"},
     {"context_parallel", "inference"},
