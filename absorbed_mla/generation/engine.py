@@ -30,7 +30,7 @@ from torch import Tensor
 from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.ranks import Replicas, require_layout
+from absorbed_mla.generation.ranks import Replicas, require_layout, require_shared_cache
 from absorbed_mla.generation.requests import (
     Progress,
     Result,
@@ -77,6 +77,8 @@ class Engine:
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
         self._replicas = Replicas()
         require_layout(model, self._replicas, cuda_graphs=options.num_cuda_graphs is not None)
+        if options.decode_context_parallel:
+            require_shared_cache(model)
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None

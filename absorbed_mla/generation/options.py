@@ -38,6 +38,10 @@ class EngineOptions:
             for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
         prefix_caching: Whether requests share the blocks of equal beginnings.
+        decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
+            each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
+            each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
+            tokens of requests in both cases.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -57,6 +61,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    decode_context_parallel: bool = False
     num_cuda_graphs: int | None = None
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
@@ -69,6 +74,11 @@ class EngineOptions:
         if self.num_speculative_tokens < 0:
             raise ValueError(
                 f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}"
+            )
+        if not isinstance(self.decode_context_parallel, bool):
+            raise ValueError(
+                "decode_context_parallel must be True or False, got "
+                f"{self.decode_context_parallel!r}"
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
@@ -90,7 +100,8 @@ class EngineOptions:
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
-        block = block_bytes(config, num_layers)
+        # Megatron's sizes are those of a rank.
+        block = block_bytes(config, num_layers) // (tp if self.decode_context_parallel else 1)
         fields: dict[str, object] = {
             "block_size_tokens": BLOCK_SIZE,
             # Megatron keeps one block of its own, for padding.

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.generation.blocks import BLOCK_SIZE, indexers
+from absorbed_mla.inference.block_shares import require_shares
+
 
 class Replicas:
     """The replicas that share experts with this rank's; collective over them.
@@ -82,4 +86,24 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
         raise ValueError(
             "moe_token_dispatcher_type must be 'alltoall' to generate where data-parallel ranks "
             "share experts, got 'allgather', which needs equally many tokens on all of them"
+        )
+
+
+def require_shared_cache(model: GPTModel) -> None:
+    """Check that tensor-parallel ranks can share the latents of a model.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and what it got.
+    """
+    require_shares(parallel_state.get_tensor_model_parallel_world_size(), BLOCK_SIZE)
+    layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
+    if any(layer.options.batch_invariant for layer in layers):
+        raise ValueError(
+            "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
+            "ranks sum up their parts of the keys, which training sums up in order"
+        )
+    if indexers(model):
+        raise ValueError(
+            "decode_context_parallel=True does not go with sparse attention "
+            "(experimental_attention_variant='dsa'): a token's chosen keys may all be one rank's"
         )

@@ -197,7 +197,9 @@ def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
     utilization = options.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
     room = free - (1 - utilization) * total
-    tokens = int(room // all_block_bytes(model)) * BLOCK_SIZE
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    shares = ranks if options.decode_context_parallel else 1
+    tokens = int(room * shares // all_block_bytes(model)) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
     group = parallel_state.get_model_parallel_group()
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)

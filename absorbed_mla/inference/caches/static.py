@@ -62,6 +62,8 @@ class StaticStep:
         ValueError: If the new tokens do not fit into the context, or follow another model's.
     """
 
+    ranks = None
+
     def __init__(
         self,
         context: Any,
