@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
-from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
 from absorbed_mla.inference import interleaved
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
@@ -19,6 +18,7 @@ from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.paged import PagedCase
+from tests.support.shares import by_shares, share
 
 pytestmark = needs.processes(2, 4)
 
@@ -36,12 +36,6 @@ CROWDED = {
     "blocks": 7,
     "paused_blocks": 1,
 }
-FORMS = {
-    # Few tokens of a chunk in one exchange, and a context that is gathered in pieces.
-    "absorbed": AbsorbedMLAOptions(form="absorbed"),
-    "expanded": AbsorbedMLAOptions(form="expanded", context_chunk_size=48),
-    "auto": AbsorbedMLAOptions(),
-}
 
 
 def assert_same(found, expected):
@@ -51,25 +45,33 @@ def assert_same(found, expected):
         assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
 
 
-def alone(options=None, **fields):
+@functools.cache
+def alone(**fields):
     """What one process generates, with nothing but whole prompts."""
     with world.parallel(tp=1):
-        model = generating_model(options, **fields)
-        return generate(engine_of(model), REQUESTS, log_probs=True)
+        return generate(engine_of(generating_model(**fields)), REQUESTS, log_probs=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=needs.processes(2))])
 def test_crowded(form, monkeypatch):
-    """Chunks, shared prefixes and a cache that is too small, beside one process and plain TP."""
+    """Chunks, shared prefixes and a cache that is too small, beside one process."""
+    # Few tokens in one exchange, and a context that is gathered in pieces.
     monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
-    model = generating_model(FORMS[form])
+    model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
     found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
     assert_same(found, alone())
     done = found.statistics
     assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@needs.processes(2)
+def test_beside_plain_tensor_parallelism():
+    """The scheduler sees no difference."""
+    model = generating_model()
+    found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
     plain = generate(engine_of(model, **CROWDED), REQUESTS, log_probs=True)
     assert_same(found, plain)
-    assert found.statistics == plain.statistics, "the scheduler sees no difference"
+    assert found.statistics == plain.statistics
 
 
 def test_whole_prompts_in_steps_padded_for_graphs():
@@ -79,6 +81,7 @@ def test_whole_prompts_in_steps_padded_for_graphs():
     assert found.statistics.graph_steps == found.statistics.steps
 
 
+@needs.processes(2)
 def test_drafts():
     """Several tokens of a request see different numbers of a rank's keys."""
     model = generating_model(mtp_num_layers=2)
@@ -126,38 +129,18 @@ def test_attention(dtype, queries, keys):
     own_heads = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
     own = [x[:, own_heads] for x in (q_content, q_rope)]
     backend = InterleavedAttention(REFERENCE, ranks)
-    share = cache[:, ranks.rank :: ranks.size]
-    out, lse = backend.forward(*own, share, rows, scale)
+    own_keys = share(cache, ranks.rank, ranks.size)
+    out, lse = backend.forward(*own, own_keys, rows, scale)
 
     one, other = REFERENCE.forward(q_content, q_rope, cache, rows, scale)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out, one[:, own_heads].to(lse.dtype), rtol=0, atol=8 * eps)
     torch.testing.assert_close(lse, other[:, own_heads], rtol=0, atol=1e-5)
-    # A rank alone: each part as its rank computes it, merged from the first rank to the last.
-    parts = []
-    for rank in range(ranks.size):
-        there = CacheRanks(world.tp_group())
-        there.rank = rank
-        alone = _Alone(there)
-        part = InterleavedAttention(REFERENCE, alone)
-        parts.append(part.forward(q_content, q_rope, cache[:, rank :: ranks.size], rows, scale))
-    own = [(o[:, own_heads].to(e.dtype), e[:, own_heads].contiguous()) for o, e in parts]
-    expected = functools.reduce(lambda total, part: merge(*total, *part), own)
+    expected = by_shares(
+        REFERENCE, ranks.size, q_content, q_rope, cache, rows, scale, heads=own_heads
+    )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
-
-
-class _Alone:
-    """Ranks without an exchange: attention over the share of one of them."""
-
-    def __init__(self, ranks: CacheRanks) -> None:
-        self.size, self.rows = ranks.size, ranks.rows
-
-    def gather_heads(self, x):
-        return x
-
-    def merge(self, out, lse):
-        return out, lse
 
 
 @pytest.mark.parametrize("start, end", [(0, 1), (0, 40), (5, 6), (7, 33), (16, 16), (39, 40)])
@@ -166,8 +149,8 @@ def test_gathered_keys(start, end):
     _, _, cache, rows, _ = case.inputs()
     ranks = CacheRanks(world.tp_group())
     found = torch.empty(end - start, cache.shape[-1])
-    share = cache[:, ranks.rank :: ranks.size]
-    InterleavedPart(share, rows, ranks=ranks).gather(0, start, end, found)
+    own = share(cache, ranks.rank, ranks.size)
+    InterleavedPart(own, rows, ranks=ranks).gather(0, start, end, found)
     places = torch.arange(start, end)
     expected = cache[rows.block_table[0].long()[places // 16], places % 16]
     assert torch.equal(found, expected)

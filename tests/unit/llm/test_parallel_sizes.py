@@ -72,6 +72,16 @@ def test_tensor_parallel_size(given, count, expected):
             "cuda_graphs needs pipeline_parallel_size 1, got 2",
         ),
         (
+            {"decode_context_parallel": True},
+            None,
+            "decode_context_parallel=True needs a tensor_parallel_size of at least 2 .* got 1",
+        ),
+        (
+            {"decode_context_parallel": True, "tensor_parallel_size": 2, "parity": True},
+            None,
+            "parity needs decode_context_parallel False, got True",
+        ),
+        (
             {"expert_parallel_size": 2, "cuda_graphs": True},
             None,
             "cuda_graphs needs expert_parallel_size 1, got 2",
