@@ -72,7 +72,7 @@ class CacheRanks:
         """``x`` of every rank, [K, ...] to [ranks, K, ...]."""
         found = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(found, x.contiguous(), group=self.group)
-        return found.unflatten(0, (self.size, -1))
+        return found.unflatten(0, (self.size, len(x)))
 
     def gather_heads(self, x: Tensor) -> Tensor:
         """[T, N, W] of this rank's heads to [T, N * ranks, W] of all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
@@ -38,13 +38,12 @@ class InterleavedContext(DynamicInferenceContext):
         self.cache_ranks = CacheRanks(group)
         ranks = self.cache_ranks.size
         require_shares(ranks, inference_config.block_size_tokens)
+        config = copy.copy(inference_config)
         # The host divides these by the bytes of a whole block.
-        sizes = {
-            name: None if size is None else size * ranks
-            for name in ("buffer_size_gb", "paused_buffer_size_gb")
-            for size in (getattr(inference_config, name),)
-        }
-        super().__init__(model_config, dataclasses.replace(inference_config, **sizes))
+        for name in ("buffer_size_gb", "paused_buffer_size_gb"):
+            size = getattr(config, name)
+            setattr(config, name, None if size is None else size * ranks)
+        super().__init__(model_config, config)
 
     def _allocate_memory_buffer(self) -> None:
         whole = self.block_size_tokens
