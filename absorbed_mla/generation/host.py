@@ -40,7 +40,8 @@ def host_engine(
         sampler: Draws the tokens, instead of Megatron's own.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    config = options.to_host(model.config, len(model.decoder.layers), tp)
+    cp = parallel_state.get_context_parallel_world_size()
+    config = options.to_host(model.config, len(model.decoder.layers), tp, cp)
     kind = InterleavedContext if options.decode_context_parallel else DynamicInferenceContext
     context = kind(_with_training_dispatcher(model.config), config)
     register_blocks_once(context.kv_block_allocator)

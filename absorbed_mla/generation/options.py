@@ -41,7 +41,8 @@ class EngineOptions:
         decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
             each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
             each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
-            tokens of requests in both cases.
+            tokens of requests in both cases. A model with context-parallel ranks generates only so;
+            these share it, too.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -90,18 +91,21 @@ class EngineOptions:
             return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
         return self.cache_tokens // BLOCK_SIZE
 
-    def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
+    def to_host(
+        self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
+    ) -> InferenceConfig:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
             config: Of the model.
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
+            cp: Context-parallel size.
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
         # Megatron's sizes are those of a rank.
-        block = block_bytes(config, num_layers) // (tp if self.decode_context_parallel else 1)
+        block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
         fields: dict[str, object] = {
             "block_size_tokens": BLOCK_SIZE,
             # Megatron keeps one block of its own, for padding.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.generation.blocks import BLOCK_SIZE, indexers
@@ -89,13 +90,40 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
         )
 
 
-def require_shared_cache(model: GPTModel) -> None:
-    """Check that tensor-parallel ranks can share the latents of a model.
+def cache_shares() -> int:
+    """Number of ranks that can share a cache."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return tp * parallel_state.get_context_parallel_world_size()
+
+
+def agree(tokens: Tensor) -> Tensor:
+    """What the first of the context-parallel ranks drew; collective over them.
+
+    All of them compute the same logits, but not every GPU kernel adds up in the same order.
+    """
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
+    return tokens
+
+
+def require_shared_cache(model: GPTModel, num_drafts: int) -> None:
+    """Check that ranks can share the latents of a model.
+
+    Args:
+        model: This rank's pipeline stage.
+        num_drafts: The engine's ``num_speculative_tokens``.
 
     Raises:
         ValueError: Naming the option that does not fit, and what it got.
     """
-    require_shares(parallel_state.get_tensor_model_parallel_world_size(), BLOCK_SIZE)
+    require_shares(cache_shares(), BLOCK_SIZE)
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp > 1 and num_drafts:
+        raise ValueError(
+            f"num_speculative_tokens must be 0 with context_parallel_size {cp}, got {num_drafts}: "
+            "MTP layers draft without a cache, and would cut their tokens over the ranks"
+        )
     layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
     if any(layer.options.batch_invariant for layer in layers):
         raise ValueError(

@@ -146,7 +146,7 @@ class CachedAttention:
         request = PagedRequest(
             device=q.device,
             dtype=q.dtype,
-            num_heads=self.dims.num_heads_per_rank * (step.ranks.size if step.ranks else 1),
+            num_heads=self.dims.num_heads_per_rank * (step.ranks.parts if step.ranks else 1),
             kv_lora_rank=self.dims.kv_lora_rank,
             qk_rope_head_dim=self.dims.qk_rope_head_dim,
             block_size=step.block_size,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def require_shares(ranks: int, block_size: int) -> None:
-    """Check that tensor-parallel ranks can share blocks.
+    """Check that ranks can share blocks.
 
     Args:
-        ranks: The tensor-parallel size.
+        ranks: The tensor-parallel size, times the context-parallel one.
         block_size: Tokens of a block.
 
     Raises:
@@ -15,6 +15,6 @@ def require_shares(ranks: int, block_size: int) -> None:
     """
     if ranks < 2 or block_size % ranks:
         raise ValueError(
-            "decode_context_parallel=True needs a tensor_parallel_size of at least 2 that divides "
-            f"the {block_size} tokens of a block of the cache, got {ranks}"
+            "decode_context_parallel=True needs tensor_parallel_size (times context_parallel_size) "
+            f"to be at least 2 and to divide the {block_size} tokens of a block, got {ranks}"
         )

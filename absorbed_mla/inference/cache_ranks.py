@@ -1,6 +1,7 @@
 """Which rank keeps which latents of a cache that several ranks share, and what they exchange.
 
-Tensor-parallel ranks need the same latents, for different heads. Here each keeps 1/ranks of them:
+Tensor-parallel ranks need the same latents, for different heads; context-parallel ranks, while they
+generate, for the same heads. Here each keeps 1/ranks of them:
 
 * The token at position p of its request belongs to rank p % ranks, so the shares of a request
   differ by one token at most, and a request shorter than that leaves ranks without any.
@@ -32,19 +33,34 @@ Count = TypeVar("Count", int, Tensor)
 
 
 class CacheRanks:
-    """The ranks of a tensor-parallel group, which share the latents of every request.
+    """The ranks that share the latents of every request.
 
     Args:
-        group: Rank i of it has the i-th part of the heads.
+        group: All of them: tensor-parallel ones, or several times these under context parallelism.
+        heads: This rank's tensor-parallel group; None: ``group``. Rank i of either has part
+            i % ``parts`` of the heads.
 
     Attributes:
         size: Number of ranks.
         rank: This one's number.
+        parts: Number of parts that the heads are in.
+        copies: How many ranks have the same heads.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, heads: dist.ProcessGroup | None = None) -> None:
+        self.group, self.heads = group, heads or group
         self.size, self.rank = group.size(), group.rank()
+        assert self.heads.rank() == self.rank % self.parts, "tensor-parallel ranks are neighbours"
+
+    @property
+    def parts(self) -> int:
+        """See the class."""
+        return self.heads.size()
+
+    @property
+    def copies(self) -> int:
+        """See the class."""
+        return self.size // self.parts
 
     def count(self, tokens: Count) -> Count:
         """How many of a request's first ``tokens`` tokens this rank keeps."""
@@ -70,34 +86,38 @@ class CacheRanks:
 
     def gather(self, x: Tensor) -> Tensor:
         """``x`` of every rank, [K, ...] to [ranks, K, ...]."""
-        found = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(found, x.contiguous(), group=self.group)
-        return found.unflatten(0, (self.size, len(x)))
+        return _gather(x, self.group)
 
     def gather_heads(self, x: Tensor) -> Tensor:
-        """[T, N, W] of this rank's heads to [T, N * ranks, W] of all."""
-        return self.gather(x).transpose(0, 1).flatten(1, 2)
+        """[T, N, W] of this rank's heads to [T, N * parts, W] of all."""
+        return _gather(x, self.heads).transpose(0, 1).flatten(1, 2)
 
     def merge(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Attention over the keys of all ranks, from that over each rank's own.
 
         Args:
-            out: Of all heads over this rank's keys, [T, N * ranks, C].
-            lse: Likewise, [T, N * ranks], fp32 (fp64).
+            out: Of all heads over this rank's keys, [T, N * parts, C].
+            lse: Likewise, [T, N * parts], fp32 (fp64).
 
         Returns:
             Of this rank's heads over all keys, [T, N, C] and [T, N], both in the dtype of ``lse``.
         """
-        heads, width = out.shape[1] // self.size, out.shape[2]
+        heads, width = out.shape[1] // self.parts, out.shape[2]
         # One message: the LSE lies behind the output, as numbers of the output's dtype.
         bits = lse.contiguous().unsqueeze(-1).view(out.dtype)
         sent = torch.cat((out, bits), dim=-1)
-        sent = sent.unflatten(1, (self.size, heads)).transpose(0, 1).contiguous()
+        sent = sent.unflatten(1, (self.parts, heads)).transpose(0, 1).repeat(self.copies, 1, 1, 1)
         found = torch.empty_like(sent)
         dist.all_to_all_single(_bytes(found), _bytes(sent), group=self.group)
         parts = ((part[..., :width], part[..., width:].contiguous()) for part in found)
         merged = ((part.to(lse.dtype), bits.view(lse.dtype)[..., 0]) for part, bits in parts)
         return functools.reduce(lambda total, part: merge(*total, *part), merged)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(found, x.contiguous(), group=group)
+    return found.unflatten(0, (group.size(), len(x)))
 
 
 def _bytes(x: Tensor) -> Tensor:

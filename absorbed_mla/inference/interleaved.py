@@ -74,7 +74,7 @@ class InterleavedAttention:
         if rows.max_query_length == 1:
             yield slice(None), self.ranks.rows(rows)
             return
-        step = max(1, _TOKEN_HEADS // (heads * self.ranks.size))
+        step = max(1, _TOKEN_HEADS // (heads * self.ranks.parts))
         row, last = last_keys(rows, tokens)
         for first in range(0, tokens, step):
             piece = slice(first, first + step)

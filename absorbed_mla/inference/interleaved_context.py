@@ -1,4 +1,4 @@
-"""Megatron's ``DynamicInferenceContext`` whose latents tensor-parallel ranks share."""
+"""Megatron's ``DynamicInferenceContext`` whose latents several ranks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from absorbed_mla.inference.cache_ranks import CacheRanks
 
 
 class InterleavedContext(DynamicInferenceContext):
-    """Holds ``tensor_model_parallel_size`` times the tokens in the same memory.
+    """Holds as many times the tokens in the same memory as ranks share every layer.
+
+    These are the tensor-parallel ranks, and under context parallelism all of those.
 
     Only the memory is other than the host's: ``cache_ranks.py`` says which part of a block a rank
     has. ``buffer_size_gb`` and ``paused_buffer_size_gb`` are what a rank allocates, as always.
@@ -34,8 +36,13 @@ class InterleavedContext(DynamicInferenceContext):
         self, model_config: MLATransformerConfig, inference_config: InferenceConfig
     ) -> None:
         groups = inference_config.pg_collection
-        group = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
-        self.cache_ranks = CacheRanks(group)
+        if groups is None:
+            self.cache_ranks = CacheRanks(
+                parallel_state.get_tensor_and_context_parallel_group(),
+                parallel_state.get_tensor_model_parallel_group(),
+            )
+        else:
+            self.cache_ranks = CacheRanks(getattr(groups, "tp_cp", groups.tp), groups.tp)
         ranks = self.cache_ranks.size
         require_shares(ranks, inference_config.block_size_tokens)
         config = copy.copy(inference_config)

@@ -152,7 +152,7 @@ class LLM:
             cuda_graphs.require_model_fields(model.config)
         require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
         if given.decode_context_parallel:
-            require_shared_cache(model)
+            require_shared_cache(model, given.num_speculative_tokens)
         layers = model.config.mtp_num_layers or 0
         if given.num_speculative_tokens and not layers:
             raise ValueError(

@@ -294,6 +294,11 @@ MUTATIONS = {
         "self.block_size_tokens = whole // self.cache_ranks.size",
         "pass",
     ),
+    "context_parallel_ranks_draw_tokens_each": Mutation(
+        "absorbed_mla/generation/ranks.py",
+        "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
+        "        pass",
+    ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
         "cp_size=self.context_parallel.size",

@@ -177,7 +177,7 @@ def test_replicas_that_share_experts():
 
 
 def test_refused():
-    accepted = "decode_context_parallel=True needs a tensor_parallel_size of at least 2 .* got 1"
+    accepted = "decode_context_parallel=True needs tensor_parallel_size .* at least 2 .* got 1"
     with world.parallel(tp=1), pytest.raises(ValueError, match=accepted):
         engine_of(generating_model(), **SHARED)
     parity = generating_model(AbsorbedMLAOptions(batch_invariant=True))
@@ -187,3 +187,46 @@ def test_refused():
         LLM.from_model(parity, tokenizer="bytes", max_model_len=64, **SHARED)
     with pytest.raises(ValueError, match=r"decode_context_parallel=True .* sparse attention"):
         engine_of(generating_model(**generating_fields()), **SHARED)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}], ids=str)
+def test_under_context_parallelism(sizes):
+    """As a model is trained over context-parallel ranks: they share the cache, and agree."""
+    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
+        pytest.skip("needs as many processes")
+    with world.parallel(**sizes):
+        model = generating_model(context_parallel_size=sizes["cp"])
+        engine = engine_of(model, **CROWDED, **SHARED)
+        found = generate(engine, REQUESTS, log_probs=True)
+        whole = engine_of(model).host.context.memory_buffer
+        part = engine_of(model, **SHARED).host.context.memory_buffer
+        assert whole.nbytes == world.size() * part.nbytes
+    assert_same(found, alone())
+
+
+@needs.processes(2)
+def test_context_parallel_ranks_agree():
+    """Also where their logits differ, as kernels may make them that sum up in any order."""
+    with world.parallel(cp=2):
+        model = generating_model(context_parallel_size=2)
+        expected = generate(engine_of(model, **SHARED), REQUESTS[:2])
+        other = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10 * world.rank()
+        with torch.no_grad():
+            model.register_forward_hook(lambda module, inputs, output: output + other)
+        assert generate(engine_of(model, **SHARED), REQUESTS[:2]).tokens == expected.tokens
+
+
+@needs.processes(2)
+def test_context_parallel_ranks_without_a_shared_cache():
+    with world.parallel(cp=2):
+        engine = engine_of(generating_model(context_parallel_size=2))
+        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
+            generate(engine, REQUESTS[:1])
+
+
+@needs.processes(2)
+def test_drafts_are_refused_under_context_parallelism():
+    with world.parallel(cp=2):
+        model = generating_model(context_parallel_size=2, mtp_num_layers=1)
+        with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
+            engine_of(model, num_speculative_tokens=1, **SHARED)

@@ -15,6 +15,8 @@ from absorbed_mla.inference.interleaved import InterleavedAttention
 class RankAlone(CacheRanks):
     """One of ``size`` ranks, which exchange nothing: it attends to its own keys."""
 
+    parts = 1
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
