@@ -102,11 +102,14 @@ class CacheRanks:
         Returns:
             Of this rank's heads over all keys, [T, N, C] and [T, N], both in the dtype of ``lse``.
         """
-        heads, width = out.shape[1] // self.parts, out.shape[2]
+        tokens, heads, width = out.shape
         # One message: the LSE lies behind the output, as numbers of the output's dtype.
         bits = lse.contiguous().unsqueeze(-1).view(out.dtype)
-        sent = torch.cat((out, bits), dim=-1)
-        sent = sent.unflatten(1, (self.parts, heads)).transpose(0, 1).repeat(self.copies, 1, 1, 1)
+        shape = tokens, heads // self.parts, width + bits.shape[-1]
+        sent = out.new_empty(self.size, *shape)
+        of_ranks = sent.view(self.copies, self.parts, *shape)
+        of_ranks[..., :width] = out.unflatten(1, (self.parts, -1)).transpose(0, 1)
+        of_ranks[..., width:] = bits.unflatten(1, (self.parts, -1)).transpose(0, 1)
         found = torch.empty_like(sent)
         dist.all_to_all_single(_bytes(found), _bytes(sent), group=self.group)
         parts = ((part[..., :width], part[..., width:].contiguous()) for part in found)
