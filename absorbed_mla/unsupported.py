@@ -174,10 +174,11 @@ def refuse_unsupported_inference(
             "inference_context needs a causal attn_mask_type: a cached token was computed without "
             "those after it"
         )
-    if cp_size > 1:
+    shared = getattr(context, "cache_ranks", None)
+    if cp_size > 1 and (shared is None or shared.copies != cp_size):
         raise ValueError(
             f"inference_context needs context_parallel_size=1, got {cp_size}: every rank caches "
-            "whole sequences"
+            "whole sequences, unless an engine with decode_context_parallel=True shares them"
         )
     if packed_seq_params is not None:
         raise ValueError(

@@ -26,6 +26,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
+from absorbed_mla.inference.interleaved_context import InterleavedContext
 
 
 def host_engine(
@@ -39,9 +40,11 @@ def host_engine(
         sampler: Draws the tokens, instead of Megatron's own.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
-    config = options.to_host(of_cache, len(model.decoder.layers), tp)
-    context = DynamicInferenceContext(_with_training_dispatcher(of_cache), config)
+    config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
+    kind = InterleavedContext if options.decode_context_parallel else DynamicInferenceContext
+    context = kind(_with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer

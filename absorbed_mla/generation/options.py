@@ -38,6 +38,11 @@ class EngineOptions:
             for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
         prefix_caching: Whether requests share the blocks of equal beginnings.
+        decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
+            each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
+            each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
+            tokens of requests in both cases. A model with context-parallel ranks generates only so;
+            these share it, too.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -57,6 +62,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    decode_context_parallel: bool = False
     num_cuda_graphs: int | None = None
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
@@ -70,6 +76,11 @@ class EngineOptions:
             raise ValueError(
                 f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}"
             )
+        if not isinstance(self.decode_context_parallel, bool):
+            raise ValueError(
+                "decode_context_parallel must be True or False, got "
+                f"{self.decode_context_parallel!r}"
+            )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
 
@@ -80,17 +91,21 @@ class EngineOptions:
             return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
         return self.cache_tokens // BLOCK_SIZE
 
-    def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
+    def to_host(
+        self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
+    ) -> InferenceConfig:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
             config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
+            cp: Context-parallel size.
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
-        block = block_bytes(config, num_layers)
+        # Megatron's sizes are those of a rank.
+        block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
         fields: dict[str, object] = {
             "block_size_tokens": BLOCK_SIZE,
             # Megatron keeps one block of its own, for padding.

@@ -284,6 +284,31 @@ MUTATIONS = {
         '"sbnk,sbnc->nkc", x, grad',
         '"sbnk,sbnc->nkc", x[:1], grad[:1]',
     ),
+    "shared_cache_owner_of_a_token": Mutation(
+        "absorbed_mla/inference/cache_ranks.py",
+        "(self.size - 1 - self.rank)) // self.size",
+        "(self.size - 1)) // self.size",
+    ),
+    "shared_cache_writes_all_tokens": Mutation(
+        "absorbed_mla/inference/cache_ranks.py",
+        "torch.where(own, block, unused)",
+        "block",
+    ),
+    "shared_cache_gathered_from_rank_0": Mutation(
+        "absorbed_mla/inference/interleaved.py",
+        ".roll(-(start % ranks.size), dims=0)",
+        "",
+    ),
+    "shared_cache_memory": Mutation(
+        "absorbed_mla/inference/interleaved_context.py",
+        "self.block_size_tokens = whole // self.cache_ranks.size",
+        "pass",
+    ),
+    "context_parallel_ranks_draw_tokens_each": Mutation(
+        "absorbed_mla/generation/ranks.py",
+        "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
+        "        pass",
+    ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
         "cp_size=self.context_parallel.size",
