@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
 from absorbed_mla.generation.cuda_graphs import engine_fields
 from absorbed_mla.generation.sampling import SamplingParams
+
+_LRU = PrefixCachingEvictionPolicy.LRU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,10 @@ class EngineOptions:
             for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
         prefix_caching: Whether requests share the blocks of equal beginnings.
+        prefix_cache_dir: Folder in which the prefix cache outlives the engine and its process;
+            blocks that are evicted, or cached when the engine stops, are written there, and read
+            instead of computed again (docs/generation.md). None: nowhere.
+        prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -57,6 +64,8 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
@@ -72,6 +81,22 @@ class EngineOptions:
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
+        if self.prefix_cache_bytes < 1:
+            raise ValueError(
+                f"prefix_cache_bytes must be at least 1, got {self.prefix_cache_bytes}"
+            )
+        if self.prefix_cache_dir is not None:
+            self._require_lasting_prefixes()
+
+    def _require_lasting_prefixes(self) -> None:
+        """Refuse what leaves no blocks in the prefix cache to be written or read."""
+        if not self.prefix_caching:
+            raise ValueError("prefix_cache_dir needs prefix_caching=True, got False")
+        policy = self.inference_config.get("prefix_caching_eviction_policy", _LRU)
+        if policy != _LRU:
+            raise ValueError(
+                f"prefix_cache_dir needs prefix_caching_eviction_policy {_LRU}, got {policy}"
+            )
 
     @property
     def cache_blocks(self) -> int:
@@ -105,6 +130,8 @@ class EngineOptions:
             "num_speculative_tokens": self.num_speculative_tokens,
             **engine_fields(self.num_cuda_graphs, config.num_moe_experts),
         }
+        if self.prefix_cache_dir is not None:
+            fields["prefix_caching_eviction_policy"] = _LRU
         return InferenceConfig(**{**fields, **self.inference_config})
 
     def why_not(

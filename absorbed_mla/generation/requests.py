@@ -70,6 +70,7 @@ class Statistics:
         most_paused: Maximum number of requests that kept their blocks while they waited.
         evicted: How often a request lost its blocks, to be prefilled again later.
         prefix_blocks: Blocks that the prefix cache had already.
+        disk_blocks: Of these, blocks that were read from ``prefix_cache_dir``.
         chunks: Forward passes that ended in the middle of a prompt.
         drafted: Tokens that MTP layers proposed.
         accepted: Of these, tokens that were generated.
@@ -82,6 +83,7 @@ class Statistics:
     most_paused: int = 0
     evicted: int = 0
     prefix_blocks: int = 0
+    disk_blocks: int = 0
     chunks: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class LLMOptions:
             ``cache_tokens`` is None.
         enable_prefix_caching: Whether requests share the cache of equal beginnings, also with
             requests that have ended.
+        prefix_cache_dir: Folder in which these beginnings outlive the process; engines of the same
+            weights may share it. None: nowhere.
+        prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         enable_chunked_prefill: Whether prompts longer than ``max_num_batched_tokens`` are read in
             chunks; if not, they are refused.
         prompt_logprobs: Whether requests may ask for log-probabilities of their prompts.
@@ -69,6 +73,8 @@ class LLMOptions:
     cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool = True
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_bytes: int = 2**36
     enable_chunked_prefill: bool = True
     prompt_logprobs: bool = False
     num_speculative_tokens: int = 0
@@ -87,6 +93,7 @@ class LLMOptions:
             ("max_num_batched_tokens", 1),
             ("cache_tokens", 64),
             ("num_speculative_tokens", 0),
+            ("prefix_cache_bytes", 1),
         ):
             value = getattr(self, name)
             if value is None and getattr(LLMOptions, name) is None:
@@ -111,6 +118,8 @@ class LLMOptions:
                 f"expert_parallel_size must divide tensor_parallel_size "
                 f"{self.tensor_parallel_size}, got {self.expert_parallel_size}"
             )
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ValueError("prefix_cache_dir needs enable_prefix_caching=True, got False")
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
         if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
@@ -190,6 +199,8 @@ class LLMOptions:
             num_speculative_tokens=self.num_speculative_tokens,
             chunked_prefill=self.enable_chunked_prefill,
             prefix_caching=self.enable_prefix_caching,
+            prefix_cache_dir=self.prefix_cache_dir,
+            prefix_cache_bytes=self.prefix_cache_bytes,
             num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,
             # What ended requests leave in the cache is kept until the room is needed.
             inference_config={"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},

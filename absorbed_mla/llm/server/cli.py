@@ -23,6 +23,7 @@ _NUMBERS = (
     ("cache-tokens", int, "tokens that the latent cache holds (default: what fits)"),
     ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
     ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
+    ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),
     ("seed", int, "of requests without a seed"),
 )
 _SWITCHES = (
@@ -81,6 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     model.add_argument("--device", choices=DEVICES, help="default: a GPU where there is one")
     model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
+    model.add_argument(
+        "--prefix-cache-dir", metavar="FOLDER", help="where beginnings of prompts stay cached"
+    )
     for name, text in _SWITCHES:
         model.add_argument(f"--{name}", action="store_true", help=text)
     model.add_argument(

@@ -389,9 +389,28 @@ class TestSleep:
             assert own.statistics().prefix_blocks == found
 
 
+def test_prefixes_outlive_the_cache(tmp_path):
+    """``sleep`` frees the cache, and the next call finds its blocks in the folder."""
+    options = {"max_model_len": 256, "prefix_cache_dir": str(tmp_path), "prefix_cache_bytes": 10**6}
+    with LLM.from_model(generating_model(), **options) as own:
+        found = []
+        for _ in range(2):
+            own.wake()
+            outputs = own.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+            found.append((token_ids(outputs), own.statistics().disk_blocks))
+            own.sleep()
+    assert found[0][0] == found[1][0]
+    assert [blocks for _, blocks in found] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (
+            {"prefix_cache_dir": "x", "enable_prefix_caching": False},
+            "prefix_cache_dir needs enable_prefix_caching=True, got False",
+        ),
+        ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be an integer of at least 1, got 0"),
         ({"dtype": "bfloat16", "form": "auto"}, "from_model has no option dtype, form"),
         ({"cuda_graphs": True}, "cuda_graphs needs a model that was built for them"),
         (
