@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron.core.inference.config import (
+    AsyncScheduleMode,
+    InferenceConfig,
+    KVCacheManagementMode,
+    PrefixCachingEvictionPolicy,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
@@ -15,6 +20,12 @@ from absorbed_mla.generation.cuda_graphs import engine_fields
 from absorbed_mla.generation.sampling import SamplingParams
 
 _LRU = PrefixCachingEvictionPolicy.LRU
+# With host_cache_tokens, under which Megatron would move the blocks as well.
+_TIERED_FIELDS = {
+    "unified_memory_level": 0,
+    "kv_cache_management_mode": KVCacheManagementMode.PERSIST,
+    "async_sched_mode": AsyncScheduleMode.LEGACY,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,8 @@ class EngineOptions:
             64; with sparse attention it holds their index keys, too. A request that does not fit
             waits, and is prefilled again if it lost its blocks. None: enough for ``max_requests``
             requests of ``max_sequence_length`` tokens.
+        host_cache_tokens: Tokens that the cache holds in host memory besides, rounded down to
+            blocks. Every step streams those that it reads to the device (docs/inference.md).
         paused_cache_tokens: The part of ``cache_tokens`` that only waiting requests use.
         step_tokens: Maximum number of tokens of a forward pass. Rounded up to at least
             ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
@@ -56,6 +69,7 @@ class EngineOptions:
     max_sequence_length: int
     max_requests: int
     cache_tokens: int | None = None
+    host_cache_tokens: int = 0
     paused_cache_tokens: int = 0
     step_tokens: int = 2048
     vocab_size: int | None = None
@@ -81,12 +95,33 @@ class EngineOptions:
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
+        if self.host_cache_tokens:
+            self._require_two_tiers()
         if self.prefix_cache_bytes < 1:
             raise ValueError(
                 f"prefix_cache_bytes must be at least 1, got {self.prefix_cache_bytes}"
             )
         if self.prefix_cache_dir is not None:
             self._require_lasting_prefixes()
+
+    def _require_two_tiers(self) -> None:
+        """Refuse what a cache that is partly in host memory cannot do."""
+        if self.host_cache_tokens < BLOCK_SIZE:
+            raise ValueError(
+                f"host_cache_tokens must be 0 or at least {BLOCK_SIZE}, got "
+                f"{self.host_cache_tokens}"
+            )
+        if self.num_cuda_graphs is not None:
+            raise ValueError(
+                "host_cache_tokens needs num_cuda_graphs=None (cuda_graphs=False): what a step "
+                f"copies depends on its requests; got {self.num_cuda_graphs}"
+            )
+        for name, accepted in _TIERED_FIELDS.items():
+            value = self.inference_config.get(name, accepted)
+            if value != accepted:
+                raise ValueError(
+                    f"host_cache_tokens needs inference_config {name}={accepted!r}, got {value!r}"
+                )
 
     def _require_lasting_prefixes(self) -> None:
         """Refuse what leaves no blocks in the prefix cache to be written or read."""
@@ -100,10 +135,15 @@ class EngineOptions:
 
     @property
     def cache_blocks(self) -> int:
-        """Number of blocks of the latent cache."""
+        """Number of blocks of the latent cache on the device."""
         if self.cache_tokens is None:
             return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
         return self.cache_tokens // BLOCK_SIZE
+
+    @property
+    def host_blocks(self) -> int:
+        """Number of blocks of the latent cache in host memory."""
+        return self.host_cache_tokens // BLOCK_SIZE
 
     def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
@@ -112,18 +152,30 @@ class EngineOptions:
             config: Of the model.
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
+
+        Raises:
+            ValueError: If there is host memory, and a step may write to more than the device has.
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
         block = block_bytes(config, num_layers)
+        max_tokens = _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
+        # A request's new tokens begin and end in the middle of a block.
+        written = max_tokens // BLOCK_SIZE + 2 * max_requests
+        if self.host_blocks and self.cache_blocks < written:
+            raise ValueError(
+                f"host_cache_tokens needs cache_tokens of at least {written * BLOCK_SIZE} for "
+                f"{max_requests} requests and {max_tokens} tokens of a step, got "
+                f"{self.cache_tokens}"
+            )
         fields: dict[str, object] = {
             "block_size_tokens": BLOCK_SIZE,
             # Megatron keeps one block of its own, for padding.
-            "buffer_size_gb": (self.cache_blocks + 1) * block / 2**30,
+            "buffer_size_gb": (self.cache_blocks + self.host_blocks + 1) * block / 2**30,
             "paused_buffer_size_gb": paused_blocks * block / 2**30,
             "max_sequence_length": self.max_sequence_length,
             "max_requests": max_requests,
-            "max_tokens": _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp)),
+            "max_tokens": max_tokens,
             "enable_chunked_prefill": self.chunked_prefill,
             "enable_prefix_caching": self.prefix_caching,
             "materialize_only_last_token_logits": not self.prompt_logprobs,
@@ -149,7 +201,7 @@ class EngineOptions:
         """
         length, longest = len(prompt), self.max_sequence_length
         new_tokens = min(sampling.max_tokens or longest, longest - length)
-        cache = self.cache_blocks * BLOCK_SIZE
+        cache = (self.cache_blocks + self.host_blocks) * BLOCK_SIZE
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if not length:
             return "the prompt is empty"

@@ -39,6 +39,8 @@ class LLMOptions:
         cache_tokens: Tokens of all requests that the latent cache holds. None: on a GPU what fits
             beside the model, on a CPU 65,536, in both cases at most ``max_num_seqs`` times
             ``max_model_len``.
+        host_cache_tokens: Tokens that the cache holds in host memory besides. A step streams those
+            that it reads to the GPU, so that a request may be longer than ``cache_tokens``; slower.
         gpu_memory_utilization: Share of the GPU's memory that model and cache take, if
             ``cache_tokens`` is None.
         enable_prefix_caching: Whether requests share the cache of equal beginnings, also with
@@ -71,6 +73,7 @@ class LLMOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cache_tokens: int | None = None
+    host_cache_tokens: int = 0
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool = True
     prefix_cache_dir: str | Path | None = None
@@ -93,6 +96,7 @@ class LLMOptions:
             ("max_num_batched_tokens", 1),
             ("cache_tokens", 64),
             ("num_speculative_tokens", 0),
+            ("host_cache_tokens", 0),
             ("prefix_cache_bytes", 1),
         ):
             value = getattr(self, name)
@@ -120,6 +124,11 @@ class LLMOptions:
             )
         if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
             raise ValueError("prefix_cache_dir needs enable_prefix_caching=True, got False")
+        if self.host_cache_tokens and (self.cuda_graphs or self.parity):
+            raise ValueError(
+                "host_cache_tokens must be 0 with cuda_graphs and parity, got "
+                f"{self.host_cache_tokens}"
+            )
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
         if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
@@ -192,6 +201,7 @@ class LLMOptions:
             max_sequence_length=longest,
             max_requests=self.max_num_seqs,
             cache_tokens=self.cache_tokens or min(useful, fitting),
+            host_cache_tokens=self.host_cache_tokens,
             step_tokens=self.max_num_batched_tokens,
             vocab_size=vocab_size,
             seed=self.seed,

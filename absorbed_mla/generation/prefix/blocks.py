@@ -9,6 +9,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor
 
 from absorbed_mla.generation.prefix.block_file import BlockLayout, require_dtype
+from absorbed_mla.inference.tiered_context import TieredContext
 
 
 class BlockMemory:
@@ -44,6 +45,8 @@ class BlockMemory:
 
     def read(self, blocks: Sequence[int]) -> list[dict[str, Tensor]]:
         """Copies of blocks on the CPU; waits for the device."""
+        if isinstance(self._context, TieredContext):
+            return [{"latents": self._context.tiers.read_block(block)} for block in blocks]
         index = torch.tensor(blocks, dtype=torch.long)
         found: dict[str, Tensor] = {}
         for name, tensor in self._tensors().items():
@@ -53,6 +56,9 @@ class BlockMemory:
 
     def write(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Set the contents of a block."""
+        if isinstance(self._context, TieredContext):
+            self._context.tiers.write_block(block, tensors["latents"])
+            return
         for name, tensor in self._tensors().items():
             tensor[:, block] = tensors[name].to(tensor.device)
 

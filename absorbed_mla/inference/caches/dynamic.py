@@ -27,6 +27,8 @@ class DynamicCache:
         """See :class:`LatentCache`."""
         if not hasattr(context, "is_static_batching") or context.is_static_batching():
             return "it needs a DynamicInferenceContext"
+        if hasattr(context, "tiers"):
+            return "some of its blocks are in host memory"
         return None
 
     def open(
@@ -39,16 +41,9 @@ class DynamicCache:
         owner: object,
     ) -> DynamicStep:
         """See :class:`LatentCache`."""
-        tokens, batch, _ = kv.shape
-        if options.latent_cache_tokens is not None:
-            raise ValueError(
-                "latent_cache_tokens needs a StaticInferenceContext; DynamicInferenceContext has "
-                "InferenceConfig.unified_memory_level for caches larger than the device's memory"
-            )
-        if batch != 1:
-            raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
+        require_packed(kv, options)
         offset = layer_offset()
-        return DynamicStep(context, layer_number - offset, tokens, offset)
+        return DynamicStep(context, layer_number - offset, len(kv), offset)
 
 
 class DynamicStep:
@@ -136,6 +131,23 @@ class DynamicStep:
         """See :class:`InferenceStep`."""
         cache, _, _ = self.context.key_value_cache(self.layer_number)
         yield CachePart(cache, self.rows)
+
+
+def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
+    """Check what the layer brings to a dynamic context.
+
+    Raises:
+        ValueError: If tokens are no packed ones, or the options are for another context.
+    """
+    if options.latent_cache_tokens is not None:
+        raise ValueError(
+            "latent_cache_tokens needs a StaticInferenceContext; with DynamicInferenceContext "
+            "EngineOptions(host_cache_tokens=...) makes a cache larger than the device's memory"
+        )
+    if kv.shape[1] != 1:
+        raise ValueError(
+            f"DynamicInferenceContext packs tokens: batch must be 1, got {kv.shape[1]}"
+        )
 
 
 def of_active_requests(context: Any, *names: str) -> list[list[int]]:

@@ -21,6 +21,7 @@ _NUMBERS = (
     ("max-num-seqs", int, "requests that run together; others wait"),
     ("max-num-batched-tokens", int, "tokens of a forward pass; longer prompts are read in chunks"),
     ("cache-tokens", int, "tokens that the latent cache holds (default: what fits)"),
+    ("host-cache-tokens", int, "tokens that it holds in host memory besides, streamed; slower"),
     ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
     ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
     ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),

@@ -118,7 +118,20 @@ class TestRestart:
                 generate(engine, [request])
             assert generate(engine, [REQUEST]).statistics.disk_blocks == 2
 
-    def test_expert_of_safetensors_reads_it(self, model, folder):
+    def test_room_is_not_taken_from_the_own_beginning(self, model, folder):
+        """Blocks read for a request evict others, not its oldest ones, which it needs as well."""
+        whole = Request([*TEXT, *prompt(250, seed=5)], 6)
+        options = {"max_sequence_length": 448, "step_tokens": 448, "blocks": 7}
+        run(model, folder, whole, **options)
+        options |= {"prefix_caching": True, "prefix_cache_dir": folder}
+        with engine_of(model, **options) as engine:
+            for request in (REQUEST, Request(prompt(150, seed=6), 6)):
+                generate(engine, [request])
+            done = generate(engine, [whole], log_probs=True)
+        assert (done.statistics.prefix_blocks, done.statistics.disk_blocks) == (6, 4)
+        assert_generates(done, by_whole_forwards(model, [whole]))
+
+    def test_safetensors_reads_it(self, model, folder):
         from safetensors.torch import load_file
 
         run(model, folder)
