@@ -133,7 +133,7 @@ class Engine:
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
-        self.host = None
+        self.host = self._stored = None
 
     def generate(
         self,

@@ -42,8 +42,8 @@ class DynamicCache:
     ) -> DynamicStep:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
-        offset = layer_offset()
-        return DynamicStep(context, layer_number - offset, len(kv), offset)
+        tokens, offset = len(kv), layer_offset()
+        return DynamicStep(context, layer_number - offset, tokens, offset)
 
 
 class DynamicStep:

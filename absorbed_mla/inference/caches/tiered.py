@@ -16,7 +16,7 @@ class TieredCache:
     """See :class:`~absorbed_mla.inference.step.LatentCache`."""
 
     name = "tiered"
-    summary = "the same with host_cache_tokens: more blocks, in host memory, streamed; no graphs"
+    summary = "as dynamic, with host_cache_tokens: further blocks in host memory, streamed"
 
     def why_not(self, context: Any) -> str | None:
         """See :class:`LatentCache`."""
