@@ -58,3 +58,24 @@ def test_prefix_cache_on_disk():
             assert_generates(found[-1], expected)
         assert [run.statistics.disk_blocks for run in found] == [0, 1]
         assert len(list(folder.glob("*/*.safetensors"))) == 1
+
+
+def test_cache_in_host_memory():
+    """Ranks move the same blocks at the same time."""
+    model = generating_model(sequence_parallel=world.tp_size() > 1)
+    requests = [Request(prompt(400, seed), 6) for seed in range(2)]
+    run = generate(
+        engine_of(
+            model,
+            max_sequence_length=448,
+            max_requests=2,
+            step_tokens=64,
+            chunked_prefill=True,
+            blocks=5,
+            host_cache_tokens=12 * 64,
+        ),
+        requests,
+        log_probs=True,
+    )
+    assert_generates(run, by_whole_forwards(model, requests))
+    assert run.statistics.streamed_blocks

@@ -9,7 +9,9 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.inference import tiered_context
 from absorbed_mla.inference.block_tiers import BlockTiers, cuts_of, runs_of
+from absorbed_mla.inference.rows import Rows
 from absorbed_mla.options import AbsorbedMLAOptions
+from tests.support import world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import (
     Request,
@@ -144,7 +146,7 @@ class TestMoving:
             host_blocks=9,
             block=(4, 3),
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=world.device(),
             staged=3,
         )
         tiers.resident.zero_()
@@ -160,8 +162,9 @@ class TestMoving:
                 expected.pop(block, None)
             tiers.begin_step(table, used, written, free, num_rows=3)
             for layer in range(2):
-                values = torch.full((2, 3), float(step * 2 + layer + 1))
-                tiers.write(layer, torch.zeros(2, dtype=torch.long), values)
+                values = torch.full((2, 3), float(step * 2 + layer + 1), device=world.device())
+                places = torch.zeros(2, dtype=torch.long, device=world.device())
+                tiers.write(layer, places, values)
             for block in written.tolist():
                 found = expected.setdefault(block, tiers.read_block(block))
                 found[:, 0] = torch.tensor([step * 2.0 + 1, step * 2.0 + 2])[:, None]
@@ -171,9 +174,8 @@ class TestMoving:
 
     def _check_parts(self, tiers, table, used):
         """Every key is in one part, where its block table says."""
-        from absorbed_mla.inference.rows import Rows
-
-        rows = Rows.of([1, 1, 0], [4 * n for n in used.tolist()] + [0], torch.zeros(3, 6))
+        empty = torch.zeros(3, 6, device=world.device())
+        rows = Rows.of([1, 1, 0], [4 * n for n in used.tolist()] + [0], empty)
         for layer in range(2):
             column = 0
             for part in tiers.parts(layer, rows, None):
@@ -182,7 +184,7 @@ class TestMoving:
                     for place, block in enumerate(part.rows.block_table[row].tolist()):
                         if column + place < count:
                             wanted = tiers.read_block(int(table[row, column + place]))[layer]
-                            assert torch.equal(part.cache[block], wanted)
+                            assert torch.equal(part.cache[block].cpu(), wanted)
                 column += part.rows.block_table.shape[1]
             assert column == int(used.max()) and part.end is None
 

@@ -90,6 +90,7 @@ class TestRestart:
         assert found.statistics.disk_blocks == 2
         assert found.results == warm.results
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="parity mode has no fp32 on a GPU")
     def test_bits_without_it_in_parity_mode(self, folder):
         with batch_invariant_mode():
             parity = generating_model(AbsorbedMLAOptions(batch_invariant=True))
@@ -268,6 +269,21 @@ class TestFolder:
         small.close()
         assert [folder.has(n) for n in (1, 2, 3, 4)] == [True, True, False, False]
         folder.close()
+
+    def test_processes_share_it(self, tmp_path):
+        """Each writes the same files again and again, and never sees a part of one."""
+        folders = [PrefixFolder(tmp_path, NAME, LAYOUT, 10**6) for _ in range(2)]
+        folders[0].write(1, block(1))
+        folders[0].flush()
+        for _ in range(100):
+            for folder in folders:
+                folder.write(1, block(1))
+            for folder in folders:
+                [found] = folder.read([1])
+                assert float(found["latents"].sum()) == 8.0
+        for folder in folders:
+            folder.close()
+        assert len(list((tmp_path / NAME).iterdir())) == 1
 
     def test_leftovers_are_removed(self, tmp_path):
         (tmp_path / NAME).mkdir()
