@@ -112,7 +112,8 @@ class HeadwiseUpProjection(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight as [N, head_dim, C], a view of the parameter."""
-        return self.weight.unflatten(0, (-1, self.head_dim))
+        weight = self.weight
+        return weight.view(-1, self.head_dim, weight.shape[1])
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Checkpoint entry of the weight, its rows sharded over the tensor-parallel ranks."""

@@ -16,6 +16,7 @@ from absorbed_mla.registry import (
 FORMS = ("auto", "absorbed", "expanded")
 DOWN_PROJECTIONS = ("duplicated", "column_parallel")
 MUON_KV_UP = ("combined", "split", "per_head")
+LATENT_CACHE_DTYPES = ("model", "fp8")
 # Of the files that are there; a program may register more.
 CORE_ATTENTION_BACKENDS = ("auto", *ATTENTION_BACKENDS.names())
 PAGED_ATTENTION_BACKENDS = ("auto", *PAGED_BACKENDS.names())
@@ -54,6 +55,12 @@ class AbsorbedMLAOptions:
         latent_cache_tokens: Positions of each request whose latents stay on the device in a
             ``StaticInferenceContext``; those behind live in pinned host memory, and attention
             streams them. None: all stay on the device.
+        latent_cache_dtype: ``"model"`` caches latents in the parameters' dtype, ``"fp8"`` in e4m3
+            with scales, 656 bytes per token and layer instead of 1152 at DeepSeek-V3's dimensions
+            (``fp8_latents.py``).
+        train_on_cached_latents: Whether training attends to latents as the cache would return them,
+            rounded to ``latent_cache_dtype``; their gradient passes straight through. Rollout over
+            an FP8 cache and training then compute the same function.
         batch_invariant: Parity mode (docs/parity.md): a token's output is bitwise the same in
             training, prefill and decode, whatever else is in the batch. Absorbed form throughout.
         muon_kv_up: What Muon orthogonalises as one matrix (docs/muon.md): ``"combined"`` the K and
@@ -78,6 +85,8 @@ class AbsorbedMLAOptions:
     paged_attention_backend: str = "auto"
     context_chunk_size: int = 2**16
     latent_cache_tokens: int | None = None
+    latent_cache_dtype: str = "model"
+    train_on_cached_latents: bool = False
     batch_invariant: bool = False
     muon_kv_up: str = "combined"
     sparse_attention_backend: str = "auto"
@@ -87,6 +96,7 @@ class AbsorbedMLAOptions:
         _require_one_of("form", self.form, FORMS)
         _require_one_of("down_projection", self.down_projection, DOWN_PROJECTIONS)
         _require_one_of("muon_kv_up", self.muon_kv_up, MUON_KV_UP)
+        _require_one_of("latent_cache_dtype", self.latent_cache_dtype, LATENT_CACHE_DTYPES)
         ATTENTION_BACKENDS.require(self.core_attention_backend, "auto")
         self._require_fitting_form()
         PAGED_BACKENDS.require(self.paged_attention_backend, "auto")
@@ -104,8 +114,14 @@ class AbsorbedMLAOptions:
             raise ValueError(
                 f"latent_cache_tokens must be None or an integer of at least 1, got {resident!r}"
             )
-        if not isinstance(self.batch_invariant, bool):
-            raise ValueError(f"batch_invariant must be True or False, got {self.batch_invariant!r}")
+        for name in ("batch_invariant", "train_on_cached_latents"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.train_on_cached_latents and self.latent_cache_dtype == "model":
+            raise ValueError(
+                "train_on_cached_latents=True needs latent_cache_dtype='fp8', got 'model', which "
+                "rounds nothing"
+            )
 
     def _require_fitting_form(self) -> None:
         """Refuse a backend that computes the other form only."""

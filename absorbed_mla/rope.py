@@ -100,7 +100,8 @@ class RotaryParameters:
 @functools.lru_cache(maxsize=8)
 def _tables_of(parameters: RotaryParameters) -> DerivedTables:
     """The tables that all layers with these parameters share."""
-    return DerivedTables(maxsize=8)
+    # A table of every size, so that none is dropped: a CUDA graph reads its own in every replay.
+    return DerivedTables(maxsize=128)
 
 
 def _build_table(
@@ -184,7 +185,7 @@ def rotate_tail(x: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
         autograd function modify.
     """
     if not torch.is_grad_enabled():
-        _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
+        _rotate_heads(_by_head(x, num_heads), cos, sin, back=False)
         return x
     return _RotateTail.apply(x.clone() if x._is_view() else x, cos, sin, num_heads)
 
@@ -195,7 +196,7 @@ class _RotateTail(torch.autograd.Function):
         ctx.mark_dirty(x)
         ctx.save_for_backward(cos, sin)
         ctx.num_heads = num_heads
-        _rotate_heads(x.unflatten(-1, (num_heads, -1)), cos, sin, back=False)
+        _rotate_heads(_by_head(x, num_heads), cos, sin, back=False)
         return x
 
     @staticmethod
@@ -204,8 +205,15 @@ class _RotateTail(torch.autograd.Function):
         # With create_graph=True the incoming gradient is part of a graph and must not change.
         grad = grad.clone() if grad.requires_grad else grad.contiguous()
         cos, sin = ctx.saved_tensors
-        _rotate_heads(grad.unflatten(-1, (ctx.num_heads, -1)), cos, sin, back=True)
+        _rotate_heads(_by_head(grad, ctx.num_heads), cos, sin, back=True)
         return grad, None, None, None
+
+
+def _by_head(x: Tensor, num_heads: int) -> Tensor:
+    """[S, B, N * width] as [S, B, N, width]."""
+    # Tensor.unflatten, which is written in Python, takes the host three times as long.
+    tokens, batch, width = x.shape
+    return x.view(tokens, batch, num_heads, width // num_heads)
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:

@@ -48,7 +48,7 @@ class SequenceLayout:
     @classmethod
     def dense(cls, num_tokens: int) -> SequenceLayout:
         """One sequence of ``num_tokens`` along the axis (``sbhd``; the batch is another axis)."""
-        return _shared(cls(num_tokens, (0,), (num_tokens,), (num_tokens,), packed=False))
+        return _dense(num_tokens)
 
     @classmethod
     def pack(cls, lengths: tuple[int, ...]) -> SequenceLayout:
@@ -120,6 +120,12 @@ class SequenceLayout:
         starts = torch.tensor(self.starts, device=device)
         slots = torch.tensor(self.slots, device=device)
         return tokens - starts.repeat_interleave(slots, output_size=self.num_tokens)
+
+
+@functools.lru_cache(maxsize=16)
+def _dense(num_tokens: int) -> SequenceLayout:
+    """Found by its length alone: every layer looks it up in every step."""
+    return _shared(SequenceLayout(num_tokens, (0,), (num_tokens,), (num_tokens,), packed=False))
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,7 +16,7 @@ Shape letters:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,8 @@ class OracleMLA:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    # Applied to the keys' latents [S, C] and rotated k_rope [S, rope]: what a cache makes of them.
+    cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every weight."""
@@ -215,6 +217,8 @@ def scores_and_values(
     if mla.rope:
         q_rope = rotate(q_rope, table)
         k_rope = rotate(k_rope[:, None], table)[:, 0]
+    if mla.cached is not None:
+        latent, k_rope = mla.cached(latent, k_rope)
     k_nope = (latent @ w["w_uk"].T).view(length, mla.heads, mla.nope)
     value = (latent @ w["w_uv"].T).view(length, mla.heads, mla.v)
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Made once: an operator on a device for each empty part would cost the host as much as any other.
+_NO_ROPE = torch.empty(0)
+
 
 class AttentionInputs(NamedTuple):
     """Query, key and value; a score is ``q_content . k_content + q_rope . k_rope``.
@@ -15,9 +18,9 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         q_content: [S_q, B, N, D]: the absorbed query (D = C), or q_nope, or a whole query.
-        q_rope: [S_q, B, N, R]; R is 0 where q_content is a whole query.
+        q_rope: [S_q, B, N, R]; without elements, and of any shape, if q_content is a whole query.
         k_content: [S_k, B, H, D] with H = 1 (one latent head for all queries) or H = N.
-        k_rope: [S_k, B, R], shared by all heads.
+        k_rope: [S_k, B, R], shared by all heads; likewise.
         value: [S_k, B, H, V], or None where the value is ``k_content`` itself.
     """
 
@@ -30,7 +33,7 @@ class AttentionInputs(NamedTuple):
     @classmethod
     def multi_head(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
         """Inputs of multi-head attention: q [S_q, B, N, D], k [S_k, B, N, D], v [S_k, B, N, V]."""
-        return cls(q, q[..., :0], k, k[:, :, 0, :0], v)
+        return cls(q, _NO_ROPE, k, _NO_ROPE, v)
 
     def as_multi_head(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of multi-head attention; copies only if a rope part is separate."""
@@ -44,8 +47,9 @@ class AttentionInputs(NamedTuple):
     def multi_head_gradient(self, dq: Tensor, dk: Tensor, dv: Tensor) -> AttentionInputs:
         """Gradient of these inputs, given the gradient of :meth:`as_multi_head`."""
         content = self.k_content.shape[-1]
-        dk_rope = dk[..., content:]
-        dk_rope = dk_rope.sum(2) if dk_rope.shape[-1] else dk_rope[:, :, 0]
+        if dk.shape[-1] == content:
+            return AttentionInputs.multi_head(dq, dk, dv)
+        dk_rope = dk[..., content:].sum(2)
         return AttentionInputs(dq[..., :content], dq[..., content:], dk[..., :content], dk_rope, dv)
 
 

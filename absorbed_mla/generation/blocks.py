@@ -9,14 +9,21 @@ from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.dsa.indexer import Indexer
+from absorbed_mla.inference.context_config import context_config
 
 # Tokens of a block. FlashMLA's size, which Megatron requires of a cache of latents.
 BLOCK_SIZE = 64
 
 
 def block_bytes(config: MLATransformerConfig, num_layers: int) -> int:
-    """Bytes of the latents of one block, over ``num_layers`` layers, which Megatron counts."""
+    """Bytes of the latents of one block, over ``num_layers`` layers, which Megatron counts.
+
+    Args:
+        config: That of the context; see :func:`cache_config`.
+        num_layers: Layers of this rank.
+    """
     width = config.kv_lora_rank + config.qk_pos_emb_head_dim
     return num_layers * BLOCK_SIZE * width * config.params_dtype.itemsize
 
@@ -26,7 +33,27 @@ def all_block_bytes(model: GPTModel) -> int:
     config, num_indexers = model.config, len(indexers(model))
     width = (config.dsa_indexer_head_dim or 0) if num_indexers else 0
     index_keys = num_indexers * BLOCK_SIZE * width * config.params_dtype.itemsize
-    return block_bytes(config, len(model.decoder.layers)) + index_keys
+    return block_bytes(cache_config(model), len(model.decoder.layers)) + index_keys
+
+
+def cache_config(model: GPTModel) -> MLATransformerConfig:
+    """The config that the model's context is made from.
+
+    Raises:
+        ValueError: If its layers cache latents in several dtypes.
+    """
+    layers = (getattr(layer, "self_attention", None) for layer in model.decoder.layers)
+    options = {
+        layer.options.latent_cache_dtype: layer.options
+        for layer in layers
+        if isinstance(layer, AbsorbedMLASelfAttention)
+    }
+    if len(options) > 1:
+        raise ValueError(
+            "latent_cache_dtype must be the same in all layers of a model that generates, got "
+            f"{', '.join(sorted(options))}"
+        )
+    return context_config(model.config, *options.values()) if options else model.config
 
 
 def indexers(model: GPTModel) -> list[Indexer]:

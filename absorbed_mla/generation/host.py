@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.fp8 import without_fp8
-from absorbed_mla.generation.blocks import indexers, register_blocks_once
+from absorbed_mla.generation.blocks import cache_config, indexers, register_blocks_once
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
@@ -44,8 +44,9 @@ def host_engine(
         ValueError: If the options do not fit the model or each other.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    config = options.to_host(model.config, len(model.decoder.layers), tp)
-    context = _context(model, options, config)
+    of_cache = cache_config(model)
+    config = options.to_host(of_cache, len(model.decoder.layers), tp)
+    context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer
@@ -59,16 +60,24 @@ def host_engine(
 
 
 def _context(
-    model: GPTModel, options: EngineOptions, config: InferenceConfig
+    model: GPTModel,
+    options: EngineOptions,
+    of_cache: MLATransformerConfig,
+    config: InferenceConfig,
 ) -> DynamicInferenceContext:
     """Megatron's context, or one that has blocks in host memory besides.
+
+    Args:
+        model: Generates.
+        options: Of the engine.
+        of_cache: What the context is made from.
+        config: Of Megatron's engine.
 
     Raises:
         ValueError: If it is to have them and the model cannot attend to a part of its keys.
     """
-    fields = _with_training_dispatcher(model.config)
     if not options.host_blocks:
-        return DynamicInferenceContext(fields, config)
+        return DynamicInferenceContext(of_cache, config)
     got = f"got {options.host_cache_tokens}"
     if indexers(model):
         raise ValueError(
@@ -80,7 +89,7 @@ def _context(
             "host_cache_tokens must be 0 with batch_invariant (parity=True), "
             f"{got}: parts of a cache would be summed up one by one"
         )
-    return TieredContext(fields, config, options.host_blocks)
+    return TieredContext(of_cache, config, options.host_blocks)
 
 
 def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerConfig:

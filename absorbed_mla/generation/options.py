@@ -116,6 +116,9 @@ class EngineOptions:
                 "host_cache_tokens needs num_cuda_graphs=None (cuda_graphs=False): what a step "
                 f"copies depends on its requests; got {self.num_cuda_graphs}"
             )
+        # An option that another kind of context has.
+        if getattr(self, "decode_context_parallel", False):
+            raise ValueError("host_cache_tokens needs decode_context_parallel=False, got True")
         for name, accepted in _TIERED_FIELDS.items():
             value = self.inference_config.get(name, accepted)
             if value != accepted:
@@ -149,7 +152,7 @@ class EngineOptions:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
-            config: Of the model.
+            config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
 

@@ -20,6 +20,7 @@ from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
 from absorbed_mla.core_attention.selection import choose
 from absorbed_mla.dims import MLADims
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
@@ -57,12 +58,17 @@ class CachedAttention:
         dims: Dimensions of the layer on this rank.
         softmax_scale: Multiplies the scores.
         options: Form, backends and chunk sizes.
+
+    Attributes:
+        fp8: Makes the rows of the cache; None if they are latents as the model computed them.
     """
 
     def __init__(self, dims: MLADims, softmax_scale: float, options: AbsorbedMLAOptions) -> None:
         self.dims = dims
         self.softmax_scale = softmax_scale
         self.options = options
+        widths = dims.kv_lora_rank, dims.qk_rope_head_dim
+        self.fp8 = Fp8Latents.of(options.latent_cache_dtype, *widths)
         self.absorbed = AbsorbedForm()
         self.expanded = ExpandedForm(options.expansion_chunk_size)
         self._cache_choice: tuple[type, LatentCache] | None = None
@@ -76,7 +82,16 @@ class CachedAttention:
         if self._cache_choice is None or self._cache_choice[0] is not type(context):
             self._cache_choice = type(context), choose_cache(context)
         cache = self._cache_choice[1]
-        return cache.open(context, layer_number, layer_offset, kv, self.options, owner=self)
+        rows = kv if self.fp8 is None else self.fp8.like(kv)
+        return cache.open(context, layer_number, layer_offset, rows, self.options, owner=self)
+
+    def rows(self, kv: Tensor) -> Tensor:
+        """What a step writes of [latent | k_rope] [T, 1, C + R]."""
+        return kv if self.fp8 is None else self.fp8.encode(kv)
+
+    def rounded(self, kv: Tensor) -> Tensor:
+        """[latent | k_rope] as read from the cache, with the gradient of ``kv``."""
+        return kv if self.fp8 is None else self.fp8.rounded(kv)
 
     def __call__(
         self,
@@ -151,6 +166,7 @@ class CachedAttention:
             block_size=step.block_size,
             batch_invariant=self.options.batch_invariant,
             windowed=step.windowed,
+            latent_cache_dtype=self.options.latent_cache_dtype,
         )
         if self._paged_choice is None or self._paged_choice[0] != request:
             name = self.options.paged_attention_backend
@@ -220,6 +236,7 @@ class CachedAttention:
             self._context_chunk(max(1, *lengths.queries)),
             self.options.context_chunk_size,
             step.windowed,
+            self.fp8,
         )
         rules = ScoreRules(
             scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size

@@ -29,13 +29,14 @@ class PagedRequest:
 
     Attributes:
         device: Of query and cache.
-        dtype: Of query and cache.
+        dtype: Of the query, and of the cache unless ``latent_cache_dtype`` says otherwise.
         num_heads: N, heads of one rank.
         kv_lora_rank: C.
         qk_rope_head_dim: R, may be 0.
         block_size: Tokens in a block of the cache.
         batch_invariant: Whether the result of a token must not depend on the rest of the batch.
         windowed: Whether calls may be for a part of the keys (``key_start``, ``key_end``).
+        latent_cache_dtype: As in ``AbsorbedMLAOptions``.
     """
 
     device: torch.device
@@ -46,6 +47,7 @@ class PagedRequest:
     block_size: int
     batch_invariant: bool = False
     windowed: bool = False
+    latent_cache_dtype: str = "model"
 
 
 class PagedBackend(Protocol):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from absorbed_mla.core_attention.key_source import KeyBlock
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.sequences import SequenceLayout
 
@@ -26,10 +27,10 @@ class KeyRange:
 class ChunkedContext:
     """A ``core_attention.key_source.KeySource`` of some neighbouring rows.
 
-    The first block holds the latents of the new tokens, as they are. The context, which was cached
-    before them, is gathered from the cache a bounded number of tokens at a time, so that the
-    workspace of the expanded form does not grow with it. If all keys together stay within a bound,
-    they are gathered into one block, new tokens included, and nothing needs to be merged.
+    The first block holds the latents of the new tokens, as the cache has them. The context, which
+    was cached before them, is gathered from the cache a bounded number of tokens at a time, so that
+    the workspace of the expanded form does not grow with it. If all keys together stay within a
+    bound, they are gathered into one block, new tokens included, and nothing needs to be merged.
 
     Args:
         lengths: Of these rows.
@@ -38,6 +39,7 @@ class ChunkedContext:
         chunk_size: Tokens gathered at a time.
         max_joined: Most keys that are gathered into one block with the new tokens.
         windowed: Whether there may be several parts.
+        fp8: Reads the rows of the cache; None if they are latents as the model computed them.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class ChunkedContext:
         chunk_size: int,
         max_joined: int,
         windowed: bool = False,
+        fp8: Fp8Latents | None = None,
     ) -> None:
         self.first_row = first_row
+        self.fp8 = fp8
         self.parts = parts
         self.chunk_size = chunk_size
         queries = lengths.queries
@@ -68,21 +72,33 @@ class ChunkedContext:
     def blocks(self, kv: Tensor, keep: bool) -> Iterator[KeyBlock]:
         """See :class:`KeySource`; the memory of a block is reused for the next one."""
         if self.joined:
-            workspace = kv.new_empty(sum(self.keys), *kv.shape[1:])
+            workspace = self._workspace(kv, sum(self.keys))
             ranges = [KeyRange(row, 0, keys) for row, keys in enumerate(self.keys)]
-            yield self._gathered(next(self.parts(max(self.keys))), ranges, workspace, causal=True)
+            part = next(self.parts(max(self.keys)))
+            yield self._gathered(part, ranges, workspace, kv.dtype, causal=True)
             return
-        yield self._block(kv, self_attention_spans(self.layout, causal=True))
+        own = kv if self.fp8 is None else self.fp8.rounded(kv)
+        yield self._block(own, self_attention_spans(self.layout, causal=True))
         if not any(self.context):
             return
         chunk = min(self.chunk_size, sum(self.context))
-        workspace = kv.new_empty(chunk, *kv.shape[1:])
+        workspace = self._workspace(kv, chunk)
         for part in self.parts(max(self.context)):
             for ranges in chunks(self.context, part.start, part.end, self.chunk_size):
-                yield self._gathered(part, ranges, workspace)
+                yield self._gathered(part, ranges, workspace, kv.dtype)
+
+    def _workspace(self, kv: Tensor, tokens: int) -> Tensor:
+        """Memory for rows of the cache."""
+        rows = kv if self.fp8 is None else self.fp8.like(kv)
+        return rows.new_empty(tokens, *rows.shape[1:])
 
     def _gathered(
-        self, part: CachePart, ranges: list[KeyRange], workspace: Tensor, causal: bool = False
+        self,
+        part: CachePart,
+        ranges: list[KeyRange],
+        workspace: Tensor,
+        dtype: torch.dtype,
+        causal: bool = False,
     ) -> KeyBlock:
         """Cached keys in ``workspace``; with ``causal`` those of the new tokens are among them."""
         spans, used = [], 0
@@ -95,7 +111,10 @@ class ChunkedContext:
             end = query + self.layout.lengths[keys.row]
             offset = self.context[keys.row] if causal else None
             spans.append(Span(query, end, first, used, causal_offset=offset))
-        return self._block(workspace[:used], Spans(spans))
+        found = workspace[:used]
+        if self.fp8 is not None:
+            found = self.fp8.decode(found, dtype)
+        return self._block(found, Spans(spans))
 
     def _block(self, kv: Tensor, spans: tuple[Span, ...]) -> KeyBlock:
         # Only masks and dropout need the tokens of the keys, and there are none here.

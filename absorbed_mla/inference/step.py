@@ -23,7 +23,8 @@ class CachePart:
     """The keys of all rows at positions ``start`` to ``end``, on the device.
 
     Attributes:
-        cache: [latent | k_rope] in blocks, [blocks, block_size, C + R].
+        cache: [latent | k_rope] in blocks, [blocks, block_size, C + R], or rows of
+            ``Fp8Latents``.
         rows: Their block table begins with the block that holds position ``start``.
         start: First position.
         end: One past the last; None: there are no more.
@@ -35,7 +36,7 @@ class CachePart:
     end: int | None = None
 
     def gather(self, row: int, start: int, end: int, out: Tensor) -> None:
-        """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [K, C + R]."""
+        """Copy a row's keys at positions ``start`` to ``end`` to ``out`` [K, C + R], as cached."""
         blocks = self.rows.block_table[row]
         start, end = start - self.start, end - self.start
         if out.is_cuda:
@@ -107,7 +108,10 @@ class InferenceStep(Protocol):
         ...
 
     def write(self, kv: Tensor) -> None:
-        """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R]."""
+        """Append the latents of the new tokens, [latent | k_rope] [T, 1, C + R].
+
+        Or rows of ``Fp8Latents``, as those that the step was opened with.
+        """
         ...
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
@@ -167,7 +171,8 @@ class LatentCache(Protocol):
             context: Megatron's inference context.
             layer_number: Of the layer in the model, from 1.
             layer_offset: Returns the number of layers before this pipeline stage.
-            kv: Latents of the new tokens in Megatron's layout, [S, B, C + R].
+            kv: As wide as the rows that will be written, of their dtype and in Megatron's layout,
+                [S, B, C + R or width]; the values may be any.
             options: Where latents are kept.
             owner: An object that lives as long as the layer and belongs to no other layer.
 

@@ -19,13 +19,14 @@ def broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
         keys: [T, N, width], contiguous.
     """
     (tokens, heads, width), rope = keys.shape, k_rope.shape[-1]
-    channels = triton.next_power_of_2(rope)
+    # Plain integers: triton.cdiv and next_power_of_2 take the host longer than the launch's grid.
+    channels = 1 << (rope - 1).bit_length()
     rows = max(_NUMBERS // channels, 1)
     if not tokens:
         return
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(keys):
-        _broadcast_kernel[(triton.cdiv(tokens * heads, rows),)](
+        _broadcast_kernel[(-(-tokens * heads // rows),)](
             k_rope,
             keys,
             tokens * heads,

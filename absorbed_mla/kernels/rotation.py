@@ -21,10 +21,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     half = cos.shape[-1]
     if not x.numel():
         return
-    block_heads = min(32, triton.next_power_of_2(heads))
+    # Plain integers: triton.cdiv and next_power_of_2 take the host longer than the launch's grid.
+    block_heads = min(32, 1 << (heads - 1).bit_length())
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(x):
-        _rotate_kernel[(tokens * batch, triton.cdiv(heads, block_heads))](
+        _rotate_kernel[(tokens * batch, -(-heads // block_heads))](
             x,
             cos,
             sin,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Options that decide how a model is built.
 _BUILT_WITH = {
-    *("dtype", "device", "form", "parity"),
+    *("dtype", "device", "form", "latent_cache_dtype", "parity"),
     *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
 }
 # A text, or token ids.
@@ -123,7 +123,8 @@ class LLM:
                 :meth:`generate` and the like, waits until all of them sleep.
             tokenizer: As for the class.
             options: As for the class, but for those that decide how the model is built (``dtype``,
-                ``device``, ``form``, ``parity`` and parallel sizes): it has them already.
+                ``device``, ``form``, ``latent_cache_dtype``, ``parity`` and parallel sizes): it has
+                them already.
                 ``max_model_len`` is needed if the model does not say how many positions it has.
 
         Raises:

@@ -221,6 +221,7 @@ def _build(
     attention = AbsorbedMLAOptions(
         form=options.form,
         latent_norm_eps=args.latent_norm_epsilon,
+        latent_cache_dtype=options.latent_cache_dtype,
         batch_invariant=options.parity,
     )
     backend = megatron_config.transformer_impl

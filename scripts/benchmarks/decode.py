@@ -7,6 +7,7 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
           --heads 16,64,128 --lengths uniform,exponential,one_long --block-sizes 64
     $ python scripts/benchmarks/decode.py --implementations "ours, triton" --kv 8k \
           --block-sizes 1,100
+    $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, triton, fp8" --kv 8k
     $ python scripts/benchmarks/decode.py --device cpu --heads 2 --batches 2 --kv 100 \
           --block-sizes 16 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
     $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
@@ -21,14 +22,15 @@ The requests of a batch have so many keys as --lengths says:
 
 Their blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels,
 where they can be imported; what cannot run has the reason in its row. Outputs are compared with the
-reference's in fp32. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On
-a GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
-before every repetition, outside of the time. All implementations of an input are repeated in turns.
-A call counts
+reference's in fp32; "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the
+reference over what is read from them. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a
+CPU in float32. On a GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache
+is overwritten before every repetition, outside of the time. All implementations of an input are
+repeated in turns. A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
-    bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once
+    bytes = sum(kv) * (kv_lora_rank + rope) * width       the latents, read once (FP8: its rows)
 
 and its rates are to be compared with those of a matrix product and of a copy (read and written),
 measured in the same run. The ratio is that of the time to FlashMLA's of the same turn: the median
@@ -79,13 +81,15 @@ _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _FLUSHED_BYTES = 256 * 2**20
 
 OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
-IMPLEMENTATIONS = (*OURS, *PEERS)
+_FP8 = ", fp8"
+OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("reference", "triton"))
+IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
 # The peer of ratios.
 _PEER = "FlashMLA"
 # The shortest of drawn requests.
 _LEAST_KEYS = 64
 # The reference takes too long at the sizes that are measured on a GPU.
-FAST = tuple(name for name in IMPLEMENTATIONS if name != "ours, reference")
+FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
 
 
 def _spaced(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
@@ -173,7 +177,12 @@ class Case:
 
     def latent_bytes(self, content: int, rope: int, itemsize: int) -> int:
         """Of all keys, read once."""
-        return sum(self.kv_lengths) * (content + rope) * itemsize
+        row = (content + rope) * itemsize
+        if self.implementation.endswith(_FP8):
+            from absorbed_mla.fp8_latents import Fp8Latents
+
+            row = Fp8Latents(content, rope).row_bytes
+        return sum(self.kv_lengths) * row
 
 
 def cases(args: argparse.Namespace, device: str) -> list[Case]:
@@ -410,6 +419,8 @@ class DecodeBenchmark(Benchmark):
         """
         from benchmarks.kit.timing import Repeated
 
+        if case.implementation.endswith(_FP8):
+            inputs, expected = self._over_fp8(inputs)
         attend = self._build(case, inputs)
         out = attend().float()
         difference = float((out - expected).norm() / expected.norm())
@@ -422,13 +433,19 @@ class DecodeBenchmark(Benchmark):
         """The attention, ready to be called again and again."""
         from absorbed_mla.inference.backend import PagedRequest, choose
 
-        if case.implementation not in OURS:
+        if case.implementation in PEERS:
             if not self.on_gpu:
                 raise Refused("it needs a GPU")
             return PEERS[case.implementation](inputs)
-        name = case.implementation.removeprefix("ours, ")
+        name = case.implementation.removeprefix("ours, ").removesuffix(_FP8)
         request = PagedRequest(
-            self.device, self.dtype, case.heads, self.content, self.rope, case.block_size
+            self.device,
+            self.dtype,
+            case.heads,
+            self.content,
+            self.rope,
+            case.block_size,
+            latent_cache_dtype="fp8" if case.implementation.endswith(_FP8) else "model",
         )
         try:
             backend = choose(name, request)
@@ -458,6 +475,16 @@ class DecodeBenchmark(Benchmark):
         inputs = self._new_inputs(case)
         out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), *inputs[2:])
         return inputs, out
+
+    def _over_fp8(self, inputs: Inputs) -> tuple[Inputs, Tensor]:
+        """The same with a cache of FP8 rows, and the reference's output over what it reads."""
+        from absorbed_mla.fp8_latents import Fp8Latents
+        from absorbed_mla.inference.backends.reference import paged_reference
+
+        rows = Fp8Latents(self.content, self.rope).encode(inputs.cache)
+        read = Fp8Latents(self.content, self.rope).decode(rows, self.dtype)
+        out, _ = paged_reference(inputs.q_content.float(), inputs.q_rope.float(), read, *inputs[3:])
+        return inputs._replace(cache=rows), out
 
     def _new_inputs(self, case: Case) -> Inputs:
         import torch

@@ -5,7 +5,7 @@ r"""Measure DeepSeek Sparse Attention: attention over chosen keys, and the index
     $ python scripts/benchmarks/dsa.py --only "backward n=128"
     $ TRITON_INTERPRET=1 python scripts/benchmarks/dsa.py --device cpu --heads 2 --queries 8 \
           --topk 8 --kv 32 --indexer 64 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
-    $ python scripts/benchmarks/dsa.py --render docs/dsa/forward.json docs/dsa/in-order.json
+    $ python scripts/benchmarks/dsa.py --render docs/dsa/kernels.json
 
 Implementations of one input are repeated in turns. Indices are random, or shared by neighbours: a
 key keeps its random number for 8 queries, so that two neighbours share 7/8 of their keys or more;

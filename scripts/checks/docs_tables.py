@@ -28,7 +28,7 @@ from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.context_parallel import Row as CPRow
 from benchmarks.kit.tables import markdown_table, tokens_text
-from checks import sparse_tables
+from checks import latent_cache_accuracy, sparse_tables
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
@@ -251,6 +251,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparse backward": sparse_tables.backward_table,
     "indexer": sparse_tables.indexer_table,
     "sparse decode": sparse_tables.decode_table,
+    "latent cache": latent_cache_accuracy.table,
     **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }

@@ -54,6 +54,16 @@ MUTATIONS = {
     "muon_states_are_joined": Mutation(
         "absorbed_mla/muon/step.py", "            if state:\n", "            if False:\n"
     ),
+    "gradients_of_recomputation_in_graphs": Mutation(
+        "absorbed_mla/graph_capture.py",
+        "        return inputs\n",
+        "        return inputs\n    return inputs\n",
+    ),
+    "mask_of_a_capture": Mutation(
+        "absorbed_mla/graph_capture.py",
+        "    if is_graph_capturing():\n        return None\n",
+        "    if is_graph_capturing():\n        return attention_mask\n",
+    ),
     "softmax_scale": Mutation(
         "absorbed_mla/dims.py",
         "math.sqrt(dims.qk_head_dim)",
@@ -176,7 +186,7 @@ MUTATIONS = {
     ),
     "uncovered_keys": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",
-        "torch.empty_like if call.num_keys == len(k) else torch.zeros_like",
+        "torch.empty_like if call.num_keys == k.shape[0] else torch.zeros_like",
         "torch.empty_like",
     ),
     "uncovered_queries": Mutation(

@@ -15,31 +15,23 @@ _INPUT = ["heads", "keys", "choice"]
 
 def forward_table(docs: Path) -> str:
     """TFLOP/s of every implementation."""
-    names = ("hopper", "triton", "FlashMLA")
+    names = ("hopper", "triton", "FlashMLA", "TileLang")
     lines = [
         [*_of_input(found[names[0]]), *(f"{_tflops(found[name]):.0f}" for name in names)]
-        for found in _by_input(docs / "dsa" / "forward.json")
+        for found in _by_input(docs, "forward")
     ]
     return markdown_table([*_INPUT, *(f"`{name}`" for name in names)], lines, ["choice"])
 
 
 def backward_table(docs: Path) -> str:
     """TFLOP/s of backward, and how much longer a deterministic one takes."""
-    fixed = {
-        found["hopper"].case.input: found for found in _by_input(docs / "dsa" / "in-order.json")
-    }
+    names = ("hopper", "triton", "TileLang")
     lines = []
-    for found in _by_input(docs / "dsa" / "backward.json"):
-        row = found["hopper"]
-        again = fixed.get(row.case.input)
-        ratio = "-"
-        if again is not None:
-            seconds = (again[name].times.median for name in ("hopper, in order", "hopper"))
-            ratio = f"{next(seconds) / next(seconds):.2f}"
-        lines.append(
-            [*_of_input(row), f"{_tflops(row):.0f}", f"{_tflops(found['triton']):.0f}", ratio]
-        )
-    head = [*_INPUT, "`hopper`", "`triton`", "deterministic `hopper`, time"]
+    for found in _by_input(docs, "backward"):
+        fixed, plain = (found[name].times.median for name in ("hopper, in order", "hopper"))
+        rates = (f"{_tflops(found[name]):.0f}" for name in names)
+        lines.append([*_of_input(found["hopper"]), *rates, f"{fixed / plain:.2f}"])
+    head = [*_INPUT, *(f"`{name}`" for name in names), "deterministic `hopper`, time"]
     return markdown_table(head, lines, ["choice"])
 
 
@@ -55,31 +47,34 @@ def indexer_table(docs: Path) -> str:
             f"{row.more['bound']:.2f}",
             f"{row.more['agreement']:.3f}",
         ]
-        for row in DSAReport.read(docs / "dsa" / "indexer.json").measured
+        for found in _by_input(docs, "indexer")
+        for row in found.values()
     ]
     head = ["keys", "backend", "ms", "scores alone, ms", "share", "bound", "agreement"]
     return markdown_table(head, lines, ["backend"])
 
 
 def decode_table(docs: Path) -> str:
-    """Microseconds of sparse decode, with its parts, beside dense decode."""
-    lines = []
+    """Microseconds of sparse decode, with its parts, beside dense decode and FlashMLA."""
+    lines: list[list[str]] = []
     for row in DSADecodeReport.read(docs / "dsa" / "decode.json").measured:
         case = row.case
         if case.implementation == "sparse, hopper":
             parts = (row.times.median * 1e6, row.more["select_us"], row.more["attend_us"])
             lines.append([str(case.heads), tokens_text(case.kv), *(f"{us:.0f}" for us in parts)])
-        elif case.implementation == "dense, hopper":
+        elif case.implementation in ("FlashMLA", "dense, hopper"):
             lines[-1].append(f"{row.times.median * 1e6:.0f}")
-    head = ["heads", "keys", "sparse us", "choice us", "attention us", "dense us"]
+    head = ["heads", "keys", "sparse us", "choice us", "attention us"]
+    head += ["`FlashMLA`, attention us", "dense us"]
     return markdown_table(head, lines, [])
 
 
-def _by_input(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of the same input, by implementation."""
+def _by_input(docs: Path, work: str) -> Iterator[dict[str, Any]]:
+    """Rows of a work with the same input, by implementation."""
     found: dict[tuple, dict[str, Any]] = {}
-    for row in DSAReport.read(path).measured:
-        found.setdefault(row.case.input, {})[row.case.implementation] = row
+    for row in DSAReport.read(docs / "dsa" / "kernels.json").measured:
+        if row.case.work == work:
+            found.setdefault(row.case.input, {})[row.case.implementation] = row
     yield from found.values()
 
 

@@ -61,6 +61,8 @@ class Setup:
     context_chunk_size: int = 5
     paged_attention_backend: str = "auto"
     latent_cache_tokens: int | None = None
+    latent_cache_dtype: str = "model"
+    train_on_cached_latents: bool = False
     batch_invariant: bool = False
     sparse_attention_backend: str = "auto"
     indexer_backend: str = "auto"
@@ -109,6 +111,8 @@ def build_attention(mla: OracleMLA, setup: Setup, **config_changes) -> nn.Module
         context_chunk_size=setup.context_chunk_size,
         paged_attention_backend=setup.paged_attention_backend,
         latent_cache_tokens=setup.latent_cache_tokens,
+        latent_cache_dtype=setup.latent_cache_dtype,
+        train_on_cached_latents=setup.train_on_cached_latents,
         batch_invariant=setup.batch_invariant,
         sparse_attention_backend=setup.sparse_attention_backend,
         indexer_backend=setup.indexer_backend,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
 
 # Id of a block that does not exist, for entries of the table that must not be read.
@@ -121,3 +122,15 @@ def naive(
             lse[start + index] = scores.logsumexp(-1)
             out[start + index] = scores.softmax(-1) @ k[:, :width]
     return out, lse
+
+
+def fp8_inputs(case: PagedCase, device: torch.device | str = "cpu"):
+    """``case.inputs`` with the cache in FP8 rows, of a larger buffer of NaN."""
+    q_content, q_rope, cache, rows, scale = case.inputs(device)
+    encoded = Fp8Latents(case.kv_lora_rank, case.rope).encode(cache)
+    blocks, size, width = encoded.shape
+    # Bytes of ones are NaN in e4m3, fp32 and bf16.
+    buffer = torch.full((blocks, size + 1, width + 16), 0xFF, dtype=torch.uint8, device=device)
+    placed = buffer[:, :size, :width]
+    placed.copy_(encoded)
+    return q_content, q_rope, placed, rows, scale

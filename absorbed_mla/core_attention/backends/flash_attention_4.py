@@ -63,7 +63,7 @@ class FlashAttention4Backend:
     ) -> AttentionInputs:
         """See ``reference_backward``; gradients have the dtype of the inputs."""
         q, k, v = inputs.as_multi_head()
-        make = torch.empty_like if rules.spans.cover(len(q)) else torch.zeros_like
+        make = torch.empty_like if rules.spans.cover(q.shape[0]) else torch.zeros_like
         dq = make(q, memory_format=torch.contiguous_format)
         dk = dv = None
         for call in varlen_calls(rules.spans, q.shape[1] == 1):
@@ -83,7 +83,8 @@ def _forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     lengths, (q, out), (k, v) = _arguments(call, (q, out), (k, v))
-    part_lse = lse[:, :, call.queries]
+    whole = call.queries == slice(0, lse.shape[2])
+    part_lse = lse if whole else lse[:, :, call.queries]
     # Contiguous [B, N, S], as the kernel writes it: a copy if the call has a part of the queries.
     written = part_lse.contiguous()
     _flash_attn_fwd(
@@ -116,7 +117,9 @@ def _backward(
     lengths, (q, out, grad_out, dq), (k, v, dk, dv) = _arguments(
         call, (q, output.out, grad.out, dq), (k, v, dk, dv)
     )
-    rows = (None if x is None else _heads_first(x[call.queries]) for x in (output.lse, grad.lse))
+    rows = (
+        None if x is None else _heads_first(_part(x, call.queries)) for x in (output.lse, grad.lse)
+    )
     lse, grad_lse = (x[0] if lengths and x is not None else x for x in rows)
     _flash_attn_bwd(
         q,
@@ -141,8 +144,8 @@ def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[
 
     One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
     """
-    on_queries = tuple(x[call.queries] for x in on_queries)
-    on_keys = tuple(x[call.keys] for x in on_keys)
+    on_queries = tuple(_part(x, call.queries) for x in on_queries)
+    on_keys = tuple(_part(x, call.keys) for x in on_keys)
     if len(call.spans) == 1:
         swapped = ([x.transpose(0, 1) for x in tensors] for tensors in (on_queries, on_keys))
         return {}, *swapped
@@ -160,9 +163,14 @@ def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[
     return lengths, [x[:, 0] for x in on_queries], [x[:, 0] for x in on_keys]
 
 
+def _part(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of ``x``; itself, at no cost, where that is all of it."""
+    return x if rows == slice(0, x.shape[0]) else x[rows]
+
+
 def _key_gradients(call: VarlenCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the gradients; zero where the call has keys that it does not write."""
-    make = torch.empty_like if call.num_keys == len(k) else torch.zeros_like
+    make = torch.empty_like if call.num_keys == k.shape[0] else torch.zeros_like
     return make(k), make(v)
 
 

@@ -85,8 +85,9 @@ def reference_backward(
         dscores = probs * (dprobs - delta.permute(1, 2, 0)[..., None]) * rules.scale
         dq_content[q] = _weighted_sum(dscores, kc)
         dk_content[k] += _key_sum(dscores, qc, k_content.shape[2])
-        dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr)
-        dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
+        if kr.shape[-1]:
+            dq_rope[q] = torch.einsum("bnqk,kbr->qbnr", dscores, kr)
+            dk_rope[k] += torch.einsum("bnqk,qbnr->kbr", dscores, qr)
     return AttentionInputs(dq_content, dq_rope, dk_content, dk_rope, None if value is None else dv)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from absorbed_mla.core_attention.forms.base import BlockGradients
@@ -39,7 +40,9 @@ class ExpandedForm:
 
     def query(self, q, w_uk, cos, sin):
         """The query with its rope part rotated in place."""
-        return (rotate_tail(q, cos, sin, len(w_uk)).unflatten(-1, (len(w_uk), -1)),)
+        heads = w_uk.shape[0]
+        rotated = rotate_tail(q, cos, sin, heads)
+        return (rotated.view(*q.shape[:2], heads, q.shape[-1] // heads),)
 
     def weights(self, w_uk, w_uv):
         """Both up-projections expand the latent."""
@@ -59,14 +62,13 @@ class ExpandedForm:
         out: Tensor | None = None
         lse: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            inputs = AttentionInputs.multi_head(
-                q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads])
-            )
+            own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
+            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part = backend.forward(inputs, rules.for_heads(heads.start))
             # Free keys and values before memory for all heads is allocated.
             del inputs
             out, lse = (
-                _write_heads(whole, share, heads, len(w_uk), dim=2)
+                _write_heads(whole, share, heads, w_uk.shape[0], dim=2)
                 for whole, share in zip((out, lse), part)
             )
         assert out is not None and lse is not None, "there is a head"
@@ -80,23 +82,20 @@ class ExpandedForm:
         dw_uk: Tensor | None = None
         dw_uv: Tensor | None = None
         for heads in self._head_chunks(w_uk, kv):
-            inputs = AttentionInputs.multi_head(
-                q[:, :, heads], *expand(kv, w_uk[heads], w_uv[heads])
-            )
+            own = _of_heads(w_uk, heads, dim=0), _of_heads(w_uv, heads, dim=0)
+            inputs = AttentionInputs.multi_head(_of_heads(q, heads, dim=2), *expand(kv, *own))
             part_grad, part_output = (
-                type(group)(*(None if x is None else x[:, :, heads] for x in group))
+                type(group)(*(None if x is None else _of_heads(x, heads, dim=2) for x in group))
                 for group in (grad, output)
             )
             found = backend.backward(part_grad, part_output, inputs, rules.for_heads(heads.start))
             # Free them before the products that need memory.
             del inputs
-            part, *d_weights = expand_backward(
-                kv, w_uk[heads], w_uv[heads], found.k_content, found.value
-            )
+            part, *d_weights = expand_backward(kv, *own, found.k_content, found.value)
             dkv = part if dkv is None else dkv.add_(part)
-            dq = _write_heads(dq, found.q_content, heads, len(w_uk), dim=2)
+            dq = _write_heads(dq, found.q_content, heads, w_uk.shape[0], dim=2)
             dw_uk, dw_uv = (
-                _write_heads(whole, share, heads, len(w_uk), dim=0)
+                _write_heads(whole, share, heads, w_uk.shape[0], dim=0)
                 for whole, share in zip((dw_uk, dw_uv), d_weights)
             )
         assert dkv is not None and dq is not None, "there is a head"
@@ -104,7 +103,7 @@ class ExpandedForm:
         return BlockGradients((dq,), dkv, (dw_uk, dw_uv))
 
     def _head_chunks(self, weight: Tensor, kv: Tensor) -> Iterator[slice]:
-        heads, at_a_time = len(weight), max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
+        heads, at_a_time = weight.shape[0], max(1, self.chunk_size // max(1, kv.shape[:2].numel()))
         # As few chunks as the bound allows, of about equal size. One chunk fewer, with up to an
         # eighth more memory, if all are equal then: 34k tokens and 128 heads make four chunks of 32
         # heads, which fill the multiprocessors of a GPU better than five of 26.
@@ -114,6 +113,12 @@ class ExpandedForm:
         at_a_time = -(-heads // chunks)
         for first in range(0, heads, at_a_time):
             yield slice(first, min(first + at_a_time, heads))
+
+
+def _of_heads(whole: Tensor, heads: slice, dim: int) -> Tensor:
+    """The part of ``whole`` for a chunk of heads; itself, at no cost, where that is all of it."""
+    count = heads.stop - heads.start
+    return whole if count == whole.shape[dim] else whole.narrow(dim, heads.start, count)
 
 
 def _write_heads(
@@ -151,14 +156,15 @@ def expand(kv: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
         [S, B, N, nope + rope] and [S, B, N, v].
     """
     heads, nope, c = w_uk.shape
+    tokens, batch, width = kv.shape
     rows = kv.flatten(0, 1)
-    latent, k_rope = rows[:, :c], rows[:, c:]
-    keys = kv.new_empty(len(rows), heads, nope + k_rope.shape[-1])
-    k_nope = keys[..., :nope].transpose(0, 1)
+    latent, k_rope = rows.split((c, width - c), dim=1)
+    keys = kv.new_empty(tokens * batch, heads, nope + width - c)
+    k_nope = keys.narrow(2, 0, nope).transpose(0, 1)
     torch.bmm(latent.expand(heads, -1, -1), w_uk.transpose(1, 2), out=k_nope)
     _broadcast_k_rope(k_rope, keys)
-    values = latent @ w_uv.flatten(0, 1).t()
-    return keys.unflatten(0, kv.shape[:2]), values.view(*kv.shape[:2], *w_uv.shape[:2])
+    values = latent.mm(w_uv.flatten(0, 1).t())
+    return keys.view(tokens, batch, *keys.shape[1:]), values.view(tokens, batch, *w_uv.shape[:2])
 
 
 def expand_backward(
@@ -176,11 +182,12 @@ def expand_backward(
     (_, nope, c), rope = w_uk.shape, kv.shape[-1] - w_uk.shape[-1]
     w_k = _extend_by_rope(w_uk, rope)
     rows = kv.flatten(0, 1)
-    dk_rows, dv_rows = (x.to(kv.dtype).flatten(0, 1).flatten(1) for x in (dk, dv))
+    tokens = rows.shape[0]
+    dk_rows, dv_rows = (x.to(kv.dtype).reshape(tokens, x.shape[2] * x.shape[3]) for x in (dk, dv))
     dkv = _product(dk_rows, w_k.flatten(0, 1))
-    dkv[:, :c] += _product(dv_rows, w_uv.flatten(0, 1))
+    dkv.narrow(1, 0, c).add_(_product(dv_rows, w_uv.flatten(0, 1)))
     dw_k = _product(dk_rows.t(), rows).view(w_k.shape)
-    dw_uv = _product(dv_rows.t(), rows[:, :c]).view(w_uv.shape)
+    dw_uv = _product(dv_rows.t(), rows.narrow(1, 0, c)).view(w_uv.shape)
     return dkv.view(kv.shape), dw_k[:, :nope, :c], dw_uv
 
 
@@ -198,9 +205,8 @@ def _broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
 
 def _extend_by_rope(w_uk: Tensor, rope: int) -> Tensor:
     """W_UK [N, nope, C] that hands k_rope through: [N, nope + rope, C + rope]."""
-    heads, nope, c = w_uk.shape
-    extended = w_uk.new_zeros(heads, nope + rope, c + rope)
-    extended[:, :nope, :c] = w_uk
+    _, nope, c = w_uk.shape
+    extended = F.pad(w_uk, (0, rope, 0, rope))
     extended[:, nope:, c:].diagonal(dim1=1, dim2=2).fill_(1)
     return extended
 

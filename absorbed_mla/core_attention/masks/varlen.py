@@ -31,12 +31,12 @@ class VarlenCall:
     causal: bool
     _tables: DerivedTables = field(default_factory=DerivedTables, init=False, repr=False)
 
-    @property
+    @functools.cached_property
     def queries(self) -> slice:
         """From the first query to the last, rows between spans included."""
         return slice(self.spans[0].query_start, self.spans[-1].query_end)
 
-    @property
+    @functools.cached_property
     def keys(self) -> slice:
         """From the first key to the last, rows between spans included."""
         return slice(self.spans[0].key_start, self.spans[-1].key_end)

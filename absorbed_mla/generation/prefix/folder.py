@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +56,6 @@ class PrefixFolder:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prefix-cache")
         self._room = threading.BoundedSemaphore(_WAITING)
         self._written: list[Future] = []
-        self._names = itertools.count()
         # Files that may not be used, until they are written anew.
         self._refused: set[int] = set()
 
@@ -134,7 +134,8 @@ class PrefixFolder:
 
     def _write(self, hash_: int, tensors: Mapping[str, Tensor], used: int) -> None:
         path = self._path(hash_)
-        beside = self._own / f".{path.stem}.{os.getpid()}.{next(self._names)}"
+        # Containers that share the folder may have equal process ids.
+        beside = self._own / f".{path.stem}.{uuid.uuid4().hex}"
         try:
             self._own.mkdir(parents=True, exist_ok=True)
             beside.write_bytes(to_bytes(tensors, self._layout, self._key(hash_)))

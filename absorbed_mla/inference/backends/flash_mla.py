@@ -35,6 +35,7 @@ class FlashMLA:
         checks = {
             "it needs a GPU": request.device.type != "cuda",
             "it computes in bf16": request.dtype != torch.bfloat16,
+            "its dense decode reads latents in bf16": request.latent_cache_dtype != "model",
             "its splits depend on the batch (batch_invariant=True)": request.batch_invariant,
             "it sees all keys of a row, not a part of them": request.windowed,
             f"it needs a block size of {_BLOCK_SIZE}; the cache has {request.block_size}": (

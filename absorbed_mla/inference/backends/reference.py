@@ -6,12 +6,14 @@ in their order, and keys that it does not see add exact zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.tiled_reference import CHUNK_TOKENS, TILE_KEYS, attend_to_tiles
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backend import PagedRequest, Rates
 from absorbed_mla.inference.rows import Rows
 
@@ -35,7 +37,8 @@ def paged_reference(
         q_content: Absorbed query [T, N, C].
         q_rope: [T, N, R], rotated; R may be 0.
         cache: [blocks, block_size, C + R]; it holds the keys from ``key_start`` on, so key p lies
-            in block_table[r, (p - key_start) // block_size] at (p - key_start) % block_size.
+            in block_table[r, (p - key_start) // block_size] at (p - key_start) % block_size. Or
+            rows of ``Fp8Latents``, which are read in the dtype of the query.
         rows: Which tokens are whose, and where their keys are.
         scale: Multiplies the scores.
         key_start: First key that is seen.
@@ -50,30 +53,47 @@ def paged_reference(
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty(q_content.shape[:2], dtype=compute)
     row, last = last_keys(rows, len(q_content), key_start, key_end)
+    decode = _decoder(cache, q_content, q_rope)
     for first in range(0, len(q_content), CHUNK_TOKENS):
         chunk = slice(first, first + CHUNK_TOKENS)
         query = torch.cat((q_content[chunk], q_rope[chunk]), dim=-1).to(compute)
         # Padding may hold NaN, which times 0 is NaN.
         query = query.masked_fill((last[chunk] < 0)[:, None, None], 0.0)
         table = rows.block_table[row[chunk]].long()
-        keys = _Keys(cache, table, last[chunk], rows.max_kv_length - key_start)
+        keys = _Keys(cache, decode, table, last[chunk], rows.max_kv_length - key_start)
         tiles = map(keys.tile, keys.tiles)
         out[chunk], lse[chunk], _ = attend_to_tiles(query, tiles, scale, q_content.shape[-1])
     return out, lse
+
+
+def _decoder(cache: Tensor, q_content: Tensor, q_rope: Tensor) -> Callable[[Tensor], Tensor]:
+    """Makes [latent | k_rope] of cached rows."""
+    if cache.dtype != torch.uint8:
+        return lambda rows: rows
+    latents = Fp8Latents(q_content.shape[-1], q_rope.shape[-1])
+    return lambda rows: latents.decode(rows, q_content.dtype)
 
 
 class _Keys:
     """The keys of some tokens, a tile at a time, counted from the first one in the cache.
 
     Args:
-        cache: [blocks, block_size, C + R].
+        cache: [blocks, block_size, C + R], or rows that ``decode`` makes such of.
+        decode: Makes [latent | k_rope] of rows.
         table: Block table of each token's row, int64 [T, blocks].
         last: Last key that each token sees, -1 for none, [T].
         max_keys: No token sees more keys.
     """
 
-    def __init__(self, cache: Tensor, table: Tensor, last: Tensor, max_keys: int):
-        self.cache, self.table, self.last = cache, table, last
+    def __init__(
+        self,
+        cache: Tensor,
+        decode: Callable[[Tensor], Tensor],
+        table: Tensor,
+        last: Tensor,
+        max_keys: int,
+    ) -> None:
+        self.cache, self.decode, self.table, self.last = cache, decode, table, last
         if last.device.type == "cpu":  # reading a number does not wait: tables may be far too wide
             max_keys = min(max_keys, int(last.max()) + 1)
         self.tiles = range(0, max_keys, TILE_KEYS) if cache.numel() and table.shape[1] else range(0)
@@ -86,7 +106,7 @@ class _Keys:
         column = (key // block_size).clamp(max=self.table.shape[1] - 1)
         # Unseen entries of the table may be anything.
         block = self.table[:, column].masked_fill(~seen, 0)
-        keys = self.cache[block, key % block_size]
+        keys = self.decode(self.cache[block, key % block_size])
         return keys.masked_fill(~seen[..., None], 0.0), seen
 
 

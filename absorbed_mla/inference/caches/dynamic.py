@@ -9,6 +9,7 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from absorbed_mla.inference.index_keys import index_keys
@@ -43,7 +44,9 @@ class DynamicCache:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
         tokens, offset = len(kv), layer_offset()
-        return DynamicStep(context, layer_number - offset, tokens, offset)
+        step = DynamicStep(context, layer_number - offset, tokens, offset)
+        step.require_rows(kv)
+        return step
 
 
 class DynamicStep:
@@ -60,6 +63,8 @@ class DynamicStep:
     """
 
     windowed = False
+    # Of cached rows; None: that of the context's memory.
+    row_dtype: torch.dtype | None = None
 
     def __init__(self, context: Any, layer_number: int, tokens: int, layer_offset: int = 0) -> None:
         if not getattr(context, "cache_mla_latent", False):
@@ -92,6 +97,22 @@ class DynamicStep:
         )
         self.lengths = None if context.using_cuda_graph_this_step() else _lengths(context)
 
+    def require_rows(self, rows: Tensor) -> None:
+        """Keep rows like these, which may be views of the context's numbers.
+
+        Raises:
+            ValueError: If the context was made for rows of another width.
+        """
+        memory = self.context.memory_buffer
+        held, wanted = (x.shape[-1] * x.element_size() for x in (memory, rows))
+        if held != wanted:
+            raise ValueError(
+                f"DynamicInferenceContext must hold {wanted} bytes of a token, got {held}: make it "
+                "from absorbed_mla.inference.context_config.context_config(config, options) with "
+                "the layers' latent_cache_dtype"
+            )
+        self.row_dtype = rows.dtype
+
     def positions(self) -> Tensor:
         """See :class:`InferenceStep`."""
         count = self.context.padded_active_token_count
@@ -107,7 +128,8 @@ class DynamicStep:
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
-        self.context.append_key_value_cache(self.layer_number, kv, None)
+        rows = kv.view(self.context.memory_buffer.dtype)
+        self.context.append_key_value_cache(self.layer_number, rows, None)
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""
@@ -130,7 +152,7 @@ class DynamicStep:
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
         cache, _, _ = self.context.key_value_cache(self.layer_number)
-        yield CachePart(cache, self.rows)
+        yield CachePart(cache.view(self.row_dtype or cache.dtype), self.rows)
 
 
 def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,9 @@ class TieredCache:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
         offset = layer_offset()
-        return TieredStep(context, layer_number - offset, len(kv), offset)
+        step = TieredStep(context, layer_number - offset, len(kv), offset)
+        step.require_rows(kv)
+        return step
 
 
 class TieredStep(DynamicStep):
@@ -49,7 +52,8 @@ class TieredStep(DynamicStep):
         """See :class:`InferenceStep`."""
         count, view = self.context.padded_active_token_count, self.context.gpu_view
         places = view.token_to_local_position_within_kv_block[:count]
-        self.context.tiers.write(self._layer, places, kv.squeeze(1)[:count])
+        rows = kv.view(self.context.memory_buffer.dtype).squeeze(1)
+        self.context.tiers.write(self._layer, places, rows[:count])
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`; any token may be chosen, and is read on the device."""
@@ -60,7 +64,8 @@ class TieredStep(DynamicStep):
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
-        return self.context.tiers.parts(self._layer, self.rows, end)
+        for part in self.context.tiers.parts(self._layer, self.rows, end):
+            yield replace(part, cache=part.cache.view(self.row_dtype or part.cache.dtype))
 
 
 ENTRY = TieredCache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from absorbed_mla.kernels.e4m3 import to_e4m3
 from absorbed_mla.kernels.triton.common import row_max
 
 
@@ -21,11 +22,4 @@ def fp8_keys(keys, INTERPRETED: tl.constexpr):
     # The reciprocal of a power of two has the negated exponent.
     reciprocal = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     scales = bits.to(tl.float32, bitcast=True)
-    wide *= reciprocal[:, None]
-    if INTERPRETED:
-        # It would round halves up. Three bits of mantissa, or multiples of the least number.
-        bits = wide.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
-        normal = bits.to(tl.float32, bitcast=True)
-        wide = tl.where(tl.abs(wide) < 2**-6, (wide + 24576.0) - 24576.0, normal)
-    return wide.to(tl.float8e4nv), scales
+    return to_e4m3(wide * reciprocal[:, None], INTERPRETED), scales

@@ -127,7 +127,8 @@ def _gradient_kernel(
             valid = token < queries
             pointers = grad_ptr + token[:, None] * num_keys + key[None, :]
             grad = tl.load(pointers, mask=valid[:, None] & there[None, :], other=0.0)
-            for head in range(heads):
+            for number in range(heads):
+                head = tl.full([], number, tl.int64)  # heads may be a whole sequence apart
                 rows = token * q_s + batch * q_b
                 query = load_rows(query_ptr + head * q_h, rows, valid, DI)
                 row = (token * batches + batch) * heads + head
@@ -140,7 +141,7 @@ def _gradient_kernel(
         before = tl.load(pointers, mask=there[:, None], other=0.0)
         tl.store(pointers, before + dk, mask=there[:, None])
     else:
-        head = tl.program_id(0) % heads
+        head = (tl.program_id(0) % heads).to(tl.int64)
         token = (tl.program_id(0) // heads * BLOCK + column).to(tl.int64)
         valid = token < queries
         query = load_rows(query_ptr, token * q_s + batch * q_b + head * q_h, valid, DI)

@@ -134,7 +134,8 @@ def _scores_kernel(
         rows = batch * q_b + token * q_s
         row_weights = weights_ptr + batch * w_b + token * w_s
         total = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
-        for head in range(heads):
+        for number in range(heads):
+            head = tl.full([], number, tl.int64)  # heads may be a whole sequence apart
             # [BLOCK_M, DI]
             query = load_rows(query_ptr + head * q_h, rows, valid, DI)
             weight = tl.load(row_weights + head * w_h, mask=valid, other=0.0)

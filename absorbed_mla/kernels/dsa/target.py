@@ -191,7 +191,8 @@ def _visible_kernel(
             kr = load_rows(k_rope_ptr, batch * stride_kr_b + rows * stride_kr_s, there, R)
         else:
             kr = kc
-        for head in range(heads):
+        for number in range(heads):
+            head = tl.full([], number, tl.int64)  # heads may be a whole sequence apart
             qc_rows = batch * stride_qc_b + token * stride_qc_s
             qc = load_rows(q_content_ptr + head * stride_qc_n, qc_rows, valid, C)
             if R > 0:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.e4m3 import from_e4m3
+from absorbed_mla.kernels.fp8_latents import GROUP
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, schedule
@@ -19,6 +21,7 @@ from absorbed_mla.kernels.triton.common import (
     LOG2_E,
     interpreted,
     load_rows,
+    narrow,
     precision,
     rows_contiguous,
     store_rows,
@@ -47,7 +50,9 @@ def forward(
     Args:
         q_content: [T, N, C], bf16, fp16 or fp32; C a power of two, at least 16.
         q_rope: [T, N, R]; R likewise, or 0.
-        cache: [blocks, block_size, C + R]; any strides of blocks and slots.
+        cache: [blocks, block_size, C + R]; any strides of blocks and slots. Or FP8 rows, uint8
+            [blocks, block_size, width] as ``fp8_latents.Fp8Latents`` has them, with strides that
+            are multiples of 16.
         query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
         query_lengths: Int32 [Q].
         kv_lengths: Int32 [Q].
@@ -85,10 +90,11 @@ def forward(
     )
     shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
+    parts = keys_of(cache, kv_lora_rank, rope)
     _paged_kernel[(split_kv.parts * tiles.head_blocks,)](
         q_content,
         q_rope,
-        cache,
+        *parts,
         block_table,
         out,
         lse,
@@ -96,7 +102,7 @@ def forward(
         *table,
         *q_content.stride()[:2],
         *q_rope.stride()[:2],
-        *cache.stride()[:2],
+        *(stride for part in parts for stride in part.stride()[:2]),
         block_table.stride(0),
         scale * LOG2_E.value,
         heads,
@@ -107,6 +113,7 @@ def forward(
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
+        GROUP=min(GROUP, kv_lora_rank) if cache.dtype == torch.uint8 else 0,
         SPLIT=split_kv.splits,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
@@ -119,6 +126,19 @@ def forward(
     return out, lse
 
 
+def keys_of(cache: Tensor, kv_lora_rank: int, rope: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a cache: latents, their scales in FP8 rows (else any tensor), and k_rope."""
+    if cache.dtype != torch.uint8:
+        return cache, cache, cache[..., kv_lora_rank:]
+    scales = kv_lora_rank + -(-kv_lora_rank // GROUP) * torch.float32.itemsize
+    k_rope = scales + rope * torch.bfloat16.itemsize
+    return (
+        cache,
+        cache[..., kv_lora_rank:scales].view(torch.float32),
+        cache[..., scales:k_rope].view(torch.bfloat16),
+    )
+
+
 @triton.jit(
     do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["block_table_ptr"],
@@ -126,7 +146,9 @@ def forward(
 def _paged_kernel(
     q_content_ptr,
     q_rope_ptr,
-    cache_ptr,
+    latent_ptr,
+    scales_ptr,
+    k_rope_ptr,
     block_table_ptr,
     out_ptr,
     lse_ptr,
@@ -138,8 +160,12 @@ def _paged_kernel(
     stride_qc_n,
     stride_qr_t,
     stride_qr_n,
-    stride_block,
-    stride_slot,
+    stride_kc_b,
+    stride_kc_s,
+    stride_sc_b,
+    stride_sc_s,
+    stride_kr_b,
+    stride_kr_s,
     stride_table,
     scale_log2,
     heads,
@@ -150,6 +176,7 @@ def _paged_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -186,13 +213,18 @@ def _paged_kernel(
             # [BLOCK_N]
             key = start + tl.arange(0, BLOCK_N)
             there = key < key_end
-            slots = block.to(tl.int64) * stride_block
-            slots += (key % BLOCK_SIZE).to(tl.int64) * stride_slot
+            block, slot = block.to(tl.int64), (key % BLOCK_SIZE).to(tl.int64)
             # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
-            kc = load_rows(cache_ptr, slots, there, C)
+            kc = load_rows(latent_ptr, block * stride_kc_b + slot * stride_kc_s, there, C)
+            if GROUP:
+                scales = block * stride_sc_b + slot * stride_sc_s
+                scales = load_rows(scales_ptr, scales, there, C // GROUP)
+                kc = narrow(scaled(kc, scales, C, GROUP, INTERPRETED), qc.dtype, INTERPRETED)
             kr = kc
             if R > 0:
-                kr = load_rows(cache_ptr + C, slots, there, R)
+                kr = load_rows(k_rope_ptr, block * stride_kr_b + slot * stride_kr_s, there, R)
+                if GROUP and kr.dtype != qr.dtype:
+                    kr = narrow(kr.to(tl.float32), qr.dtype, INTERPRETED)
             # Load the next ones now: the pipeliner prefetches no loads that depend on others.
             block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
             seen = (key[None, :] <= last_key[:, None]) & there[None, :]
@@ -216,6 +248,13 @@ def _paged_kernel(
         else:
             store_rows(out_ptr, place * C, valid, acc, C, INTERPRETED)
             tl.store(lse_ptr + place, lse * LN_2, mask=valid)
+
+
+@triton.jit
+def scaled(bits, scales, C: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Latents [BLOCK_N, C] in fp32 of the bits of e4m3, and scales [BLOCK_N, C / GROUP]."""
+    wide = tl.reshape(from_e4m3(bits, INTERPRETED), [bits.shape[0], C // GROUP, GROUP])
+    return tl.reshape(wide * scales[:, :, None], [bits.shape[0], C])
 
 
 @triton.jit

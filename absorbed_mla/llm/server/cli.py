@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absorbed_mla.llm.options import DEVICES, DTYPES, LLMOptions
+from absorbed_mla.options import LATENT_CACHE_DTYPES
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
 # Option, type, help; the names are those of LLMOptions.
@@ -83,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
     model.add_argument("--device", choices=DEVICES, help="default: a GPU where there is one")
     model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
+    cached = "of cached latents (default: the model's)"
+    model.add_argument("--latent-cache-dtype", choices=LATENT_CACHE_DTYPES, help=cached)
     model.add_argument(
         "--prefix-cache-dir", metavar="FOLDER", help="where beginnings of prompts stay cached"
     )

@@ -30,7 +30,9 @@ def decode_rows(path: Path) -> Iterator[Row]:
 
 def _work(case) -> str:
     requests = "request" if case.batch == 1 else "requests"
-    lengths = f"up to {tokens_text(case.kv)}" if case.uneven else f"of {tokens_text(case.kv)}"
+    keys = tokens_text(case.kv)
+    lengths = f"of {keys}" if case.lengths == "equal" else f"up to {keys}"
     new = "" if case.query_length == 1 else f", {case.query_length} new tokens each"
     block = "" if case.block_size == 64 else f", blocks of {case.block_size}"
-    return f"{case.batch} {requests} {lengths}, {case.heads} heads{new}{block}"
+    spread = "" if case.lengths == "equal" else f", {case.lengths.replace('_', ' ')}"
+    return f"{case.batch} {requests} {lengths}{spread}, {case.heads} heads{new}{block}"

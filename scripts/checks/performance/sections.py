@@ -154,19 +154,28 @@ SECTIONS = (
             "remeasured/decode-before.json",
             "decode/blocks.json",
             "decode/decode.json",
-            "decode/uneven.json",
+            "decode/lengths.json",
             "remeasured/decode.json",
         ),
         decode_rows,
         shown=({"kv": (8 * K,), "batch": (1, 128)}, {"kv": (32 * K,), "batch": (32,)}),
-        drawn=({"kv": (8 * K,), "batch": (128,), "query_length": (1,), "block_size": (64,)},),
+        drawn=(
+            {
+                "kv": (8 * K,),
+                "batch": (128,),
+                "heads": (16, 128),
+                "lengths": ("equal", "uniform"),
+                "query_length": (1,),
+                "block_size": (64,),
+            },
+        ),
     ),
     Section(
         "Sparse attention over 2k chosen keys",
-        ("dsa/forward.json", "dsa/backward.json"),
+        ("dsa/kernels.json",),
         sparse_rows,
         shown=({"heads": (16, 128)},),
-        drawn=({"heads": (16, 128), "kv": (32 * K,)},),
+        drawn=({"heads": (16, 128), "kv": (32 * K,), "shared": (False,)},),
     ),
     Section(
         "Sparse decode: 2k of the keys are chosen and attended to; alone: given the choice",
@@ -174,5 +183,9 @@ SECTIONS = (
         sparse_decode_rows,
         drawn=({"heads": (128,), "kv": (32 * K, 128 * K)},),
     ),
-    Section("Sparse layer, forward and backward", ("dsa/layer.json",), sparse_layer_rows),
+    Section(
+        "Sparse layer, forward and backward",
+        ("dsa/layer.json", "dsa/layer-4k.json"),
+        sparse_layer_rows,
+    ),
 )

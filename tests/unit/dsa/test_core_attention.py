@@ -148,6 +148,7 @@ class TestRefused:
             ({"cp_comm_type": "p2p"}, ("cp_comm_type", "all_gather", "'p2p'")),
             ({"mask_type": AttnMaskType.no_mask}, ("causal attn_mask_type",)),
             ({"latent_cache_tokens": 4}, ("latent_cache_tokens must be None", "got 4")),
+            ({"latent_cache_dtype": "fp8"}, ("latent_cache_dtype must be model", "got 'fp8'")),
         ],
         ids=str,
     )

@@ -114,6 +114,13 @@ class TestTokens:
         assert run.statistics.evicted
         assert_generates(run, with_large_cache(model, requests))
 
+    def test_rows_in_fp8(self):
+        """Their bytes lie in memory of the model's dtype."""
+        model = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
+        found = generate(engine_of(model, **SMALL), TWO, log_probs=True)
+        assert found.statistics.streamed_blocks
+        assert_generates(found, with_large_cache(model, TWO))
+
     def test_drafts(self):
         model = generating_model(mtp_num_layers=2)
         options = {**SMALL, "num_speculative_tokens": 2}

@@ -100,6 +100,14 @@ class TestRestart:
         assert found.statistics.disk_blocks == 2
         assert found.results == without.results
 
+    def test_rows_in_fp8(self, folder):
+        """The bytes of the cache, whatever they stand for."""
+        model = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
+        cold, _ = run(model, folder)
+        found, _ = run(model, folder)
+        assert found.statistics.disk_blocks == 2
+        assert found.results[0].tokens == cold.results[0].tokens
+
     def test_several_requests(self, model, folder):
         """Some of them share a beginning, in a cache too small for all."""
         requests = [Request(prompt(100 + i, i, shared=70), 5) for i in range(5)]

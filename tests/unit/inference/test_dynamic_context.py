@@ -15,9 +15,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from absorbed_mla.generation.blocks import BLOCK_SIZE
+from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
 from absorbed_mla.generation.cpu import enable_cpu_inference
 from absorbed_mla.inference.caches.dynamic import DynamicStep
+from absorbed_mla.inference.context_config import context_config
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support import world
 from tests.support.cases import TINY
@@ -37,18 +38,17 @@ class Host:
     """
 
     def __init__(self, layer, *, blocks: int = 16, **config) -> None:
-        width = layer.config.kv_lora_rank + layer.config.qk_pos_emb_head_dim
-        block_bytes = BLOCK_SIZE * width * layer.config.params_dtype.itemsize
+        of_cache = context_config(layer.config, layer.options)
         fields = {
             "block_size_tokens": BLOCK_SIZE,
-            "buffer_size_gb": (blocks + 1) * block_bytes / 2**30,
+            "buffer_size_gb": (blocks + 1) * block_bytes(of_cache, 1) / 2**30,
             "max_sequence_length": MAX_LENGTH,
             "max_requests": 8,
             "max_tokens": 256,
             **config,
         }
         self.layer = layer
-        self.context = DynamicInferenceContext(layer.config, InferenceConfig(**fields))
+        self.context = DynamicInferenceContext(of_cache, InferenceConfig(**fields))
         # Nothing may see what no token was written to.
         self.context.memory_buffer.fill_(NAN)
         self.requests: dict[int, DynamicInferenceRequest] = {}
@@ -117,10 +117,10 @@ def query_lengths(context) -> list[int]:
     return context.request_query_lengths[active].tolist()
 
 
-def build(form: str = "auto", **config):
-    """One layer in fp64."""
+def build(form: str = "auto", setup: dict | None = None, **config):
+    """One layer in fp64; ``setup`` has further fields of ``Setup``."""
     torch.manual_seed(0)
-    setup = Setup(form=form)
+    setup = Setup(form=form, **setup or {})
     return build_attention(TINY, setup, cache_mla_latents=True, **config).eval()
 
 
@@ -130,22 +130,27 @@ def layer():
 
 
 GRAPHS = {"num_cuda_graphs": 4}
+# Forwards without a cache then see what is read from one.
+FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
 
 
 @pytest.mark.parametrize(
-    ("form", "config"),
+    ("form", "config", "setup"),
     [
-        pytest.param("auto", {}, id="auto"),
-        pytest.param("absorbed", {}, id="absorbed"),
-        pytest.param("expanded", {}, id="expanded"),
+        pytest.param("auto", {}, {}, id="auto"),
+        pytest.param("absorbed", {}, {}, id="absorbed"),
+        pytest.param("expanded", {}, {}, id="expanded"),
         # The other form refuses: see test_expanded_form_in_a_graph.
-        pytest.param("auto", GRAPHS, id="auto-graphs"),
-        pytest.param("absorbed", GRAPHS, id="absorbed-graphs"),
+        pytest.param("auto", GRAPHS, {}, id="auto-graphs"),
+        pytest.param("absorbed", GRAPHS, {}, id="absorbed-graphs"),
+        pytest.param("absorbed", {}, FP8, id="absorbed-fp8"),
+        pytest.param("expanded", {}, FP8, id="expanded-fp8"),
+        pytest.param("auto", GRAPHS, FP8, id="auto-graphs-fp8"),
     ],
 )
-def test_forwards_of_every_kind(form, config):
+def test_forwards_of_every_kind(form, config, setup):
     """Prefill, decode, both, and a prompt in three parts; NaN in padding and in unused slots."""
-    host = Host(build(form), **config)
+    host = Host(build(form, setup), **config)
     host.add(0, 63)
     host.add(1, 5)
     host.check(host.forward())
@@ -304,6 +309,16 @@ class TestRefused:
         )
         hidden = _zeros(64)
         refuse(layer, hidden, context, "cache_mla_latents=True")
+
+    def test_context_for_latents_of_another_dtype(self, layer):
+        """Of a layer with an FP8 cache, and the other way round."""
+        other = build(setup=FP8)
+        for maker, user, wanted, held in ((layer, other, 48, 256), (other, layer, 256, 48)):
+            host = Host(maker)
+            host.add(0, 63)
+            hidden = _zeros(_initialized(host.context))
+            match = f"must hold {wanted} bytes of a token, got {held}.*latent_cache_dtype"
+            refuse(user, hidden, host.context, match)
 
     def test_other_tokens_than_scheduled(self, layer):
         host = Host(layer)

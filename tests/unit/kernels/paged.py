@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backends.reference import paged_reference
 from absorbed_mla.inference.rows import Rows
 from tests.support.paged import NO_BLOCK, PagedCase
@@ -40,6 +41,14 @@ def assert_equals_reference(
     torch.testing.assert_close(
         lse[seen].double(), expected_lse[seen], atol=lse_tolerance, rtol=1e-5
     )
+
+
+def decoded(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Inputs over FP8 rows, with what the rows are read as in the model's dtype, in ``dtype``."""
+    q_content, q_rope, cache, rows, scale = inputs
+    latents = Fp8Latents(q_content.shape[-1], q_rope.shape[-1])
+    read = latents.decode(cache, q_content.dtype).to(dtype)
+    return q_content, q_rope, read, rows, scale
 
 
 def assert_same_bits(found: Result, expected: Result) -> None:

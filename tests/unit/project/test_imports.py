@@ -204,11 +204,14 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        "offloading",
+        *("offloading", "graph_capture"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
-    {"absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections", "qk_clip"},
+    {
+        *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
+        *("qk_clip", "fp8_latents"),
+    },
     {"unsupported", "checkpoint"},
     {"core_attention"},
     {"context_parallel", "inference"},

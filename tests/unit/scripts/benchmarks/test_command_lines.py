@@ -191,7 +191,7 @@ def test_published_results_are_shown_again(script, files, tmp_path, capsys, monk
 @pytest.mark.parametrize(
     ("script", "file", "figure"),
     [
-        (Decode, "decode/uneven.json", "tbps"),
+        (Decode, "decode/lengths.json", "tbps"),
         (Engine, "inference/engine.json", "generated"),
         (Fusions, "attention/fusions.json", "ours step_us"),
         (QKClip, "recipes/qk_clip.json", "step_ratio"),

@@ -46,12 +46,13 @@ def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
     assert last["environment"]["commit"] == "abc"
     assert last["environment"]["ceilings"]["copy_tbps"] > 0
     assert [row["implementation"] for row in last["rows"]] == list(IMPLEMENTATIONS)
-    (measured,) = (row for row in last["rows"] if "us" in row)
+    measured, fp8 = (row for row in last["rows"] if "us" in row)
     assert measured["implementation"] == "ours, reference" and measured["tbps"] > 0
-    assert measured["difference"] == 0.0 and not measured["graph"]
+    assert measured["difference"] == fp8["difference"] == 0.0 and not measured["graph"]
+    assert fp8["implementation"] == "ours, reference, fp8"
 
     assert "- it needs a GPU: FlashMLA n=2" in out and "ours, reference" in out
-    assert len(DecodeReport.read(files[0]).measured) == 1
+    assert len(DecodeReport.read(files[0]).measured) == 2
     assert files[1].stat().st_size > 1000
     assert DecodeBenchmark.main(["--render", str(files[0])]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
@@ -63,6 +64,8 @@ def test_counts_are_those_of_published_figures():
     assert compute.flops(512, 64) / 545e-6 / 1e12 == pytest.approx(536, rel=2e-3)
     memory = Case("FlashMLA", 16, 128, 8192, 1, 64)
     assert memory.latent_bytes(512, 64, 2) / 324e-6 / 1e12 == pytest.approx(3.72, rel=3e-3)
+    fp8 = Case("ours, triton, fp8", 16, 128, 8192, 1, 64)
+    assert fp8.latent_bytes(512, 64, 2) == 128 * 8192 * 656
     pair = Case("FlashMLA", 1, 1, 10, 3, 64)
     assert pair.flops(1, 1) == (8 + 9 + 10) * 2 * 3
 
@@ -99,9 +102,11 @@ def test_cases():
     sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
     args = parse_arguments([*sizes.split(), "--lengths", "uniform"])
     found = cases(args, "cuda")
-    assert {case.implementation for case in found} == {*OURS, *PEERS} - {"ours, reference"}
+    assert {case.implementation for case in found} == {*OURS, "ours, triton, fp8", *PEERS} - {
+        "ours, reference"
+    }
     assert "ours, hopper" in OURS and "ours, auto" not in OURS
-    assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 1]] == [1, 32, 128]
+    assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 2]] == [1, 32, 128]
     assert {(case.kv, case.block_size, case.lengths) for case in found} == {(8192, 64, "uniform")}
     named = parse_arguments(["--implementations", "vLLM, Triton;ours, triton"])
     assert [case.implementation for case in cases(named, "cuda")[:2]] == [

@@ -185,14 +185,14 @@ class TestReaders:
         assert list(rings.ring_rows(file)) == []
 
     def test_uneven_decode(self, tmp_path):
-        names = ("implementation", "heads", "batch", "kv", "query_length", "block_size", "uneven")
+        names = ("implementation", "heads", "batch", "kv", "query_length", "block_size", "lengths")
         cases = {
-            ("ours, hopper", 16, 8, 8192, 1, 64, uneven): {"times": times(3)}
-            for uneven in (False, True)
+            ("ours, hopper", 16, 8, 8192, 1, 64, lengths): {"times": times(3)}
+            for lengths in ("equal", "one_long")
         }
-        cases[("vLLM, FlashAttention-3", 16, 8, 8192, 1, 64, True)] = {"times": times(2)}
+        cases[("vLLM, FlashAttention-3", 16, 8, 8192, 1, 64, "one_long")] = {"times": times(2)}
         file = written(tmp_path / "a.json", cases, names)
-        found = {("8 requests up to 8k, 16 heads", "FlashAttention-3"): 1.5}
+        found = {("8 requests up to 8k, one long, 16 heads", "FlashAttention-3"): 1.5}
         assert ratios(decoding.decode_rows(file)) == found
 
 

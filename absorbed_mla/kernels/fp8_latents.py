@@ -1,0 +1,146 @@
+"""Kernels that write and read rows of a latent cache in FP8.
+
+``absorbed_mla/fp8_latents.py`` describes them; the bits are the same as there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.e4m3 import e4m3_bits, from_e4m3
+from absorbed_mla.kernels.triton.common import interpreted, narrow
+
+# As in ``absorbed_mla/fp8_latents.py``, which this folder does not import: GROUP, LEAST and
+# RECIPROCAL_OF_LARGEST.
+GROUP = 128
+_LEAST = tl.constexpr(2.0**-100)
+_RECIPROCAL = tl.constexpr(1 / 448)
+# Tokens of a program of 128 threads.
+_TOKENS = 16
+
+
+def encode(kv: Tensor, values: Tensor, scales: Tensor, k_rope: Tensor) -> None:
+    """Write [latent | k_rope] of tokens to rows.
+
+    Args:
+        kv: [T, C + R] in any float dtype, columns contiguous like those of the other arguments.
+        values: uint8 [T, C], the bits of e4m3.
+        scales: fp32 [T, C / 128], rounded up.
+        k_rope: bf16 [T, R].
+    """
+    _launch(_encode_kernel, kv, values, scales, k_rope)
+
+
+def decode(values: Tensor, scales: Tensor, k_rope: Tensor, kv: Tensor) -> None:
+    """The inverse of :func:`encode`: writes ``kv``."""
+    _launch(_decode_kernel, kv, values, scales, k_rope)
+
+
+def _launch(kernel, kv: Tensor, values: Tensor, scales: Tensor, k_rope: Tensor) -> None:
+    tokens, width = values.shape
+    if not tokens:
+        return
+    rope = k_rope.shape[-1]
+    # The last program of a token has its k_rope.
+    grid = (triton.cdiv(tokens, _TOKENS), scales.shape[-1] + bool(rope))
+    # Triton launches on the current device, whatever the tensors' is.
+    with torch.cuda.device_of(kv):
+        kernel[grid](
+            kv,
+            values,
+            scales,
+            k_rope,
+            tokens,
+            *(x.stride(0) for x in (kv, values, scales, k_rope)),
+            C=width,
+            R=rope,
+            GROUP=min(GROUP, triton.next_power_of_2(width)),
+            ROPE=triton.next_power_of_2(max(rope, 1)),
+            TOKENS=_TOKENS,
+            INTERPRETED=interpreted(),
+            num_warps=4,
+        )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _encode_kernel(
+    kv_ptr,
+    values_ptr,
+    scales_ptr,
+    rope_ptr,
+    tokens,
+    stride_kv,
+    stride_values,
+    stride_scales,
+    stride_rope,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    there, group = token < tokens, tl.program_id(1)
+    if group * GROUP < C:
+        # [TOKENS, GROUP]
+        column = group * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = there[:, None] & (column < C)
+        wide = tl.load(kv_ptr + (token * stride_kv)[:, None] + column, mask=inside, other=0.0)
+        wide = wide.to(tl.float32)
+        # As integers, of which those of NaN are the largest.
+        bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.reduce(bits, 1, tl.standard._elementwise_max).to(tl.float32, bitcast=True)
+        scales = tl.where(largest < _LEAST, _LEAST, largest) * _RECIPROCAL
+        values = e4m3_bits(tl.div_rn(wide, scales[:, None]), INTERPRETED)
+        tl.store(values_ptr + (token * stride_values)[:, None] + column, values, mask=inside)
+        tl.store(scales_ptr + token * stride_scales + group, scales, mask=there)
+    else:
+        column = tl.arange(0, ROPE)[None, :]
+        inside = there[:, None] & (column < R)
+        rope = tl.load(kv_ptr + (token * stride_kv)[:, None] + C + column, mask=inside, other=0.0)
+        rope = narrow(rope.to(tl.float32), tl.bfloat16, INTERPRETED)
+        tl.store(rope_ptr + (token * stride_rope)[:, None] + column, rope, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _decode_kernel(
+    kv_ptr,
+    values_ptr,
+    scales_ptr,
+    rope_ptr,
+    tokens,
+    stride_kv,
+    stride_values,
+    stride_scales,
+    stride_rope,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    there, group = token < tokens, tl.program_id(1)
+    target = kv_ptr + (token * stride_kv)[:, None]
+    if group * GROUP < C:
+        # [TOKENS, GROUP]
+        column = group * GROUP + tl.arange(0, GROUP)[None, :]
+        inside = there[:, None] & (column < C)
+        values = tl.load(
+            values_ptr + (token * stride_values)[:, None] + column, mask=inside, other=0
+        )
+        scales = tl.load(scales_ptr + token * stride_scales + group, mask=there, other=0.0)
+        latent = from_e4m3(values, INTERPRETED) * scales[:, None]
+        latent = narrow(latent, kv_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(target + column, latent, mask=inside)
+    else:
+        column = tl.arange(0, ROPE)[None, :]
+        inside = there[:, None] & (column < R)
+        rope = tl.load(rope_ptr + (token * stride_rope)[:, None] + column, mask=inside, other=0.0)
+        rope = narrow(rope.to(tl.float32), kv_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(target + C + column, rope, mask=inside)
