@@ -56,6 +56,7 @@ class PrefixFolder:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prefix-cache")
         self._room = threading.BoundedSemaphore(_WAITING)
         self._written: list[Future] = []
+        self._since_trim = 0
         # Files that may not be used, until they are written anew.
         self._refused: set[int] = set()
 
@@ -97,8 +98,11 @@ class PrefixFolder:
         """
         self._room.acquire()
         self._written.append(self._pool.submit(self._write, hash_, tensors, time.time_ns()))
-        if len(self._written) >= _BETWEEN_TRIMS:
-            self.flush()
+        self._since_trim += 1
+        if self._since_trim >= _BETWEEN_TRIMS:
+            self._since_trim = 0
+            self._written = [future for future in self._written if not future.done()]
+            self._written.append(self._pool.submit(self._trim))
 
     def flush(self) -> None:
         """Wait until everything is written, and keep the bound."""
