@@ -30,6 +30,7 @@ from torch import Tensor
 from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.prefix.stored import stored_prefixes
 from absorbed_mla.generation.ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.generation.requests import (
     Progress,
@@ -70,7 +71,7 @@ class Engine:
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
-            it cannot generate.
+            it cannot generate, or its cache cannot be kept on disk.
     """
 
     def __init__(self, model: GPTModel, options: EngineOptions) -> None:
@@ -87,6 +88,7 @@ class Engine:
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
+        self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self._passes = 0
         self._forget_requests()
 
@@ -111,6 +113,8 @@ class Engine:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
             self.host.reset()
+            if self._stored is not None:
+                stack.enter_context(self._stored.opened())
             self._active = stack.pop_all()
         self._forget_requests()
 
@@ -132,7 +136,7 @@ class Engine:
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
-        self.host = None
+        self.host = self._stored = None
 
     def generate(
         self,
@@ -239,6 +243,7 @@ class Engine:
             self.statistics.count_step(context)
             self.statistics.evicted = self.host.evicted_request_count - self._evicted_before
             self.statistics.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
+            self.statistics.disk_blocks = self._disk_blocks() - self._disk_blocks_before
             drafted, accepted = self._drafts()
             self.statistics.drafted = drafted - self._drafts_before[0]
             self.statistics.accepted = accepted - self._drafts_before[1]
@@ -280,10 +285,14 @@ class Engine:
         self._to_abort: set[int] = set()
         self._evicted_before: int = self.host.evicted_request_count
         self._prefix_blocks_before: int = self._prefix_blocks()
+        self._disk_blocks_before: int = self._disk_blocks()
         self._drafts_before = self._drafts()
 
     def _prefix_blocks(self) -> int:
         return self.host._prefix_cache_blocks_matched
+
+    def _disk_blocks(self) -> int:
+        return 0 if self._stored is None else self._stored.blocks_read
 
     def _drafts(self) -> tuple[int, int]:
         """Drafts proposed and accepted since the host was reset."""

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator
 
 from megatron.core import parallel_state
+from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
@@ -27,6 +28,7 @@ from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
 from absorbed_mla.inference.interleaved_context import InterleavedContext
+from absorbed_mla.inference.tiered_context import TieredContext
 
 
 def host_engine(
@@ -38,13 +40,15 @@ def host_engine(
         model: Generates.
         options: Of the engine.
         sampler: Draws the tokens, instead of Megatron's own.
+
+    Raises:
+        ValueError: If the options do not fit the model or each other.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
     config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
-    kind = InterleavedContext if options.decode_context_parallel else DynamicInferenceContext
-    context = kind(_with_training_dispatcher(of_cache), config)
+    context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer
@@ -55,6 +59,41 @@ def host_engine(
     assert hasattr(controller, "_sampling")
     controller._sampling = sampler
     return DynamicInferenceEngine(controller, context)
+
+
+def _context(
+    model: GPTModel,
+    options: EngineOptions,
+    of_cache: MLATransformerConfig,
+    config: InferenceConfig,
+) -> DynamicInferenceContext:
+    """Megatron's context, one that ranks share, or one that has blocks in host memory besides.
+
+    Args:
+        model: Generates.
+        options: Of the engine.
+        of_cache: What the context is made from.
+        config: Of Megatron's engine.
+
+    Raises:
+        ValueError: If it is to have them and the model cannot attend to a part of its keys.
+    """
+    if options.decode_context_parallel:
+        return InterleavedContext(of_cache, config)
+    if not options.host_blocks:
+        return DynamicInferenceContext(of_cache, config)
+    got = f"got {options.host_cache_tokens}"
+    if indexers(model):
+        raise ValueError(
+            "host_cache_tokens must be 0 for experimental_attention_variant='dsa', "
+            f"{got}: any token may be chosen, and is read on the device"
+        )
+    if any(getattr(getattr(m, "options", None), "batch_invariant", False) for m in model.modules()):
+        raise ValueError(
+            "host_cache_tokens must be 0 with batch_invariant (parity=True), "
+            f"{got}: parts of a cache would be summed up one by one"
+        )
+    return TieredContext(of_cache, config, options.host_blocks)
 
 
 def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerConfig:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import (
+    AsyncScheduleMode,
+    InferenceConfig,
+    KVCacheManagementMode,
+    PrefixCachingEvictionPolicy,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.generation.blocks import BLOCK_SIZE, block_bytes
 from absorbed_mla.generation.cuda_graphs import engine_fields
 from absorbed_mla.generation.sampling import SamplingParams
+
+_LRU = PrefixCachingEvictionPolicy.LRU
+# With host_cache_tokens, under which Megatron would move the blocks as well.
+_TIERED_FIELDS = {
+    "unified_memory_level": 0,
+    "kv_cache_management_mode": KVCacheManagementMode.PERSIST,
+    "async_sched_mode": AsyncScheduleMode.LEGACY,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +40,8 @@ class EngineOptions:
             64; with sparse attention it holds their index keys, too. A request that does not fit
             waits, and is prefilled again if it lost its blocks. None: enough for ``max_requests``
             requests of ``max_sequence_length`` tokens.
+        host_cache_tokens: Tokens that the cache holds in host memory besides, rounded down to
+            blocks. Every step streams those that it reads to the device (docs/inference.md).
         paused_cache_tokens: The part of ``cache_tokens`` that only waiting requests use.
         step_tokens: Maximum number of tokens of a forward pass. Rounded up to at least
             ``max_requests`` and to a multiple of 64 and of the tensor-parallel size.
@@ -43,6 +59,10 @@ class EngineOptions:
             each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
             tokens of requests in both cases. A model with context-parallel ranks generates only so;
             these share it, too.
+        prefix_cache_dir: Folder in which the prefix cache outlives the engine and its process;
+            blocks that are evicted, or cached when the engine stops, are written there, and read
+            instead of computed again (docs/generation.md). None: nowhere.
+        prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -54,6 +74,7 @@ class EngineOptions:
     max_sequence_length: int
     max_requests: int
     cache_tokens: int | None = None
+    host_cache_tokens: int = 0
     paused_cache_tokens: int = 0
     step_tokens: int = 2048
     vocab_size: int | None = None
@@ -63,6 +84,8 @@ class EngineOptions:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     decode_context_parallel: bool = False
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
@@ -83,13 +106,59 @@ class EngineOptions:
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
+        if self.host_cache_tokens:
+            self._require_two_tiers()
+        if self.prefix_cache_bytes < 1:
+            raise ValueError(
+                f"prefix_cache_bytes must be at least 1, got {self.prefix_cache_bytes}"
+            )
+        if self.prefix_cache_dir is not None:
+            self._require_lasting_prefixes()
+
+    def _require_two_tiers(self) -> None:
+        """Refuse what a cache that is partly in host memory cannot do."""
+        if self.host_cache_tokens < BLOCK_SIZE:
+            raise ValueError(
+                f"host_cache_tokens must be 0 or at least {BLOCK_SIZE}, got "
+                f"{self.host_cache_tokens}"
+            )
+        if self.num_cuda_graphs is not None:
+            raise ValueError(
+                "host_cache_tokens needs num_cuda_graphs=None (cuda_graphs=False): what a step "
+                f"copies depends on its requests; got {self.num_cuda_graphs}"
+            )
+        if self.decode_context_parallel:
+            raise ValueError("host_cache_tokens needs decode_context_parallel=False, got True")
+        for name, accepted in _TIERED_FIELDS.items():
+            value = self.inference_config.get(name, accepted)
+            if value != accepted:
+                raise ValueError(
+                    f"host_cache_tokens needs inference_config {name}={accepted!r}, got {value!r}"
+                )
+
+    def _require_lasting_prefixes(self) -> None:
+        """Refuse what leaves no blocks in the prefix cache to be written or read."""
+        if not self.prefix_caching:
+            raise ValueError("prefix_cache_dir needs prefix_caching=True, got False")
+        if self.decode_context_parallel:
+            raise ValueError("prefix_cache_dir needs decode_context_parallel=False, got True")
+        policy = self.inference_config.get("prefix_caching_eviction_policy", _LRU)
+        if policy != _LRU:
+            raise ValueError(
+                f"prefix_cache_dir needs prefix_caching_eviction_policy {_LRU}, got {policy}"
+            )
 
     @property
     def cache_blocks(self) -> int:
-        """Number of blocks of the latent cache."""
+        """Number of blocks of the latent cache on the device."""
         if self.cache_tokens is None:
             return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
         return self.cache_tokens // BLOCK_SIZE
+
+    @property
+    def host_blocks(self) -> int:
+        """Number of blocks of the latent cache in host memory."""
+        return self.host_cache_tokens // BLOCK_SIZE
 
     def to_host(
         self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
@@ -101,25 +170,39 @@ class EngineOptions:
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
             cp: Context-parallel size.
+
+        Raises:
+            ValueError: If there is host memory, and a step may write to more than the device has.
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
         # Megatron's sizes are those of a rank.
         block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
+        max_tokens = _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
+        # A request's new tokens begin and end in the middle of a block.
+        written = max_tokens // BLOCK_SIZE + 2 * max_requests
+        if self.host_blocks and self.cache_blocks < written:
+            raise ValueError(
+                f"host_cache_tokens needs cache_tokens of at least {written * BLOCK_SIZE} for "
+                f"{max_requests} requests and {max_tokens} tokens of a step, got "
+                f"{self.cache_tokens}"
+            )
         fields: dict[str, object] = {
             "block_size_tokens": BLOCK_SIZE,
             # Megatron keeps one block of its own, for padding.
-            "buffer_size_gb": (self.cache_blocks + 1) * block / 2**30,
+            "buffer_size_gb": (self.cache_blocks + self.host_blocks + 1) * block / 2**30,
             "paused_buffer_size_gb": paused_blocks * block / 2**30,
             "max_sequence_length": self.max_sequence_length,
             "max_requests": max_requests,
-            "max_tokens": _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp)),
+            "max_tokens": max_tokens,
             "enable_chunked_prefill": self.chunked_prefill,
             "enable_prefix_caching": self.prefix_caching,
             "materialize_only_last_token_logits": not self.prompt_logprobs,
             "num_speculative_tokens": self.num_speculative_tokens,
             **engine_fields(self.num_cuda_graphs, config.num_moe_experts),
         }
+        if self.prefix_cache_dir is not None:
+            fields["prefix_caching_eviction_policy"] = _LRU
         return InferenceConfig(**{**fields, **self.inference_config})
 
     def why_not(
@@ -137,7 +220,7 @@ class EngineOptions:
         """
         length, longest = len(prompt), self.max_sequence_length
         new_tokens = min(sampling.max_tokens or longest, longest - length)
-        cache = self.cache_blocks * BLOCK_SIZE
+        cache = (self.cache_blocks + self.host_blocks) * BLOCK_SIZE
         outside = [token for token in prompt if not 0 <= token < vocab_size]
         if not length:
             return "the prompt is empty"

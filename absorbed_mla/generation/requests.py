@@ -8,6 +8,7 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.inference.tiered_context import TieredContext
 
 # Log-probabilities of the most likely tokens at one position, by token.
 TopLogProbs = dict[int, float]
@@ -70,6 +71,8 @@ class Statistics:
         most_paused: Maximum number of requests that kept their blocks while they waited.
         evicted: How often a request lost its blocks, to be prefilled again later.
         prefix_blocks: Blocks that the prefix cache had already.
+        disk_blocks: Of these, blocks that were read from ``prefix_cache_dir``.
+        streamed_blocks: Blocks of host memory that steps have read, each time for all layers.
         chunks: Forward passes that ended in the middle of a prompt.
         drafted: Tokens that MTP layers proposed.
         accepted: Of these, tokens that were generated.
@@ -82,6 +85,8 @@ class Statistics:
     most_paused: int = 0
     evicted: int = 0
     prefix_blocks: int = 0
+    disk_blocks: int = 0
+    streamed_blocks: int = 0
     chunks: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -94,6 +99,8 @@ class Statistics:
         self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0
         self.most_rows = max(self.most_rows, rows.req_count)
         self.most_paused = max(self.most_paused, context.paused_request_count)
+        if isinstance(context, TieredContext):
+            self.streamed_blocks += context.tiers.num_streamed
         self.chunks += context.chunked_prefill_request_id >= 0
 
 

@@ -97,7 +97,7 @@ class OffloadedLatents:
         device = self.resident.device
         shape = (min(self.chunk, count), *self.host.shape[1:])
         buffers = [torch.empty(shape, dtype=self.host.dtype, device=device) for _ in range(2)]
-        copies = _Copies(device)
+        copies = Copies(device)
         starts = range(0, count, self.chunk)
 
         def begin(index: int) -> Tensor:
@@ -116,7 +116,7 @@ class OffloadedLatents:
             yield start, ready
 
 
-class _Copies:
+class Copies:
     """Copies to the device on a stream of their own; plain copies on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from absorbed_mla.inference.block_shares import require_shares
@@ -41,10 +42,15 @@ class LLMOptions:
         cache_tokens: Tokens of all requests that the latent cache holds. None: on a GPU what fits
             beside the model, on a CPU 65,536, in both cases at most ``max_num_seqs`` times
             ``max_model_len``.
+        host_cache_tokens: Tokens that the cache holds in host memory besides. A step streams those
+            that it reads to the GPU, so that a request may be longer than ``cache_tokens``; slower.
         gpu_memory_utilization: Share of the GPU's memory that model and cache take, if
             ``cache_tokens`` is None.
         enable_prefix_caching: Whether requests share the cache of equal beginnings, also with
             requests that have ended.
+        prefix_cache_dir: Folder in which these beginnings outlive the process; engines of the same
+            weights may share it. None: nowhere.
+        prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         enable_chunked_prefill: Whether prompts longer than ``max_num_batched_tokens`` are read in
             chunks; if not, they are refused.
         decode_context_parallel: Whether the tensor-parallel processes share the cache, each with
@@ -75,8 +81,11 @@ class LLMOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cache_tokens: int | None = None
+    host_cache_tokens: int = 0
     gpu_memory_utilization: float = 0.85
     enable_prefix_caching: bool = True
+    prefix_cache_dir: str | Path | None = None
+    prefix_cache_bytes: int = 2**36
     enable_chunked_prefill: bool = True
     decode_context_parallel: bool = False
     prompt_logprobs: bool = False
@@ -97,6 +106,8 @@ class LLMOptions:
             ("max_num_batched_tokens", 1),
             ("cache_tokens", 64),
             ("num_speculative_tokens", 0),
+            ("host_cache_tokens", 0),
+            ("prefix_cache_bytes", 1),
         ):
             value = getattr(self, name)
             if value is None and getattr(LLMOptions, name) is None:
@@ -121,6 +132,13 @@ class LLMOptions:
             raise ValueError(
                 f"expert_parallel_size must divide tensor_parallel_size "
                 f"{self.tensor_parallel_size}, got {self.expert_parallel_size}"
+            )
+        if self.prefix_cache_dir is not None and not self.enable_prefix_caching:
+            raise ValueError("prefix_cache_dir needs enable_prefix_caching=True, got False")
+        if self.host_cache_tokens and (self.cuda_graphs or self.parity):
+            raise ValueError(
+                "host_cache_tokens must be 0 with cuda_graphs and parity, got "
+                f"{self.host_cache_tokens}"
             )
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
@@ -202,6 +220,7 @@ class LLMOptions:
             max_sequence_length=longest,
             max_requests=self.max_num_seqs,
             cache_tokens=self.cache_tokens or min(useful, fitting),
+            host_cache_tokens=self.host_cache_tokens,
             step_tokens=self.max_num_batched_tokens,
             vocab_size=vocab_size,
             seed=self.seed,
@@ -210,6 +229,8 @@ class LLMOptions:
             chunked_prefill=self.enable_chunked_prefill,
             prefix_caching=self.enable_prefix_caching,
             decode_context_parallel=self.decode_context_parallel,
+            prefix_cache_dir=self.prefix_cache_dir,
+            prefix_cache_bytes=self.prefix_cache_bytes,
             num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,
             # What ended requests leave in the cache is kept until the room is needed.
             inference_config={"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},

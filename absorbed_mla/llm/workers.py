@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import subprocess
@@ -48,6 +49,7 @@ class ProcessRunner:
 
     def __init__(self, folder: Path, options: LLMOptions) -> None:
         self._world = options.num_processes
+        self._keeps_prefixes = options.prefix_cache_dir is not None
         self._meeting = tempfile.TemporaryDirectory(prefix="absorbed_mla_")
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
@@ -98,7 +100,17 @@ class ProcessRunner:
         self._require_alive()
 
     def close(self) -> None:
-        """End the processes; may be called twice."""
+        """End the processes; may be called twice.
+
+        Where the prefix cache outlives them, they write it first.
+        """
+        if self._keeps_prefixes and self._processes:
+            with contextlib.suppress(EngineDeadError):
+                self.sleep(free_cache=False)
+        self._end()
+
+    def _end(self) -> None:
+        """End the processes, whatever they do."""
         atexit.unregister(self.close)
         for connection in self._connections:
             connection.close()
@@ -213,7 +225,7 @@ class ProcessRunner:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-        self.close()
+        self._end()
 
 
 def picklable(error: Exception) -> Exception:

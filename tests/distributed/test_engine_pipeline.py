@@ -6,10 +6,12 @@ If a test fails, stages or replicas schedule differently, or a token comes from 
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.batch_invariant import disable_batch_invariant_mode, enable_batch_invariant_mode
 from absorbed_mla.generation.sampling import SamplingParams
+from tests.distributed.whole import shared_folder
 from tests.support import needs, world
 from tests.support.engine import engine_of, prompt
 from tests.support.pipeline import Model, load, whole_weights
@@ -108,9 +110,34 @@ def test_drafts():
     assert done.drafted > done.accepted
 
 
+@needs.processes(2)
+def test_prefix_cache_on_disk():
+    """Every stage has files of its own layers; they agree on what is there."""
+    model = model_of()
+    expected, _ = run(model, PROMPTS[:2], SAMPLING[:2])
+    with shared_folder() as folder:
+        for disk_blocks in (0, 1):
+            options = {"prefix_caching": True, "prefix_cache_dir": folder}
+            found, done = run(model, PROMPTS[:2], SAMPLING[:2], sizes=STAGES, **options)
+            dist.barrier()
+            assert_same(found, expected)
+            assert done.disk_blocks == disk_blocks
+        if not dist.get_rank():
+            next(folder.glob("*/*.safetensors")).unlink()
+        dist.barrier()
+        _, done = run(model, PROMPTS[:2], SAMPLING[:2], sizes=STAGES, **options)
+        assert done.disk_blocks == 0
+
+
 @pytest.mark.parametrize(
     "fields, sizes, options, error",
     [
+        (
+            {},
+            EXPERTS,
+            {"prefix_caching": True, "prefix_cache_dir": "nowhere"},
+            "prefix_cache_dir must be None where data-parallel ranks share experts",
+        ),
         ({}, STAGES, {"num_cuda_graphs": 4}, "CUDA graphs .* need one pipeline stage"),
         ({}, EXPERTS, {"num_cuda_graphs": 4}, "CUDA graphs .* need one pipeline stage and experts"),
         (

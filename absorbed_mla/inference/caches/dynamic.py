@@ -30,6 +30,8 @@ class DynamicCache:
         """See :class:`LatentCache`."""
         if not hasattr(context, "is_static_batching") or context.is_static_batching():
             return "it needs a DynamicInferenceContext"
+        if hasattr(context, "tiers"):
+            return "some of its blocks are in host memory"
         return None
 
     def open(
@@ -42,20 +44,13 @@ class DynamicCache:
         owner: object,
     ) -> DynamicStep:
         """See :class:`LatentCache`."""
-        tokens, batch, _ = kv.shape
-        if options.latent_cache_tokens is not None:
-            raise ValueError(
-                "latent_cache_tokens needs a StaticInferenceContext; DynamicInferenceContext has "
-                "InferenceConfig.unified_memory_level for caches larger than the device's memory"
-            )
-        if batch != 1:
-            raise ValueError(f"DynamicInferenceContext packs tokens: batch must be 1, got {batch}")
+        require_packed(kv, options)
         if options.batch_invariant and _ranks(context) is not None:
             raise ValueError(
                 "batch_invariant=True does not go with a cache that tensor-parallel ranks share "
                 "(decode_context_parallel): they would sum up parts of the keys"
             )
-        offset = layer_offset()
+        tokens, offset = len(kv), layer_offset()
         step = DynamicStep(context, layer_number - offset, tokens, offset)
         step.require_rows(kv)
         return step
@@ -192,6 +187,23 @@ class DynamicStep:
 def _ranks(context: Any) -> CacheRanks | None:
     """Those that share the latents, in an ``InterleavedContext``."""
     return getattr(context, "cache_ranks", None)
+
+
+def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
+    """Check what the layer brings to a dynamic context.
+
+    Raises:
+        ValueError: If tokens are no packed ones, or the options are for another context.
+    """
+    if options.latent_cache_tokens is not None:
+        raise ValueError(
+            "latent_cache_tokens needs a StaticInferenceContext; with DynamicInferenceContext "
+            "EngineOptions(host_cache_tokens=...) makes a cache larger than the device's memory"
+        )
+    if kv.shape[1] != 1:
+        raise ValueError(
+            f"DynamicInferenceContext packs tokens: batch must be 1, got {kv.shape[1]}"
+        )
 
 
 def of_active_requests(context: Any, *names: str) -> list[list[int]]:

@@ -22,8 +22,10 @@ _NUMBERS = (
     ("max-num-seqs", int, "requests that run together; others wait"),
     ("max-num-batched-tokens", int, "tokens of a forward pass; longer prompts are read in chunks"),
     ("cache-tokens", int, "tokens that the latent cache holds (default: what fits)"),
+    ("host-cache-tokens", int, "tokens that it holds in host memory besides, streamed; slower"),
     ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
     ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
+    ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),
     ("seed", int, "of requests without a seed"),
 )
 _SWITCHES = (
@@ -85,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
     cached = "of cached latents (default: the model's)"
     model.add_argument("--latent-cache-dtype", choices=LATENT_CACHE_DTYPES, help=cached)
+    model.add_argument(
+        "--prefix-cache-dir", metavar="FOLDER", help="where beginnings of prompts stay cached"
+    )
     for name, text in _SWITCHES:
         model.add_argument(f"--{name}", action="store_true", help=text)
     model.add_argument(

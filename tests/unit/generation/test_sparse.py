@@ -183,3 +183,13 @@ class TestParity:
         for prompt, one in zip(PROMPTS[:3], found):
             [alone] = by_forwards(model, [prompt], NUM_TOKENS)
             assert (one.tokens, one.log_probs) == (alone.tokens, alone.log_probs)
+
+
+def test_index_keys_of_the_prefix_cache_on_disk(model, tmp_path):
+    """Without its index keys a block from the folder would choose other keys."""
+    options = {"prefix_caching": True, "prefix_cache_dir": tmp_path}
+    request = Request(PROMPTS[2], NUM_TOKENS)
+    cold = generate(engine_of(model, **options), [request], log_probs=True)
+    found = generate(engine_of(model, **options), [request], log_probs=True)
+    assert (cold.statistics.disk_blocks, found.statistics.disk_blocks) == (0, 2)
+    assert_same(found.results, cold.results)

@@ -389,9 +389,48 @@ class TestSleep:
             assert own.statistics().prefix_blocks == found
 
 
+def test_prompt_longer_than_the_device_cache():
+    """Of 192 tokens, three blocks of which are in host memory."""
+    with LLM.from_model(
+        generating_model(),
+        max_model_len=400,
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        cache_tokens=192,
+        host_cache_tokens=256,
+    ) as own:
+        text = prompt(350, seed=8)
+        [output] = own.generate([text], GREEDY, use_tqdm=False)
+        [expected] = by_whole_forwards(own._runner._model, [Request(text, 10)])
+        assert output.outputs[0].token_ids == expected.tokens
+
+
+def test_prefixes_outlive_the_cache(tmp_path):
+    """``sleep`` frees the cache, and the next call finds its blocks in the folder."""
+    options = {"max_model_len": 256, "prefix_cache_dir": str(tmp_path), "prefix_cache_bytes": 10**6}
+    with LLM.from_model(generating_model(), **options) as own:
+        found = []
+        for _ in range(2):
+            own.wake()
+            outputs = own.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+            found.append((token_ids(outputs), own.statistics().disk_blocks))
+            own.sleep()
+    assert found[0][0] == found[1][0]
+    assert [blocks for _, blocks in found] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (
+            {"prefix_cache_dir": "x", "enable_prefix_caching": False},
+            "prefix_cache_dir needs enable_prefix_caching=True, got False",
+        ),
+        (
+            {"host_cache_tokens": 640, "cuda_graphs": True},
+            "host_cache_tokens must be 0 with cuda_graphs and parity, got 640",
+        ),
+        ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be an integer of at least 1, got 0"),
         ({"dtype": "bfloat16", "form": "auto"}, "from_model has no option dtype, form"),
         ({"cuda_graphs": True}, "cuda_graphs needs a model that was built for them"),
         (

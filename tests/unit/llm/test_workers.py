@@ -91,6 +91,18 @@ def test_plain_script_and_close(folder):
     assert not any(psutil.pid_exists(int(pid)) for pid in ids.split())
 
 
+def test_prefixes_outlive_the_processes(folder, tmp_path):
+    """They are written when the processes are told to end, and read by the next ones."""
+    options = {**OPTIONS, "prefix_cache_dir": tmp_path / "prefixes"}
+    found = []
+    for _ in range(2):
+        with LLM(folder, **options) as llm:
+            outputs = llm.generate(["to be continued " * 5], PARAMS, use_tqdm=False)
+            found.append((tokens_of(outputs), llm.statistics().disk_blocks))
+    assert found[0][0] == found[1][0]
+    assert [blocks for _, blocks in found] == [0, 1]
+
+
 def test_killed_rank(folder):
     """Whoever waits learns which rank it was, and so does everybody who comes later."""
     with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:

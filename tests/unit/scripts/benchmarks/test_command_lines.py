@@ -22,6 +22,7 @@ from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
 from benchmarks.load import LoadBenchmark as Load
+from benchmarks.prefix_tiers import TiersBenchmark as PrefixTiers
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
 from benchmarks.qk_clip import QKClipBenchmark as QKClip
 
@@ -113,6 +114,14 @@ MISTAKES = {
         (["--model", "nowhere"], "model must be a folder with a checkpoint"),
         (["--device", "cuda"], NO_GPU),
     ],
+    PrefixTiers: [
+        (["--device-share", "100"], "--device-share must be below 100, got 100"),
+        (["--tokens", "1"], "--tokens must be at least 2, got 1"),
+        (["--prefix-folder", "."], "--prefix-folder must be new or empty, got ."),
+        (["--contexts", "0"], f"argument --contexts: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     Pretraining: [
         (["--iterations", "10"], "--iterations must be more than --skip 10, got 10"),
         (["--layers", "0"], f"argument --layers: {COUNT}, got '0'"),
@@ -141,7 +150,8 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
 }
-WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, QKClip, SharedCache}
+WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
+WITHOUT_FOLDER |= {SharedCache}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""Time to the first token after a long prefix: computed, in the cache, in host memory, on disk.
+
+    $ python scripts/benchmarks/prefix_tiers.py --json docs/inference/tiers.json
+    $ python scripts/benchmarks/prefix_tiers.py --device cpu --contexts 2k --step-tokens 256 \
+          --num-layers 2 --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 \
+          --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 --ffn-hidden-size 128 --vocab-size 512
+
+One request at a time, whose prompt is a prefix and --suffix other tokens, to a model with random
+weights. The prefix is computed by an engine with prefix_cache_dir, found in its cache, and written
+to the folder when it stops; new engines then find it there: once with the files in the machine's
+page cache and once without them (posix_fadvise), and once into a cache of which --device-share is
+on the device and the rest in host memory, from where it is then streamed. Output:
+
+     9.3 s  32768 tokens, disk: first_ms 120, decode_ms 9.1, of_computed 0.2, disk_blocks 512
+
+first_ms is from the request to its first token, decode_ms the time of a token after that,
+of_computed the share of the computed prefix's time. start_ms is the engine's start, which reads all
+weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has an error,
+such as blocks that were not found; the last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import engine_model
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
+from console.parser import Parser
+from console.script import leave
+
+if TYPE_CHECKING:
+    from absorbed_mla.generation.engine import Engine
+
+# In this order, of which each needs what the ones before left behind.
+PLACES = ("computed", "device", "disk", "disk, cold", "disk to host", "host")
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a request finds its prefix.
+
+    Attributes:
+        context: Tokens of the prefix.
+        place: One of ``PLACES``.
+    """
+
+    context: int
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.context} tokens, {self.place}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one request took.
+
+    Attributes:
+        case: What ran.
+        error: What it raised, or what was wrong; ``""`` if all is well.
+        first_ms: From the request to its first token.
+        decode_ms: Of a token after that, the mean.
+        of_computed: ``first_ms``, as a share of that of the computed prefix.
+        start_ms: Start of the engine, where this request was its first.
+        stop_ms: End of the engine, where this request was its last.
+        disk_blocks: Blocks read from the folder.
+        streamed_blocks: Blocks that the last step streamed from host memory.
+        disk_gbps: GB/s of the files, over the whole time to the first token.
+    """
+
+    case: Case
+    error: str = ""
+    first_ms: float | None = None
+    decode_ms: float | None = None
+    of_computed: float | None = None
+    start_ms: float | None = None
+    stop_ms: float | None = None
+    disk_blocks: int | None = None
+    streamed_blocks: int | None = None
+    disk_gbps: float | None = None
+
+
+class TiersReport(Report):
+    """One run."""
+
+    row = Row
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """All that were measured."""
+        fields = {k: v for k, v in dataclasses.asdict(row).items() if k not in ("case", "error")}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class TiersBenchmark(Benchmark):
+    """All places of all contexts, over one model, on one device."""
+
+    script, description = "prefix_tiers.py", __doc__
+    report = TiersReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        arguments.use_device(args.device)
+        warnings.filterwarnings("ignore")
+        from absorbed_mla.generation.cpu import enable_cpu_inference
+        from benchmarks.kit.processes import Processes
+
+        enable_cpu_inference()
+        self.processes = Processes(args.seed)
+        # What engine_model.py asks for.
+        args.longest_prompt = max(args.contexts) + args.suffix
+        args.longest_output, args.batch_invariant = args.tokens, False
+        case = engine_model.Case("ours", graphs=False)
+        self.model = engine_model.build(case, args, self.processes, self.processes.dtype)
+        self._rows: Iterator[Row] = self._all()
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(
+            parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
+        )
+        add("--contexts", type=parse_sizes, default="32k,128k", help="tokens of the prefix")
+        add("--suffix", type=count, default=128, help="tokens of the prompt after the prefix")
+        add("--tokens", type=count, default=9, help="to generate for each request")
+        add("--step-tokens", type=count, default=8192, help="most tokens of a forward pass")
+        share = "of the cache, in percent, that is on the device in the rows of host memory"
+        add("--device-share", type=count, default=25, help=share)
+        add(
+            "--prefix-folder",
+            type=Path,
+            help="new or empty, for the files (default: a temporary one)",
+        )
+        add("--num-layers", type=count, default=4, help="decoder layers of the model")
+        add("--heads", type=count, default=128, help="attention heads of each layer")
+        add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
+        add("--vocab-size", type=count, default=32768, help="rows of the embedding")
+        arguments.add_dims(parser, DIMS)
+
+    @classmethod
+    def check(cls, parser: Parser, args: argparse.Namespace) -> None:
+        """A cache has two parts, and a request several tokens."""
+        if args.device_share >= 100:
+            parser.error(f"--device-share must be below 100, got {args.device_share}")
+        if args.tokens < 2:
+            parser.error(f"--tokens must be at least 2, got {args.tokens}")
+        folder = args.prefix_folder
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            parser.error(f"--prefix-folder must be new or empty, got {folder}")
+
+    def environment(self) -> dict:
+        """With the sizes of the model."""
+        args = self.args
+        return provenance.describe(
+            self.processes.on_gpu,
+            self.processes.dtype,
+            dims={**dims_of(args), "heads": args.heads, "layers": args.num_layers},
+            suffix=args.suffix,
+            tokens=args.tokens,
+            step_tokens=args.step_tokens,
+            device_share=args.device_share,
+            weight_bytes=sum(p.nbytes for p in self.model.parameters()),
+        )
+
+    def cases(self) -> list[Case]:
+        """One context after the other."""
+        return [Case(context, place) for context in self.args.contexts for place in PLACES]
+
+    def measure(self, case: Case) -> Row:
+        """The next row: they follow from each other."""
+        row = next(self._rows)
+        assert row.case == case
+        return row
+
+    def exit_code(self, report: Report) -> int:
+        """1 if a case failed."""
+        return int(any(row.error for row in report.rows))
+
+    def _all(self) -> Iterator[Row]:
+        # Kernels are compiled here, for prompts of every kind.
+        with self._folder() as name:
+            folder = Path(name)
+            self._context(min(4096, min(self.args.contexts)), folder / "warm-up")
+            for context in self.args.contexts:
+                rows = self._context(context, folder / str(context))
+                for row in rows:
+                    share = row.first_ms / rows[0].first_ms
+                    yield dataclasses.replace(row, of_computed=share)
+
+    def _folder(self) -> AbstractContextManager[str]:
+        if self.args.prefix_folder is None:
+            return tempfile.TemporaryDirectory()
+        return nullcontext(str(self.args.prefix_folder))
+
+    def _context(self, context: int, folder: Path) -> list[Row]:
+        """The rows of one length; the files are deleted."""
+        found: list[Row] = []
+        for places in (PLACES[:2], PLACES[2:3], PLACES[3:4], PLACES[4:]):
+            if "disk, cold" in places:
+                _forget_files(folder)
+            engine = self._engine(context, folder, in_host="host" in places)
+            start = self._clock()
+            engine.start()
+            start_ms = (self._clock() - start) * 1e3
+            rows = [self._request(engine, Case(context, place)) for place in places]
+            start = self._clock()
+            engine.close()
+            stop_ms = (self._clock() - start) * 1e3
+            rows[0] = dataclasses.replace(rows[0], start_ms=start_ms)
+            rows[-1] = dataclasses.replace(rows[-1], stop_ms=stop_ms)
+            found += rows
+        shutil.rmtree(folder)
+        return found
+
+    def _engine(self, context: int, folder: Path, *, in_host: bool) -> Engine:
+        from absorbed_mla.generation.engine import Engine
+        from absorbed_mla.generation.options import EngineOptions
+
+        length = context + self.args.suffix + self.args.tokens
+        # Of two requests that share the prefix.
+        tokens = (-(-length // BLOCK) + 8) * BLOCK
+        step = min(self.args.step_tokens, -(-length // BLOCK) * BLOCK)
+        least = -(-step // BLOCK) * BLOCK + 2 * BLOCK
+        on_device = max(tokens * self.args.device_share // 100, least) if in_host else tokens
+        options = EngineOptions(
+            max_sequence_length=length,
+            max_requests=1,
+            cache_tokens=on_device,
+            host_cache_tokens=max(tokens - on_device, BLOCK) if in_host else 0,
+            step_tokens=step,
+            prefix_cache_dir=folder,
+            vocab_size=self.args.vocab_size,
+        )
+        return Engine(self.model, options)
+
+    def _request(self, engine: Engine, case: Case) -> Row:
+        """One request, whose suffix is of the place."""
+        import torch
+
+        from absorbed_mla.generation.sampling import SamplingParams
+
+        def random(tokens: int, seed: int) -> list[int]:
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randint(self.args.vocab_size, (tokens,), generator=generator).tolist()
+
+        prefix = random(case.context, self.args.seed)
+        prompt = prefix + random(self.args.suffix, PLACES.index(case.place))
+        before = dataclasses.replace(engine.statistics)
+        sampling = SamplingParams(max_tokens=self.args.tokens, temperature=0)
+        start, times = self._clock(), []
+        number = engine.add_request(prompt, sampling)
+        while engine.is_busy():
+            for progress in engine.step():
+                times += [self._clock()] * len(progress.tokens)
+        error, done = engine.results[number].error, engine.statistics
+        found = done.disk_blocks - before.disk_blocks
+        blocks = case.context // BLOCK
+        shared = blocks if case.place in ("device", "host") else 0
+        if not error and done.prefix_blocks - before.prefix_blocks < max(found, shared):
+            error = f"{done.prefix_blocks - before.prefix_blocks} blocks were found, not {blocks}"
+        if not error and "disk" in case.place and found < blocks:
+            error = f"{found} blocks came from disk, not {blocks}"
+        tiers = getattr(engine.host.context, "tiers", None)
+        size = self._block_bytes(engine)
+        return Row(
+            case,
+            error,
+            first_ms=(times[0] - start) * 1e3,
+            decode_ms=(times[-1] - times[0]) * 1e3 / (len(times) - 1),
+            disk_blocks=found,
+            streamed_blocks=None if tiers is None else tiers.num_streamed,
+            disk_gbps=found * size / (times[0] - start) / 1e9 if found else None,
+        )
+
+    def _block_bytes(self, engine: Engine) -> int:
+        memory = engine.host.context.memory_buffer
+        return memory[:, 0].numel() * memory.itemsize
+
+    def _clock(self) -> float:
+        self.processes.synchronize()
+        return time.perf_counter()
+
+
+def _forget_files(folder: Path) -> None:
+    """Write a folder's files to the disk, and drop them from the machine's page cache."""
+    for path in folder.glob("*/*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    leave(TiersBenchmark.main())
