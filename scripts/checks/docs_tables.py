@@ -28,7 +28,7 @@ from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.context_parallel import Row as CPRow
 from benchmarks.kit.tables import markdown_table, tokens_text
-from checks import latent_cache_accuracy, sparse_tables
+from checks import decode_tables, latent_cache_accuracy, sparse_tables
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
@@ -251,6 +251,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sparse backward": sparse_tables.backward_table,
     "indexer": sparse_tables.indexer_table,
     "sparse decode": sparse_tables.decode_table,
+    "sparse layer": sparse_tables.layer_table,
+    "decode": decode_tables.equal_table,
+    "decode lengths": decode_tables.lengths_table,
     "latent cache": latent_cache_accuracy.table,
     **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},

@@ -8,9 +8,11 @@ from typing import Any
 
 from benchmarks.dsa import DSAReport
 from benchmarks.dsa_decode import DSADecodeReport
+from benchmarks.dsa_layer import DSALayerReport
 from benchmarks.kit.tables import markdown_table, tokens_text
 
 _INPUT = ["heads", "keys", "choice"]
+_TILELANG = "megatron-tilelang"
 
 
 def forward_table(docs: Path) -> str:
@@ -66,6 +68,28 @@ def decode_table(docs: Path) -> str:
             lines[-1].append(f"{row.times.median * 1e6:.0f}")
     head = ["heads", "keys", "sparse us", "choice us", "attention us"]
     head += ["`FlashMLA`, attention us", "dense us"]
+    return markdown_table(head, lines, [])
+
+
+def layer_table(docs: Path) -> str:
+    """Milliseconds of a step of whole layers, and the memory of our sparse one."""
+    ours = ("sparse", "warm-up", "dense", _TILELANG)
+    found: dict[int, dict[str, Any]] = {}
+    for name in ("layer-4k.json", "layer.json", "layer-tilelang.json"):
+        for row in DSALayerReport.read(docs / "dsa" / name).measured:
+            works = found.setdefault(row.case.tokens, {})
+            for work in row.works:
+                if work.step and not work.error:
+                    works.setdefault(work.name, work)
+    lines = [
+        [
+            tokens_text(tokens),
+            *(f"{works[one].step.median * 1e3:.1f}" if one in works else "-" for one in ours),
+            f"{works['sparse'].peak_bytes / 2**30:.1f}",
+        ]
+        for tokens, works in sorted(found.items())
+    ]
+    head = ["tokens", "sparse ms", "warm-up ms", "dense ms", "Megatron, TileLang ms", "sparse GiB"]
     return markdown_table(head, lines, [])
 
 
