@@ -208,6 +208,17 @@ def test_under_context_parallelism(sizes):
 
 
 @needs.processes(2)
+def test_llm_of_a_live_model_under_context_parallelism():
+    with world.parallel(cp=2):
+        model = generating_model(context_parallel_size=2)
+        with LLM.from_model(model, tokenizer="bytes", max_model_len=256, **SHARED) as llm:
+            prompts = [list(request.prompt) for request in REQUESTS[:2]]
+            params = [request.sampling() for request in REQUESTS[:2]]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in outputs] == alone().tokens[:2]
+
+
+@needs.processes(2)
 def test_context_parallel_ranks_agree():
     """Also where their logits differ, as kernels may make them that sum up in any order."""
     with world.parallel(cp=2):
