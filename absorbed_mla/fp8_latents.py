@@ -103,6 +103,7 @@ class Fp8Latents:
         one = kv.new_empty((), dtype=torch.uint8)
         return one.expand(*kv.shape[:-1], self.row_bytes)
 
+    @torch.compiler.disable
     def encode(self, kv: Tensor) -> Tensor:
         """Rows [..., row_bytes] of [latent | k_rope] [..., C + R] in any float dtype.
 
@@ -128,6 +129,7 @@ class Fp8Latents:
         parts.scales.copy_(scales)
         parts.k_rope.copy_(k_rope)
 
+    @torch.compiler.disable
     def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[latent | k_rope] [..., C + R]: products of value and scale in fp32, in ``dtype``."""
         kv = rows.new_empty(*rows.shape[:-1], self.kv_lora_rank + self.rope, dtype=dtype)
@@ -147,6 +149,8 @@ class Fp8Latents:
         latent.copy_((wide * parts.scales[..., None]).flatten(-2)[..., : self.kv_lora_rank])
         k_rope.copy_(parts.k_rope)
 
+    # torch.compile would trace into the kernels.
+    @torch.compiler.disable
     def rounded(self, kv: Tensor) -> Tensor:
         """[latent | k_rope] as read from the cache; its gradient is that of ``kv``."""
         return _StraightThrough.apply(kv, self)

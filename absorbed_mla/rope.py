@@ -100,8 +100,7 @@ class RotaryParameters:
 @functools.lru_cache(maxsize=8)
 def _tables_of(parameters: RotaryParameters) -> DerivedTables:
     """The tables that all layers with these parameters share."""
-    # A table of every size, so that none is dropped: a CUDA graph reads its own in every replay.
-    return DerivedTables(maxsize=128)
+    return DerivedTables(maxsize=8)
 
 
 def _build_table(

@@ -31,10 +31,7 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
     "transformer_impl": (("local", "transformer_engine"), "it has one implementation"),
-    "cuda_graph_impl": (
-        ("none", "local", "transformer_engine"),
-        "graphs of a whole iteration were not tried",
-    ),
+    "cuda_graph_impl": (("none", "local"), "the engine's graphs are Megatron's own, 'local'"),
     "hierarchical_context_parallel_sizes": (
         (None,),
         "latents are exchanged within one flat context-parallel group",
@@ -139,6 +136,19 @@ _REASONS = {
 }
 
 
+def refuse_graphs_in_training(config: MLATransformerConfig) -> None:
+    """Refuse training steps captured in Megatron's CUDA graphs; only inference may be captured.
+
+    Raises:
+        ValueError: Naming the field and how to switch it for training.
+    """
+    if config.cuda_graph_impl != "none" and torch.is_grad_enabled():
+        raise ValueError(
+            f"cuda_graph_impl={config.cuda_graph_impl!r} captures inference only; switch it to "
+            "'none' for training, as megatron.core.transformer.utils.toggle_cuda_graphs does"
+        )
+
+
 def refuse_unsupported_inference(
     config: MLATransformerConfig,
     context: Any,
@@ -174,10 +184,11 @@ def refuse_unsupported_inference(
             "inference_context needs a causal attn_mask_type: a cached token was computed without "
             "those after it"
         )
-    if cp_size > 1:
+    shared = getattr(context, "cache_ranks", None)
+    if cp_size > 1 and (shared is None or shared.copies != cp_size):
         raise ValueError(
             f"inference_context needs context_parallel_size=1, got {cp_size}: every rank caches "
-            "whole sequences"
+            "whole sequences, unless an engine with decode_context_parallel=True shares them"
         )
     if packed_seq_params is not None:
         raise ValueError(

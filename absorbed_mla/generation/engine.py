@@ -31,7 +31,7 @@ from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefix.stored import stored_prefixes
-from absorbed_mla.generation.ranks import Replicas, require_layout
+from absorbed_mla.generation.ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.generation.requests import (
     Progress,
     Result,
@@ -50,9 +50,10 @@ _MAX_IDLE_STEPS = 3
 class Engine:
     """Generates with the weights that a model has, and leaves the model ready to be trained.
 
-    Collective over tensor-parallel ranks and pipeline stages: every rank makes the same calls with
-    the same arguments. Data-parallel ranks have requests of their own. If they share experts, all
-    of them call :meth:`step` until :meth:`is_busy`, which is collective then, is False on all.
+    Collective over tensor-parallel and context-parallel ranks and pipeline stages: every rank makes
+    the same calls with the same arguments. Data-parallel ranks have requests of their own. If they
+    share experts, all of them call :meth:`step` until :meth:`is_busy`, which is collective then, is
+    False on all.
 
     Between :meth:`start` and :meth:`stop`, which ``with`` calls, the model is in evaluation mode
     and must not be trained; :meth:`generate` calls both where needed.
@@ -78,10 +79,12 @@ class Engine:
             raise ValueError("the model's config must have cache_mla_latents=True to generate")
         self._replicas = Replicas()
         require_layout(model, self._replicas, cuda_graphs=options.num_cuda_graphs is not None)
+        if options.decode_context_parallel:
+            require_shared_cache(model, options.num_speculative_tokens)
         self.model, self.options = model, options
         self.vocab_size = model.vocab_size if options.vocab_size is None else options.vocab_size
         self._active: contextlib.ExitStack | None = None
-        self._sampler = RequestSampler(options.num_speculative_tokens)
+        self._sampler = RequestSampler(options.num_speculative_tokens, agree)
         self.reseed(options.seed)
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)

@@ -27,6 +27,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
+from absorbed_mla.inference.interleaved_context import InterleavedContext
 from absorbed_mla.inference.tiered_context import TieredContext
 
 
@@ -44,8 +45,9 @@ def host_engine(
         ValueError: If the options do not fit the model or each other.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
-    config = options.to_host(of_cache, len(model.decoder.layers), tp)
+    config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     if with_keys := indexers(model):
@@ -65,7 +67,7 @@ def _context(
     of_cache: MLATransformerConfig,
     config: InferenceConfig,
 ) -> DynamicInferenceContext:
-    """Megatron's context, or one that has blocks in host memory besides.
+    """Megatron's context, one that ranks share, or one that has blocks in host memory besides.
 
     Args:
         model: Generates.
@@ -76,6 +78,8 @@ def _context(
     Raises:
         ValueError: If it is to have them and the model cannot attend to a part of its keys.
     """
+    if options.decode_context_parallel:
+        return InterleavedContext(of_cache, config)
     if not options.host_blocks:
         return DynamicInferenceContext(of_cache, config)
     got = f"got {options.host_cache_tokens}"

@@ -54,6 +54,11 @@ class EngineOptions:
             for each request and step. The tokens generated are the same as with 0.
         chunked_prefill: Whether a prompt may be cut over several forward passes.
         prefix_caching: Whether requests share the blocks of equal beginnings.
+        decode_context_parallel: Whether tensor-parallel ranks share the latents of every request,
+            each with 1/TP of them, instead of having all: the cache holds TP times the tokens, and
+            each step exchanges queries and outputs (docs/inference.md). ``cache_tokens`` counts
+            tokens of requests in both cases. A model with context-parallel ranks generates only so;
+            these share it, too.
         prefix_cache_dir: Folder in which the prefix cache outlives the engine and its process;
             blocks that are evicted, or cached when the engine stops, are written there, and read
             instead of computed again (docs/generation.md). None: nowhere.
@@ -78,6 +83,7 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    decode_context_parallel: bool = False
     prefix_cache_dir: str | Path | None = None
     prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
@@ -92,6 +98,11 @@ class EngineOptions:
         if self.num_speculative_tokens < 0:
             raise ValueError(
                 f"num_speculative_tokens must be at least 0, got {self.num_speculative_tokens}"
+            )
+        if not isinstance(self.decode_context_parallel, bool):
+            raise ValueError(
+                "decode_context_parallel must be True or False, got "
+                f"{self.decode_context_parallel!r}"
             )
         if self.cache_tokens is not None and self.cache_tokens < BLOCK_SIZE:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
@@ -116,8 +127,7 @@ class EngineOptions:
                 "host_cache_tokens needs num_cuda_graphs=None (cuda_graphs=False): what a step "
                 f"copies depends on its requests; got {self.num_cuda_graphs}"
             )
-        # An option that another kind of context has.
-        if getattr(self, "decode_context_parallel", False):
+        if self.decode_context_parallel:
             raise ValueError("host_cache_tokens needs decode_context_parallel=False, got True")
         for name, accepted in _TIERED_FIELDS.items():
             value = self.inference_config.get(name, accepted)
@@ -130,6 +140,8 @@ class EngineOptions:
         """Refuse what leaves no blocks in the prefix cache to be written or read."""
         if not self.prefix_caching:
             raise ValueError("prefix_cache_dir needs prefix_caching=True, got False")
+        if self.decode_context_parallel:
+            raise ValueError("prefix_cache_dir needs decode_context_parallel=False, got True")
         policy = self.inference_config.get("prefix_caching_eviction_policy", _LRU)
         if policy != _LRU:
             raise ValueError(
@@ -148,20 +160,24 @@ class EngineOptions:
         """Number of blocks of the latent cache in host memory."""
         return self.host_cache_tokens // BLOCK_SIZE
 
-    def to_host(self, config: MLATransformerConfig, num_layers: int, tp: int) -> InferenceConfig:
+    def to_host(
+        self, config: MLATransformerConfig, num_layers: int, tp: int, cp: int = 1
+    ) -> InferenceConfig:
         """Megatron's ``InferenceConfig``, whose sizes in bytes count latents and not index keys.
 
         Args:
             config: Of the context (``blocks.cache_config``).
             num_layers: Layers of this rank.
             tp: Tensor-parallel size.
+            cp: Context-parallel size.
 
         Raises:
             ValueError: If there is host memory, and a step may write to more than the device has.
         """
         max_requests = _round_up(self.max_requests, tp)
         paused_blocks = self.paused_cache_tokens // BLOCK_SIZE
-        block = block_bytes(config, num_layers)
+        # Megatron's sizes are those of a rank.
+        block = block_bytes(config, num_layers) // (tp * cp if self.decode_context_parallel else 1)
         max_tokens = _round_up(max(self.step_tokens, max_requests), math.lcm(BLOCK_SIZE, tp))
         # A request's new tokens begin and end in the middle of a block.
         written = max_tokens // BLOCK_SIZE + 2 * max_requests

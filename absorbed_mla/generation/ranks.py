@@ -11,6 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.generation.blocks import BLOCK_SIZE, indexers
+from absorbed_mla.inference.block_shares import require_shares
 
 
 class Replicas:
@@ -82,4 +87,56 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
         raise ValueError(
             "moe_token_dispatcher_type must be 'alltoall' to generate where data-parallel ranks "
             "share experts, got 'allgather', which needs equally many tokens on all of them"
+        )
+
+
+def cache_shares() -> int:
+    """Number of ranks that can share a cache."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return tp * parallel_state.get_context_parallel_world_size()
+
+
+def agree(tokens: Tensor) -> Tensor:
+    """What the first of the context-parallel ranks drew; collective over them.
+
+    All of them compute the same logits, but not every GPU kernel adds up in the same order.
+    """
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)
+    return tokens
+
+
+def require_shared_cache(model: GPTModel, num_drafts: int) -> None:
+    """Check that ranks can share the latents of a model.
+
+    Args:
+        model: This rank's pipeline stage.
+        num_drafts: The engine's ``num_speculative_tokens``.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and what it got.
+    """
+    require_shares(cache_shares(), BLOCK_SIZE)
+    cp = parallel_state.get_context_parallel_world_size()
+    if cp > 1 and num_drafts:
+        raise ValueError(
+            f"num_speculative_tokens must be 0 with context_parallel_size {cp}, got {num_drafts}: "
+            "MTP layers draft without a cache, and would cut their tokens over the ranks"
+        )
+    layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
+    if any(layer.options.batch_invariant for layer in layers):
+        raise ValueError(
+            "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
+            "ranks sum up their parts of the keys, which training sums up in order"
+        )
+    if any(layer.options.latent_cache_dtype != "model" for layer in layers):
+        raise ValueError(
+            "decode_context_parallel=True does not go with latent_cache_dtype='fp8': a rank's "
+            "share of a cache is of the model's dtype"
+        )
+    if indexers(model):
+        raise ValueError(
+            "decode_context_parallel=True does not go with sparse attention "
+            "(experimental_attention_variant='dsa'): a token's chosen keys may all be one rank's"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -77,10 +77,13 @@ class RequestSampler(Sampling):
 
     Args:
         num_speculative_tokens: Tokens that MTP layers draft for every request and step.
+        agree: Returns the tokens that all ranks go on with; None: those that were drawn.
     """
 
-    def __init__(self, num_speculative_tokens: int = 0) -> None:
-        self._num_drafts = num_speculative_tokens
+    def __init__(
+        self, num_speculative_tokens: int = 0, agree: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self._num_drafts, self._agree = num_speculative_tokens, agree
         self._requests: dict[int, _Request] = {}
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
@@ -121,7 +124,7 @@ class RequestSampler(Sampling):
             ahead = self._depth
         rows = [_Row(request, end + ahead) for request, _, end in self._running(context)[:n]]
         picked = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        tokens = draw(picked, rows)
+        tokens = self._drawn(picked, rows)
         if output is None:
             return tokens
         return output.copy_(tokens)
@@ -160,7 +163,7 @@ class RequestSampler(Sampling):
         picked = required_logits[:n]
         if gather_indices is not None:
             picked = required_logits[gather_indices[:n]]
-        return draw(picked, rows)
+        return self._drawn(picked, rows)
 
     def log_probs_kernel(
         self,
@@ -177,6 +180,10 @@ class RequestSampler(Sampling):
         raise ValueError(
             f"logprobs_mode must be 'raw_logprobs', got {context.config.logprobs_mode!r}"
         )
+
+    def _drawn(self, logits: Tensor, rows: Sequence[_Row]) -> Tensor:
+        tokens = draw(logits, rows)
+        return tokens if self._agree is None else self._agree(tokens)
 
     def _running(self, context: DynamicInferenceContext) -> list[tuple[_Request, int, int]]:
         """Running requests in the order of their rows, with the tokens before and after a step."""

@@ -24,6 +24,7 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
+from absorbed_mla.inference.interleaved import InterleavedAttention
 from absorbed_mla.inference.segments import (
     ALL_ABSORBED,
     Segment,
@@ -160,7 +161,7 @@ class CachedAttention:
         request = PagedRequest(
             device=q.device,
             dtype=q.dtype,
-            num_heads=self.dims.num_heads_per_rank,
+            num_heads=self.dims.num_heads_per_rank * (step.ranks.parts if step.ranks else 1),
             kv_lora_rank=self.dims.kv_lora_rank,
             qk_rope_head_dim=self.dims.qk_rope_head_dim,
             block_size=step.block_size,
@@ -204,6 +205,8 @@ class CachedAttention:
         w_uk, w_uv = weights
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
         backend, total = over or self._paged_backend(step, q), None
+        if step.ranks is not None:
+            backend = InterleavedAttention(backend, step.ranks)
         for part in step.parts():
             rows = part.rows
             if segment is not ALL_ABSORBED:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import LATENT_CACHES
@@ -79,11 +80,13 @@ class InferenceStep(Protocol):
         max_position: One more than the largest position that a token may have.
         block_size: Tokens in a block of every part's cache.
         windowed: Whether there may be several parts.
+        ranks: Those that share the latents of every request; None: each rank has all of them.
     """
 
     max_position: int
     block_size: int
     windowed: bool
+    ranks: CacheRanks | None
 
     @property
     def rows(self) -> Rows:

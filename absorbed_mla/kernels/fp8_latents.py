@@ -99,11 +99,13 @@ def _encode_kernel(
         tl.store(values_ptr + (token * stride_values)[:, None] + column, values, mask=inside)
         tl.store(scales_ptr + token * stride_scales + group, scales, mask=there)
     else:
-        column = tl.arange(0, ROPE)[None, :]
-        inside = there[:, None] & (column < R)
-        rope = tl.load(kv_ptr + (token * stride_kv)[:, None] + C + column, mask=inside, other=0.0)
-        rope = narrow(rope.to(tl.float32), tl.bfloat16, INTERPRETED)
-        tl.store(rope_ptr + (token * stride_rope)[:, None] + column, rope, mask=inside)
+        # [TOKENS, ROPE]; other names, since those of both branches have one type.
+        channel = tl.arange(0, ROPE)[None, :]
+        rotated = there[:, None] & (channel < R)
+        source = kv_ptr + (token * stride_kv)[:, None] + C + channel
+        rope = tl.load(source, mask=rotated, other=0.0).to(tl.float32)
+        rope = narrow(rope, tl.bfloat16, INTERPRETED)
+        tl.store(rope_ptr + (token * stride_rope)[:, None] + channel, rope, mask=rotated)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -139,8 +141,9 @@ def _decode_kernel(
         latent = narrow(latent, kv_ptr.dtype.element_ty, INTERPRETED)
         tl.store(target + column, latent, mask=inside)
     else:
-        column = tl.arange(0, ROPE)[None, :]
-        inside = there[:, None] & (column < R)
-        rope = tl.load(rope_ptr + (token * stride_rope)[:, None] + column, mask=inside, other=0.0)
-        rope = narrow(rope.to(tl.float32), kv_ptr.dtype.element_ty, INTERPRETED)
-        tl.store(target + C + column, rope, mask=inside)
+        channel = tl.arange(0, ROPE)[None, :]
+        rotated = there[:, None] & (channel < R)
+        source = rope_ptr + (token * stride_rope)[:, None] + channel
+        rope = tl.load(source, mask=rotated, other=0.0).to(tl.float32)
+        rope = narrow(rope, kv_ptr.dtype.element_ty, INTERPRETED)
+        tl.store(target + C + channel, rope, mask=rotated)

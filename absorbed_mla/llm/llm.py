@@ -131,7 +131,7 @@ class LLM:
             ValueError: If the model cannot generate, or an option is not for it.
         """
         from absorbed_mla.generation import cuda_graphs
-        from absorbed_mla.generation.ranks import Replicas, require_layout
+        from absorbed_mla.generation.ranks import Replicas, require_layout, require_shared_cache
         from absorbed_mla.llm.runner import LocalRunner, fitting_tokens
 
         built = sorted(_BUILT_WITH & set(options))
@@ -152,6 +152,8 @@ class LLM:
         if given.cuda_graphs:
             cuda_graphs.require_model_fields(model.config)
         require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
+        if given.decode_context_parallel:
+            require_shared_cache(model, given.num_speculative_tokens)
         layers = model.config.mtp_num_layers or 0
         if given.num_speculative_tokens and not layers:
             raise ValueError(

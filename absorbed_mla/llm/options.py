@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from absorbed_mla.inference.block_shares import require_shares
 from absorbed_mla.options import LATENT_CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class LLMOptions:
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         enable_chunked_prefill: Whether prompts longer than ``max_num_batched_tokens`` are read in
             chunks; if not, they are refused.
+        decode_context_parallel: Whether the tensor-parallel processes share the cache, each with
+            its part of every request's tokens, instead of having all of it: it holds
+            ``tensor_parallel_size`` times the tokens in the same memory. Not with ``parity``.
         prompt_logprobs: Whether requests may ask for log-probabilities of their prompts.
         num_speculative_tokens: Tokens that the checkpoint's MTP layer drafts per request and step;
             0 loads no MTP layer. Tokens generated are the same.
@@ -83,6 +87,7 @@ class LLMOptions:
     prefix_cache_dir: str | Path | None = None
     prefix_cache_bytes: int = 2**36
     enable_chunked_prefill: bool = True
+    decode_context_parallel: bool = False
     prompt_logprobs: bool = False
     num_speculative_tokens: int = 0
     seed: int = 0
@@ -142,7 +147,15 @@ class LLMOptions:
                 f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "
                 f"{self.device!r} and form {self.form!r}"
             )
-
+        if self.decode_context_parallel and self.parity:
+            raise ValueError("parity needs decode_context_parallel False, got True")
+        if self.decode_context_parallel and self.latent_cache_dtype != "model":
+            raise ValueError(
+                f"latent_cache_dtype must be 'model' with decode_context_parallel, got "
+                f"{self.latent_cache_dtype!r}"
+            )
+        if self.decode_context_parallel and self.tensor_parallel_size is not None:
+            require_shares(self.tensor_parallel_size, 64)
         for name in ("pipeline_parallel_size", "expert_parallel_size"):
             if self.cuda_graphs and getattr(self, name) > 1:
                 raise ValueError(f"cuda_graphs needs {name} 1, got {getattr(self, name)}")
@@ -215,6 +228,7 @@ class LLMOptions:
             num_speculative_tokens=self.num_speculative_tokens,
             chunked_prefill=self.enable_chunked_prefill,
             prefix_caching=self.enable_prefix_caching,
+            decode_context_parallel=self.decode_context_parallel,
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_cache_bytes=self.prefix_cache_bytes,
             num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,

@@ -18,6 +18,7 @@ from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.ranks import cache_shares
 from absorbed_mla.generation.requests import Progress, Statistics
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.load import load_model, open_model, require_model
@@ -197,10 +198,12 @@ def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
     utilization = options.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)
     room = free - (1 - utilization) * total
-    tokens = int(room // all_block_bytes(model)) * BLOCK_SIZE
+    shares = cache_shares() if options.decode_context_parallel else 1
+    tokens = int(room * shares // all_block_bytes(model)) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
-    group = parallel_state.get_model_parallel_group()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    groups = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
+    for group in groups:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     if least < BLOCK_SIZE:
         raise ValueError(
             f"gpu_memory_utilization {utilization} leaves no memory for a cache: of "

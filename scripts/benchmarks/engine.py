@@ -54,7 +54,7 @@ from benchmarks.engine_requests import (
     workload,
 )
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, dims_of, list_of, one_of
+from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, list_of, one_of
 from benchmarks.kit.report import Report
 from benchmarks.kit.run import Benchmark
 from console.parser import Parser
@@ -78,10 +78,6 @@ def cases(args: argparse.Namespace) -> list[Case]:
     """Eager ones first: an error in a graph may take the device away."""
     ways = (False, True) if args.num_cuda_graphs else (False,)
     return [Case(one, graphs) for graphs in ways for one in args.implementations]
-
-
-def _any_count(text: str) -> int:
-    return 0 if text.strip() == "0" else count(text)
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ class EngineBenchmark(Benchmark):
         blocks = "blocks of 64 tokens in the cache (default: too few for --max-requests)"
         add("--blocks", type=count, help=blocks)
         graphs = "batch sizes to capture as CUDA graphs, 0 for none"
-        add("--num-cuda-graphs", type=_any_count, default=16, help=graphs)
+        add("--num-cuda-graphs", type=count_or_none, default=16, help=graphs)
         add("--num-layers", type=count, default=4, help="decoder layers of the model")
         add("--heads", type=count, default=128, help="attention heads of each layer")
         add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")

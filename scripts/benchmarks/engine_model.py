@@ -39,6 +39,7 @@ def build(
         ValueError: If it cannot be built here.
     """
     import torch
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     from absorbed_mla.generation.cuda_graphs import graph_fields, seed_generators
@@ -51,6 +52,7 @@ def build(
         num_layers=args.num_layers,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.heads,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         rotary_scaling_factor=1.0,
         mscale_all_dim=0.0,
         cache_mla_latents=True,

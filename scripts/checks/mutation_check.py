@@ -54,16 +54,6 @@ MUTATIONS = {
     "muon_states_are_joined": Mutation(
         "absorbed_mla/muon/step.py", "            if state:\n", "            if False:\n"
     ),
-    "gradients_of_recomputation_in_graphs": Mutation(
-        "absorbed_mla/graph_capture.py",
-        "        return inputs\n",
-        "        return inputs\n    return inputs\n",
-    ),
-    "mask_of_a_capture": Mutation(
-        "absorbed_mla/graph_capture.py",
-        "    if is_graph_capturing():\n        return None\n",
-        "    if is_graph_capturing():\n        return attention_mask\n",
-    ),
     "softmax_scale": Mutation(
         "absorbed_mla/dims.py",
         "math.sqrt(dims.qk_head_dim)",
@@ -283,6 +273,31 @@ MUTATIONS = {
         "absorbed_mla/absorb.py",
         '"sbnk,sbnc->nkc", x, grad',
         '"sbnk,sbnc->nkc", x[:1], grad[:1]',
+    ),
+    "shared_cache_owner_of_a_token": Mutation(
+        "absorbed_mla/inference/cache_ranks.py",
+        "(self.size - 1 - self.rank)) // self.size",
+        "(self.size - 1)) // self.size",
+    ),
+    "shared_cache_writes_all_tokens": Mutation(
+        "absorbed_mla/inference/cache_ranks.py",
+        "torch.where(own, block, unused)",
+        "block",
+    ),
+    "shared_cache_gathered_from_rank_0": Mutation(
+        "absorbed_mla/inference/interleaved.py",
+        ".roll(-(start % ranks.size), dims=0)",
+        "",
+    ),
+    "shared_cache_memory": Mutation(
+        "absorbed_mla/inference/interleaved_context.py",
+        "self.block_size_tokens = whole // self.cache_ranks.size",
+        "pass",
+    ),
+    "context_parallel_ranks_draw_tokens_each": Mutation(
+        "absorbed_mla/generation/ranks.py",
+        "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
+        "        pass",
     ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",

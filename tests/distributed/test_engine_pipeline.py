@@ -195,22 +195,23 @@ def test_parity_of_replicas():
 
 @needs.processes(4)
 @pytest.mark.parametrize(
-    "fields, sizes",
+    "fields, sizes, options",
     [
-        ({"sequence_parallel": True}, {"tp": 2, **STAGES}),
-        ({"moe_token_dispatcher_type": "alltoall"}, {**EXPERTS, **STAGES}),
+        ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {}),
+        ({"sequence_parallel": True}, {"tp": 2, **STAGES}, {"decode_context_parallel": True}),
+        ({"moe_token_dispatcher_type": "alltoall"}, {**EXPERTS, **STAGES}, {}),
         # Experts' ranks are the tensor-parallel ones, so replicas need not wait for each other.
-        ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}),
+        ({"sequence_parallel": True}, {"tp": 2, **EXPERTS, "expert_tensor_parallel_size": 1}, {}),
     ],
-    ids=["tp-pp", "ep-pp", "ep-in-tp"],
+    ids=["tp-pp", "tp-pp-shared-cache", "ep-pp", "ep-in-tp"],
 )
-def test_together(fields, sizes):
+def test_together(fields, sizes, options):
     with world.parallel(**sizes):
         own = parallel_state.get_data_parallel_rank()
     prompts, sampling = PROMPTS[own : own + 2 + own], SAMPLING[own : own + 2 + own]
     fields = {**fields, "expert_tensor_parallel_size": sizes.get("expert_tensor_parallel_size")}
     model = model_of(experts=True, fields=fields)
-    found, _ = run(model, prompts, sampling, sizes=sizes, **CROWDED)
+    found, _ = run(model, prompts, sampling, sizes=sizes, **CROWDED, **options)
     whole = model_of(experts=True, fields={**fields, "sequence_parallel": False})
     expected, _ = run(whole, prompts, sampling)
     assert_same(found, expected)

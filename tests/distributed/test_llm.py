@@ -121,6 +121,12 @@ def test_bfloat16_and_chunks(saved):
     assert all(map(len, generated(path, dtype="bfloat16", **options)))
 
 
+@needs.processes(2)
+def test_shared_cache(saved):
+    path, expected = saved("experts")
+    assert generated(path, decode_context_parallel=True, max_num_batched_tokens=64) == expected
+
+
 @pytest.fixture(scope="module")
 def drafting(folder):
     """A folder with an MTP layer, whose weights are random: few drafts are right."""

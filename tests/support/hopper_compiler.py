@@ -111,6 +111,22 @@ def decode_kernels() -> None:
     )
 
 
+def fp8_cache_kernels() -> None:
+    """Rows of an FP8 cache written and read, and decode over them by Triton."""
+    from absorbed_mla.fp8_latents import Fp8Latents
+    from absorbed_mla.kernels import fp8_latents, operators
+
+    requests, length, latents = 128, 8192, Fp8Latents(KV_LORA_RANK, ROPE)
+    kv = torch.zeros(64, KV_LORA_RANK + ROPE, dtype=BF16)
+    cache = torch.zeros(length // 64, 64, latents.row_bytes, dtype=torch.uint8)
+    fp8_latents.encode(kv, *latents.parts(cache[0]))
+    fp8_latents.decode(*latents.parts(cache[0]), kv)
+    lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
+    table = torch.zeros(requests, length // 64, dtype=torch.int32)
+    query = [torch.zeros(requests, 16, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
+    operators.paged_attention_forward(*query, cache, *lists, table, 1, length, 0.1, 0, None, False)
+
+
 def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:
     """Sparse attention, forward and one of its backwards."""
     from absorbed_mla.core_attention.types import OutputGradient
@@ -223,6 +239,7 @@ if __name__ == "__main__":
     training_kernels()
     search_kernel()
     decode_kernels()
+    fp8_cache_kernels()
     # Tiles of one token and of four; backward by atomics and in order: each of both once.
     sparse_kernels("hopper", HEADS, deterministic=True)
     sparse_kernels("hopper", 16, deterministic=False)

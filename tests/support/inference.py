@@ -48,6 +48,8 @@ class PagedStep:
         part_keys: Keys in a part of the cache; None: one part has all.
     """
 
+    ranks = None
+
     def __init__(
         self,
         lengths: RowLengths,

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.index_keys import index_keys
+from absorbed_mla.inference.interleaved import InterleavedPart
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -43,6 +45,11 @@ class DynamicCache:
     ) -> DynamicStep:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
+        if options.batch_invariant and _ranks(context) is not None:
+            raise ValueError(
+                "batch_invariant=True does not go with a cache that tensor-parallel ranks share "
+                "(decode_context_parallel): they would sum up parts of the keys"
+            )
         tokens, offset = len(kv), layer_offset()
         step = DynamicStep(context, layer_number - offset, tokens, offset)
         step.require_rows(kv)
@@ -80,7 +87,8 @@ class DynamicStep:
             )
         self.context, self.layer_number = context, layer_number
         self.layer_offset = layer_offset
-        self.block_size = int(context.block_size_tokens)
+        self.ranks = _ranks(context)
+        self.block_size = int(context.block_size_tokens) // (self.ranks.size if self.ranks else 1)
         # Drafts after the last token of a full context are computed, and then discarded.
         drafts = getattr(context, "num_speculative_tokens", 0)
         self.max_position = int(context.max_sequence_length) + drafts
@@ -129,11 +137,25 @@ class DynamicStep:
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
         rows = kv.view(self.context.memory_buffer.dtype)
-        self.context.append_key_value_cache(self.layer_number, rows, None)
+        if self.ranks is None:
+            self.context.append_key_value_cache(self.layer_number, rows, None)
+            return
+        count, view = self.context.padded_active_token_count, self.context.gpu_view
+        place = self.ranks.places(
+            view.token_to_block_idx[:count],
+            view.token_to_local_position_within_kv_block[:count],
+            self.context.kv_block_allocator.dummy_block_idx,
+        )
+        self._cache()[place] = rows.squeeze(1)[:count]
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""
         context = self.context
+        if self.ranks is not None:
+            raise ValueError(
+                "decode_context_parallel=True does not go with sparse attention "
+                "(experimental_attention_variant='dsa'): index keys are whole on every rank"
+            )
         if context.is_hybrid_model:
             raise ValueError(
                 "a DynamicInferenceContext of a hybrid model does not keep index keys; with "
@@ -151,8 +173,20 @@ class DynamicStep:
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
         """See :class:`InferenceStep`."""
-        cache, _, _ = self.context.key_value_cache(self.layer_number)
-        yield CachePart(cache.view(self.row_dtype or cache.dtype), self.rows)
+        if self.ranks is None:
+            yield CachePart(self._cache(), self.rows)
+        else:
+            yield InterleavedPart(self._cache(), self.rows, ranks=self.ranks)
+
+    def _cache(self) -> Tensor:
+        """The layer's rows on this rank, [blocks, block_size, C + R] or bytes of FP8 rows."""
+        cache = self.context.key_value_cache(self.layer_number)[0]
+        return cache.view(self.row_dtype or cache.dtype)
+
+
+def _ranks(context: Any) -> CacheRanks | None:
+    """Those that share the latents, in an ``InterleavedContext``."""
+    return getattr(context, "cache_ranks", None)
 
 
 def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:

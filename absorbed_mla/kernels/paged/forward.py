@@ -79,7 +79,8 @@ def forward(
     if not tokens:
         return out, lse
     rows = None if batch_invariant else max_query_length * heads
-    blocks, warps = plan.blocks_for(q_content.dtype, kv_lora_rank, rope, q_content.device, rows)
+    fp8, widths = cache.dtype == torch.uint8, (kv_lora_rank, rope)
+    blocks, warps = plan.blocks_for(q_content.dtype, *widths, q_content.device, rows, fp8)
     tiles = plan.tiles_for(len(query_starts), heads, tokens, max_query_length, blocks.rows)
     resident = plan.resident(blocks, kv_lora_rank, rope, q_content.dtype, q_content.device)
     num_splits = 1 if batch_invariant else num_splits
@@ -113,7 +114,7 @@ def forward(
         BLOCK_M=blocks.rows,
         BLOCK_N=blocks.keys,
         BLOCK_SIZE=cache.shape[1],
-        GROUP=min(GROUP, kv_lora_rank) if cache.dtype == torch.uint8 else 0,
+        GROUP=min(GROUP, kv_lora_rank) if fp8 else 0,
         SPLIT=split_kv.splits,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
@@ -188,6 +189,8 @@ def _paged_kernel(
     row = tl.arange(0, BLOCK_M)
     head = (head_block * HB + row % HB).to(tl.int64)
     end = end_tile + tl.where(end_block > 0, 1, 0)
+    strides = stride_kc_b, stride_kc_s, stride_sc_b, stride_sc_s, stride_kr_b, stride_kr_s
+    parts = latent_ptr, scales_ptr, k_rope_ptr, strides
     # There are no registers to keep what is the same for all tiles.
     for tile in tl.range(first_tile, end, disable_licm=True):
         entry = tiles_ptr + tile * TABLE_COLUMNS
@@ -209,24 +212,30 @@ def _paged_kernel(
         total = tl.full([BLOCK_M], 0.0, tl.float32)
         acc = tl.full([BLOCK_M, C], 0.0, tl.float32)
         block = load_blocks(block_list, key_start, key_end, BLOCK_N, BLOCK_SIZE)
+        if GROUP:
+            raw = _load_fp8(parts, block, key_start, key_end, C, R, BLOCK_N, BLOCK_SIZE, GROUP)
+            block = load_blocks(block_list, key_start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
         for start in range(key_start, key_end, BLOCK_N):
             # [BLOCK_N]
             key = start + tl.arange(0, BLOCK_N)
             there = key < key_end
-            block, slot = block.to(tl.int64), (key % BLOCK_SIZE).to(tl.int64)
             # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
-            kc = load_rows(latent_ptr, block * stride_kc_b + slot * stride_kc_s, there, C)
             if GROUP:
-                scales = block * stride_sc_b + slot * stride_sc_s
-                scales = load_rows(scales_ptr, scales, there, C // GROUP)
-                kc = narrow(scaled(kc, scales, C, GROUP, INTERPRETED), qc.dtype, INTERPRETED)
-            kr = kc
-            if R > 0:
-                kr = load_rows(k_rope_ptr, block * stride_kr_b + slot * stride_kr_s, there, R)
-                if GROUP and kr.dtype != qr.dtype:
-                    kr = narrow(kr.to(tl.float32), qr.dtype, INTERPRETED)
+                kc, kr = _decoded(raw, qc.dtype, C, GROUP, INTERPRETED)
+                # The pipeliner copies nothing ahead that is not an operand as it lies.
+                following = start + BLOCK_N
+                raw = _load_fp8(parts, block, following, key_end, C, R, BLOCK_N, BLOCK_SIZE, GROUP)
+                ahead = start + 2 * BLOCK_N
+            else:
+                slots = block.to(tl.int64) * stride_kc_b
+                slots += (key % BLOCK_SIZE).to(tl.int64) * stride_kc_s
+                kc = load_rows(latent_ptr, slots, there, C)
+                kr = kc
+                if R > 0:
+                    kr = load_rows(k_rope_ptr, slots, there, R)
+                ahead = start + BLOCK_N
             # Load the next ones now: the pipeliner prefetches no loads that depend on others.
-            block = load_blocks(block_list, start + BLOCK_N, key_end, BLOCK_N, BLOCK_SIZE)
+            block = load_blocks(block_list, ahead, key_end, BLOCK_N, BLOCK_SIZE)
             seen = (key[None, :] <= last_key[:, None]) & there[None, :]
             largest, total, acc = attend_to_keys(
                 qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
@@ -251,10 +260,61 @@ def _paged_kernel(
 
 
 @triton.jit
-def scaled(bits, scales, C: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Latents [BLOCK_N, C] in fp32 of the bits of e4m3, and scales [BLOCK_N, C / GROUP]."""
-    wide = tl.reshape(from_e4m3(bits, INTERPRETED), [bits.shape[0], C // GROUP, GROUP])
-    return tl.reshape(wide * scales[:, :, None], [bits.shape[0], C])
+def _load_fp8(
+    parts,
+    block,
+    start,
+    key_end,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Of FP8 rows from ``start`` on: bytes [BLOCK_N, C], scales [BLOCK_N, C / GROUP], [BLOCK_N, R].
+
+    Zero from ``key_end`` on; rows without k_rope have the bytes twice.
+
+    Args:
+        parts: Pointers to these of the cache, and their strides of blocks and slots.
+        block: Of the cache, [BLOCK_N] or one for all.
+        start: First key.
+        key_end: One past the last.
+        C: Bytes of a row.
+        R: Width of k_rope.
+        BLOCK_N: Keys.
+        BLOCK_SIZE: Slots of a block.
+        GROUP: Bytes with one scale.
+    """
+    latent_ptr, scales_ptr, k_rope_ptr, strides = parts
+    key = start + tl.arange(0, BLOCK_N)
+    there = key < key_end
+    block, slot = block.to(tl.int64), (key % BLOCK_SIZE).to(tl.int64)
+    values = load_rows(latent_ptr, block * strides[0] + slot * strides[1], there, C)
+    # Rows lie multiples of 16 bytes apart, which only those of bytes say by themselves.
+    scales = tl.multiple_of(block * strides[2] + slot * strides[3], [4])
+    scales = load_rows(scales_ptr, scales, there, C // GROUP)
+    k_rope = values
+    if R > 0:
+        k_rope = tl.multiple_of(block * strides[4] + slot * strides[5], [8])
+        k_rope = load_rows(k_rope_ptr, k_rope, there, R)
+    return values, scales, k_rope
+
+
+@triton.jit
+def _decoded(
+    raw, TYPE: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Keys [BLOCK_N, C] and [BLOCK_N, R] of what :func:`_load_fp8` returned, in the query's type.
+
+    With the bits of latents that were decoded before.
+    """
+    values, scales, k_rope = raw
+    wide = from_e4m3(values, INTERPRETED)
+    wide = tl.reshape(wide, [values.shape[0], C // GROUP, GROUP]) * scales[:, :, None]
+    if k_rope.dtype != TYPE:
+        k_rope = narrow(k_rope.to(tl.float32), TYPE, INTERPRETED)
+    return narrow(tl.reshape(wide, [values.shape[0], C]), TYPE, INTERPRETED), k_rope
 
 
 @triton.jit

@@ -30,6 +30,7 @@ _NUMBERS = (
 )
 _SWITCHES = (
     ("prompt-logprobs", "allow log-probabilities of prompts"),
+    ("decode-context-parallel", "processes share the cache: as many times the tokens"),
     ("parity", "equal tokens to the bit whatever runs beside a request; slower"),
     ("cuda-graphs", "capture decode steps as CUDA graphs"),
 )

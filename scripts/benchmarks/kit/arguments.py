@@ -40,6 +40,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_or_none(text: str) -> int:
+    """The type of options that take a whole number of at least 0."""
+    return 0 if text.strip() == "0" else count(text)
+
+
 def seconds(text: str) -> float:
     """A finite number above 0."""
     try:

@@ -219,6 +219,7 @@ class TestRefused:
         [
             ({"host_cache_tokens": 63}, "host_cache_tokens must be 0 or at least 64, got 63"),
             ({"num_cuda_graphs": 4}, "host_cache_tokens needs num_cuda_graphs=None"),
+            ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
             (
                 {"inference_config": {"unified_memory_level": 1}},
                 "host_cache_tokens needs inference_config unified_memory_level=0, got 1",

@@ -16,6 +16,7 @@ SIZES = {"max_sequence_length": 100, "max_requests": 3}
         ({"max_sequence_length": 1}, "max_sequence_length must be at least 2"),
         ({"max_requests": 0}, "max_requests at least 1"),
         ({"cache_tokens": 63}, "cache_tokens must be at least 64, got 63"),
+        ({"decode_context_parallel": 2}, "decode_context_parallel must be True or False, got 2"),
     ],
 )
 def test_refused_options(changes, error):
@@ -30,6 +31,8 @@ def test_refused_options(changes, error):
         ({}, 2, 4, 2048, 6),
         ({"max_requests": 70, "step_tokens": 1}, 3, 72, 192, 140),
         ({"cache_tokens": 200}, 1, 3, 2048, 3),
+        # Of the bytes of 6 and one more blocks, a rank has a part.
+        ({"decode_context_parallel": True}, 4, 4, 2048, 7 / 4 - 1),
     ],
 )
 def test_sizes_of_megatron(changes, tp, requests, tokens, blocks):

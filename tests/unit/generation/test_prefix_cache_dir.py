@@ -324,6 +324,7 @@ class TestRefused:
         ("changes", "error"),
         [
             ({"prefix_caching": False}, "prefix_cache_dir needs prefix_caching=True, got False"),
+            ({"decode_context_parallel": True}, "needs decode_context_parallel=False, got True"),
             (
                 {
                     "inference_config": {

@@ -258,11 +258,11 @@ class Kernel:
         return torch.zeros_like(q_content), torch.zeros_like(q_content[..., 0])
 
 
-@pytest.mark.parametrize("form", ["auto", "absorbed"])
-def test_capture(monkeypatch, form):
+@pytest.mark.parametrize(("form", "setup"), [("auto", {}), ("absorbed", {}), ("auto", FP8)])
+def test_capture(monkeypatch, form, setup):
     """Nothing between the kernels waits for the device, in prefill and in decode."""
     monkeypatch.setattr(PAGED_BACKENDS, "examine", lambda name, request: ([Kernel], {}))
-    layer = build(form)
+    layer = build(form, setup)
     # As Megatron does: once without a graph, then captured.
     for watched in (contextlib.nullcontext, Captured):
         host = Host(layer, **GRAPHS)

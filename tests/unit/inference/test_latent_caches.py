@@ -31,6 +31,7 @@ class ToyStep:
     """See ``InferenceStep``: the whole tensor is one block."""
 
     windowed = False
+    ranks = None
 
     def __init__(self, latents: dict[int, Tensor], layer: int, kv: Tensor) -> None:
         self.latents, self.layer = latents, layer

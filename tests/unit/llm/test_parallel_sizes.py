@@ -72,6 +72,25 @@ def test_tensor_parallel_size(given, count, expected):
             "cuda_graphs needs pipeline_parallel_size 1, got 2",
         ),
         (
+            {"decode_context_parallel": True},
+            None,
+            "decode_context_parallel=True needs tensor_parallel_size .* at least 2 .* got 1",
+        ),
+        (
+            {"decode_context_parallel": True, "tensor_parallel_size": 2, "parity": True},
+            None,
+            "parity needs decode_context_parallel False, got True",
+        ),
+        (
+            {
+                "decode_context_parallel": True,
+                "tensor_parallel_size": 2,
+                "latent_cache_dtype": "fp8",
+            },
+            None,
+            "latent_cache_dtype must be 'model' with decode_context_parallel, got 'fp8'",
+        ),
+        (
             {"expert_parallel_size": 2, "cuda_graphs": True},
             None,
             "cuda_graphs needs expert_parallel_size 1, got 2",

@@ -14,6 +14,7 @@ from benchmarks.cached_attention import CachedBenchmark as CachedAttention
 from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
+from benchmarks.decode_context_parallel import SharedBenchmark as SharedCache
 from benchmarks.dsa import DSABenchmark as DSA
 from benchmarks.dsa_decode import DSADecodeBenchmark as DSADecode
 from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
@@ -128,6 +129,12 @@ MISTAKES = {
         (["--micro-batch-size", "3"], "must be a multiple of --micro-batch-size x --gpus = 3"),
         (["--render", "/nowhere.json"], FILE),
     ],
+    SharedCache: [
+        ([], "a cache is shared by 2 or more processes, got 1"),
+        (["--context", "0"], f"argument --context: {COUNT}"),
+        (["--num-cuda-graphs", "-1"], f"argument --num-cuda-graphs: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+    ],
     FP8Training: [
         (["--precisions", "mxfp8"], "expected some of bf16, bf16-absorbed, tensorwise, blockwise"),
         (["--attentions", "flash"], "expected some of absorbed, standard"),
@@ -144,6 +151,7 @@ MISTAKES = {
     ],
 }
 WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
+WITHOUT_FOLDER |= {SharedCache}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

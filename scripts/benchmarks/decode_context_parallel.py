@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Measure decode steps of tensor-parallel ranks that share the cache, beside ranks that do not.
+
+    $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py \
+          --json docs/inference/decode-context-parallel-2.json
+    $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py --device cpu \
+          --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 \
+          --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 \
+          --vocab-size 128 --context 100,200 --batch 2,4 --steps 3 --num-cuda-graphs 0
+
+All processes are one tensor-parallel group. For every context and number of requests, Megatron's
+engine reads random prompts and decodes: first with all latents on every rank ("whole"), then with
+latents shared (EngineOptions.decode_context_parallel, "shared"). A row has the median time of a
+step, the rate, and the bytes of the cache of one rank. The note compares both with equally many
+requests, where the larger ratio says from which context on sharing is faster, and with the requests
+that fit into the same memory: with n ranks, n times as many shared ones (give --batch 32,64 on 2
+ranks). A request of 8k tokens in and 8k out holds 12k in the mean: --context 12k is its step.
+Output:
+
+    30.1 s  shared, 64 requests of 8k: step_ms 5.2, tokens_per_second 12300, cache_gib 0.6
+
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import engine_model
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, parse_sizes
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
+from benchmarks.kit.tables import tokens_text
+from console.parser import Parser
+from console.ranks import world_size
+from console.script import leave
+
+if TYPE_CHECKING:
+    from absorbed_mla.generation.engine import Engine
+
+# Steps that run before the clock does.
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests that decode together.
+
+    Attributes:
+        shared: Whether ranks share the cache.
+        context: Tokens of each prompt.
+        batch: Number of requests.
+    """
+
+    shared: bool
+    context: int
+    batch: int
+
+    def __str__(self) -> str:
+        kind = "shared" if self.shared else "whole"
+        return f"{kind}, {self.batch} requests of {tokens_text(self.context)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case.
+
+    Attributes:
+        case: What ran.
+        error: What it raised, or ``""``.
+        seconds: Median of a decode step.
+        cache_bytes: Of the latents of one rank.
+        cache_tokens: That these hold.
+    """
+
+    case: Case
+    error: str = ""
+    seconds: float | None = None
+    cache_bytes: int = 0
+    cache_tokens: int = 0
+
+
+class SharedReport(Report):
+    """One run."""
+
+    row = Row
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """Time, rate and memory."""
+        assert row.seconds is not None
+        return {
+            "step_ms": 1e3 * row.seconds,
+            "tokens_per_second": row.case.batch / row.seconds,
+            "cache_gib": row.cache_bytes / 2**30,
+            "bytes_per_token": row.cache_bytes / row.cache_tokens,
+        }
+
+    @classmethod
+    def notes(cls, reports: Sequence[SharedReport]) -> list[str]:
+        """Rates of shared caches divided by those of whole ones."""
+        return ["\n".join(line for report in reports for line in report.ratios())]
+
+    def ratios(self) -> list[str]:
+        """For equally many requests, and for as many as the same memory holds."""
+        rates = {row.case: self.figures(row)["tokens_per_second"] for row in self.measured}
+        ranks = self.environment["ranks"]
+        lines = []
+        for case, rate in rates.items():
+            for more, what in ((1, "as many requests"), (ranks, "the same memory")):
+                whole = rates.get(Case(False, case.context, case.batch // more))
+                if case.shared and whole and case.batch % more == 0:
+                    lines.append(f"{case}: {rate / whole:.2f} times the rate of {what}")
+        return lines
+
+
+class SharedBenchmark(Benchmark):
+    """Cases on the ranks of one tensor-parallel group."""
+
+    script, description = "decode_context_parallel.py", __doc__
+    report = SharedReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        arguments.use_device(args.device)
+        warnings.filterwarnings("ignore")
+        from megatron.core import parallel_state
+
+        from absorbed_mla.generation.cpu import enable_cpu_inference
+        from benchmarks.kit.processes import Processes
+
+        enable_cpu_inference()
+        self.processes = Processes(args.seed)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.processes.size)
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(
+            parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
+        )
+        add("--context", type=parse_sizes, default="2k,8k,12k", help="tokens of a prompt")
+        add("--batch", type=parse_sizes, default="32,64", help="requests that decode together")
+        add("--steps", type=count, default=20, help="decode steps that are timed")
+        add("--step-tokens", type=count, default=8192, help="most tokens in one forward")
+        graphs = "batch sizes to capture as CUDA graphs, 0 for none"
+        add("--num-cuda-graphs", type=count_or_none, default=2, help=graphs)
+        add("--num-layers", type=count, default=2, help="decoder layers of the model")
+        add("--heads", type=count, default=128, help="attention heads of each layer")
+        add("--ffn-hidden-size", type=count, default=2048, help="width of the MLP")
+        add("--vocab-size", type=count, default=32768, help="rows of the embedding")
+        arguments.add_dims(parser, DIMS)
+
+    @classmethod
+    def check(cls, parser: Parser, args: argparse.Namespace) -> None:
+        """Ranks to share a cache."""
+        if world_size() < 2 and not args.render:
+            parser.error(
+                "a cache is shared by 2 or more processes, got 1; start this script by "
+                "torchrun --nproc-per-node 2"
+            )
+
+    def environment(self) -> dict:
+        """With the sizes of the model."""
+        sizes = {"heads": self.args.heads, "layers": self.args.num_layers}
+        return provenance.describe(
+            self.processes.on_gpu,
+            self.processes.dtype,
+            dims={**dims_of(self.args), **sizes},
+            ranks=self.processes.size,
+            cuda_graphs=bool(self.args.num_cuda_graphs),
+        )
+
+    def cases(self) -> list[Case]:
+        """Shorter contexts first."""
+        args = self.args
+        return [
+            Case(shared, context, batch)
+            for context in sorted(args.context)
+            for batch in sorted(args.batch)
+            for shared in (False, True)
+        ]
+
+    def measure(self, case: Case) -> Row:
+        """Measure one case."""
+        from absorbed_mla.generation.cuda_graphs import deleting_graphs
+
+        with deleting_graphs(bool(self.args.num_cuda_graphs) and self.processes.on_gpu):
+            return self._measure(case)
+
+    def _measure(self, case: Case) -> Row:
+        from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
+        from absorbed_mla.generation.engine import Engine
+        from absorbed_mla.generation.options import EngineOptions
+
+        args = self.args
+        # The first requests decode while the prompts of the others are read.
+        reading = case.batch * -(-case.context // args.step_tokens) + case.batch
+        longest = case.context + reading + WARM_UP + args.steps + BLOCK_SIZE
+        args.longest_prompt, args.longest_output, args.batch_invariant = longest, 0, False
+        graphs = bool(args.num_cuda_graphs)
+        model = engine_model.build(
+            engine_model.Case("ours", graphs), args, self.processes, self.processes.dtype
+        )
+        options = EngineOptions(
+            max_sequence_length=-(-longest // BLOCK_SIZE) * BLOCK_SIZE,
+            max_requests=case.batch,
+            step_tokens=args.step_tokens,
+            prefix_caching=False,
+            decode_context_parallel=case.shared,
+            num_cuda_graphs=args.num_cuda_graphs or None,
+        )
+        with Engine(model, options) as engine:
+            seconds = self._decode(engine, case, longest - case.context - BLOCK_SIZE)
+            context = engine.host.context
+            blocks, memory = pool_of(context.kv_block_allocator)[0], context.memory_buffer.nbytes
+        return Row(
+            case,
+            seconds=self.processes.maximum([median(seconds)])[0],
+            cache_bytes=memory,
+            cache_tokens=blocks * BLOCK_SIZE,
+        )
+
+    def _decode(self, engine: Engine, case: Case, most: int) -> list[float]:
+        """Seconds of steps in which every request decodes; each generates ``most`` tokens."""
+        from absorbed_mla.generation.sampling import SamplingParams
+
+        words = Random(self.args.seed)
+        for _ in range(case.batch):
+            prompt = [words.randrange(self.args.vocab_size) for _ in range(case.context)]
+            engine.add_request(prompt, SamplingParams(max_tokens=most, temperature=0))
+        begun: set[int] = set()
+        while len(begun) < case.batch:
+            begun |= {one.number for one in engine.step() if one.tokens}
+        seconds = []
+        for _ in range(WARM_UP + self.args.steps):
+            self.processes.synchronize()
+            start = time.perf_counter()
+            engine.step()
+            self.processes.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return seconds[WARM_UP:]
+
+
+if __name__ == "__main__":
+    leave(SharedBenchmark.main())

@@ -1,0 +1,235 @@
+"""A cache that tensor-parallel ranks share: the tokens of one process, in a part of the memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from absorbed_mla import LLM, AbsorbedMLAOptions
+from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
+from absorbed_mla.inference import interleaved
+from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
+from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
+from tests.support import needs, world
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.paged import PagedCase
+from tests.support.shares import by_shares, share
+
+pytestmark = needs.processes(2, 4)
+
+SHARED = {"decode_context_parallel": True}
+# Some share a block, and cross the end of another together; the others end at and around the end
+# of a block, or leave ranks without a token.
+REQUESTS = [
+    *(Request(prompt(122, seed, shared=70), 9) for seed in range(4)),
+    *(Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)),
+]
+CROWDED = {
+    "step_tokens": 64,
+    "chunked_prefill": True,
+    "prefix_caching": True,
+    "blocks": 7,
+    "paused_blocks": 1,
+}
+
+
+def assert_same(found, expected):
+    for number, (one, other) in enumerate(zip(found.results, expected.results, strict=True)):
+        assert not one.error, one.error
+        assert one.tokens == other.tokens, number
+        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
+
+
+@functools.cache
+def alone(**fields):
+    """What one process generates, with nothing but whole prompts."""
+    with world.parallel(tp=1):
+        return generate(engine_of(generating_model(**fields)), REQUESTS, log_probs=True)
+
+
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=needs.processes(2))])
+def test_crowded(form, monkeypatch):
+    """Chunks, shared prefixes and a cache that is too small, beside one process."""
+    # Few tokens in one exchange, and a context that is gathered in pieces.
+    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=48))
+    found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
+    assert_same(found, alone())
+    done = found.statistics
+    assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@needs.processes(2)
+def test_beside_plain_tensor_parallelism():
+    """The scheduler sees no difference."""
+    model = generating_model()
+    found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
+    plain = generate(engine_of(model, **CROWDED), REQUESTS, log_probs=True)
+    assert_same(found, plain)
+    assert found.statistics == plain.statistics
+
+
+def test_whole_prompts_in_steps_padded_for_graphs():
+    model = generating_model(sequence_parallel=True)
+    found = generate(engine_of(model, num_cuda_graphs=4, **SHARED), REQUESTS, log_probs=True)
+    assert_same(found, alone())
+    assert found.statistics.graph_steps == found.statistics.steps
+
+
+@needs.processes(2)
+def test_drafts():
+    """Several tokens of a request see different numbers of a rank's keys."""
+    model = generating_model(mtp_num_layers=2)
+    options = {"num_speculative_tokens": 2, **CROWDED, **SHARED, "blocks": 20}
+    found = generate(engine_of(model, **options), REQUESTS, log_probs=True)
+    assert_same(found, alone(mtp_num_layers=2))
+    assert found.statistics.drafted > found.statistics.accepted
+
+
+def test_same_memory_holds_more():
+    """By the host's own count of blocks, and by what then happens."""
+    model = generating_model()
+    size = (8 + 1) * BLOCK_SIZE * 2 * 32 * 4 / 2**30  # latents of 24 + 8 in 2 layers, fp32
+    room = {"inference_config": {"buffer_size_gb": size}, "step_tokens": 640}
+    requests = [Request(prompt(65, seed), 3) for seed in range(8)]
+    few = engine_of(model, **room)
+    many = engine_of(model, **room, **SHARED)
+    blocks = [pool_of(engine.host.context.kv_block_allocator)[0] for engine in (few, many)]
+    assert blocks[1] / blocks[0] >= {2: 1.9, 4: 3.7}[world.size()]
+    memory = [engine.host.context.memory_buffer.nbytes for engine in (few, many)]
+    assert memory[1] == memory[0]
+    crowded, roomy = (generate(engine, requests, log_probs=True) for engine in (few, many))
+    assert crowded.statistics.most_rows == 4 and roomy.statistics.most_rows == 8
+    assert_same(roomy, crowded)
+
+
+def test_cache_tokens_take_a_part_of_the_memory():
+    model = generating_model()
+    whole, part = (engine_of(model, **more).host.context for more in ({}, SHARED))
+    assert pool_of(whole.kv_block_allocator) == pool_of(part.kv_block_allocator)
+    assert whole.memory_buffer.nbytes == world.size() * part.memory_buffer.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "queries, keys",
+    [((1, 1, 1, 1, 1), (1, 2, 16, 17, 40)), ((5, 1, 3, 18, 0), (5, 33, 3, 49, 0))],
+    ids=["decode", "chunks"],
+)
+def test_attention(dtype, queries, keys):
+    """Over the shares of all ranks, as over the whole cache, in the order of ranks to the bit."""
+    case = PagedCase(queries, keys, heads=4, dtype=dtype, padding=3)
+    q_content, q_rope, cache, rows, scale = case.inputs(world.device())
+    ranks = CacheRanks(world.tp_group())
+    own_heads = slice(ranks.rank * 4 // ranks.size, (ranks.rank + 1) * 4 // ranks.size)
+    own = [x[:, own_heads] for x in (q_content, q_rope)]
+    backend = InterleavedAttention(REFERENCE, ranks)
+    own_keys = share(cache, ranks.rank, ranks.size)
+    out, lse = backend.forward(*own, own_keys, rows, scale)
+
+    one, other = REFERENCE.forward(q_content, q_rope, cache, rows, scale)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, one[:, own_heads].to(lse.dtype), rtol=0, atol=8 * eps)
+    torch.testing.assert_close(lse, other[:, own_heads], rtol=0, atol=1e-5)
+    expected = by_shares(
+        REFERENCE, ranks.size, q_content, q_rope, cache, rows, scale, heads=own_heads
+    )
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("start, end", [(0, 1), (0, 40), (5, 6), (7, 33), (16, 16), (39, 40)])
+def test_gathered_keys(start, end):
+    case = PagedCase((1,), (40,), dtype=torch.float32)
+    _, _, cache, rows, _ = case.inputs()
+    ranks = CacheRanks(world.tp_group())
+    found = torch.empty(end - start, cache.shape[-1])
+    own = share(cache, ranks.rank, ranks.size)
+    InterleavedPart(own, rows, ranks=ranks).gather(0, start, end, found)
+    places = torch.arange(start, end)
+    expected = cache[rows.block_table[0].long()[places // 16], places % 16]
+    assert torch.equal(found, expected)
+
+
+@needs.processes(4)
+def test_replicas_that_share_experts():
+    """A rank without requests takes part in the experts' exchange, and in that of its replica."""
+    fields = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_layer_freq": [0, 1],
+    }
+    sizes = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    with world.parallel(tp=2, **sizes):
+        own = parallel_state.get_data_parallel_rank()
+        requests = REQUESTS[:2] if own else REQUESTS[2:7]
+        model = generating_model(sequence_parallel=True, **fields, **sizes)
+        found = generate(engine_of(model, **CROWDED, **SHARED), requests, log_probs=True)
+        plain = generate(engine_of(model, **CROWDED), requests, log_probs=True)
+    assert_same(found, plain)
+
+
+def test_refused():
+    accepted = "decode_context_parallel=True needs tensor_parallel_size .* at least 2 .* got 1"
+    with world.parallel(tp=1), pytest.raises(ValueError, match=accepted):
+        engine_of(generating_model(), **SHARED)
+    parity = generating_model(AbsorbedMLAOptions(batch_invariant=True))
+    with pytest.raises(ValueError, match=r"decode_context_parallel=True .* parity mode"):
+        engine_of(parity, **SHARED)
+    with pytest.raises(ValueError, match=r"decode_context_parallel=True .* parity mode"):
+        LLM.from_model(parity, tokenizer="bytes", max_model_len=64, **SHARED)
+    rounded = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
+    with pytest.raises(ValueError, match=r"decode_context_parallel=True .* 'fp8'"):
+        engine_of(rounded, **SHARED)
+    with pytest.raises(ValueError, match=r"decode_context_parallel=True .* sparse attention"):
+        engine_of(generating_model(**generating_fields()), **SHARED)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}], ids=str)
+def test_under_context_parallelism(sizes):
+    """As a model is trained over context-parallel ranks: they share the cache, and agree."""
+    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
+        pytest.skip("needs as many processes")
+    with world.parallel(**sizes):
+        model = generating_model(context_parallel_size=sizes["cp"])
+        engine = engine_of(model, **CROWDED, **SHARED)
+        found = generate(engine, REQUESTS, log_probs=True)
+        whole = engine_of(model).host.context.memory_buffer
+        part = engine_of(model, **SHARED).host.context.memory_buffer
+        assert whole.nbytes == world.size() * part.nbytes
+    assert_same(found, alone())
+
+
+@needs.processes(2)
+def test_context_parallel_ranks_agree():
+    """Also where their logits differ, as kernels may make them that sum up in any order."""
+    with world.parallel(cp=2):
+        model = generating_model(context_parallel_size=2)
+        expected = generate(engine_of(model, **SHARED), REQUESTS[:2])
+        other = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10 * world.rank()
+        with torch.no_grad():
+            model.register_forward_hook(lambda module, inputs, output: output + other)
+        assert generate(engine_of(model, **SHARED), REQUESTS[:2]).tokens == expected.tokens
+
+
+@needs.processes(2)
+def test_context_parallel_ranks_without_a_shared_cache():
+    with world.parallel(cp=2):
+        engine = engine_of(generating_model(context_parallel_size=2))
+        with pytest.raises(ValueError, match=r"context_parallel_size=1, got 2: .* decode_context"):
+            generate(engine, REQUESTS[:1])
+
+
+@needs.processes(2)
+def test_drafts_are_refused_under_context_parallelism():
+    with world.parallel(cp=2):
+        model = generating_model(context_parallel_size=2, mtp_num_layers=1)
+        with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
+            engine_of(model, num_speculative_tokens=1, **SHARED)
