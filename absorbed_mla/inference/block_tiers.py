@@ -99,6 +99,8 @@ class BlockTiers:
         # Whether a block's latents are of any use.
         self._filled = torch.zeros(total, dtype=torch.bool)
         self._copies = Copies(device)
+        # Blocks of each row of the step that the plan was made for.
+        self._planned: Tensor | None = None
 
     @property
     def num_streamed(self) -> int:
@@ -131,16 +133,21 @@ class BlockTiers:
         position[table[there]] = places
         column = position.clone()
         position[token_blocks] = _WRITTEN
-        self._move(position)
+        moved = self._move(position)
         self._filled[token_blocks] = True
-        windows, number, stride = self._windows(column, len(columns))
         padding = len(self._slot) - 1
         whole = torch.full((num_rows, len(columns)), padding)
         whole[: len(table)] = torch.where(there, table, padding)
         device = self._memory.device
-        tables = to_device(
-            lambda: torch.stack((number[whole], stride[whole])).to(torch.int32), device
-        )
+        if moved or self._planned is None or not torch.equal(self._planned, whole):
+            # Else, as in most steps that decode, the last step's are right.
+            windows, number, stride = self._windows(column, len(columns))
+            tables = to_device(
+                lambda: torch.stack((number[whole], stride[whole])).to(torch.int32), device
+            )
+            self._planned = whole
+        else:
+            windows, tables = self.plan.windows, self.plan.tables
         slots = to_device(lambda: self._slot[token_blocks], device)
         self.plan = StepPlan(windows, tables, slots)
 
@@ -201,8 +208,8 @@ class BlockTiers:
         if self._memory.is_cuda:
             torch.cuda.current_stream(self._memory.device).synchronize()
 
-    def _move(self, position: Tensor) -> None:
-        """Bring blocks of the step to the device, instead of others.
+    def _move(self, position: Tensor) -> bool:
+        """Bring blocks of the step to the device, instead of others; whether there were any.
 
         What is written to must come, if need be for what stands first in a request: later requests
         read the windows of that together. Other blocks of the step come where the device holds
@@ -220,6 +227,7 @@ class BlockTiers:
         if count:
             filled = self._filled & (position != _FREE)
             self._swap(coming[:count], going[:count], filled)
+        return bool(count)
 
     def _swap(self, coming: Tensor, going: Tensor, filled: Tensor) -> None:
         """Exchange the slots of blocks in host memory with those of blocks on the device."""
