@@ -40,6 +40,20 @@ def test_every_way_gives_the_same_bits(layers, dtype, sequence_parallel):
         assert differences(model) == []
 
 
+def test_every_way_over_an_fp8_cache_gives_the_same_bits():
+    """Ranks round the same latents, of which each has all."""
+    options = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
+    with batch_invariant_mode():
+        model = parity_model(
+            torch.bfloat16,
+            options=options,
+            tensor_model_parallel_size=world.tp_size(),
+            sequence_parallel=True,
+            **LAYERS["dense"],
+        )
+        assert differences(model) == []
+
+
 def parts(dtype: torch.dtype = torch.float32, rows: int = 8) -> torch.Tensor:
     """This rank's summand, [rows, 5]."""
     generator = torch.Generator().manual_seed(world.rank())
