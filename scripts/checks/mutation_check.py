@@ -41,6 +41,17 @@ class Mutation:
 
 
 MUTATIONS = {
+    "fp8_scale_of_first_group": Mutation(
+        "absorbed_mla/kernels/paged/forward.py", "* scales[:, :, None]", "* scales[:, :1, None]"
+    ),
+    "fp8_own_tokens_not_rounded": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "own = kv if self.fp8 is None else self.fp8.rounded(kv)",
+        "own = kv",
+    ),
+    "fp8_training_not_rounded": Mutation(
+        "absorbed_mla/attention.py", "kv = self.cached_attention.rounded(kv)", "pass"
+    ),
     "rope_pairing": Mutation(
         "absorbed_mla/rope.py",
         "x[..., 0::2].to(compute), x[..., 1::2].to(compute)",

@@ -15,6 +15,7 @@ from tests.support.paged import PagedCase, fp8_inputs, naive
 from tests.support.refusal import refusal
 from tests.unit.kernels.paged import (
     DEVICE,
+    ON_GPU,
     assert_chunks_have_the_same_bits,
     assert_equals_reference,
     assert_same_bits,
@@ -38,6 +39,11 @@ CASES = {
     "four_scales": PagedCase((1, 2), (40, 66), heads=16, kv_lora_rank=512, rope=64, block_size=64),
     "window": replace(MIXED, window=(37, 100)),
 }
+if ON_GPU:
+    DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), kv_lora_rank=512, rope=64, block_size=64)
+    CASES |= {f"deep_{heads}": replace(DEEP, heads=heads) for heads in (8, 16, 32, 128)}
+    CASES["deep_decode"] = replace(DEEP, query_lengths=(1, 1, 0, 1), heads=16)
+    CASES["deep_prefill"] = replace(DEEP, query_lengths=(300, 2, 0, 500), heads=16)
 
 
 def latents_of(width: int, rope: int, tokens: int = 37, dtype=torch.float32) -> torch.Tensor:
@@ -162,7 +168,9 @@ class TestAttention:
         inputs, window = fp8_inputs(case, DEVICE), case.window or (0, None)
         assert_equals_reference(attend(inputs, window), decoded(inputs, torch.float64), window)
 
-    @pytest.mark.parametrize("name", ["block_100", "fp16", "four_scales"])
+    @pytest.mark.parametrize(
+        "name", ["block_100", "fp16", "four_scales", *(["deep_128"] if ON_GPU else [])]
+    )
     def test_parity_mode_has_the_bits_of_decoded_latents(self, name):
         """Which are those of training that attends to these."""
         inputs = fp8_inputs(CASES[name], DEVICE)
