@@ -146,7 +146,7 @@ class DynamicStep:
             view.token_to_local_position_within_kv_block[:count],
             self.context.kv_block_allocator.dummy_block_idx,
         )
-        self._cache()[place] = rows.squeeze(1)[:count]
+        self._cache()[place] = kv.squeeze(1)[:count]
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""

@@ -54,10 +54,14 @@ def with_large_cache(model, requests):
 
 
 class TestTokens:
-    @pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
-    def test_one_context_of_several_devices(self, form):
+    @pytest.mark.parametrize(
+        ("form", "cached"),
+        [("auto", "model"), ("absorbed", "model"), ("expanded", "model"), ("auto", "fp8")],
+    )
+    def test_one_context_of_several_devices(self, form, cached):
         """1,020 tokens over the 320 that the device holds."""
-        model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=100))
+        options = AbsorbedMLAOptions(form=form, context_chunk_size=100, latent_cache_dtype=cached)
+        model = generating_model(options)
         found = generate(engine_of(model, **SMALL), [LONG], log_probs=True)
         assert found.statistics.streamed_blocks > 20 * 10
         assert_generates(found, with_large_cache(model, [LONG]))
