@@ -186,7 +186,7 @@ def test_refused():
     with pytest.raises(ValueError, match=r"decode_context_parallel=True .* parity mode"):
         LLM.from_model(parity, tokenizer="bytes", max_model_len=64, **SHARED)
     rounded = generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8"))
-    with pytest.raises(ValueError, match=r"decode_context_parallel=True .* 'fp8'"):
+    with pytest.raises(ValueError, match=r"decode_context_parallel=True .*'fp8'"):
         engine_of(rounded, **SHARED)
     with pytest.raises(ValueError, match=r"decode_context_parallel=True .* sparse attention"):
         engine_of(generating_model(**generating_fields()), **SHARED)
