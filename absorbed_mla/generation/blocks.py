@@ -1,8 +1,9 @@
-"""Blocks of the paged latent cache: their size, and a check that none was lost."""
+"""Blocks of the paged latent cache: their size, what is written where, and that none was lost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
@@ -84,6 +85,29 @@ def register_blocks_once(allocator: KVBlockAllocator) -> None:
         )
 
     allocator.register_kv_block_hashes = register_new
+
+
+def place_drafts(context: DynamicInferenceContext) -> None:
+    """Let every token of a step with drafts be written to the block that its request's table names.
+
+    Where a step begins in one block and ends in the next, Megatron's context looks up the first one
+    in a list by rows that it made before it evicted requests, which gives rows to other requests.
+    Such tokens would be written to a block of another request, or to a free one.
+    """
+    if not context.num_speculative_tokens:
+        return
+    update = context.update_requests
+
+    def update_and_place(*args: Any, **kwargs: Any) -> dict | None:
+        done = update(*args, **kwargs)
+        step = slice(0, context.active_token_count)
+        rows = context.token_to_request_idx[step].long()
+        columns = context.token_to_pos_ids[step].long() // context.block_size_tokens
+        # All of them are on the host.
+        context.token_to_block_idx[step] = context.request_to_kv_block_ids[rows, columns]
+        return done
+
+    context.update_requests = update_and_place
 
 
 def pool_of(allocator: KVBlockAllocator) -> tuple[int, int]:

@@ -22,7 +22,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.fp8 import without_fp8
-from absorbed_mla.generation.blocks import cache_config, indexers, register_blocks_once
+from absorbed_mla.generation.blocks import (
+    cache_config,
+    indexers,
+    place_drafts,
+    register_blocks_once,
+)
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
@@ -50,6 +55,7 @@ def host_engine(
     config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
+    place_drafts(context)
     if with_keys := indexers(model):
         width, buffer = with_keys[0].dsa.head_dim, context.memory_buffer
         allocate_index_keys(context, len(with_keys), width, buffer.dtype, buffer.device)

@@ -152,7 +152,8 @@ class EngineOptions:
     def cache_blocks(self) -> int:
         """Number of blocks of the latent cache on the device."""
         if self.cache_tokens is None:
-            return self.max_requests * -(-self.max_sequence_length // BLOCK_SIZE)
+            longest = cached_tokens(self.max_sequence_length, self.num_speculative_tokens)
+            return self.max_requests * -(-longest // BLOCK_SIZE)
         return self.cache_tokens // BLOCK_SIZE
 
     @property
@@ -230,10 +231,13 @@ class EngineOptions:
             return f"the prompt has {length} tokens and must be shorter than {longest}"
         if not self.chunked_prefill and length > max_tokens:
             return f"the prompt has {length} tokens, a step without chunks {max_tokens}"
-        if length + new_tokens > cache:
+        needed = cached_tokens(length + new_tokens, self.num_speculative_tokens)
+        if needed > cache:
+            beyond = needed - length - new_tokens
             return (
-                f"the prompt's {length} tokens and {new_tokens} new ones do not fit into a "
-                f"cache of {cache}"
+                f"the prompt's {length} tokens and {new_tokens} new ones"
+                + (f", and {beyond} more for drafts," if beyond else "")
+                + f" do not fit into a cache of {cache}"
             )
         if sampling.n != 1 or sampling.stop:
             return "n and stop are for LLM, which knows the text; the engine has stop_token_ids"
@@ -243,6 +247,14 @@ class EngineOptions:
         if sampling.prompt_logprobs is not None and not self.prompt_logprobs:
             return "prompt_logprobs needs an engine with prompt_logprobs=True"
         return ""
+
+
+def cached_tokens(length: int, drafts: int) -> int:
+    """Tokens for which a request of ``length`` tokens in all needs room in the cache.
+
+    The last step has one token to add at least, and writes ``drafts`` after the one before it.
+    """
+    return length + max(0, drafts - 1)
 
 
 def _round_up(value: int, multiple: int) -> int:

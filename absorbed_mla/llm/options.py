@@ -207,14 +207,15 @@ class LLMOptions:
         from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
         from absorbed_mla.generation.cuda_graphs import NUM_CUDA_GRAPHS
-        from absorbed_mla.generation.options import EngineOptions
+        from absorbed_mla.generation.options import EngineOptions, cached_tokens
 
         longest = self.max_model_len or max_model_len
         if longest > max_model_len:
             raise ValueError(
                 f"max_model_len must be at most the model's {max_model_len}, got {longest}"
             )
-        useful = self.max_num_seqs * -(-longest // 64) * 64
+        each = cached_tokens(longest, self.num_speculative_tokens)
+        useful = self.max_num_seqs * -(-each // 64) * 64
         fitting = _CPU_CACHE_TOKENS if fitting_tokens is None else fitting_tokens
         return EngineOptions(
             max_sequence_length=longest,

@@ -149,6 +149,35 @@ def test_speculative_decoding(drafts):
 
 
 @pytest.mark.parametrize("drafts", [1, 2])
+def test_drafts_across_blocks_after_an_eviction(drafts):
+    """An eviction moves rows of requests whose next step begins in one block and ends in another.
+
+    Latents of the first one must not be written to a block of the request that was in that row.
+    """
+    model = generating_model(mtp_num_layers=2)
+    requests = CROSSING[:3]
+    options = {"blocks": 4, "paused_blocks": 1, "num_speculative_tokens": drafts}
+    run = generate(engine_of(model, **options), requests, log_probs=True)
+    assert run.statistics.evicted
+    assert_generates(run, by_whole_forwards(model, requests))
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_drafts_in_a_crowded_cache(prefix_caching):
+    """Chunks of prompts, evictions and, where they share a prefix, blocks of several requests."""
+    model = generating_model(mtp_num_layers=2)
+    requests = [Request(prompt(122, seed, shared=70), 9) for seed in range(4)]
+    requests += [Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)]
+    options = {"blocks": 7, "paused_blocks": 1, "num_speculative_tokens": 2, **CHUNKED}
+    engine = engine_of(model, **options, prefix_caching=prefix_caching)
+    run = generate(engine, requests, log_probs=True)
+    done = run.statistics
+    assert done.evicted and done.most_paused and done.chunks and done.accepted
+    assert bool(done.prefix_blocks) == prefix_caching
+    assert_generates(run, by_whole_forwards(model, requests))
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
 def test_drafts_beyond_the_end_of_the_context(drafts):
     model = generating_model(mtp_num_layers=2)
     requests = [Request(prompt(length), 76 - length) for length in (60, 70)]

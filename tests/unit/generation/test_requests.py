@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.sampling import SamplingParams
 from tests.support.engine import (
     Request,
+    Run,
     assert_generates,
     by_whole_forwards,
     engine_of,
@@ -55,6 +57,20 @@ def test_refused(model, expected, refused, options, error, place):
     result = run.results.pop(place)
     assert error in result.error and not result.tokens
     assert_generates(run, expected)
+
+
+def test_room_for_drafts_beyond_the_last_token():
+    """Without it, the last step would wait for a block for ever."""
+    model = generating_model(mtp_num_layers=2)
+    engine = engine_of(model, blocks=1, max_sequence_length=64, num_speculative_tokens=2)
+    fits, not_quite = Request(prompt(54), 9), Request(prompt(54), 10)
+    found = generate(engine, [fits, not_quite]).results
+    assert_generates(Run(found[:1], engine.statistics), by_whole_forwards(model, [fits]))
+    assert "10 new ones, and 1 more for drafts, do not fit into a cache of 64" in found[1].error
+    # What is enough by default is enough for these, too.
+    options = EngineOptions(max_sequence_length=64, max_requests=1, num_speculative_tokens=2)
+    run = generate(Engine(model, options), [not_quite])
+    assert_generates(run, by_whole_forwards(model, [not_quite]))
 
 
 @pytest.mark.parametrize(
