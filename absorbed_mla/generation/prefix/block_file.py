@@ -1,24 +1,18 @@
-"""One block of latents as a safetensors file: its bytes, and what makes a file be refused."""
+"""One block of latents as a safetensors file, and what makes a file be refused."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_FORMAT = "absorbed_mla prefix block 1"
-# safetensors' names of dtypes.
-_DTYPES = {
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+_FORMAT = "absorbed_mla prefix block 2"
+_CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,7 @@ class BlockLayout:
     """Tensors of one block: names, shapes and the dtype that they share.
 
     Attributes:
-        shapes: By name, in the order of the file.
+        shapes: By name.
         dtype: Of all of them.
     """
 
@@ -38,80 +32,72 @@ class BlockLayout:
         """Of the tensors of a block, without the header."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
 
-    def header(self) -> dict[str, object]:
-        """What a file's header says of the tensors."""
-        entries: dict[str, object] = {}
-        first = 0
-        for name, shape in self.shapes.items():
-            end = first + math.prod(shape) * self.dtype.itemsize
-            entries[name] = {
-                "dtype": _DTYPES[self.dtype],
-                "shape": list(shape),
-                "data_offsets": [first, end],
-            }
-            first = end
-        return entries
 
-
-def to_bytes(tensors: Mapping[str, Tensor], layout: BlockLayout, key: Mapping[str, str]) -> bytes:
-    """A safetensors file.
+def write_block(
+    path: Path, tensors: Mapping[str, Tensor], layout: BlockLayout, key: Mapping[str, str]
+) -> None:
+    """Write a file.
 
     Args:
+        path: Where.
         tensors: Of the layout's names, shapes and dtype, on the CPU.
         layout: Of the block.
-        key: What the block is of; :func:`from_bytes` asks for the same.
+        key: What the block is of; :func:`read_block` asks for the same.
     """
-    payload = b"".join(
-        tensors[name].contiguous().view(torch.uint8).numpy().tobytes() for name in layout.shapes
-    )
-    metadata = {"format": _FORMAT, **key, "sha256": hashlib.sha256(payload).hexdigest()}
-    header = json.dumps({"__metadata__": metadata, **layout.header()}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + payload
+    from safetensors.torch import save_file  # only where a folder is asked for
+
+    parts = {name: tensors[name].contiguous() for name in layout.shapes}
+    save_file(parts, path, {"format": _FORMAT, **key, _CHECKSUM: _checksum(parts)})
 
 
-def from_bytes(data: bytearray, layout: BlockLayout, key: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of a file that :func:`to_bytes` wrote, by name; they are views of ``data``.
+def read_block(path: Path, layout: BlockLayout, key: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of a file that :func:`write_block` wrote, by name.
 
     Raises:
-        ValueError: Saying what is wrong: other tensors, of another key, or a wrong checksum.
+        ValueError: Saying what is wrong: no such file format, other tensors, of another key, or a
+            wrong checksum.
+        OSError: If it cannot be read.
     """
-    header, payload = _parts(data)
-    metadata = header.pop("__metadata__", {})
-    expected = {"format": _FORMAT, **key}
-    if not isinstance(metadata, dict) or any(metadata.get(k) != v for k, v in expected.items()):
-        raise ValueError(f"it is not of {expected}")
-    if header != layout.header() or len(payload) != layout.num_bytes:
-        raise ValueError(f"it must hold {layout.header()}, got {header} in {len(payload)} bytes")
-    if hashlib.sha256(payload).hexdigest() != metadata.get("sha256"):
-        raise ValueError("its checksum is wrong")
-    tensors, first = {}, 0
-    for name, shape in layout.shapes.items():
-        count = math.prod(shape)
-        flat = torch.frombuffer(payload, dtype=layout.dtype, count=count, offset=first)
-        tensors[name] = flat.view(shape)
-        first += count * layout.dtype.itemsize
-    return tensors
+    from safetensors import SafetensorError, safe_open
 
-
-def _parts(data: bytearray) -> tuple[dict, memoryview]:
-    """Header and payload."""
-    end = 8 + int.from_bytes(data[:8], "little")
     try:
-        header = json.loads(bytes(data[8:end]))
-    except ValueError as error:
-        raise ValueError("it has no header of safetensors") from error
-    if not isinstance(header, dict):
-        raise ValueError("its header is no object")
-    return header, memoryview(data)[end:]
+        with safe_open(path, "pt") as file:
+            metadata, names = file.metadata() or {}, file.keys()
+            # Copies: what is mapped would change with the file.
+            found = {name: file.get_tensor(name).clone() for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"safetensors cannot read it: {error}") from error
+    expected = {"format": _FORMAT, **key}
+    if any(metadata.get(name) != value for name, value in expected.items()):
+        raise ValueError(f"it is not of {expected}")
+    wanted = {name: (tuple(shape), layout.dtype) for name, shape in layout.shapes.items()}
+    held = {name: (tuple(x.shape), x.dtype) for name, x in found.items()}
+    if held != wanted:
+        raise ValueError(f"it must hold {wanted}, got {held}")
+    if _checksum(found) != metadata.get(_CHECKSUM):
+        raise ValueError("its checksum is wrong")
+    return found
 
 
-def require_dtype(dtype: torch.dtype) -> None:
-    """Check that files can hold it.
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of the tensors' bytes, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def require_files(dtype: torch.dtype) -> None:
+    """Check that files can be written, and hold such latents.
 
     Raises:
         ValueError: If not.
     """
-    if dtype not in _DTYPES:
-        names = ", ".join(str(one) for one in _DTYPES)
-        raise ValueError(f"prefix_cache_dir keeps latents of {names}, got {dtype}")
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "prefix_cache_dir needs the package safetensors (pip install it)"
+        ) from error
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ValueError(f"prefix_cache_dir keeps latents of 16 bits or more, got {dtype}")

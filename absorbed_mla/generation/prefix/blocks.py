@@ -8,7 +8,7 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor
 
-from absorbed_mla.generation.prefix.block_file import BlockLayout, require_dtype
+from absorbed_mla.generation.prefix.block_file import BlockLayout, require_files
 from absorbed_mla.inference.tiered_context import TieredContext
 
 
@@ -29,7 +29,7 @@ class BlockMemory:
                 "that are no blocks"
             )
         latents = context.memory_buffer
-        require_dtype(latents.dtype)
+        require_files(latents.dtype)
         if latents.dtype != context.params_dtype:
             raise ValueError(
                 "prefix_cache_dir keeps latents in the model's dtype "

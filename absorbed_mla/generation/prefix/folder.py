@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from absorbed_mla.generation.prefix.block_file import BlockLayout, from_bytes, to_bytes
+from absorbed_mla.generation.prefix.block_file import BlockLayout, read_block, write_block
 from absorbed_mla.log_once import times_logged
 
 logger = logging.getLogger(__name__)
@@ -125,10 +125,7 @@ class PrefixFolder:
     def _read(self, hash_: int) -> dict[str, Tensor] | None:
         path = self._path(hash_)
         try:
-            with path.open("rb") as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
-                file.readinto(data)
-            return from_bytes(data, self._layout, self._key(hash_))
+            return read_block(path, self._layout, self._key(hash_))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -142,7 +139,7 @@ class PrefixFolder:
         beside = self._own / f".{path.stem}.{uuid.uuid4().hex}"
         try:
             self._own.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(to_bytes(tensors, self._layout, self._key(hash_)))
+            write_block(beside, tensors, self._layout, self._key(hash_))
             os.utime(beside, ns=(used, used))
             beside.replace(path)
             self._refused.discard(hash_)

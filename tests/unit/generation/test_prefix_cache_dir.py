@@ -11,7 +11,7 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.prefix.block_file import BlockLayout, from_bytes, to_bytes
+from absorbed_mla.generation.prefix.block_file import BlockLayout, read_block, write_block
 from absorbed_mla.generation.prefix.fingerprint import weights_digest
 from absorbed_mla.generation.prefix.folder import PrefixFolder
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -243,6 +243,7 @@ class TestDamage:
 
 LAYOUT = BlockLayout({"latents": (2, 4), "index_keys": (1, 3)}, torch.bfloat16)
 NAME = "0123456789abcdef" * 2
+KEY = {"fingerprint": NAME, "tokens": f"{1:016x}"}
 
 
 def block(value: float) -> dict[str, torch.Tensor]:
@@ -251,7 +252,8 @@ def block(value: float) -> dict[str, torch.Tensor]:
 
 class TestFolder:
     def test_bound(self, tmp_path):
-        size = len(to_bytes(block(0), LAYOUT, {"fingerprint": NAME, "tokens": f"{1:016x}"}))
+        write_block(one := tmp_path / "one", block(0), LAYOUT, KEY)
+        size = one.stat().st_size
         folder = PrefixFolder(tmp_path, NAME, LAYOUT, 3 * size)
         for number in (1, 2, 3):
             folder.write(number, block(number))
@@ -311,10 +313,11 @@ class TestFolder:
             folder.close()
         assert len(caplog.records) == 1 and not folder.has(1)
 
-    def test_same_bits(self):
+    def test_same_bits(self, tmp_path):
         odd = {"latents": torch.randn(2, 4).bfloat16(), "index_keys": torch.randn(1, 3).bfloat16()}
         odd["latents"][0, 0] = float("nan")
-        again = from_bytes(bytearray(to_bytes(odd, LAYOUT, {"a": "b"})), LAYOUT, {"a": "b"})
+        write_block(tmp_path / "one", odd, LAYOUT, KEY)
+        again = read_block(tmp_path / "one", LAYOUT, KEY)
         for name, tensor in odd.items():
             assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16))
 
