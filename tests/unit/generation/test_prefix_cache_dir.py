@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -353,3 +354,9 @@ class TestRefused:
         options = {"prefix_caching": True, "prefix_cache_dir": tmp_path / "file"}
         with pytest.raises(ValueError, match="prefix_cache_dir must be a folder that can be"):
             engine_of(model, **options)
+
+
+def test_without_safetensors(model, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ValueError, match="prefix_cache_dir needs the package safetensors"):
+        engine_of(model, prefix_caching=True, prefix_cache_dir=folder)
