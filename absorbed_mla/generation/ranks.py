@@ -15,7 +15,7 @@ from torch import Tensor
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
 from absorbed_mla.generation.blocks import BLOCK_SIZE, indexers
-from absorbed_mla.inference.block_shares import require_shares
+from absorbed_mla.inference.block_shares import require_shareable, require_shares
 
 
 class Replicas:
@@ -125,16 +125,8 @@ def require_shared_cache(model: GPTModel, num_drafts: int) -> None:
             "MTP layers draft without a cache, and would cut their tokens over the ranks"
         )
     layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
-    if any(layer.options.batch_invariant for layer in layers):
-        raise ValueError(
-            "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
-            "ranks sum up their parts of the keys, which training sums up in order"
-        )
-    if any(layer.options.latent_cache_dtype != "model" for layer in layers):
-        raise ValueError(
-            "decode_context_parallel=True does not go with latent_cache_dtype='fp8': a rank's "
-            "share of a cache is of the model's dtype"
-        )
+    for layer in layers:
+        require_shareable(layer.options)
     if indexers(model):
         raise ValueError(
             "decode_context_parallel=True does not go with sparse attention "

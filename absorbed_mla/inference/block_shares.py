@@ -1,6 +1,11 @@
-"""Which numbers of ranks can share the blocks of a cache; torch is not needed to ask."""
+"""Which ranks and layers can share the blocks of a cache; torch is not needed to ask."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from absorbed_mla.options import AbsorbedMLAOptions
 
 
 def require_shares(ranks: int, block_size: int) -> None:
@@ -17,4 +22,22 @@ def require_shares(ranks: int, block_size: int) -> None:
         raise ValueError(
             "decode_context_parallel=True needs tensor_parallel_size (times context_parallel_size) "
             f"to be at least 2 and to divide the {block_size} tokens of a block, got {ranks}"
+        )
+
+
+def require_shareable(options: AbsorbedMLAOptions) -> None:
+    """Check that a layer's options hold where ranks share the cache.
+
+    Raises:
+        ValueError: Naming the option that does not.
+    """
+    if options.batch_invariant:
+        raise ValueError(
+            "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
+            "ranks sum up their parts of the keys, which training sums up in order"
+        )
+    if options.latent_cache_dtype != "model":
+        raise ValueError(
+            "decode_context_parallel=True does not go with latent_cache_dtype="
+            f"{options.latent_cache_dtype!r}: a rank's share of a cache is of the model's dtype"
         )

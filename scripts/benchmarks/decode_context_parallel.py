@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks import engine_model
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, parse_sizes
+from benchmarks.kit.generating import GeneratingBenchmark
 from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from benchmarks.kit.tables import tokens_text
 from console.parser import Parser
 from console.ranks import world_size
@@ -127,7 +126,7 @@ class SharedReport(Report):
         return lines
 
 
-class SharedBenchmark(Benchmark):
+class SharedBenchmark(GeneratingBenchmark):
     """Cases on the ranks of one tensor-parallel group."""
 
     script, description = "decode_context_parallel.py", __doc__
@@ -135,15 +134,8 @@ class SharedBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        arguments.use_device(args.device)
-        warnings.filterwarnings("ignore")
         from megatron.core import parallel_state
 
-        from absorbed_mla.generation.cpu import enable_cpu_inference
-        from benchmarks.kit.processes import Processes
-
-        enable_cpu_inference()
-        self.processes = Processes(args.seed)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.processes.size)
 

@@ -34,7 +34,6 @@ import contextlib
 import dataclasses
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +54,8 @@ from benchmarks.engine_requests import (
 )
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, list_of, one_of
+from benchmarks.kit.generating import GeneratingBenchmark
 from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from console.parser import Parser
 from console.script import leave
 
@@ -182,7 +181,7 @@ class EngineReport(Report):
         return super().line(row) + missing
 
 
-class EngineBenchmark(Benchmark):
+class EngineBenchmark(GeneratingBenchmark):
     """Cases over the same requests, on one device."""
 
     script, description = "engine.py", __doc__
@@ -190,15 +189,9 @@ class EngineBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        arguments.use_device(args.device)
-        warnings.filterwarnings("ignore")
         import torch
 
-        from absorbed_mla.generation.cpu import enable_cpu_inference
-        from benchmarks.kit.processes import Processes
-
-        enable_cpu_inference()
-        self.processes, self.requests = Processes(args.seed), workload(args)
+        self.requests = workload(args)
         self.dtype = getattr(torch, args.dtype) if args.dtype else self.processes.dtype
         self.blocks = args.blocks or scarce_blocks(self.requests, args.max_requests)
         # Of our attention; its weights are the same in every case.

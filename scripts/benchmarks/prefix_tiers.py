@@ -29,7 +29,6 @@ import shutil
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,8 +42,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks import engine_model
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
+from benchmarks.kit.generating import GeneratingBenchmark
 from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from console.parser import Parser
 from console.script import leave
 
@@ -112,7 +111,7 @@ class TiersReport(Report):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class TiersBenchmark(Benchmark):
+class TiersBenchmark(GeneratingBenchmark):
     """All places of all contexts, over one model, on one device."""
 
     script, description = "prefix_tiers.py", __doc__
@@ -120,13 +119,6 @@ class TiersBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        arguments.use_device(args.device)
-        warnings.filterwarnings("ignore")
-        from absorbed_mla.generation.cpu import enable_cpu_inference
-        from benchmarks.kit.processes import Processes
-
-        enable_cpu_inference()
-        self.processes = Processes(args.seed)
         # What engine_model.py asks for.
         args.longest_prompt = max(args.contexts) + args.suffix
         args.longest_output, args.batch_invariant = args.tokens, False

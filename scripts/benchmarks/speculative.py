@@ -27,7 +27,6 @@ import statistics
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +38,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
+from benchmarks.kit.generating import GeneratingBenchmark
 from benchmarks.kit.report import Report
-from benchmarks.kit.run import Benchmark
 from console.parser import Parser
 from console.script import leave
 
@@ -115,7 +114,7 @@ class SpeculativeReport(Report):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class SpeculativeBenchmark(Benchmark):
+class SpeculativeBenchmark(GeneratingBenchmark):
     """All cases over one trained model, on one device."""
 
     script, description = "speculative.py", __doc__
@@ -123,14 +122,8 @@ class SpeculativeBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        arguments.use_device(args.device)
-        warnings.filterwarnings("ignore")
         from absorbed_mla.batch_invariant import enable_batch_invariant_mode
-        from absorbed_mla.generation.cpu import enable_cpu_inference
-        from benchmarks.kit.processes import Processes
 
-        enable_cpu_inference()
-        self.processes = Processes(args.seed)
         if args.parity:
             enable_batch_invariant_mode(self.processes.device.type)
         texts = _texts()

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.decode import DecodeReport
 from benchmarks.kit.tables import markdown_table, tokens_text
+from checks.performance.row import by_input
 
 _OURS, _PEER = "ours, hopper", "FlashMLA"
 
@@ -43,10 +44,9 @@ def lengths_table(docs: Path) -> str:
 
 def _by_input(report: DecodeReport) -> list[dict[str, Any]]:
     """Rows of the same input, by implementation."""
-    found: dict[tuple, dict[str, Any]] = {}
-    for row in report.measured:
-        found.setdefault(row.case.input, {})[row.case.implementation] = row
-    return list(found.values())
+    return by_input(
+        report.measured, lambda row: row.case.input, lambda row: row.case.implementation
+    )
 
 
 def _time_and_rate(report: DecodeReport, row: Any) -> str:

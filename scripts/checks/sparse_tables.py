@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from benchmarks.dsa import DSAReport
 from benchmarks.dsa_decode import DSADecodeReport
 from benchmarks.dsa_layer import DSALayerReport
 from benchmarks.kit.tables import markdown_table, tokens_text
+from checks.performance.row import by_input
 
 _INPUT = ["heads", "keys", "choice"]
 _TILELANG = "megatron-tilelang"
@@ -93,13 +93,14 @@ def layer_table(docs: Path) -> str:
     return markdown_table(head, lines, [])
 
 
-def _by_input(docs: Path, work: str) -> Iterator[dict[str, Any]]:
+def _by_input(docs: Path, work: str) -> list[dict[str, Any]]:
     """Rows of a work with the same input, by implementation."""
-    found: dict[tuple, dict[str, Any]] = {}
-    for row in DSAReport.read(docs / "dsa" / "kernels.json").measured:
-        if row.case.work == work:
-            found.setdefault(row.case.input, {})[row.case.implementation] = row
-    yield from found.values()
+    measured = DSAReport.read(docs / "dsa" / "kernels.json").measured
+    return by_input(
+        (row for row in measured if row.case.work == work),
+        lambda row: row.case.input,
+        lambda row: row.case.implementation,
+    )
 
 
 def _of_input(row: Any) -> list[str]:

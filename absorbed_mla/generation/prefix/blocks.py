@@ -35,12 +35,6 @@ class BlockMemory:
                 "prefix_cache_dir keeps latents in the model's dtype "
                 f"{context.params_dtype}, got a cache of {latents.dtype}"
             )
-        if latents.shape[2] != context.block_size_tokens:
-            raise ValueError(
-                "prefix_cache_dir must be None where each rank has a part of every block "
-                f"(decode_context_parallel): {latents.shape[2]} of {context.block_size_tokens} "
-                "tokens here"
-            )
         self._context = context
 
     @property

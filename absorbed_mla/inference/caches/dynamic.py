@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from absorbed_mla.inference.block_shares import require_shareable
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.index_keys import index_keys
 from absorbed_mla.inference.interleaved import InterleavedPart
@@ -45,11 +46,8 @@ class DynamicCache:
     ) -> DynamicStep:
         """See :class:`LatentCache`."""
         require_packed(kv, options)
-        if options.batch_invariant and _ranks(context) is not None:
-            raise ValueError(
-                "batch_invariant=True does not go with a cache that tensor-parallel ranks share "
-                "(decode_context_parallel): they would sum up parts of the keys"
-            )
+        if _ranks(context) is not None:
+            require_shareable(options)
         tokens, offset = len(kv), layer_offset()
         step = DynamicStep(context, layer_number - offset, tokens, offset)
         step.require_rows(kv)
@@ -136,8 +134,8 @@ class DynamicStep:
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
-        rows = kv.view(self.context.memory_buffer.dtype)
         if self.ranks is None:
+            rows = kv.view(self.context.memory_buffer.dtype)
             self.context.append_key_value_cache(self.layer_number, rows, None)
             return
         count, view = self.context.padded_active_token_count, self.context.gpu_view

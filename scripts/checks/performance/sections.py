@@ -151,13 +151,11 @@ SECTIONS = (
     Section(
         "Decode, attention over a paged cache",
         (
-            "remeasured/decode-before.json",
             "decode/blocks.json",
             "decode/decode.json",
             "decode/flash-attention-3.json",
             "decode/lengths.json",
             "decode/one-long.json",
-            "remeasured/decode.json",
         ),
         decode_rows,
         shown=({"kv": (8 * K,), "batch": (1, 128)}, {"kv": (32 * K,), "batch": (32,)}),
@@ -187,7 +185,7 @@ SECTIONS = (
     ),
     Section(
         "Sparse layer, forward and backward",
-        ("dsa/layer.json", "dsa/layer-4k.json"),
+        ("dsa/layer.json", "dsa/layer-4k.json", "dsa/layer-tilelang.json"),
         sparse_layer_rows,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from absorbed_mla.inference import interleaved
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.block_shares import require_shares
 from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.caches.dynamic import DynamicCache
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import PAGED_BACKENDS
 from tests.support import needs, world
 from tests.support.paged import PagedCase
@@ -68,3 +72,14 @@ def test_refused_sizes(size):
 def test_ranks_of_a_group():
     ranks = CacheRanks(world.tp_group())
     assert (ranks.rank, ranks.size) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"batch_invariant": True}, "parity mode"), ({"latent_cache_dtype": "fp8"}, "'fp8'")],
+)
+def test_options_that_do_not_go_with_shares(options, named):
+    """Also in a context that no engine has made."""
+    context, kv = SimpleNamespace(cache_ranks=object()), torch.zeros(3, 1, 24)
+    with pytest.raises(ValueError, match=f"decode_context_parallel=True .*{named}"):
+        DynamicCache().open(context, 1, int, kv, AbsorbedMLAOptions(**options), owner=None)
