@@ -49,7 +49,12 @@ class Processes:
         parallel_state.initialize_model_parallel(context_parallel_size=self.size)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self._generator = torch.Generator(self.device).manual_seed(seed + self.rank)
+        self._generator = torch.Generator(self.device)
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Begin anew with the values of :meth:`random`."""
+        self._generator.manual_seed(seed + self.rank)
 
     @property
     def dtype(self) -> torch.dtype:

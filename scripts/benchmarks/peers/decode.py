@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.kit.report import Refused
 from benchmarks.peers import first_module
-from benchmarks.peers.flash_mla_library import flash_mla_operators
+from benchmarks.peers.libraries import (
+    flash_attention_3,
+    flash_mla_operators,
+    require_flash_attention_3,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,23 +122,19 @@ def vllm_flash_attention_3(inputs: Inputs) -> Attend:
     """FlashAttention-3 with a value part of the query, as vLLM's MLA calls it."""
     import torch
 
-    package = first_module("vllm.vllm_flash_attn")
+    require_flash_attention_3()
     q_content, q_rope, cache, rows, scale = inputs
     width = q_content.shape[-1]
     ends = torch.arange(len(rows) + 1, dtype=torch.int32, device=cache.device)
-    return lambda: package.flash_attn_varlen_func(
-        q=q_rope,
-        k=cache[..., None, width:],
-        v=cache[..., None, :width],
-        q_v=q_content,
-        max_seqlen_q=rows.max_query_length,
-        cu_seqlens_q=ends * rows.max_query_length,
+    cu_seqlens = ends * rows.max_query_length
+    k, v = cache[..., None, width:], cache[..., None, :width]
+    return lambda: flash_attention_3(
+        *(q_rope, k, v, q_content, scale),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=rows.max_query_length,
+        lengths_k=rows.kv_lengths,
         max_seqlen_k=rows.max_kv_length,
-        seqused_k=rows.kv_lengths,
         block_table=rows.block_table,
-        softmax_scale=scale,
-        causal=True,
-        fa_version=3,
     )
 
 

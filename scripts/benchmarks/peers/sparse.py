@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from benchmarks.peers.flash_mla_library import flash_mla_operators
+from benchmarks.peers.libraries import flash_mla_operators
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,6 +21,7 @@ from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
 from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
+from benchmarks.latent_attention import LatentBenchmark as LatentAttention
 from benchmarks.load import LoadBenchmark as Load
 from benchmarks.prefix_tiers import TiersBenchmark as PrefixTiers
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
@@ -107,6 +108,12 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    LatentAttention: [
+        (["--works", "decode"], "expected some of forward, backward"),
+        (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     Load: [
         (["--shared-prefix", "256"], "--shared-prefix must be below --longest-prompt=256, got 256"),
         (["--requests", "0"], f"argument --requests: {COUNT}"),
@@ -150,8 +157,19 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
 }
-WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
-WITHOUT_FOLDER |= {SharedCache}
+WITHOUT_FOLDER = {
+    LatentAttention,
+    DSA,
+    DSADecode,
+    DSALayer,
+    Decode,
+    Engine,
+    Fusions,
+    Load,
+    PrefixTiers,
+    QKClip,
+}
+WITHOUT_FOLDER |= {LatentAttention, SharedCache}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

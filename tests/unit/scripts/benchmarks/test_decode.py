@@ -22,7 +22,7 @@ from benchmarks.decode import (
 )
 from benchmarks.kit.report import Refused
 from benchmarks.peers import decode as decode_peers
-from benchmarks.peers import flash_mla_library
+from benchmarks.peers import libraries
 from benchmarks.peers.decode import PEERS, Inputs, flash_mla
 from tests.support.paged import PagedCase
 from tests.unit.inference.test_paged_backends import decode_of_flash_mla
@@ -153,6 +153,6 @@ class TestPeers:
     def test_what_is_not_installed_says_so(self, monkeypatch, name):
         for module in ("flash_mla", "flashinfer", "vllm"):
             monkeypatch.setitem(sys.modules, module, None)
-        monkeypatch.setattr(flash_mla_library, "LIBRARY", Path("/nowhere"))
+        monkeypatch.setattr(libraries, "FOLDER", Path("/nowhere"))
         with pytest.raises(Refused, match="cannot be imported"):
             PEERS[name](self.INPUTS)
