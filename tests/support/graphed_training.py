@@ -56,7 +56,8 @@ def train(steps: int, tokens: int = 16, *, masked: bool = False, **fields) -> li
     """
     model = gpt_model(num_layers=2, **fields)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    wrapped = DistributedDataParallel(model.config, ddp, model).train()
+    with _side_stream():
+        wrapped = DistributedDataParallel(model.config, ddp, model).train()
     impl = model.config.cuda_graph_impl
     if impl == "transformer_engine":
         _capture_by_transformer_engine(wrapped, tokens)
@@ -74,6 +75,19 @@ def train(steps: int, tokens: int = 16, *, masked: bool = False, **fields) -> li
             for parameter in model.parameters():
                 parameter -= _LEARNING_RATE * parameter.main_grad.to(parameter.dtype)
     return done
+
+
+@contextlib.contextmanager
+def _side_stream() -> Iterator[None]:
+    """Not the default stream, on which no graph may wait for what DDP's hooks accumulate."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _loss(model: DistributedDataParallel, tokens: int, seed: int, masked: bool = False) -> Tensor:
