@@ -23,6 +23,12 @@ from absorbed_mla.core_attention.module import CAUSAL_MASKS
 from absorbed_mla.dims import MLADims, softmax_scale
 from absorbed_mla.first_order import refuse_graph_of_gradients
 from absorbed_mla.fp8 import keep_original_input, refuse_unsupported_fp8
+from absorbed_mla.graph_capture import (
+    captures_attention,
+    mask_in_graphs,
+    refuse_uncapturable_config,
+    with_gradients_of,
+)
 from absorbed_mla.host_interface import HostInterface
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.linear import own_output, refuse_sharded_alone
@@ -38,7 +44,6 @@ from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
 from absorbed_mla.unsupported import (
-    refuse_graphs_in_training,
     refuse_other_variant,
     refuse_unsupported_arguments,
     refuse_unsupported_config,
@@ -87,6 +92,8 @@ class AbsorbedMLASelfAttention(HostInterface):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         options = AbsorbedMLAOptions.coerce(options)
         refuse_unsupported_config(config)
+        if config.cuda_graph_impl == "transformer_engine" and captures_attention(config):
+            refuse_uncapturable_config(config)  # Graphs of that kind are for training only.
         tp_size = pg_collection.tp.size()
         options = settle_options(
             options, config, causal=attn_mask_type in CAUSAL_MASKS, tp_size=tp_size
@@ -240,7 +247,8 @@ class AbsorbedMLASelfAttention(HostInterface):
             inference_context = inference_params
         if inference_context is not None:
             return self._infer(hidden_states, attention_mask, inference_context, packed_seq_params)
-        refuse_graphs_in_training(self.config)
+        if self.config.cuda_graph_impl != "none" and torch.is_grad_enabled():
+            attention_mask = mask_in_graphs(self.config, attention_mask, packed_seq_params)
         plan = self._plan(hidden_states, attention_mask, packed_seq_params)
         # The layers that own W_UK and W_UV are called, so that Megatron's parameter gather waits in
         # their hooks; the weights are arguments below, so that checkpoints return their gradients.
@@ -341,6 +349,9 @@ class AbsorbedMLASelfAttention(HostInterface):
             # Megatron's checkpoint gives parameters inside of it a gradient only if one of its
             # inputs needs one, which is not so where all layers before this one are frozen.
             q_down, kv_down = _requiring_grad(q_down), _requiring_grad(kv_down)
+            names = ("linear_q_proj", "q_layernorm", "linear_q_up_proj", "kv_layernorm")
+            recomputed = [self._modules[name] for name in names if name in self._modules]
+            q_down, kv_down = with_gradients_of(recomputed, self.config, q_down, kv_down)
         return q_down, kv_down
 
     def _up_project(

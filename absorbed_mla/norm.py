@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.graph_capture import SavedByPython
 
 
 class RMSNorm(nn.Module):
@@ -20,8 +21,8 @@ class RMSNorm(nn.Module):
     sequence parallelism.
 
     Args:
-        config: Read for ``normalization``, ``params_dtype``, ``sequence_parallel`` and
-            ``layernorm_zero_centered_gamma``.
+        config: Read for ``normalization``, ``params_dtype``, ``sequence_parallel``,
+            ``layernorm_zero_centered_gamma`` and ``cuda_graph_impl``.
         hidden_size: Width of the last dim.
         eps: Added to the mean square.
 
@@ -39,6 +40,7 @@ class RMSNorm(nn.Module):
             )
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
+        self._in_graphs = config.cuda_graph_impl == "local"
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         initial = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
@@ -50,6 +52,8 @@ class RMSNorm(nn.Module):
         The result has the weight's dtype, which differs from that of ``x`` where Megatron keeps the
         residual stream in fp32 (``fp32_residual_connection``).
         """
+        if self._in_graphs and torch.is_grad_enabled():
+            x = SavedByPython.apply(x)
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
         if plain and x.is_cuda and not is_enabled(x.device):
             # PyTorch's fused kernel, which computes in fp32 too.

@@ -100,7 +100,8 @@ class RotaryParameters:
 @functools.lru_cache(maxsize=8)
 def _tables_of(parameters: RotaryParameters) -> DerivedTables:
     """The tables that all layers with these parameters share."""
-    return DerivedTables(maxsize=8)
+    # A table of every size, so that none is dropped: a CUDA graph reads its own in every replay.
+    return DerivedTables(maxsize=128)
 
 
 def _build_table(

@@ -31,7 +31,10 @@ _CONFIG_FIELDS: dict[str, tuple[tuple, str]] = {
     "attention_backend": ((AttnBackend.auto,), "see AbsorbedMLAOptions.core_attention_backend"),
     "normalization": (("RMSNorm",), "MLA's norms are RMSNorm"),
     "transformer_impl": (("local", "transformer_engine"), "it has one implementation"),
-    "cuda_graph_impl": (("none", "local"), "the engine's graphs are Megatron's own, 'local'"),
+    "cuda_graph_impl": (
+        ("none", "local", "transformer_engine"),
+        "graphs of a whole iteration were not tried",
+    ),
     "hierarchical_context_parallel_sizes": (
         (None,),
         "latents are exchanged within one flat context-parallel group",
@@ -134,19 +137,6 @@ _REASONS = {
     "position_ids": "positions follow from the sequence layout",
     "attention_bias": "scores take a mask, not a bias",
 }
-
-
-def refuse_graphs_in_training(config: MLATransformerConfig) -> None:
-    """Refuse training steps captured in Megatron's CUDA graphs; only inference may be captured.
-
-    Raises:
-        ValueError: Naming the field and how to switch it for training.
-    """
-    if config.cuda_graph_impl != "none" and torch.is_grad_enabled():
-        raise ValueError(
-            f"cuda_graph_impl={config.cuda_graph_impl!r} captures inference only; switch it to "
-            "'none' for training, as megatron.core.transformer.utils.toggle_cuda_graphs does"
-        )
 
 
 def refuse_unsupported_inference(

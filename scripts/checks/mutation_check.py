@@ -65,6 +65,16 @@ MUTATIONS = {
     "muon_states_are_joined": Mutation(
         "absorbed_mla/muon/step.py", "            if state:\n", "            if False:\n"
     ),
+    "gradients_of_recomputation_in_graphs": Mutation(
+        "absorbed_mla/graph_capture.py",
+        "        return inputs\n",
+        "        return inputs\n    return inputs\n",
+    ),
+    "mask_of_a_capture": Mutation(
+        "absorbed_mla/graph_capture.py",
+        "    if is_graph_capturing():\n        return None\n",
+        "    if is_graph_capturing():\n        return attention_mask\n",
+    ),
     "softmax_scale": Mutation(
         "absorbed_mla/dims.py",
         "math.sqrt(dims.qk_head_dim)",

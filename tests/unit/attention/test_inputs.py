@@ -142,14 +142,6 @@ class TestTraining:
         with refusal("local_cp_size is 4", "cp_group has 1 ranks"):
             attention(hidden_states(), None, packed_seq_params=params)
 
-    def test_graphs(self, attention, monkeypatch):
-        """Megatron's own graphs are for inference; evaluation without a context goes on."""
-        monkeypatch.setattr(attention.config, "cuda_graph_impl", "local")
-        with refusal("cuda_graph_impl='local' captures inference only", "toggle_cuda_graphs"):
-            attention(hidden_states(), None)
-        with torch.no_grad():
-            attention(hidden_states(), None)
-
     def test_autocast(self):
         """It would round scores to bf16 in forward and not in backward."""
         attention = build_attention(TINY, Setup(dtype=torch.float32))

@@ -125,7 +125,7 @@ UNSUPPORTED = {
     "attention_backend": (AttnBackend.flash, repr(AttnBackend.auto)),
     "normalization": ("LayerNorm", "'RMSNorm'"),
     "transformer_impl": ("inference_optimized", "'local'"),
-    "cuda_graph_impl": ("transformer_engine", "'none'"),
+    "cuda_graph_impl": ("full_iteration", "'none'"),
     "no_rope_freq": ([0, 1], "None"),
     "mrope_section": ([2, 1, 1], "None"),
     "add_qkv_bias": (True, "False"),

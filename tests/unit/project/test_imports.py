@@ -204,7 +204,7 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        "offloading",
+        *("offloading", "graph_capture"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
