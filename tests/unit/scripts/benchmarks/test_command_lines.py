@@ -26,6 +26,7 @@ from benchmarks.load import LoadBenchmark as Load
 from benchmarks.prefix_tiers import TiersBenchmark as PrefixTiers
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
 from benchmarks.qk_clip import QKClipBenchmark as QKClip
+from benchmarks.training_graphs import GraphsBenchmark as TrainingGraphs
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 COUNT, SECONDS = (
@@ -108,6 +109,12 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    TrainingGraphs: [
+        (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
+        (["--rounds", "0"], f"argument --rounds: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     LatentAttention: [
         (["--works", "decode"], "expected some of forward, backward"),
         (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
@@ -169,7 +176,7 @@ WITHOUT_FOLDER = {
     PrefixTiers,
     QKClip,
 }
-WITHOUT_FOLDER |= {LatentAttention, SharedCache}
+WITHOUT_FOLDER |= {LatentAttention, SharedCache, TrainingGraphs}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 
