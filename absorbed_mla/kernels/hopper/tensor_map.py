@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -24,8 +26,13 @@ def tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
         x = x.clone(memory_format=torch.contiguous_format)
     # The stride of an axis of one element is never used, but must be valid all the same.
     strides = [s if n > 1 else x.shape[-1] for n, s in zip(x.shape[:-1], x.stride())]
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Kept, because making one takes the host longer than all else here; kernels have few."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
 
 
 def has_map(x: Tensor) -> bool:
