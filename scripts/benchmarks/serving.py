@@ -94,9 +94,15 @@ class Case:
     size: Size
     temperature: float
 
+    @property
+    def work(self) -> str:
+        """What it has to do."""
+        return (
+            f"{self.size}, temperature {self.temperature:g}" if self.temperature else str(self.size)
+        )
+
     def __str__(self) -> str:
-        sampled = f", temperature {self.temperature:g}" if self.temperature else ""
-        return f"{self.implementation}, {self.size}{sampled}"
+        return f"{self.implementation}, {self.work}"
 
 
 @dataclass(frozen=True)
@@ -178,31 +184,25 @@ class ServingReport(Report):
 
 
 def table(report: ServingReport) -> str:
-    """Each row of ours with vLLM's of the same size; ratios are ours of vLLM's."""
-    names = {
-        "TTFT ms": ("ttft_ms", "{:.0f}"),
+    """Each row of ours with that of vLLM of the same size; ratios are ours of theirs."""
+    columns = {
+        "TTFT ms": ("ttft_ms", "{:,.0f}"),
         "prefill tokens/s": ("prefill_tokens_per_second", "{:,.0f}"),
         "decode tokens/s": ("decode_tokens_per_second", "{:,.0f}"),
-        "step ms": ("step_ms", "{:.2f}"),
     }
     lines = []
     for row in report.measured:
-        if row.case.implementation.startswith("vllm") and _has_ours(report, row):
+        if any(report.peer(one) is row for one in report.measured):
             continue
-        peer, line = report.peer(row), [row.case.implementation, str(row.case.size)]
-        line.append(f"{row.case.temperature:g}")
-        for name, form in names.values():
+        peer, line = report.peer(row), [row.case.implementation, row.case.work]
+        for name, form in columns.values():
             own, theirs = getattr(row, name), peer and getattr(peer, name)
             line += [form.format(one) if one else "-" for one in (own, theirs)]
             line.append(f"{own / theirs:.2f}" if own and theirs else "-")
         lines.append(line)
-    head = ["", "requests x prompt/output", "temperature"]
-    head += [f"{name}{what}" for name in names for what in ("", ", vLLM", ", ratio")]
+    head = ["", "requests x prompt/output"]
+    head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
     return markdown_table(head, lines, head[:2])
-
-
-def _has_ours(report: ServingReport, row: Row) -> bool:
-    return any(report.peer(one) is row for one in report.measured)
 
 
 def parse_row(text: str) -> Size:
@@ -216,7 +216,14 @@ def parse_row(text: str) -> Size:
 
 def parse_temperature(text: str) -> float:
     """A number of at least 0."""
-    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    # Not "value < 0", which NaN passes.
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
 
 
 class ServingBenchmark(Benchmark):
@@ -260,6 +267,7 @@ class ServingBenchmark(Benchmark):
         add("--prefill-tokens", type=parse_sizes, default="64k", help=prefill)
         step = "most tokens of a step"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
+        add("--eager", action="store_true", help="run all of them without CUDA graphs")
         start_limit = "seconds that processes have to start, vLLM's compiler included"
         add("--start-limit", type=seconds, default=240.0, help=start_limit)
         add("--vllm", type=Path, help="folder with vLLM (default: the one that is installed)")
@@ -315,6 +323,7 @@ class ServingBenchmark(Benchmark):
             cache_tokens=self._settings.cache_tokens,
             prefill_tokens=args.prefill_tokens,
             repeats=args.repeats,
+            cuda_graphs=self._settings.graphs,
             interleaved="ours and vllm row by row, then the servers row by row",
             checkpoint_write_seconds=self._write_seconds,
             versions={"vllm": vllm_version(args.vllm) or "not installed"},
@@ -452,7 +461,8 @@ def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -
         max_num_batched_tokens=args.max_num_batched_tokens,
         cache_tokens=(max(cached, longest + 1) + BLOCK) * BLOCK,
         token_bytes=token_bytes(config),
-        graph_sizes=tuple(sorted({size.requests for size in args.rows})),
+        sizes=tuple(sorted({size.requests for size in args.rows})),
+        graphs=device == "cuda" and not args.eager,
     )
 
 

@@ -115,7 +115,7 @@ class Worker(Contender):
     """An engine that is driven step by step in another process (``worker.py``)."""
 
     def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
-        module = ["-m", "benchmarks.served.worker", name, json.dumps(asdict(settings))]
+        module = ["-m", "benchmarks.served.worker", name, settings.text()]
         super().__init__(name, [sys.executable, "-P", *module], log, vllm, pipes=True)
 
     def run(self, burst: Burst, limit: float) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _server_command(name: str, settings: Settings, port: int, model: str) -> lis
 def _our_flags(settings: Settings) -> list[str]:
     numbers = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
     flags = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in numbers]
-    graphs = ["--cuda-graphs"] if settings.device == "cuda" else []
+    graphs = ["--cuda-graphs"] if settings.graphs else []
     return [*flags, "--no-prefix-caching", f"--device={settings.device}", *graphs]
 
 

@@ -36,7 +36,6 @@ class Ours:
     def __init__(self, settings: Settings) -> None:
         from absorbed_mla import LLM
 
-        on_gpu = settings.device == "cuda"
         self.llm = LLM(
             settings.model,
             device=settings.device,
@@ -45,7 +44,7 @@ class Ours:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             cache_tokens=settings.cache_tokens,
             enable_prefix_caching=False,
-            cuda_graphs=on_gpu,
+            cuda_graphs=settings.graphs,
         )
         self._seen: dict[str, int] = {}
 
@@ -120,7 +119,8 @@ def vllm_options(settings: Settings) -> dict[str, object]:
         "gpu_memory_utilization": 0.1,
         "block_size": BLOCK,
         "enable_prefix_caching": False,
-        "cudagraph_capture_sizes": settings.captured,
+        **({"cudagraph_capture_sizes": settings.captured} if settings.graphs else {}),
+        "enforce_eager": not settings.graphs,
         "generation_config": "vllm",
         "seed": 0,
     }

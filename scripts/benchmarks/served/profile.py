@@ -13,8 +13,8 @@ import os
 import pstats
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +31,7 @@ _LIMIT = 420
 def write(
     file: Path, settings: Settings, vocab_size: int, *, prompt: int, steps: int, log: Path
 ) -> None:
-    """Profile decode steps of each of ``settings.graph_sizes`` requests, and print the file.
+    """Profile decode steps of each of ``settings.sizes`` requests, and print the file.
 
     Args:
         file: Text, rewritten after each number of requests.
@@ -44,7 +44,9 @@ def write(
     Raises:
         ValueError: If it fails, with the end of the log.
     """
-    work = {"settings": asdict(settings), "vocab_size": vocab_size, "prompt": prompt}
+    # Steps before all requests decode, three times the profiled ones, and some more.
+    prompt = min(prompt, settings.max_model_len - 4 * steps)
+    work = {"settings": settings.text(), "vocab_size": vocab_size, "prompt": prompt}
     work |= {"steps": steps, "file": str(file.resolve())}
     scripts = Path(__file__).resolve().parents[2]
     path = [os.environ.get("PYTHONPATH", ""), str(scripts), str(scripts.parent)]
@@ -58,47 +60,51 @@ def write(
 def main(work: str) -> None:
     """Profile in this process."""
     given = json.loads(work)
-    fields = given["settings"]
-    settings = Settings(**{**fields, "graph_sizes": tuple(fields["graph_sizes"])})
+    settings = Settings.read(given["settings"])
     engine, parts = Ours(settings), []
-    for requests in settings.graph_sizes:
-        # Twice: the first compiles.
-        for _ in range(2):
-            part = _profile(engine, requests, settings, given)
-        parts.append(part)
+    for requests in settings.sizes:
+        # Compiles, and allocates what later steps use again.
+        with _decoding(engine, requests, settings, given) as step:
+            _seconds(step, given["steps"])
+        with _decoding(engine, requests, settings, given) as step:
+            tables = _tables(step, given["steps"], on_gpu=settings.device == "cuda")
+        parts.append(f"{requests} requests, {given['prompt']} tokens in each prompt, {tables}")
         Path(given["file"]).write_text("\n\n".join(parts) + "\n")
+    engine.close()
 
 
-def _profile(engine: Ours, requests: int, settings: Settings, given: dict) -> str:
-    """All tables of one number of requests."""
-    steps = given["steps"]
-    prompt = min(given["prompt"], settings.max_model_len - 4 * steps)
-    new_tokens = settings.max_model_len - prompt
-    burst = Burst(requests, prompt, new_tokens, 0.0, requests, given["vocab_size"])
-    waiting = {str(number): prompt for number, prompt in enumerate(burst.prompts())}
-    for name, one in waiting.items():
-        engine.add(name, one, burst)
-    running = set(waiting)
+@contextmanager
+def _decoding(
+    engine: Ours, requests: int, settings: Settings, given: dict
+) -> Iterator[Callable[[], object]]:
+    """A function for one decode step of all requests, which have their first tokens already."""
+    new_tokens = settings.max_model_len - given["prompt"]
+    burst = Burst(requests, given["prompt"], new_tokens, 0.0, requests, given["vocab_size"])
+    names = {str(number): prompt for number, prompt in enumerate(burst.prompts())}
+    for name, prompt in names.items():
+        engine.add(name, prompt, burst)
+    waiting = set(names)
     while waiting:
-        for name, tokens in engine.step():
-            if tokens:
-                waiting.pop(name, None)
-    plain = _seconds(lambda: list(engine.step()), steps)
-    profiler = cProfile.Profile()
-    profiler.enable()
-    profiled = _seconds(lambda: list(engine.step()), steps)
-    profiler.disable()
-    kernels = _kernels(lambda: list(engine.step()), steps) if settings.device == "cuda" else ""
-    for name in running:
+        waiting -= {name for name, tokens in engine.step() if tokens}
+    yield lambda: list(engine.step())
+    for name in names:
         engine.llm.abort(name)
     while engine.is_busy():
         list(engine.step())
-    head = (
-        f"{requests} requests, prompts of {prompt} tokens, {steps} decode steps: "
-        f"{1e3 * plain:.2f} ms each, {1e3 * profiled:.2f} ms with cProfile"
-    )
-    functions = [_functions(profiler, order) for order in ("tottime", "cumulative")]
-    return "\n\n".join([head, *functions, kernels])
+
+
+def _tables(step: Callable[[], object], steps: int, *, on_gpu: bool) -> str:
+    """Of functions in both orders, and of kernels."""
+    plain = _seconds(step, steps)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    profiled = _seconds(step, steps)
+    profiler.disable()
+    parts = [
+        f"{steps} decode steps: {1e3 * plain:.2f} ms each, {1e3 * profiled:.2f} ms with cProfile",
+        *(_functions(profiler, order) for order in ("tottime", "cumulative")),
+    ]
+    return "\n\n".join([*parts, _kernels(step, steps)] if on_gpu else parts)
 
 
 def _seconds(step: Callable[[], object], steps: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 # Tokens of a block of the cache, of ours and as it is asked of vLLM.
 BLOCK = 64
@@ -20,7 +21,8 @@ class Settings:
         max_num_batched_tokens: Most tokens of a step.
         cache_tokens: That the latent cache holds.
         token_bytes: Of one token in the cache, all layers.
-        graph_sizes: Numbers of requests of the measured decode steps.
+        sizes: Numbers of requests of the measured decode steps.
+        graphs: Whether decode steps are captured as CUDA graphs.
     """
 
     model: str
@@ -30,7 +32,18 @@ class Settings:
     max_num_batched_tokens: int
     cache_tokens: int
     token_bytes: int
-    graph_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
+    graphs: bool
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The inverse of :meth:`text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
 
     @property
     def cache_bytes(self) -> int:
@@ -41,4 +54,4 @@ class Settings:
     def captured(self) -> list[int]:
         """Numbers of tokens for which vLLM captures CUDA graphs: those measured and powers of 2."""
         powers = {2**power for power in range(self.max_num_seqs.bit_length())}
-        return sorted(one for one in powers | set(self.graph_sizes) if one <= self.max_num_seqs)
+        return sorted(one for one in powers | set(self.sizes) if one <= self.max_num_seqs)

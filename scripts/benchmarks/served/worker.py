@@ -20,8 +20,7 @@ def main(name: str, settings: str) -> None:
     # Whatever libraries print goes to the log.
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
-        fields = json.loads(settings)
-        engine = ENGINES[name](Settings(**{**fields, "graph_sizes": tuple(fields["graph_sizes"])}))
+        engine = ENGINES[name](Settings.read(settings))
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:
             try:
