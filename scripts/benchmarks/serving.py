@@ -234,15 +234,16 @@ class ServingBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self._device = arguments.use_device(args.device)
         self._stack = contextlib.ExitStack()
         work = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self._logs = args.logs or work
         self._logs.mkdir(parents=True, exist_ok=True)
         model = args.model or work / "model"
         begin = time.monotonic()
+        # Before anything uses the GPU: it forks.
         write_model(model, _choice(args))
         self._write_seconds = time.monotonic() - begin
+        self._device = arguments.use_device(args.device)
         self._config = read_config(model)
         self._settings = settings(args, self._config, model, self._device)
         self._running: dict[str, Contender] = {}
@@ -381,6 +382,8 @@ class ServingBenchmark(Benchmark):
 
     def _run(self) -> int:
         if not self.args.profile:
+            # They load their weights while this process looks at the machine.
+            self._start(self.cases()[0].implementation)
             return super()._run()
         with self._stack:
             profile.write(
@@ -393,6 +396,13 @@ class ServingBenchmark(Benchmark):
             )
         return 0
 
+    def _start(self, name: str) -> None:
+        """Start an implementation and those that live at the same time."""
+        for one in next(pair for pair in TOGETHER if name in pair):
+            if one in self.args.implementations and one not in self._running.keys() | self._failed:
+                log = self._logs / f"{one}.log"
+                self._running[one] = start(one, self._settings, log, self.args.vllm)
+
     def _contender(self, case: Case) -> Contender:
         """The process of an implementation; those of its pair start at the same time.
 
@@ -400,10 +410,7 @@ class ServingBenchmark(Benchmark):
             ContenderError: If it did not start, now or for a former case.
         """
         name = case.implementation
-        for one in next(pair for pair in TOGETHER if name in pair):
-            if one in self.args.implementations and one not in self._running.keys() | self._failed:
-                log = self._logs / f"{one}.log"
-                self._running[one] = start(one, self._settings, log, self.args.vllm)
+        self._start(name)
         if name in self._failed:
             raise self._failed[name]
         try:
@@ -418,8 +425,8 @@ class ServingBenchmark(Benchmark):
         """Run what compiles at this number of requests, and at this length of a prompt."""
         prompt, output = WARM_UP
         small = dataclasses.replace(case.size, prompt=prompt, output=output)
-        one = dataclasses.replace(case.size, requests=1, output=output)
-        for size in (small, one):
+        long = dataclasses.replace(self._prefill(case.size), output=output)
+        for size in (small, long):
             key = case.implementation, size, case.temperature
             if key not in self._warm:
                 self._warm.add(key)

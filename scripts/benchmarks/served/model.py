@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from benchmarks.synthetic_checkpoint.sizes import total_bytes
 # Room for the tokenizer, and what the file system needs itself.
 _MARGIN = 256 * 10**6
 _SHARD = 2 * 10**9
+# Each has a shard in memory, twice while it is written.
+_MOST_PROCESSES = 8
 
 
 def write_model(folder: Path, choice: Choice) -> None:
@@ -40,7 +43,10 @@ def write_model(folder: Path, choice: Choice) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     write_tokenizer(part, config["vocab_size"])
-    write_checkpoint(part, config, shards(tensors, _SHARD), Values(tensors), lambda file: None)
+    processes = max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    write_checkpoint(
+        part, config, shards(tensors, _SHARD), Values(tensors), lambda file: None, processes
+    )
     part.replace(folder)
 
 
