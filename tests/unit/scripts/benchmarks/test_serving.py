@@ -237,8 +237,11 @@ def test_table():
         return Row(case, ttft_ms=ttft, ttft_p90_ms=ttft, **rates)
 
     rows = [row("ours", 32, 3000, 10), row("vllm", 32, 2000, 40), row("vllm-server", 1, 5, 6)]
+    # A server is compared with a server.
+    rows += [row("ours-server", 32, 1000, 20), row("vllm-server", 32, 4000, 10)]
     lines = table(ServingReport({}, rows)).splitlines()[2:]
     assert lines == [
         "| ours | 32 x 1k/256 | 10 | 40 | 0.25 | 6,000 | 4,000 | 1.50 | 3,000 | 2,000 | 1.50 |",
         "| vllm-server | 1 x 1k/256 | 6 | - | - | 10 | - | - | 5 | - | - |",
+        "| ours-server | 32 x 1k/256 | 20 | 10 | 2.00 | 2,000 | 8,000 | 0.25 | 1,000 | 4,000 | 0.25 |",
     ]
