@@ -238,10 +238,10 @@ def test_table():
 
     rows = [row("ours", 32, 3000, 10), row("vllm", 32, 2000, 40), row("vllm-server", 1, 5, 6)]
     # A server is compared with a server.
-    rows += [row("ours-server", 32, 1000, 20), row("vllm-server", 32, 4000, 10)]
+    rows += [row("ours-server", 8, 10, 20), row("vllm-server", 8, 40, 10)]
     lines = table(ServingReport({}, rows)).splitlines()[2:]
     assert lines == [
         "| ours | 32 x 1k/256 | 10 | 40 | 0.25 | 6,000 | 4,000 | 1.50 | 3,000 | 2,000 | 1.50 |",
         "| vllm-server | 1 x 1k/256 | 6 | - | - | 10 | - | - | 5 | - | - |",
-        "| ours-server | 32 x 1k/256 | 20 | 10 | 2.00 | 2,000 | 8,000 | 0.25 | 1,000 | 4,000 | 0.25 |",
+        "| ours-server | 8 x 1k/256 | 20 | 10 | 2.00 | 20 | 80 | 0.25 | 10 | 40 | 0.25 |",
     ]
