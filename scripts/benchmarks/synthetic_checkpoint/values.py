@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -79,8 +83,9 @@ def write_checkpoint(
     shard_list: list[list[Stored]],
     values: Values,
     progress: Callable[[str], None],
+    processes: int = 1,
 ) -> None:
-    """Write shards, index and config.json; one shard is in memory at a time.
+    """Write shards, index and config.json.
 
     Args:
         folder: Exists and is empty.
@@ -88,18 +93,31 @@ def write_checkpoint(
         shard_list: From :func:`shards`.
         values: Makes the values.
         progress: Called with the name of every file that has been written.
+        processes: That write, each with one shard in memory; forked, before anything uses a GPU.
     """
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shard_list, 1):
-        file = f"model-{number:05d}-of-{len(shard_list):05d}.safetensors"
-        save_file({t.name: values.make(t) for t in shard}, folder / file, {"format": "pt"})
-        weight_map.update((t.name, file) for t in shard)
-        total += sum(stored_bytes(t) for t in shard)
-        progress(file)
+    names = [
+        f"model-{number:05d}-of-{len(shard_list):05d}.safetensors"
+        for number in range(1, len(shard_list) + 1)
+    ]
+    paths = [folder / name for name in names]
+    with contextlib.ExitStack() as stack:
+        written: Iterator[None] = map(_write_shard, repeat(values), shard_list, paths)
+        if processes > 1:
+            # Threads of PyTorch do not live on in a forked process.
+            fork = multiprocessing.get_context("fork")
+            pool = ProcessPoolExecutor(processes, fork, torch.set_num_threads, (1,))
+            written = stack.enter_context(pool).map(_write_shard, repeat(values), shard_list, paths)
+        for name, _ in zip(names, written, strict=True):
+            progress(name)
+    weight_map = {t.name: name for name, shard in zip(names, shard_list) for t in shard}
+    total = sum(stored_bytes(t) for shard in shard_list for t in shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
     _write_json(folder / "config.json", config)
+
+
+def _write_shard(values: Values, shard: list[Stored], path: Path) -> None:
+    save_file({t.name: values.make(t) for t in shard}, path, {"format": "pt"})
 
 
 def _write_json(path: Path, content: dict) -> None:

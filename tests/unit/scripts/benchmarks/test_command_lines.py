@@ -26,6 +26,7 @@ from benchmarks.load import LoadBenchmark as Load
 from benchmarks.prefix_tiers import TiersBenchmark as PrefixTiers
 from benchmarks.pretraining import PretrainingBenchmark as Pretraining
 from benchmarks.qk_clip import QKClipBenchmark as QKClip
+from benchmarks.serving import ServingBenchmark as Serving
 from benchmarks.training_graphs import GraphsBenchmark as TrainingGraphs
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
@@ -35,6 +36,7 @@ COUNT, SECONDS = (
 )
 FILE = "--render must be JSON that this script wrote"
 NO_GPU = "--device cuda needs a GPU, and there is none; give --device cpu"
+OURS = ["--implementations", "ours"]
 MISTAKES = {
     Attention: [
         (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
@@ -163,20 +165,20 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    Serving: [
+        (["--rows", "32"], "argument --rows: expected rows such as 32x1k/256, got '32'"),
+        (["--rows", "0x1k/256"], f"argument --rows: {COUNT}"),
+        (["--implementations", "sglang"], "expected some of ours, vllm, ours-server, vllm-server"),
+        (["--implementations", "vllm"], "needs the package vllm, which is not installed here"),
+        (["--vllm", "nowhere"], "--implementations vllm,vllm-server needs the package vllm, which"),
+        (["--temperature", "-1"], "argument --temperature: expected a number of at least 0"),
+        ([*OURS, "--max-num-batched-tokens", "64"], "must be at least the 128 requests of --rows"),
+        ([*OURS, "--render", "/nowhere.json"], FILE),
+        ([*OURS, "--device", "cuda"], NO_GPU),
+    ],
 }
-WITHOUT_FOLDER = {
-    LatentAttention,
-    DSA,
-    DSADecode,
-    DSALayer,
-    Decode,
-    Engine,
-    Fusions,
-    Load,
-    PrefixTiers,
-    QKClip,
-}
-WITHOUT_FOLDER |= {LatentAttention, SharedCache, TrainingGraphs}
+WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
+WITHOUT_FOLDER |= {LatentAttention, Serving, SharedCache, TrainingGraphs}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -1,0 +1,1 @@
+"""The parts of scripts/benchmarks/serving.py."""

@@ -1,0 +1,235 @@
+"""Implementations in processes of their own: start them, give them bursts, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.served import streams
+from benchmarks.served.burst import Burst
+from benchmarks.served.engines import vllm_options
+from benchmarks.served.settings import Settings
+from console.parent import ends_with_this_process
+
+IMPLEMENTATIONS = ("ours", "vllm", "ours-server", "vllm-server")
+SCRIPTS = Path(__file__).resolve().parents[2]
+# vLLM neither asks the network, nor reports, nor compiles what is not part of it.
+_VLLM = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+_GRACE = 20
+
+
+class ContenderError(RuntimeError):
+    """A process that did not start, answer or go on; the message has the end of its log."""
+
+
+class Contender:
+    """A process and its children; ready some time after it is made.
+
+    Args:
+        name: One of ``IMPLEMENTATIONS``.
+        command: To run.
+        log: File that takes its output.
+        vllm: Folder with vLLM for ``PYTHONPATH``, if it has one of its own.
+        pipes: Whether bursts and answers go through its stdin and stdout.
+    """
+
+    def __init__(
+        self, name: str, command: list[str], log: Path, vllm: Path | None, *, pipes: bool
+    ) -> None:
+        self.name, self._log = name, log
+        self._begin = time.monotonic()
+        pipe = subprocess.PIPE if pipes else None
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or output,
+                stderr=output,
+                env=_environment(name, vllm),
+                start_new_session=True,
+                preexec_fn=ends_with_this_process(),
+                text=True,
+            )
+        self.start_seconds: float | None = None
+
+    def await_ready(self, limit: float) -> None:
+        """Wait until it takes bursts, at most ``limit`` seconds.
+
+        Raises:
+            ContenderError: If it ends or takes longer.
+        """
+        if self.start_seconds is None:
+            self._await(limit)
+            self.start_seconds = time.monotonic() - self._begin
+
+    def run(self, burst: Burst, limit: float) -> dict[str, Any]:
+        """Figures of a burst.
+
+        Raises:
+            ContenderError: If it fails, or takes longer than ``limit`` seconds.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it and its children, which may take some seconds to free the device."""
+        if self._process.stdin:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        else:
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _await(self, limit: float) -> None:
+        raise NotImplementedError
+
+    def _error(self, what: str) -> ContenderError:
+        lines = self._log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line]
+        return ContenderError(" | ".join([f"{self.name} {what}", *errors[-3:], *lines[-3:]]))
+
+
+class Worker(Contender):
+    """An engine that is driven step by step in another process (``worker.py``)."""
+
+    def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
+        module = ["-m", "benchmarks.served.worker", name, settings.text()]
+        super().__init__(name, [sys.executable, "-P", *module], log, vllm, pipes=True)
+
+    def run(self, burst: Burst, limit: float) -> dict[str, Any]:
+        """See :class:`Contender`."""
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(json.dumps(asdict(burst)) + "\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._error("has ended") from error
+        return self._answer(limit)
+
+    def _await(self, limit: float) -> None:
+        self._answer(limit)
+
+    def _answer(self, limit: float) -> dict[str, Any]:
+        assert self._process.stdout
+        if not select.select([self._process.stdout], [], [], limit)[0]:
+            raise self._error(f"took more than {limit:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._error("has ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise self._error(f"failed: {answer['error']}")
+        return answer
+
+
+class Server(Contender):
+    """A server of OpenAI's interface, asked by a client in this process (``streams.py``)."""
+
+    def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
+        self._port = _free_port()
+        self._model = Path(settings.model).name
+        command = _server_command(name, settings, self._port, self._model)
+        super().__init__(name, command, log, vllm, pipes=False)
+
+    def run(self, burst: Burst, limit: float) -> dict[str, Any]:
+        """See :class:`Contender`."""
+        try:
+            return streams.run(self._port, self._model, burst, limit)
+        except (OSError, EOFError, RuntimeError, TimeoutError) as error:
+            raise self._error(f"failed: {type(error).__name__}: {error}") from error
+
+    def _await(self, limit: float) -> None:
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise self._error("has ended")
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=2).close()
+                return
+            time.sleep(0.2)
+        raise self._error(f"took more than {limit:.0f} s to start")
+
+
+def start(name: str, settings: Settings, log: Path, vllm: Path | None) -> Contender:
+    """Start an implementation; it is not ready yet."""
+    kind = Server if name.endswith("-server") else Worker
+    return kind(name, settings, log, vllm)
+
+
+def vllm_version(folder: Path | None) -> str:
+    """The version of vLLM in a folder, or of the one that is installed; "" if there is none."""
+    path = sys.path if folder is None else [str(folder)]
+    found = importlib.metadata.Distribution.discover(name="vllm", path=path)
+    return next((one.version for one in found), "")
+
+
+def _environment(name: str, vllm: Path | None) -> dict[str, str]:
+    """With the checkout on the path; vLLM gets nothing of ours from it where it has a folder."""
+    root = SCRIPTS.parent
+    inherited = os.environ.get("PYTHONPATH", "")
+    if not name.startswith("vllm"):
+        path = [inherited, str(SCRIPTS), str(root)]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    path = [inherited] if vllm is None else [str(vllm.resolve())]
+    path = os.pathsep.join(filter(None, [*path, str(SCRIPTS)]))
+    return {**os.environ, **_VLLM, "PYTHONPATH": path}
+
+
+def _server_command(name: str, settings: Settings, port: int, model: str) -> list[str]:
+    network = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", model]
+    if name.startswith("vllm"):
+        options = _vllm_flags(settings)
+        module = ["vllm.entrypoints.cli.main", "serve"]
+    else:
+        options = _our_flags(settings)
+        module = ["absorbed_mla.llm.server.cli"]
+    return [sys.executable, "-P", "-m", *module, settings.model, *network, *options]
+
+
+def _our_flags(settings: Settings) -> list[str]:
+    numbers = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
+    flags = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in numbers]
+    graphs = ["--cuda-graphs"] if settings.graphs else []
+    return [*flags, "--no-prefix-caching", f"--device={settings.device}", *graphs]
+
+
+def _vllm_flags(settings: Settings) -> list[str]:
+    flags = []
+    for name, value in vllm_options(settings).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            flags += [f"--{option}", *map(str, value)]
+        else:
+            flags += [f"--{option}", str(value)]
+    # Both servers write no line per request.
+    return [*flags, "--disable-uvicorn-access-log"]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]

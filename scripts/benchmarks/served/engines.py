@@ -1,0 +1,145 @@
+"""The engines behind two implementations of ``LLM``, step by step and with the same methods."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from benchmarks.served.burst import Burst, Timeline
+from benchmarks.served.settings import BLOCK, Settings
+
+
+class Engine(Protocol):
+    """A model that generates; requests have names."""
+
+    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
+        """Queue a request."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether a request has not ended."""
+        ...
+
+    def step(self) -> Iterable[tuple[str, int]]:
+        """Wait for a step; names of requests, and how many tokens each got."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class Ours:
+    """``absorbed_mla.LLM``."""
+
+    def __init__(self, settings: Settings) -> None:
+        from absorbed_mla import LLM
+
+        self.llm = LLM(
+            settings.model,
+            device=settings.device,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            cache_tokens=settings.cache_tokens,
+            enable_prefix_caching=False,
+            cuda_graphs=settings.graphs,
+        )
+        self._seen: dict[str, int] = {}
+
+    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
+        """See :class:`Engine`."""
+        from absorbed_mla import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=burst.new_tokens, temperature=burst.temperature, ignore_eos=True
+        )
+        self._seen[self.llm.add_request(prompt, params, name)] = 0
+
+    def is_busy(self) -> bool:
+        """See :class:`Engine`."""
+        return self.llm.has_unfinished_requests()
+
+    def step(self) -> Iterable[tuple[str, int]]:
+        """See :class:`Engine`."""
+        for output in self.llm.step():
+            name, count = output.request_id, len(output.outputs[0].token_ids)
+            yield name, count - self._seen[name]
+            self._seen[name] = count
+
+    def close(self) -> None:
+        """See :class:`Engine`."""
+        self.llm.close()
+
+
+class VLLM:
+    """``vllm.LLM``, whose engine runs in a process of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        from vllm import LLM
+
+        self._engine = LLM(model=settings.model, **vllm_options(settings)).llm_engine
+
+    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
+        """See :class:`Engine`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=burst.new_tokens,
+            temperature=burst.temperature,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def is_busy(self) -> bool:
+        """See :class:`Engine`."""
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> Iterable[tuple[str, int]]:
+        """See :class:`Engine`."""
+        for output in self._engine.step():
+            yield output.request_id, len(output.outputs[0].token_ids)
+
+    def close(self) -> None:
+        """See :class:`Engine`; the engine's process ends with this one."""
+        self._engine.engine_core.shutdown()
+
+
+def vllm_options(settings: Settings) -> dict[str, object]:
+    """Options of ``vllm.LLM``; those of ``vllm serve`` have dashes."""
+    return {
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "kv_cache_memory_bytes": settings.cache_bytes,
+        # What is checked to be free at the start; the cache has the size above.
+        "gpu_memory_utilization": 0.1,
+        "block_size": BLOCK,
+        "enable_prefix_caching": False,
+        **({"cudagraph_capture_sizes": settings.captured} if settings.graphs else {}),
+        "enforce_eager": not settings.graphs,
+        "generation_config": "vllm",
+        "seed": 0,
+    }
+
+
+def run(engine: Engine, burst: Burst) -> dict[str, float | None]:
+    """Figures of a burst, see ``Timeline``; time begins before the first request is added."""
+    prompts, timeline = burst.prompts(), Timeline(burst)
+    numbers = {f"{burst.seed}-{number}": number for number in range(burst.requests)}
+    begin = time.perf_counter()
+    for name, number in numbers.items():
+        engine.add(name, prompts[number], burst)
+    while engine.is_busy():
+        grown = list(engine.step())
+        now = time.perf_counter() - begin
+        for name, tokens in grown:
+            if tokens:
+                timeline.add(numbers[name], now, tokens)
+    return timeline.figures()
+
+
+ENGINES = {"ours": Ours, "vllm": VLLM}

@@ -1,0 +1,140 @@
+"""Where the time of our decode steps goes: on the host by function, on the GPU by kernel.
+
+The engine runs in the process that is profiled, not in one of its own as ``LLM`` has it, so that
+its functions are seen. Usage: python -m benchmarks.served.profile WORK, with the work as JSON.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.kit.command import ALONE, run_to_log
+from benchmarks.served.burst import Burst
+from benchmarks.served.engines import Ours
+from benchmarks.served.settings import Settings
+
+# Rows of each table.
+_FUNCTIONS, _KERNELS = 45, 30
+_LIMIT = 420
+
+
+def write(
+    file: Path, settings: Settings, vocab_size: int, *, prompt: int, steps: int, log: Path
+) -> None:
+    """Profile decode steps of each of ``settings.sizes`` requests, and print the file.
+
+    Args:
+        file: Text, rewritten after each number of requests.
+        settings: Of the model.
+        vocab_size: Token ids of prompts are below it.
+        prompt: Tokens of each prompt.
+        steps: Decode steps of each profile.
+        log: File for what the process prints.
+
+    Raises:
+        ValueError: If it fails, with the end of the log.
+    """
+    # Steps before all requests decode, three times the profiled ones, and some more.
+    prompt = min(prompt, settings.max_model_len - 4 * steps)
+    work = {"settings": settings.text(), "vocab_size": vocab_size, "prompt": prompt}
+    work |= {"steps": steps, "file": str(file.resolve())}
+    scripts = Path(__file__).resolve().parents[2]
+    path = [os.environ.get("PYTHONPATH", ""), str(scripts), str(scripts.parent)]
+    variables = {**ALONE, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    command = [sys.executable, "-P", "-m", "benchmarks.served.profile", json.dumps(work)]
+    if run_to_log(command, log, _LIMIT, variables):
+        raise ValueError("the profile failed: " + " | ".join(log.read_text().splitlines()[-4:]))
+    print(file.read_text())
+
+
+def main(work: str) -> None:
+    """Profile in this process."""
+    given = json.loads(work)
+    settings = Settings.read(given["settings"])
+    engine, parts = Ours(settings), []
+    for requests in settings.sizes:
+        # Compiles, and allocates what later steps use again.
+        with _decoding(engine, requests, settings, given) as step:
+            _seconds(step, given["steps"])
+        with _decoding(engine, requests, settings, given) as step:
+            tables = _tables(step, given["steps"], on_gpu=settings.device == "cuda")
+        parts.append(f"{requests} requests, {given['prompt']} tokens in each prompt, {tables}")
+        Path(given["file"]).write_text("\n\n".join(parts) + "\n")
+    engine.close()
+
+
+@contextmanager
+def _decoding(
+    engine: Ours, requests: int, settings: Settings, given: dict
+) -> Iterator[Callable[[], object]]:
+    """A function for one decode step of all requests, which have their first tokens already."""
+    new_tokens = settings.max_model_len - given["prompt"]
+    burst = Burst(requests, given["prompt"], new_tokens, 0.0, requests, given["vocab_size"])
+    names = {str(number): prompt for number, prompt in enumerate(burst.prompts())}
+    for name, prompt in names.items():
+        engine.add(name, prompt, burst)
+    waiting = set(names)
+    while waiting:
+        waiting -= {name for name, tokens in engine.step() if tokens}
+    yield lambda: list(engine.step())
+    for name in names:
+        engine.llm.abort(name)
+    while engine.is_busy():
+        list(engine.step())
+
+
+def _tables(step: Callable[[], object], steps: int, *, on_gpu: bool) -> str:
+    """Of functions in both orders, and of kernels."""
+    plain = _seconds(step, steps)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    profiled = _seconds(step, steps)
+    profiler.disable()
+    parts = [
+        f"{steps} decode steps: {1e3 * plain:.2f} ms each, {1e3 * profiled:.2f} ms with cProfile",
+        *(_functions(profiler, order) for order in ("tottime", "cumulative")),
+    ]
+    return "\n\n".join([*parts, _kernels(step, steps)] if on_gpu else parts)
+
+
+def _seconds(step: Callable[[], object], steps: int) -> float:
+    """Median of the steps; each waits for its tokens."""
+    found = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - begin)
+    return median(found)
+
+
+def _functions(profiler: cProfile.Profile, order: str) -> str:
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(_FUNCTIONS)
+    return f"Host, by {order}:\n{text.getvalue().strip()}"
+
+
+def _kernels(step: Callable[[], object], steps: int) -> str:
+    """The GPU's busiest kernels; its time of a step is the sum over kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+    found = profiler.key_averages()
+    busy = sum(one.self_device_time_total for one in found if one.device_type.name == "CUDA")
+    rows = found.table(sort_by="self_cuda_time_total", row_limit=_KERNELS, max_name_column_width=90)
+    return f"GPU: {busy / steps / 1e3:.3f} ms of kernels each step\n{rows}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

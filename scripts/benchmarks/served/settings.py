@@ -1,0 +1,57 @@
+"""What all implementations are started with; nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+# Tokens of a block of the cache, of ours and as it is asked of vLLM.
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one model in one process, equal for all implementations.
+
+    Attributes:
+        model: Folder with the checkpoint.
+        device: ``"cuda"`` or ``"cpu"``.
+        max_model_len: Longest prompt and output together, in tokens.
+        max_num_seqs: Most requests of a step.
+        max_num_batched_tokens: Most tokens of a step.
+        cache_tokens: That the latent cache holds.
+        token_bytes: Of one token in the cache, all layers.
+        sizes: Numbers of requests of the measured decode steps.
+        graphs: Whether decode steps are captured as CUDA graphs.
+    """
+
+    model: str
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cache_tokens: int
+    token_bytes: int
+    sizes: tuple[int, ...]
+    graphs: bool
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The inverse of :meth:`text`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sizes": tuple(fields["sizes"])})
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the cache."""
+        return self.cache_tokens * self.token_bytes
+
+    @property
+    def captured(self) -> list[int]:
+        """Numbers of tokens for which vLLM captures CUDA graphs: those measured and powers of 2."""
+        powers = {2**power for power in range(self.max_num_seqs.bit_length())}
+        return sorted(one for one in powers | set(self.sizes) if one <= self.max_num_seqs)

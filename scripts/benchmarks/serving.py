@@ -1,0 +1,488 @@
+#!/usr/bin/env python3
+"""``LLM`` and the server beside vLLM's: time to first token, prefill and decode tokens per second.
+
+    $ python scripts/benchmarks/serving.py --vllm /tmp/vllm --json serving.json
+    $ python scripts/benchmarks/serving.py --implementations ours --profile profile.txt
+    $ python scripts/benchmarks/serving.py --device cpu --implementations ours,ours-server \
+          --scale-down 128 --vocab-size 512 --rows 2x64/8
+
+All run the same checkpoint of random weights with DeepSeek-V3's widths: 4 dense and 4 MoE layers,
+written to --model (16 experts, for which vLLM has tuned its kernels on an H200). A row is a number
+of requests that arrive at once, tokens of each prompt and of each output: 32x1k/256. Prompts are
+random token ids, so that no prefix is shared, and outputs have their exact length. Each
+implementation runs in processes of its own, with the same number of tokens in a step, the same
+cache and CUDA graphs; `ours` and `vllm` are driven step by step, the servers over HTTP with one
+stream per request. `ours` and `vllm` live at the same time and take turns at each row, then the
+two servers do. Before a row is measured, its sizes run once. Output:
+
+    61.0 s  ours, 32 x 1k/256: ttft_ms 410, ttft_p90_ms 800, prefill_tokens_per_second 60000,
+            decode_tokens_per_second 3000, step_ms 10.6
+
+prefill_tokens_per_second is that of requests with one output token (of --prefill-tokens in all at
+most); decode_tokens_per_second that of the time in which all requests of the row were generating,
+of which step_ms is the time per token of each. Medians of --repeats. --profile measures none of
+this: it says where the time of our decode steps goes, on the host and on the GPU. The exit code is
+1 if a row has an error; the last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes, seconds
+from benchmarks.kit.plot import Panel, collected
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
+from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks.served import profile
+from benchmarks.served.burst import Burst
+from benchmarks.served.contenders import (
+    IMPLEMENTATIONS,
+    Contender,
+    ContenderError,
+    start,
+    vllm_version,
+)
+from benchmarks.served.model import read_config, token_bytes, write_model
+from benchmarks.served.settings import BLOCK, Settings
+from benchmarks.synthetic_checkpoint.models import Choice
+from console.outputs import require_writable
+from console.parser import Parser
+from console.script import leave
+
+ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
+# Implementations that live at the same time.
+TOGETHER = (("ours", "vllm"), ("ours-server", "vllm-server"))
+# Tokens of the prompts and outputs that run before a number of requests is measured.
+WARM_UP = (64, 8)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A row's requests, tokens of each prompt, and tokens of each output."""
+
+    requests: int
+    prompt: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.requests} x {tokens_text(self.prompt)}/{tokens_text(self.output)}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One implementation at one size."""
+
+    implementation: str
+    size: Size
+    temperature: float
+
+    @property
+    def work(self) -> str:
+        """What it has to do."""
+        return (
+            f"{self.size}, temperature {self.temperature:g}" if self.temperature else str(self.size)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.implementation}, {self.work}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the users of an implementation see; medians of the repetitions.
+
+    Attributes:
+        case: What ran.
+        error: What went wrong; ``""`` if nothing did.
+        ttft_ms: To the first token, the median of the requests.
+        ttft_p90_ms: The same of the slowest tenth's best.
+        prefill_tokens_per_second: Prompt tokens, of requests with one output token.
+        decode_tokens_per_second: While all requests generate; None if that is never so.
+        step_ms: Of a token of each request, at that rate.
+        decode_rates: Tokens per second of every repetition.
+        start_seconds: From the start of the process until it took requests.
+    """
+
+    case: Case
+    error: str = ""
+    ttft_ms: float | None = None
+    ttft_p90_ms: float | None = None
+    prefill_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    step_ms: float | None = None
+    decode_rates: list[float] = field(default_factory=list)
+    start_seconds: float | None = None
+
+
+FIGURES = (
+    "ttft_ms",
+    "ttft_p90_ms",
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "step_ms",
+)
+
+
+class ServingReport(Report):
+    """One run."""
+
+    row = Row
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """What was measured."""
+        found = {name: getattr(row, name) for name in FIGURES}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def peer(self, row: Row) -> Row | None:
+        """The row of vLLM of the same size, for one of ours."""
+        name = row.case.implementation.replace("ours", "vllm")
+        if name == row.case.implementation:
+            return None
+        case = dataclasses.replace(row.case, implementation=name)
+        return next((one for one in self.measured if one.case == case), None)
+
+    @classmethod
+    def panels(cls, reports: Sequence[ServingReport]) -> list[Panel]:
+        """Decode tokens per second over the number of requests."""
+        return collected(
+            (
+                (
+                    f"prompts of {tokens_text(row.case.size.prompt)}: decode tokens/s",
+                    row.case.implementation,
+                    row.case.size.requests,
+                    row.decode_tokens_per_second,
+                )
+                for report in reports
+                for row in report.measured
+                if row.decode_tokens_per_second
+            ),
+            "requests",
+        )
+
+    @classmethod
+    def notes(cls, reports: Sequence[ServingReport]) -> list[str]:
+        """One table per report."""
+        return [table(report) for report in reports if report.measured]
+
+
+def table(report: ServingReport) -> str:
+    """Each row of ours with that of vLLM of the same size; ratios are ours of theirs."""
+    columns = {
+        "TTFT ms": ("ttft_ms", "{:,.0f}"),
+        "prefill tokens/s": ("prefill_tokens_per_second", "{:,.0f}"),
+        "decode tokens/s": ("decode_tokens_per_second", "{:,.0f}"),
+    }
+    lines = []
+    for row in report.measured:
+        if any(report.peer(one) is row for one in report.measured):
+            continue
+        peer, line = report.peer(row), [row.case.implementation, row.case.work]
+        for name, form in columns.values():
+            own, theirs = getattr(row, name), peer and getattr(peer, name)
+            line += [form.format(one) if one else "-" for one in (own, theirs)]
+            line.append(f"{own / theirs:.2f}" if own and theirs else "-")
+        lines.append(line)
+    head = ["", "requests x prompt/output"]
+    head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
+    return markdown_table(head, lines, head[:2])
+
+
+def parse_row(text: str) -> Size:
+    """``"32x1k/256"``: requests, prompt tokens, output tokens."""
+    match = re.fullmatch(r"(\d+)x(\w+)/(\w+)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected rows such as 32x1k/256, got {text!r}")
+    [prompt], [output] = parse_sizes(match[2]), parse_sizes(match[3])
+    return Size(count(match[1]), prompt, output)
+
+
+def parse_temperature(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    # Not "value < 0", which NaN passes.
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
+
+
+class ServingBenchmark(Benchmark):
+    """Every size at every implementation."""
+
+    script, description = "serving.py", __doc__
+    report = ServingReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        self._stack = contextlib.ExitStack()
+        work = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._logs = args.logs or work
+        self._logs.mkdir(parents=True, exist_ok=True)
+        model = args.model or work / "model"
+        begin = time.monotonic()
+        # Before anything uses the GPU: it forks.
+        write_model(model, _choice(args))
+        self._write_seconds = time.monotonic() - begin
+        self._device = arguments.use_device(args.device)
+        self._config = read_config(model)
+        self._settings = settings(args, self._config, model, self._device)
+        self._running: dict[str, Contender] = {}
+        self._failed: dict[str, ContenderError] = {}
+        self._warm: set[tuple] = set()
+        self._seeds = itertools.count(args.seed)
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(
+            parser, json=None, render=None, plot=None, device=None, time_limit=540.0, seed=1234
+        )
+        whose, every = "which to measure", ",".join(IMPLEMENTATIONS)
+        add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), help=whose, default=every)
+        add("--rows", type=list_of(parse_row), default=ROWS, help="requests x prompt / output")
+        temperatures = "of the sampling, 0 is greedy; rows are measured with each"
+        add("--temperature", type=list_of(parse_temperature), default="0", help=temperatures)
+        add("--repeats", type=count, default=2, help="bursts of each kind that are measured")
+        prefill = "most prompt tokens of a burst that measures prefill alone"
+        add("--prefill-tokens", type=parse_sizes, default="64k", help=prefill)
+        step = "most tokens of a step"
+        add("--max-num-batched-tokens", type=count, default=8192, help=step)
+        add("--eager", action="store_true", help="run all of them without CUDA graphs")
+        start_limit = "seconds that processes have to start, vLLM's compiler included"
+        add("--start-limit", type=seconds, default=240.0, help=start_limit)
+        add("--vllm", type=Path, help="folder with vLLM (default: the one that is installed)")
+        model = "folder of the checkpoint; written if it is missing (default: a temporary one)"
+        add("--model", type=Path, help=model)
+        add("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
+        add("--profile", type=Path, metavar="FILE", help="profile our decode steps instead")
+        add("--profile-steps", type=count, default=30, help="decode steps of each profile")
+        add("--dense-layers", type=count, default=4, help="layers with a dense MLP")
+        add("--moe-layers", type=count, default=4, help="layers with experts")
+        add("--experts", type=count, default=16, help="routed experts of a MoE layer")
+        add("--vocab-size", type=count, default=129280, help="rows of the embedding")
+        add("--scale-down", type=count, default=1, help="divide DeepSeek-V3's widths by this")
+
+    @classmethod
+    def check(cls, parser: Parser, args: argparse.Namespace) -> None:
+        """That vLLM is there if it is asked for, and that steps hold all requests."""
+        [args.prefill_tokens] = args.prefill_tokens
+        most = max(size.requests for size in args.rows)
+        if args.max_num_batched_tokens < most:
+            parser.error(
+                f"--max-num-batched-tokens must be at least the {most} requests of --rows, got "
+                f"{args.max_num_batched_tokens}"
+            )
+        if args.profile:
+            args.implementations = ["ours"]
+            require_writable(files={"--profile": args.profile})
+        theirs = [name for name in args.implementations if name.startswith("vllm")]
+        if theirs and not args.render and not vllm_version(args.vllm):
+            where = f"in {args.vllm}" if args.vllm else "installed here"
+            parser.error(
+                f"--implementations {','.join(theirs)} needs the package vllm, which is not "
+                f"{where}: pip install vllm==0.24.0, or --vllm FOLDER"
+            )
+
+    def environment(self) -> dict:
+        """With the sizes of the model and what all implementations are started with."""
+        args, config = self.args, self._config
+        names = (
+            *("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
+            *("intermediate_size", "moe_intermediate_size", "n_routed_experts"),
+            *("num_experts_per_tok", "vocab_size"),
+        )
+        return provenance.describe(
+            self._device == "cuda",
+            "bfloat16",
+            dense_layers=args.dense_layers,
+            moe_layers=args.moe_layers,
+            **{name: config[name] for name in names},
+            max_num_batched_tokens=self._settings.max_num_batched_tokens,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_model_len=self._settings.max_model_len,
+            cache_tokens=self._settings.cache_tokens,
+            prefill_tokens=args.prefill_tokens,
+            repeats=args.repeats,
+            cuda_graphs=self._settings.graphs,
+            interleaved="ours and vllm row by row, then the servers row by row",
+            checkpoint_write_seconds=self._write_seconds,
+            versions={"vllm": vllm_version(args.vllm) or "not installed"},
+        )
+
+    def cases(self) -> list[Case]:
+        """Pairs of implementations one after the other; within a pair, row by row."""
+        pairs = [[name for name in pair if name in self.args.implementations] for pair in TOGETHER]
+        return [
+            Case(name, size, temperature)
+            for pair in pairs
+            for size in self.args.rows
+            for temperature in self.args.temperature
+            for name in pair
+        ]
+
+    def rows(self) -> Iterator[Row]:
+        """The rows of all cases; processes end with their last one."""
+        cases = self.cases()
+        try:
+            for number, case in enumerate(cases):
+                yield self.row(case)
+                ended = set(self._running) - {one.implementation for one in cases[number + 1 :]}
+                for name in ended:
+                    self._running.pop(name).close()
+        finally:
+            for one in self._running.values():
+                one.close()
+            self._stack.close()
+
+    def measure(self, case: Case) -> Row:
+        """Warm up, then repeat a burst with one output token each and one with all of them."""
+        contender = self._contender(case)
+        self._warm_up(contender, case)
+        prefills, bursts = [], []
+        for _ in range(self.args.repeats):
+            prefills.append(self._burst(contender, case, self._prefill(case.size)))
+            bursts.append(self._burst(contender, case, case.size))
+        rates = [one["decode_tokens_per_second"] for one in bursts]
+        measured = [rate for rate in rates if rate is not None]
+        return Row(
+            case,
+            ttft_ms=median(one["ttft_ms"] for one in bursts),
+            ttft_p90_ms=median(one["ttft_p90_ms"] for one in bursts),
+            prefill_tokens_per_second=median(one["input_tokens_per_second"] for one in prefills),
+            decode_tokens_per_second=median(measured) if measured else None,
+            step_ms=1e3 * case.size.requests / median(measured) if measured else None,
+            decode_rates=measured,
+            start_seconds=contender.start_seconds,
+        )
+
+    def exit_code(self, report: Report) -> int:
+        """1 if a case failed."""
+        return int(any(row.error for row in report.rows))
+
+    def _run(self) -> int:
+        if not self.args.profile:
+            # They load their weights while this process looks at the machine.
+            self._start(self.cases()[0].implementation)
+            return super()._run()
+        with self._stack:
+            profile.write(
+                self.args.profile,
+                self._settings,
+                self._config["vocab_size"],
+                prompt=min(size.prompt for size in self.args.rows),
+                steps=self.args.profile_steps,
+                log=self._logs / "profile.log",
+            )
+        return 0
+
+    def _start(self, name: str) -> None:
+        """Start an implementation and those that live at the same time."""
+        for one in next(pair for pair in TOGETHER if name in pair):
+            if one in self.args.implementations and one not in self._running.keys() | self._failed:
+                log = self._logs / f"{one}.log"
+                self._running[one] = start(one, self._settings, log, self.args.vllm)
+
+    def _contender(self, case: Case) -> Contender:
+        """The process of an implementation; those of its pair start at the same time.
+
+        Raises:
+            ContenderError: If it did not start, now or for a former case.
+        """
+        name = case.implementation
+        self._start(name)
+        if name in self._failed:
+            raise self._failed[name]
+        try:
+            self._running[name].await_ready(self.args.start_limit)
+        except ContenderError as error:
+            self._failed[name] = error
+            self._running.pop(name).close()
+            raise
+        return self._running[name]
+
+    def _warm_up(self, contender: Contender, case: Case) -> None:
+        """Run what compiles at this number of requests, and at this length of a prompt."""
+        prompt, output = WARM_UP
+        small = dataclasses.replace(case.size, prompt=prompt, output=output)
+        long = dataclasses.replace(self._prefill(case.size), output=output)
+        for size in (small, long):
+            key = case.implementation, size, case.temperature
+            if key not in self._warm:
+                self._warm.add(key)
+                self._burst(contender, case, size)
+
+    def _prefill(self, size: Size) -> Size:
+        """As many of a row's requests as ``--prefill-tokens`` allows, with one output token."""
+        most = max(1, self.args.prefill_tokens // size.prompt)
+        return Size(min(size.requests, most), size.prompt, 1)
+
+    def _burst(self, contender: Contender, case: Case, size: Size) -> dict[str, Any]:
+        burst = Burst(
+            size.requests,
+            size.prompt,
+            size.output,
+            case.temperature,
+            next(self._seeds),
+            self._config["vocab_size"],
+        )
+        left = self.args.begin + self.args.time_limit - time.monotonic()
+        return contender.run(burst, max(left, 1.0))
+
+
+def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -> Settings:
+    """What all implementations are started with: room for every row, and no more."""
+
+    def blocks(size: Size) -> int:
+        return -(-(size.prompt + size.output) // BLOCK)
+
+    most = max(size.requests for size in args.rows)
+    longest = max(map(blocks, args.rows))
+    # One more block for each request: vLLM keeps some for itself, and plans one token ahead.
+    cached = max(size.requests * (blocks(size) + 1) for size in args.rows)
+    return Settings(
+        model=str(model.resolve()),
+        device=device,
+        max_model_len=longest * BLOCK,
+        max_num_seqs=most,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        cache_tokens=(max(cached, longest + 1) + BLOCK) * BLOCK,
+        token_bytes=token_bytes(config),
+        sizes=tuple(sorted({size.requests for size in args.rows})),
+        graphs=device == "cuda" and not args.eager,
+    )
+
+
+def _choice(args: argparse.Namespace) -> Choice:
+    return Choice(
+        model="deepseek-v3",
+        layers=args.dense_layers + args.moe_layers,
+        experts=args.experts,
+        dense_layers=args.dense_layers,
+        vocab_size=args.vocab_size,
+        scale_down=args.scale_down,
+    )
+
+
+if __name__ == "__main__":
+    leave(ServingBenchmark.main())
