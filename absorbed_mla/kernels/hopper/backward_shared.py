@@ -130,7 +130,7 @@ def clear_outside(operand, first, end):
     WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     row = gl.arange(0, operand.shape[1], gl.SliceLayout(1, layout))
-    inside = ((row >= first) & (row < end)).expand_dims(1)
+    inside = ((row >= first) & (row < end))[:, None]
     zero = gl.full([operand.shape[1], WIDTH], 0, operand.dtype, layout)
     for column in gl.static_range(0, W, WIDTH):
         part = operand.index(0).slice(column, WIDTH, dim=1)
