@@ -139,6 +139,22 @@ class Emulation:
             roles.copies.append(arrives)
             roles.pause()
 
+        def store(tensor_map, start, source):
+            values, stores = source.data.clone(), roles.local.stores
+            stores.append(source)
+
+            def leaves():
+                assert torch.equal(source.data, values), "what is being stored has changed"
+                tensor_map.put(start, values)
+                stores.pop(0)
+
+            roles.copies.append(leaves)
+            roles.pause()
+
+        def store_wait(pending):
+            stores = roles.local.stores
+            roles.pause(lambda: len(stores) <= pending)
+
         def product(left, right, old, use_acc=True, is_async=False):
             roles.local.products.append(Product(left, right, old, use_acc))
             return roles.local.products[-1]
@@ -161,7 +177,11 @@ class Emulation:
         return {
             "fence_async_shared": lambda: None,
             "mbarrier": barriers,
-            "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=copy,
+                async_copy_shared_to_global=store,
+                store_wait=store_wait,
+            ),
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
         }

@@ -146,13 +146,18 @@ def start_rope_part(shared, i, place):
     """Begin dS^T Q of the columns of k_rope in some of the registers of ``place``."""
     R: gl.constexpr = shared.k_rope.shape[2]
     for _ in gl.static_range(COLUMNS // R // 2):
-        W: gl.constexpr = place.shape[1]
-        # Of each warpgroup's columns the first half.
-        place, _other = gl.split(place.reshape([KEYS, 2, 2, W // 4]).permute([0, 1, 3, 2]))
-        place = place.reshape([KEYS, W // 2])
-        place = gl.convert_layout(place, key_accumulator(W // 2), assert_trivial=True)
+        place = _first_half(place)
     ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
     return warpgroup_mma(ds, at_step(shared.q_rope, i, 3), place, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _first_half(place):
+    """Half of the registers of an accumulator: of each warpgroup's columns the first half."""
+    W: gl.constexpr = place.shape[1]
+    first, _second = gl.split(place.reshape([KEYS, 2, 2, W // 4]).permute([0, 1, 3, 2]))
+    first = first.reshape([KEYS, W // 2])
+    return gl.convert_layout(first, key_accumulator(W // 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -191,14 +196,14 @@ def reduce_key_gradient(shared, i, part, place, target):
 
 
 @gluon.jit
-def store_rows(acc, operand, target, tile, batches, heads):
-    """Store an accumulator as rows of [S_q, B, N, W]; ``operand`` is shared memory to use."""
+def store_rows(acc, operand, target, tile, batches, heads, STRIDE: gl.constexpr):
+    """Store an accumulator as rows of [S_q, B, N, STRIDE]; ``operand`` is shared memory to use."""
     W: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     operand.index(0).store(acc.to(operand.dtype))
     index, valid = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    at = (index * W)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    at = (index * STRIDE)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for column in gl.static_range(0, W, WIDTH):
         part = operand.index(0).slice(column, WIDTH, dim=1).load(layout)
         gl.store(target + at + column, part, mask=valid[:, None])
@@ -298,5 +303,5 @@ def attend_backward(
         Fragments(target + -KEYS * (C + R)).add(last, C - COLUMNS)
 
     synchronize()
-    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
-    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)
+    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads, C)
+    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads, R)

@@ -176,5 +176,5 @@ def attend_sparse_backward(
         _reduce_key_gradient(shared, i, target)
 
     synchronize()
-    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
-    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)
+    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads, C)
+    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads, R)
