@@ -67,7 +67,7 @@ def latent_attention_backward(
     """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R].
 
     Computed by ``kernels/<kernel>/backward.py``, which also describes the tiles, or, if ``hopper``
-    is given ``key_tiles``, by ``stored_backward.py``, whose ``parts`` they are then; only ``triton``
+    is given ``key_tiles``, by ``stored_backward.py``, whose ``parts`` they are; only ``triton``
     reads ``num_buffers``.
     """
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)

@@ -32,9 +32,7 @@ def query_parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> tuple[Te
         first = sum(map(len, tiles))
         tiles.append(query_tiles([part], tokens))
         end = first + len(tiles[-1])
-        parts.append(
-            (part.query_start, part.query_end, part.key_start, part.key_end, first, end)
-        )
+        parts.append((part.query_start, part.query_end, part.key_start, part.key_end, first, end))
     return torch.cat(tiles), torch.tensor(parts, dtype=torch.int64).view(-1, 6)
 
 

@@ -7,10 +7,12 @@ so dK and dV are one sum, [64, C + R] per block. For every block, by all eight w
 1. S = Q K^T and dP = dO V^T, then P = exp(S - LSE) and dS = P (dP - delta), to shared memory.
 2. dQ += dS K. The keys were needed for the last time, so the copy of the next block over them
    starts here and is hidden behind step 3.
-3. dKV = P^T dO + dS^T Q, 128 columns at a time, each reduced into global memory.
+3. dKV = P^T dO + dS^T Q, 128 columns at a time, each reduced into global memory while the products
+   of the next run: the first columns' follow dQ's at once, and the last columns are reduced when
+   the next block's dP is being computed.
 
-Two warpgroups split the columns of every product: 144 registers of each thread are dQ, and 32 or
-64 what is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
+Two warpgroups split the columns of every product: 144 registers of each thread are dQ, and 64 what
+is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
 block of keys, nor for dKV on its way out: reductions leave from registers, 16 bytes per thread and
 512 contiguous ones per warp, because dKV lies in memory in the order of the accumulators' fragments
 (backward_fragments.py). Programs arrive in any order, so the last bits differ between runs.

@@ -7,14 +7,16 @@ where the sums of backward.py take 144, and nothing is added in an order that ma
 
 from __future__ import annotations
 
+import math
+
 import torch
-import triton
 from torch import Tensor
 
 from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_stored
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.scratch import not_filled
 
 _KEYS = KEYS.value
 
@@ -71,10 +73,17 @@ def backward_stored(
         tensor_map(k_rope, (_KEYS, 1, rope)),
     )
     rows = lse.contiguous(), delta(grad_out, grad_lse, out)
-    for start, end, key_start, key_end, first_tile, last_tile in parts.tolist():
-        first_block, blocks = key_start // _KEYS, triton.cdiv(key_end, _KEYS) - key_start // _KEYS
-        shape = (batch, end - start, heads, blocks * _KEYS)
-        probs, grad_scores = (q_content.new_empty(shape) for _ in range(2))
+    first_blocks = parts[:, 2] // _KEYS
+    part_blocks = (parts[:, 3] + _KEYS - 1) // _KEYS - first_blocks
+    pairs = (parts[:, 1] - parts[:, 0]) * part_blocks * (_KEYS * batch * heads)
+    with not_filled():
+        scratch = q_content.new_empty(2, int(pairs.max()))
+    for part, first_block, blocks in zip(
+        parts.tolist(), first_blocks.tolist(), part_blocks.tolist()
+    ):
+        start, end, *_, first_tile, last_tile = part
+        shape = batch, end - start, heads, blocks * _KEYS
+        probs, grad_scores = (x[: math.prod(shape)].view(shape) for x in scratch)
         attend_backward_stored[((last_tile - first_tile) * batch * (heads // packed),)](
             *maps,
             *(tensor_map(x, (1, tokens, packed, _KEYS)) for x in (probs, grad_scores)),
