@@ -203,7 +203,10 @@ def _clear_keys(shared, tile, i, first):
     finish_clearing()
 
 
-@gluon.jit(do_not_specialize=["batches", "heads", "first_token", "first_block", "stored_blocks"])
+@gluon.jit(
+    do_not_specialize=["batches", "heads", "first_token", "first_block", "stored_blocks"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def attend_backward_stored(
     q_content,
     q_rope,
