@@ -38,6 +38,12 @@ class LatentKernelBackend:
         """The tile table of keys that backward reads and its buffers; None and 1 without one."""
         return None, 1
 
+    def backward_tables(
+        self, inputs: AttentionInputs, spans: Spans
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """The tables of queries and of keys that backward reads, and the latter's buffers."""
+        return self._query_tiles(inputs, spans), *self.key_tiles(inputs, spans)
+
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output has the dtype of the query."""
         q_content, q_rope, k_content, k_rope, _ = inputs
@@ -65,7 +71,6 @@ class LatentKernelBackend:
     ) -> AttentionInputs:
         """See ``reference_backward``; the gradients of the query have its dtype."""
         q_content, q_rope, k_content, k_rope, _ = inputs
-        key_tiles, num_buffers = self.key_tiles(inputs, rules.spans)
         dq_content, dq_rope, dkv = operators.latent_attention_backward(
             grad.out,
             grad.lse,
@@ -75,9 +80,7 @@ class LatentKernelBackend:
             q_rope,
             k_content.squeeze(2),
             k_rope,
-            self._query_tiles(inputs, rules.spans),
-            key_tiles,
-            num_buffers,
+            *self.backward_tables(inputs, rules.spans),
             rules.scale,
             self.name,
         )

@@ -66,16 +66,20 @@ def latent_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query's two parts, and of [latent | k_rope] in fp32 [S_k, B, C + R].
 
-    Computed by ``kernels/<kernel>/backward.py``, which also describes the tiles; only ``triton``
-    reads ``key_tiles`` and ``num_buffers``.
+    Computed by ``kernels/<kernel>/backward.py``, which also describes the tiles, or, if ``hopper``
+    is given ``key_tiles``, by ``stored_backward.py``, whose ``parts`` they are; only ``triton``
+    reads ``num_buffers``.
     """
     saved = (grad_out, grad_lse, out, lse, q_content, q_rope, latent, k_rope)
-    module = _kernel_module(kernel, "backward")
     with torch.cuda.device_of(q_content):
+        if kernel == "hopper" and key_tiles is not None:
+            module = _kernel_module(kernel, "stored_backward")
+            return module.backward_stored(*saved, query_tiles, key_tiles, scale)
+        module = _kernel_module(kernel, "backward")
         if kernel == "triton":
             assert key_tiles is not None
             return module.backward(*saved, query_tiles, key_tiles, num_buffers, scale)
-        return module.backward(*saved, query_tiles, scale, deterministic=False)
+        return module.backward(*saved, query_tiles, scale)
 
 
 @latent_attention_backward.register_fake

@@ -96,7 +96,7 @@ class Emulation:
             "allocate_shared_memory": allocate,
             "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
             "atomic_add": lambda pointer, value, mask, sem: pointer.add(value, mask),
-            "convert_layout": lambda values, layout: values,
+            "convert_layout": lambda values, layout, assert_trivial=False: values,
             "exp2": torch.exp2,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -111,6 +111,7 @@ class Emulation:
             "inline_asm_elementwise": lambda *_, **__: None,
             "num_warps": lambda: 4,
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
+            "split": lambda values: values.unbind(-1),
             "static_range": range,
             "store": lambda pointer, value, mask: pointer.store(value, mask),
             "sum": lambda values, axis: values.sum(axis),
@@ -138,6 +139,22 @@ class Emulation:
             roles.copies.append(arrives)
             roles.pause()
 
+        def store(tensor_map, start, source):
+            values, stores = source.data.clone(), roles.local.stores
+            stores.append(source)
+
+            def leaves():
+                assert torch.equal(source.data, values), "what is being stored has changed"
+                tensor_map.put(start, values)
+                stores.pop(0)
+
+            roles.copies.append(leaves)
+            roles.pause()
+
+        def store_wait(pending):
+            stores = roles.local.stores
+            roles.pause(lambda: len(stores) <= pending)
+
         def product(left, right, old, use_acc=True, is_async=False):
             roles.local.products.append(Product(left, right, old, use_acc))
             return roles.local.products[-1]
@@ -160,7 +177,11 @@ class Emulation:
         return {
             "fence_async_shared": lambda: None,
             "mbarrier": barriers,
-            "tma": SimpleNamespace(async_copy_global_to_shared=copy),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=copy,
+                async_copy_shared_to_global=store,
+                store_wait=store_wait,
+            ),
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
         }

@@ -55,9 +55,11 @@ class Roles:
     @contextlib.contextmanager
     def _finished(self):
         self.local.products, self.local.rows, self.local.groups = [], [], []
+        self.local.stores = []
         yield
         assert not self.local.products, "products that nobody waited for"
         assert not self.local.rows + self.local.groups, "copies that nobody waited for"
+        assert not self.local.stores, "stores that nobody waited for"
 
     def _role(self, number, function, arguments) -> None:
         self.local.number = number
@@ -211,15 +213,22 @@ class TensorMap:
 
     def box(self, start) -> Tensor:
         found = torch.zeros(self.block_shape, dtype=self.dtype)
+        here, there = self._inside(start)
+        found[here] = self.base[there]
+        return found
+
+    def put(self, start, values: Tensor) -> None:
+        here, there = self._inside(start)
+        self.base[there] = values.view(self.block_shape)[here]
+
+    def _inside(self, start) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of a box is inside the tensor: where in the box, and where in the tensor."""
         here, there = [], []
         for first, size, length in zip(map(int, start), self.block_shape, self.base.shape):
-            low, high = max(first, 0), min(first + size, length)
-            if low >= high:
-                return found
+            low, high = max(first, 0), max(min(first + size, length), max(first, 0))
             here.append(slice(low - first, high - first))
             there.append(slice(low, high))
-        found[tuple(here)] = self.base[tuple(there)]
-        return found
+        return tuple(here), tuple(there)
 
 
 class Product:

@@ -69,7 +69,7 @@ def _assembled(kernel) -> dict[str, int]:
 
 
 def training_kernels() -> None:
-    """Forward with and without the largest scores, and backward."""
+    """Forward with and without the largest scores, backward that adds and that stores."""
     from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
     from absorbed_mla.core_attention.masks.scores import ScoreRules
     from absorbed_mla.core_attention.masks.spans import Span, Spans
@@ -82,7 +82,10 @@ def training_kernels() -> None:
     recorded = ScoreRules(0.1, rules.spans, max_logits=MaxLogits(torch.zeros(HEADS)))
     output = HOPPER.forward(inputs, rules)
     HOPPER.forward(inputs, recorded)
-    HOPPER.backward(OutputGradient(output.out, None), output, inputs, rules)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        HOPPER.backward(OutputGradient(output.out, None), output, inputs, rules)
+    torch.use_deterministic_algorithms(False)
 
 
 def search_kernel() -> None:

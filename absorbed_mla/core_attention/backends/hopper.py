@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from absorbed_mla.core_attention.backend import DETERMINISM_REQUIRED, AttentionRequest
-from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
+from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.core_attention.latent_kernels import (
     LatentKernelBackend,
     why_not_device,
     why_not_latent_kernels,
     why_not_triton_version,
 )
-from absorbed_mla.core_attention.masks.scores import ScoreRules
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
-from absorbed_mla.log_once import log_once
+from absorbed_mla.core_attention.masks.parts import query_parts
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.types import AttentionInputs
 
-logger = logging.getLogger(__name__)
 # Rows, heads of tokens, in a tile.
 _ROWS = 64
 _KV_LORA_RANKS = (128, 256, 512)
@@ -29,8 +28,8 @@ _ROPE_WIDTHS = (32, 64)
 class HopperBackend(LatentKernelBackend):
     """Its backward adds with atomics.
 
-    Where ``torch.use_deterministic_algorithms`` requires equal bits, the backend ``triton``
-    computes it.
+    Where ``torch.use_deterministic_algorithms`` requires equal bits, it stores what all pairs of a
+    part of the queries give, 2 GiB at most, and multiplies it by cuBLAS.
     """
 
     name = "hopper"
@@ -53,21 +52,23 @@ class HopperBackend(LatentKernelBackend):
         heads = inputs.q_content.shape[2]
         return _ROWS // min(heads & -heads, _ROWS)
 
-    def backward(
-        self,
-        grad: OutputGradient,
-        output: AttentionOutput,
-        inputs: AttentionInputs,
-        rules: ScoreRules,
-    ) -> AttentionInputs:
-        """See ``LatentKernelBackend``."""
-        if torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED:
-            log_once(
-                logger,
-                "deterministic algorithms are on: 'triton' computes the backward of 'hopper'",
-            )
-            return TRITON.backward(grad, output, inputs, rules)
-        return super().backward(grad, output, inputs, rules)
+    def backward_tables(
+        self, inputs: AttentionInputs, spans: Spans
+    ) -> tuple[Tensor, Tensor | None, int]:
+        """See ``LatentKernelBackend``; with a table of parts P and dS are stored."""
+        if torch.get_deterministic_debug_mode() != DETERMINISM_REQUIRED:
+            return super().backward_tables(inputs, spans)
+        q_content = inputs.q_content
+        size, device = self.query_tile_size(inputs), q_content.device
+        # Of P and of dS.
+        pair_bytes = 2 * q_content.element_size() * q_content.shape[1] * q_content.shape[2]
+
+        def make() -> tuple[Tensor, Tensor]:
+            tiles, parts = query_parts(spans, size, pair_bytes)
+            return to_device(lambda: tiles, device), parts
+
+        tiles, parts = spans.tables.get(("query parts", size, pair_bytes, device), make)
+        return in_use(tiles), parts, 1
 
 
 ENTRY = HopperBackend()

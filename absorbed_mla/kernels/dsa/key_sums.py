@@ -10,9 +10,8 @@ the sum, and half of the memory traffic.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import KEY_MASK, KeyLists
+from absorbed_mla.kernels.scratch import not_filled
 
 # Of parts, table and places together. Few long runs: each ends with multiprocessors that wait.
 _MOST_BYTES = 2**31
@@ -59,7 +59,7 @@ def add_in_order(
     places = torch.int16 if length <= 2**15 else torch.int32
     of_tile = rows * width * dtype.itemsize + keys * batch * (places.itemsize + 4)
     most = tiles_at_a_time(tiles, of_tile, batch * head_blocks, total.device)
-    with _not_filled():
+    with not_filled():
         parts = total.new_empty(most * rows, width, dtype=dtype)
         scratch = _Scratch(
             total.new_empty(most * batch * keys, dtype=places),
@@ -91,21 +91,6 @@ def tiles_at_a_time(tiles: int, of_tile: int, programs: int, device: torch.devic
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     even = processors // math.gcd(processors, programs)
     return most // even * even or most
-
-
-@contextlib.contextmanager
-def _not_filled() -> Iterator[None]:
-    """Within, deterministic algorithms do not fill new tensors with NaN.
-
-    To fill the parts would take a quarter as long as to add them up, and they are never returned.
-    """
-    options = torch.utils.deterministic
-    before = options.fill_uninitialized_memory
-    options.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        options.fill_uninitialized_memory = before
 
 
 class _Scratch(NamedTuple):

@@ -26,9 +26,8 @@ def backward(
     k_rope: Tensor,
     tiles: Tensor,
     scale: float,
-    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what ``forward`` took.
+    """Gradients of what ``forward`` took; programs add to those of keys in any order.
 
     Args:
         grad_out: [S_q, B, N, C].
@@ -41,17 +40,11 @@ def backward(
         k_rope: [S_k, B, R].
         tiles: As ``forward`` took them.
         scale: Multiplies the scores.
-        deterministic: Must be False: programs add to the gradients of keys in any order.
 
     Returns:
         Gradients of q_content and q_rope in their dtype, and of [latent | k_rope] in fp32,
         [S_k, B, C + R]; the latent's is that of the key and of the value.
-
-    Raises:
-        ValueError: If ``deterministic`` is True.
     """
-    if deterministic:
-        raise ValueError("the Hopper backward is not deterministic; that of kernel 'triton' is")
     keys, batch, kv_lora_rank = latent.shape
     heads, rope = q_rope.shape[2:]
     columns = kv_lora_rank + rope

@@ -7,10 +7,12 @@ so dK and dV are one sum, [64, C + R] per block. For every block, by all eight w
 1. S = Q K^T and dP = dO V^T, then P = exp(S - LSE) and dS = P (dP - delta), to shared memory.
 2. dQ += dS K. The keys were needed for the last time, so the copy of the next block over them
    starts here and is hidden behind step 3.
-3. dKV = P^T dO + dS^T Q, 128 columns at a time, each reduced into global memory.
+3. dKV = P^T dO + dS^T Q, 128 columns at a time, each reduced into global memory while the products
+   of the next run: the first columns' follow dQ's at once, and the last columns are reduced when
+   the next block's dP is being computed.
 
-Two warpgroups split the columns of every product: 144 registers of each thread are dQ, and 32 or
-64 what is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
+Two warpgroups split the columns of every product: 144 registers of each thread are dQ, and 64 what
+is computed now. Shared memory, 224 of 227 KiB (C = 512, R = 64), has no room for a second
 block of keys, nor for dKV on its way out: reductions leave from registers, 16 bytes per thread and
 512 contiguous ones per warp, because dKV lies in memory in the order of the accumulators' fragments
 (backward_fragments.py). Programs arrive in any order, so the last bits differ between runs.
@@ -69,7 +71,7 @@ def read_statistics(lse, delta, tile, batches, heads):
 
 
 @gluon.jit
-def _scores(shared, i):
+def start_scores(shared, i):
     """Begin S = Q K^T, then dP = dO V^T, each [rows, keys] fp32."""
     zero = gl.zeros([ROWS, KEYS], gl.float32, key_accumulator(KEYS))
     k_content = at_step(shared.latent, i, 0).permute((1, 0))
@@ -82,73 +84,128 @@ def _scores(shared, i):
 
 
 @gluon.jit
-def probs_and_grad_scores(shared, tile, i, first, lse, delta, scale):
-    """Write P and dS to shared memory.
+def write_probs(shared, tile, i, first, s, lse, scale):
+    """Wait for S, and write P = exp(S - LSE) to shared memory.
 
     Args:
         shared: Has all operands.
         tile: The program's.
         i: The block's number in the tile.
         first: The block's first key.
+        s: S, behind which only dP was begun.
         lse: Of the rows, times log2(e), [64].
-        delta: Of the rows, [64].
         scale: Of the scores.
+
+    Returns:
+        P, fp32 [rows, keys].
     """
-    dtype: gl.constexpr = shared.probs.dtype
-    layout: gl.constexpr = key_accumulator(KEYS)
-    s, dp = _scores(shared, i)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
     if tile.hides_some(i, first):
-        p = gl.where(tile.sees_from(i, first, layout), p, 0.0)
+        p = gl.where(tile.sees_from(i, first, key_accumulator(KEYS)), p, 0.0)
     # The other warpgroup has read those of the last block.
     synchronize()
-    shared.probs.index(0).store(p.to(dtype))
+    shared.probs.index(0).store(p.to(shared.probs.dtype))
+    return p
+
+
+@gluon.jit
+def write_grad_scores(shared, p, dp, delta, scale):
+    """Wait for dP, write dS = P (dP - delta) times the scale, and let the tensor cores see both."""
     dp = warpgroup_mma_wait(0, deps=[dp])
     ds = p * (dp - delta[:, None]) * scale
-    shared.grad_scores.index(0).store(ds.to(dtype))
+    shared.grad_scores.index(0).store(ds.to(shared.grad_scores.dtype))
     fence_async_shared()
     synchronize()
 
 
 @gluon.jit
-def add_query_gradient(shared, i, dq_content, dq_rope):
-    """Add dS K to dQ, [rows, C] and [rows, R] fp32."""
+def start_query_gradient(shared, i, dq_content, dq_rope):
+    """Begin to add dS K to dQ, [rows, C] and [rows, R] fp32."""
     ds = at_step(shared.grad_scores, i, 2)
     dq_content = warpgroup_mma(ds, at_step(shared.latent, i, 2), dq_content, is_async=True)
     dq_rope = warpgroup_mma(ds, at_step(shared.k_rope, i, 2), dq_rope, is_async=True)
-    return warpgroup_mma_wait(0, deps=[dq_content, dq_rope])
+    return dq_content, dq_rope
 
 
 @gluon.jit
-def reduce_key_gradient(shared, i, target):
-    """Give P^T dO + dS^T Q of the block, [64, C + R], to ``target``, some columns at a time."""
-    C: gl.constexpr = shared.latent.shape[2]
-    R: gl.constexpr = shared.k_rope.shape[2]
+def start_part(shared, i, column: gl.constexpr, place):
+    """Begin P^T dO + dS^T Q of ``COLUMNS`` columns from ``column`` on: two products.
+
+    ``place`` is an accumulator whose numbers nobody needs any more: the part gets its registers.
+    Were it always zeros, the compiler would take other registers for every part, and spill.
+    """
     p = at_step(shared.probs, i, 3).permute((1, 0))
     ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
-    grad_out, q_content = at_step(shared.grad_out, i, 3), at_step(shared.q_content, i, 3)
-    zero = gl.zeros([KEYS, COLUMNS], gl.float32, key_accumulator(COLUMNS))
-    for column in gl.static_range(0, C, COLUMNS):
-        do_part = grad_out.slice(column, COLUMNS, dim=1)
-        q_part = q_content.slice(column, COLUMNS, dim=1)
-        part = warpgroup_mma(p, do_part, zero, use_acc=False, is_async=True)
-        part = warpgroup_mma(ds, q_part, part, is_async=True)
-        target.add(warpgroup_mma_wait(0, deps=[part]), column)
-    zero = gl.zeros([KEYS, R], gl.float32, key_accumulator(R))
-    part = warpgroup_mma(ds, at_step(shared.q_rope, i, 3), zero, use_acc=False, is_async=True)
-    target.add(warpgroup_mma_wait(0, deps=[part]), C)
+    do_part = at_step(shared.grad_out, i, 3).slice(column, COLUMNS, dim=1)
+    q_part = at_step(shared.q_content, i, 3).slice(column, COLUMNS, dim=1)
+    part = warpgroup_mma(p, do_part, place, use_acc=False, is_async=True)
+    return warpgroup_mma(ds, q_part, part, is_async=True)
 
 
 @gluon.jit
-def store_rows(acc, operand, target, tile, batches, heads):
-    """Store an accumulator as rows of [S_q, B, N, W]; ``operand`` is shared memory to use."""
+def start_rope_part(shared, i, place):
+    """Begin dS^T Q of the columns of k_rope in some of the registers of ``place``."""
+    R: gl.constexpr = shared.k_rope.shape[2]
+    for _ in gl.static_range(COLUMNS // R // 2):
+        place = _first_half(place)
+    ds = at_step(shared.grad_scores, i, 3).permute((1, 0))
+    return warpgroup_mma(ds, at_step(shared.q_rope, i, 3), place, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _first_half(place):
+    """Half of the registers of an accumulator: of each warpgroup's columns the first half."""
+    W: gl.constexpr = place.shape[1]
+    first, _second = gl.split(place.reshape([KEYS, 2, 2, W // 4]).permute([0, 1, 3, 2]))
+    first = first.reshape([KEYS, W // 2])
+    return gl.convert_layout(first, key_accumulator(W // 2), assert_trivial=True)
+
+
+@gluon.jit
+def start_key_gradient(shared, i):
+    """Begin the first columns of P^T dO + dS^T Q, two products; and a place for the next."""
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, key_accumulator(COLUMNS))
+    return start_part(shared, i, 0, zero), zero
+
+
+@gluon.jit
+def reduce_key_gradient(shared, i, part, place, target):
+    """Give P^T dO + dS^T Q of the block, [64, C + R], to ``target``, all but the last columns.
+
+    While some columns are reduced into memory, the products of the next run.
+
+    Args:
+        shared: Has all operands.
+        i: The block's number in the tile.
+        part: The first columns, and
+        place: where the next may be computed, as ``start_key_gradient`` returned them.
+        target: Where the block has its gradient.
+
+    Returns:
+        The last of the C columns, [64, ``COLUMNS``], which are still to be added.
+    """
+    C: gl.constexpr = shared.latent.shape[2]
+    for column in gl.static_range(COLUMNS, C, COLUMNS):
+        following = start_part(shared, i, column, place)
+        place = warpgroup_mma_wait(2, deps=[part])
+        target.add(place, column - COLUMNS)
+        part = following
+    rope = start_rope_part(shared, i, place)
+    last, rope = warpgroup_mma_wait(0, deps=[part, rope])
+    target.add(rope, C)
+    return last
+
+
+@gluon.jit
+def store_rows(acc, operand, target, tile, batches, heads, STRIDE: gl.constexpr):
+    """Store an accumulator as rows of [S_q, B, N, STRIDE]; ``operand`` is shared memory to use."""
     W: gl.constexpr = acc.shape[1]
     WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     operand.index(0).store(acc.to(operand.dtype))
     index, valid = tile.rows(batches, heads, gl.SliceLayout(1, layout))
-    at = (index * W)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    at = (index * STRIDE)[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     for column in gl.static_range(0, W, WIDTH):
         part = operand.index(0).slice(column, WIDTH, dim=1).load(layout)
         gl.store(target + at + column, part, mask=valid[:, None])
@@ -221,6 +278,7 @@ def attend_backward(
     target = dkv + (tile.batch.to(gl.int64) * key_blocks + block) * (KEYS * (C + R))
     acc_content = gl.zeros([ROWS, C], gl.float32, key_accumulator(C))
     acc_rope = gl.zeros([ROWS, R], gl.float32, key_accumulator(R))
+    last = gl.zeros([KEYS, COLUMNS], gl.float32, key_accumulator(COLUMNS))
     for i in range(blocks):
         first = (block + i) * KEYS
         mbarrier.wait(shared.keys_full, i & 1)
@@ -228,15 +286,24 @@ def attend_backward(
             clear_outside(shared.latent, tile.key_start - first, tile.key_end - first)
             clear_outside(shared.k_rope, tile.key_start - first, tile.key_end - first)
             finish_clearing()
-        probs_and_grad_scores(shared, tile, i, first, row_lse, row_delta, scale)
-        acc_content, acc_rope = add_query_gradient(shared, i, acc_content, acc_rope)
+        s, dp = start_scores(shared, i)
+        p = write_probs(shared, tile, i, first, s, row_lse, scale)
+        # Of the block before; the first block adds zeros to its own.
+        Fragments(target + gl.where(i > 0, -KEYS * (C + R), 0)).add(last, C - COLUMNS)
+        write_grad_scores(shared, p, dp, row_delta, scale)
+        acc_content, acc_rope = start_query_gradient(shared, i, acc_content, acc_rope)
+        part, place = start_key_gradient(shared, i)
+        # dQ is done, the part is not.
+        acc_content, acc_rope = warpgroup_mma_wait(2, deps=[acc_content, acc_rope])
         # Both warpgroups are done with the keys.
         synchronize()
         if i + 1 < blocks:
             load_keys(latent, k_rope, shared, tile, first + KEYS)
-        reduce_key_gradient(shared, i, Fragments(target))
+        last = reduce_key_gradient(shared, i, part, place, Fragments(target))
         target += KEYS * (C + R)
+    if blocks > 0:
+        Fragments(target + -KEYS * (C + R)).add(last, C - COLUMNS)
 
     synchronize()
-    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
-    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)
+    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads, C)
+    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads, R)

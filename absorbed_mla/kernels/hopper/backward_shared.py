@@ -56,13 +56,13 @@ class Shared:
 def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
     """Shared memory with its barriers ready for use."""
     operands = (
-        _operand(dtype, ROWS, C),
-        _operand(dtype, ROWS, R),
-        _operand(dtype, ROWS, C),
-        _operand(dtype, KEYS, C),
-        _operand(dtype, KEYS, R),
-        _operand(dtype, ROWS, KEYS),
-        _operand(dtype, ROWS, KEYS),
+        allocate_operand(dtype, ROWS, C),
+        allocate_operand(dtype, ROWS, R),
+        allocate_operand(dtype, ROWS, C),
+        allocate_operand(dtype, KEYS, C),
+        allocate_operand(dtype, KEYS, R),
+        allocate_operand(dtype, ROWS, KEYS),
+        allocate_operand(dtype, ROWS, KEYS),
     )
     rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -74,7 +74,7 @@ def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def _operand(dtype: gl.constexpr, LENGTH: gl.constexpr, COLUMNS: gl.constexpr):
+def allocate_operand(dtype: gl.constexpr, LENGTH: gl.constexpr, COLUMNS: gl.constexpr):
     """An operand [1, LENGTH, COLUMNS]; its first axis is for ``at_step``."""
     return gl.allocate_shared_memory(dtype, [1, LENGTH, COLUMNS], operand_layout(COLUMNS))
 
@@ -98,9 +98,9 @@ def load_rows(q_content, q_rope, grad_out, shared, tile):
     )
     mbarrier.expect(shared.rows_full, nbytes)
     position = [tile.query_start, tile.batch, tile.head, 0]
-    _copy(q_content, position, shared.rows_full, shared.q_content)
-    _copy(q_rope, position, shared.rows_full, shared.q_rope)
-    _copy(grad_out, position, shared.rows_full, shared.grad_out)
+    copy_to(q_content, position, shared.rows_full, shared.q_content)
+    copy_to(q_rope, position, shared.rows_full, shared.q_rope)
+    copy_to(grad_out, position, shared.rows_full, shared.grad_out)
 
 
 @gluon.jit
@@ -109,12 +109,12 @@ def load_keys(latent, k_rope, shared, tile, first):
     nbytes: gl.constexpr = latent.block_type.nbytes + k_rope.block_type.nbytes
     mbarrier.expect(shared.keys_full, nbytes)
     position = [first, tile.batch, 0]
-    _copy(latent, position, shared.keys_full, shared.latent)
-    _copy(k_rope, position, shared.keys_full, shared.k_rope)
+    copy_to(latent, position, shared.keys_full, shared.latent)
+    copy_to(k_rope, position, shared.keys_full, shared.k_rope)
 
 
 @gluon.jit
-def _copy(source, position, barrier, operand):
+def copy_to(source, position, barrier, operand):
     """Begin to copy a block of a tensor map to an operand of as many elements."""
     target = operand._reinterpret(operand.dtype, source.block_shape, source.layout)
     tma.async_copy_global_to_shared(source, position, barrier, target)
@@ -130,7 +130,7 @@ def clear_outside(operand, first, end):
     WIDTH: gl.constexpr = W if W < SWIZZLED else SWIZZLED
     layout: gl.constexpr = row_layout(WIDTH, gl.num_warps())
     row = gl.arange(0, operand.shape[1], gl.SliceLayout(1, layout))
-    inside = ((row >= first) & (row < end)).expand_dims(1)
+    inside = ((row >= first) & (row < end))[:, None]
     zero = gl.full([operand.shape[1], WIDTH], 0, operand.dtype, layout)
     for column in gl.static_range(0, W, WIDTH):
         part = operand.index(0).slice(column, WIDTH, dim=1)

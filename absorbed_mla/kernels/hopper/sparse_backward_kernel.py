@@ -12,15 +12,19 @@ Tile, shared memory, products and their order are those of backward_kernel.py. D
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from absorbed_mla.kernels.hopper.backward_kernel import (
-    add_query_gradient,
+    COLUMNS,
     key_accumulator,
-    probs_and_grad_scores,
     read_statistics,
-    reduce_key_gradient,
+    start_part,
+    start_query_gradient,
+    start_rope_part,
+    start_scores,
     store_rows,
+    write_grad_scores,
+    write_probs,
 )
 from absorbed_mla.kernels.hopper.backward_shared import allocate, finish_clearing, load_rows
 from absorbed_mla.kernels.hopper.key_rows import KeyRows, row_layout_of_results
@@ -63,6 +67,20 @@ def _target(tile, block, dkv, first, length, batches, heads, WIDTH, IN_ORDER: gl
     else:
         row = key * batches + tile.batch
     return KeyRows(dkv, row * WIDTH, there, IN_ORDER)
+
+
+@gluon.jit
+def _reduce_key_gradient(shared, i, target):
+    """Give P^T dO + dS^T Q of the block, [64, C + R], to ``target``, some columns at a time.
+
+    The addresses of scattered rows leave no registers for products that run meanwhile.
+    """
+    C: gl.constexpr = shared.latent.shape[2]
+    zero = gl.zeros([KEYS, COLUMNS], gl.float32, key_accumulator(COLUMNS))
+    for column in gl.static_range(0, C, COLUMNS):
+        part = start_part(shared, i, column, zero)
+        target.add(warpgroup_mma_wait(0, deps=[part]), column)
+    target.add(warpgroup_mma_wait(0, deps=[start_rope_part(shared, i, zero)]), C)
 
 
 @gluon.jit(do_not_specialize=["first", "length", "queries", "batches", "heads"])
@@ -145,15 +163,18 @@ def attend_sparse_backward(
         async_copy.wait_group(0)
         # What the warps have copied is for the tensor cores of all.
         finish_clearing()
-        probs_and_grad_scores(shared, tile, i, i * KEYS, row_lse, row_delta, scale)
-        acc_content, acc_rope = add_query_gradient(shared, i, acc_content, acc_rope)
+        s, dp = start_scores(shared, i)
+        p = write_probs(shared, tile, i, i * KEYS, s, row_lse, scale)
+        write_grad_scores(shared, p, dp, row_delta, scale)
+        acc_content, acc_rope = start_query_gradient(shared, i, acc_content, acc_rope)
+        acc_content, acc_rope = warpgroup_mma_wait(0, deps=[acc_content, acc_rope])
         # Both warpgroups are done with the keys.
         synchronize()
         if i + 1 < blocks:
             _gather(shared, tile, i + 1, latent, k_rope, latent_s, rope_s)
         target = _target(tile, i, dkv, first, length, batches, heads, C + R, IN_ORDER)
-        reduce_key_gradient(shared, i, target)
+        _reduce_key_gradient(shared, i, target)
 
     synchronize()
-    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads)
-    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads)
+    store_rows(acc_content, shared.q_content, dq_content, tile, batches, heads, C)
+    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads, R)

@@ -98,7 +98,7 @@ class Tile:
         key = first - self.key_start + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
         token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // self.HEADS
         inside = (key >= 0) & (key < self.key_end - self.key_start)
-        return inside.expand_dims(0) & (key.expand_dims(0) <= (token + self.offset).expand_dims(1))
+        return inside[None, :] & (key[None, :] <= (token + self.offset)[:, None])
 
 
 @gluon.jit

@@ -31,7 +31,8 @@ def test_kernels(tmp_path):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = [kernel["kernel"] for kernel in kernels]
     assert names.count("attend_forward") == 2, "with and without the largest scores"
-    assert {"attend_backward", "attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
+    assert {"attend_backward", "attend_backward_stored"} <= {*names}
+    assert {"attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
     assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
     assert names.count("sum_sparse_probabilities") == 2, "of one group of heads and of two"

@@ -27,7 +27,7 @@ ORDER = {"triton": 0.0, "hopper": 2e-4}
 
 @pytest.fixture(autouse=True)
 def _settings():
-    """Without the suite's deterministic mode, in which one backend leaves backward to the other."""
+    """Without the suite's deterministic mode, in which 'hopper' does not add with atomics."""
     with determinism(demanded=False):
         yield
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.backends import flash_attention_3 as backend
 from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
+from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
 from absorbed_mla.core_attention.masks.varlen import varlen_calls
 from absorbed_mla.kernels import operators
 from tests.support import needs
@@ -60,21 +61,22 @@ def test_forward(name, batch, calls):
     assert len(calls.sequences) == batch * len(varlen_calls(case.spans, batch == 1))
 
 
-@pytest.mark.parametrize(("demanded", "expected"), [(False, "hopper"), (True, "triton")])
-def test_whose_backward(demanded, expected, calls, monkeypatch):
-    """The faster one is not deterministic."""
+@pytest.mark.parametrize("demanded", [False, True])
+def test_whose_backward(demanded, calls, monkeypatch):
+    """The one that stores, with a table of parts, is deterministic."""
     case, asked = case_of("pack"), []
     operands, grad = case.operands(CPU), case.gradient(CPU)
 
     def recorded(*given):
-        asked.append(given[-1])
+        *_, parts, _, _, kernel = given
+        asked.append((kernel, parts is not None))
         return operands.q_content, operands.q_rope, torch.zeros(32, 1, 320)
 
     monkeypatch.setattr(operators, "latent_attention_backward", recorded)
     attended = FlashAttention3Backend().forward(operands, case.rules)
     with determinism(demanded), triton_interpreter():
         FlashAttention3Backend().backward(grad, attended, operands, case.rules)
-    assert asked == [expected]
+    assert asked == [("hopper", demanded)]
 
 
 @needs.no_gpu
@@ -82,6 +84,7 @@ def test_whose_backward(demanded, expected, calls, monkeypatch):
 def test_gradients(name, monkeypatch):
     """Of all operands, from the output and LSE that the operator gave."""
     monkeypatch.setattr(backend, "_NAMESPACES", (NAMESPACE,))
+    monkeypatch.setattr(backend, "HOPPER", TRITON)  # which runs on a CPU
     case = case_of(name)
     operands, grad = case.operands(CPU), case.gradient(CPU)
     with registered(), determinism(True), triton_interpreter():

@@ -1,0 +1,88 @@
+"""The dense backward kernels for Hopper, emulated: products, waits, masks, and what goes where.
+
+On a GPU ``test_latent_kernels.py`` runs them. What the emulation cannot run is the instruction that
+adds four numbers to memory; the order in which they lie there is that of ``in_order``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from absorbed_mla.core_attention.masks import parts
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.types import AttentionOutput
+from tests.support import needs
+from tests.support.backends import determinism
+from tests.support.gluon_emulation import Emulation
+from tests.support.hostile import Case, named, poisoned_memory
+from tests.unit.kernels.test_latent_kernels import CASES, HOPPER, check, expected
+
+pytest.importorskip("triton.experimental.gluon")
+pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")]
+
+from absorbed_mla.kernels.hopper import backward, stored_backward  # noqa: E402
+
+EMULATED = {name: CASES[name] for name in ("width_512_fp16", "width_256", "width_128")} | {
+    "three_blocks": Case(5, 150, (Span(0, 5, 3, 150, 142),), content=256, rope=32, heads=16),
+    "two_sequences": Case(
+        12, 140, (Span(0, 5, 0, 66, 61), Span(7, 12, 70, 140, 65)), content=128, rope=64, heads=64
+    ),
+    "nobody_sees_anything": Case(3, 9, (Span(1, 3, 0, 9, -8),), content=128, rope=64, heads=32),
+}
+CPU = torch.device("cpu")
+
+
+def add_fragments(part, target):
+    """``reduce_fragments`` in PyTorch: in memory are groups of 8 columns, then warps, .."""
+    # warp, half of its rows, row, group, pair, column
+    numbers = part.view(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
+    (target + torch.arange(len(numbers))).add(numbers, torch.tensor(True))
+
+
+def delta(grad_out, grad_lse, out):
+    """What the kernel of this name computes."""
+    total = (out.float() * grad_out.float()).sum(-1)
+    return total if grad_lse is None else total - grad_lse
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    """The launchers' kernels run in PyTorch."""
+    adding = Emulation().load("backward_kernel").attend_backward
+    fragments = vars(adding.function.__globals__["Fragments"])["add"]
+    monkeypatch.setitem(fragments.function.__globals__, "reduce_fragments", add_fragments)
+    monkeypatch.setattr(backward, "attend_backward", adding)
+    storing = Emulation().load("stored_backward_kernel").attend_backward_stored
+    monkeypatch.setattr(stored_backward, "attend_backward_stored", storing)
+    for launcher in (backward, stored_backward):
+        monkeypatch.setattr(launcher, "delta", delta)
+
+
+def gradients(case: Case) -> dict:
+    """From the reference's output; amid NaN in all memory that must not be read."""
+    exact, _ = expected(case)
+    operands, grad = case.hide(case.operands(CPU), case.gradient(CPU))
+    attended = AttentionOutput(exact["out"].to(case.dtype), exact["lse"].float())
+    # Tables are kept with the spans.
+    rules = replace(case.rules, spans=Spans(tuple(case.spans)))
+    with poisoned_memory():
+        return named(attended, HOPPER.backward(grad, attended, operands, rules))
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_adding(name):
+    with determinism(demanded=False):
+        check(gradients(EMULATED[name]), EMULATED[name])
+
+
+@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("tokens", [1, None])
+def test_storing(name, tokens, monkeypatch):
+    """P and dS of all tokens at once, or of as few as may be."""
+    if tokens:
+        monkeypatch.setattr(parts, "MOST_BYTES", 1)
+    with determinism(demanded=True):
+        check(gradients(EMULATED[name]), EMULATED[name])
