@@ -28,6 +28,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.generation.blocks import require_no_leak
+from absorbed_mla.generation.decode_loop.conditions import why_never
+from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefix.stored import stored_prefixes
@@ -68,6 +70,7 @@ class Engine:
         statistics: Counters of the steps. Like ``results``, they begin anew with :meth:`start` and
             with every :meth:`generate`.
         host: Megatron's engine.
+        decode_loop: Runs steps that only decode; None if Megatron's scheduler runs all of them.
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
@@ -89,6 +92,7 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
+        self.decode_loop = self._decode_loop()
         self._passes = 0
         self._forget_requests()
 
@@ -113,6 +117,8 @@ class Engine:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
             self.host.reset()
+            if self.decode_loop is not None:
+                self.decode_loop.begin()
             if self._stored is not None:
                 stack.enter_context(self._stored.opened())
             self._active = stack.pop_all()
@@ -136,7 +142,9 @@ class Engine:
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
-        self.host = self._stored = None
+        if self.decode_loop is not None:
+            self.decode_loop.close()
+        self.host = self._stored = self.decode_loop = None
 
     def generate(
         self,
@@ -234,7 +242,17 @@ class Engine:
         if reported and not self._replicas.several:
             return reported
         self._passes = 0
-        step, context = self.host.step_modern(), self.host.context
+        context, loop = self.host.context, self.decode_loop
+        if loop is not None and loop.applies():
+            loop.forward()
+            progress = loop.go_on()
+            if progress is not None:
+                return [*reported, *self._went_on(progress)]
+            step = loop.finish()
+        else:
+            if loop is not None:
+                loop.interrupt()
+            step = self.host.step_modern()
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -260,6 +278,24 @@ class Engine:
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
         return [*reported, *self._progress(records)]
+
+    def _went_on(self, progress: Sequence[Progress]) -> Sequence[Progress]:
+        """Account for a step in which every running request got a token, and none ended."""
+        self._idle_steps = 0
+        self.statistics.count_step(self.host.context)
+        for one in progress:
+            self._num_tokens[one.number] += len(one.tokens)
+            self._sampler.extend(one.number, one.tokens)
+        return progress
+
+    def _decode_loop(self) -> DecodeLoop | None:
+        """None where replicas share experts, too: each step then asks all of them."""
+        if not self.options.decode_loop or self._replicas.several or why_never(self.host):
+            return None
+        config = self.model.config
+        graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
+        graphs = graphs and torch.cuda.is_available()
+        return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs)
 
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""
