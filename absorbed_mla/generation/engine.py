@@ -247,7 +247,9 @@ class Engine:
             loop.forward()
             progress = loop.go_on()
             if progress is not None:
-                return [*reported, *self._went_on(progress)]
+                self._idle_steps = 0
+                self.statistics.count_step(context)
+                return [*reported, *progress]
             step = loop.finish()
         else:
             if loop is not None:
@@ -279,15 +281,6 @@ class Engine:
         records |= {record.request_id: (record, True) for record in ended}
         return [*reported, *self._progress(records)]
 
-    def _went_on(self, progress: Sequence[Progress]) -> Sequence[Progress]:
-        """Account for a step in which every running request got a token, and none ended."""
-        self._idle_steps = 0
-        self.statistics.count_step(self.host.context)
-        for one in progress:
-            self._num_tokens[one.number] += len(one.tokens)
-            self._sampler.extend(one.number, one.tokens)
-        return progress
-
     def _decode_loop(self) -> DecodeLoop | None:
         """None where replicas share experts, too: each step then asks all of them."""
         if not self.options.decode_loop or self._replicas.several or why_never(self.host):
@@ -315,7 +308,6 @@ class Engine:
         self.statistics = Statistics()
         self._num_requests = self._idle_steps = 0
         self._sampling: dict[int, SamplingParams] = {}
-        self._num_tokens: dict[int, int] = {}
         self._sampler.clear()
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
@@ -363,16 +355,13 @@ class Engine:
         self.results[number] = result
         self._sampler.remove(number)
         self._sampling.pop(number, None)
-        self._num_tokens.pop(number, None)
 
     def _progress(
         self, records: Mapping[int, tuple[DynamicInferenceRequestRecord, bool]]
     ) -> Iterator[Progress]:
         """Progress by Megatron's record of every request, and whether the request has ended."""
         for number, (record, ended) in records.items():
-            count = count_tokens(record)
-            new = count - self._num_tokens.get(number, 0)
-            self._num_tokens[number] = count
+            new = count_tokens(record) - len(self._sampler.request(number).generated)
             result = None
             if ended:
                 aborted = number in self._to_abort

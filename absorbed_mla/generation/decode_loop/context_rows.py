@@ -116,18 +116,18 @@ class ContextRows:
         needed = len(rows)
         if not needed:
             return None
-        others = np.setdiff1d(np.arange(needed), rows, assume_unique=True)
-        behind = rows[rows >= needed]
+        first, behind = np.ones(needed, dtype=bool), rows[rows >= needed]
+        first[rows[rows < needed]] = False
+        others = np.flatnonzero(first)
         former, places = np.concatenate((behind, others)), np.concatenate((others, behind))
         if len(former):
             self._move(former, places)
         blocks = self._context.kv_block_allocator.allocate_memory_blocks(needed)
         assert blocks is not None, "has_blocks was asked"
-        of, first = self._of, slice(0, needed)
-        counts = of["request_kv_block_counts"]
-        of["request_to_kv_block_ids"][np.arange(needed), counts[first]] = blocks.numpy()
-        counts[first] += 1
-        of["request_last_kv_block_id"][first] = blocks.numpy()
+        of, counts = self._of, self._of["request_kv_block_counts"][:needed]
+        of["request_to_kv_block_ids"][np.arange(needed), counts] = blocks.numpy()
+        counts += 1
+        of["request_last_kv_block_id"][:needed] = blocks.numpy()
         self._table_changed = True
         return (former, places) if len(former) else None
 

@@ -34,6 +34,8 @@ class DecodeLoop:
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
 
     Attributes:
+        launches_ahead: Whether a step is launched before the tokens of the one before it are
+            handed out, where neither depends on the other.
         waited: Seconds that the host has waited for the device in :meth:`forward`.
     """
 
@@ -59,6 +61,9 @@ class DecodeLoop:
         self._state: tuple[int, ...] = ()
         # The first request that waits, after the scheduler could not admit it.
         self._waiting: int | None = None
+        # Whether the next step runs on the device already.
+        self._ahead = False
+        self.launches_ahead = self._graphs is not None
         self.waited = 0.0
 
     def begin(self) -> None:
@@ -73,8 +78,15 @@ class DecodeLoop:
             self._graphs.clear()
 
     def interrupt(self) -> None:
-        """Megatron's own step comes next."""
+        """Megatron's own step comes next; a step that was launched ahead counts for nothing.
+
+        What it has written to the cache will be written again.
+        """
+        if self._ahead:
+            # It reads tables that Megatron is about to change.
+            self._arrived.synchronize()
         self._rows = self._members = self._waiting = None
+        self._ahead = False
 
     def applies(self) -> bool:
         """Whether the next step only decodes, and admits no request."""
@@ -92,30 +104,22 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def forward(self) -> None:
-        """Run the model and draw the tokens."""
-        host, context = self._host, self._host.context
+        """Run the model and draw the tokens, unless that was launched ahead; wait for them."""
         state = self._read_state()
-        if self._rows is None or self._members is None or state != self._state:
+        if self._rows is None or state != self._state:
+            self.interrupt()
             self._enter(state)
-        else:
+            self._start()
+        elif not self._ahead:
             self._rows.publish()
-        rows, draws = self._rows, self._draws
-        assert rows is not None
-        if draws.changes:
-            self._begin_draws()
-        draws.publish()
-        self._launch()
-        if draws.kind is None:
-            host.controller._dynamic_step_sample_logits()
-        sampled = host.controller._sampled_tokens_cuda[: rows.count]
-        self._tokens[: rows.count].copy_(sampled, non_blocking=True)
-        self._arrived.record()
+            self._start()
+        assert self._rows is not None
         # The device is busy meanwhile.
-        draws.prepare([position + 1 for position in rows.positions()])
+        self._draws.prepare([position + 1 for position in self._rows.positions()])
         start = time.perf_counter()
         self._arrived.synchronize()
         self.waited += time.perf_counter() - start
-        assert context.num_prefill_requests == 0
+        self._ahead = False
 
     @torch.inference_mode()
     def go_on(self) -> list[Progress] | None:
@@ -125,34 +129,36 @@ class DecodeLoop:
             Progress of all requests; None, before anything is changed, if it takes Megatron to do
             so.
         """
-        rows, members, host = self._rows, self._members, self._host
+        rows, members = self._rows, self._members
         assert rows is not None and members is not None
-        # In the order of the rows of this step; the log-probabilities likewise.
         tokens = self._tokens[: rows.count].numpy().copy()
         listed = tokens.tolist()
         full = rows.full()
         if (
-            host.stop_word_finished_request_ids
+            self._host.stop_word_finished_request_ids
             or rows.has_ended(tokens).any()
             or members.stops(listed)
             or not rows.has_blocks(full)
             or self._reports_more()
         ):
             return None
-        log_probs = None
-        if rows.wants("return_log_probs").any():
-            found, _ = host.controller._dynamic_step_calculate_log_probs()
-            log_probs = [value for [value] in found]
-        progress = members.append(listed, log_probs)
+        log_probs = self._log_probs()
         moved = rows.extend(full)
         if moved is not None:
             former, places = moved
             tokens[places] = tokens[former]
-            members.move(former, places)
             self._draws.move(former, places)
         rows.advance(tokens)
         self._count_step()
         self._state = self._read_state()
+        if self.launches_ahead and self._draws.kind is not None:
+            rows.publish()
+            self._start()
+            self._ahead = True
+        # In the order of the rows that the tokens were drawn for.
+        progress = members.append(listed, log_probs)
+        if moved is not None:
+            members.move(*moved)
         return progress
 
     @torch.inference_mode()
@@ -190,21 +196,33 @@ class DecodeLoop:
             self._graphs.clear()
         controller._dynamic_step_context_init()
         self._rows = ContextRows(host.context)
-        self._members = Members(host, self._rows.numbers())
+        self._members = Members(host, self._sampler, self._rows.numbers())
         self._begin_draws()
         self._state = state
 
     def _begin_draws(self) -> None:
         assert self._rows is not None and self._members is not None
-        requests = [self._sampler.request(number) for number in self._members.numbers]
-        self._draws.begin(requests, self._rows.positions())
+        self._draws.begin(self._members.sampled, self._rows.positions())
 
-    def _launch(self) -> None:
+    def _start(self) -> None:
+        """Send the device a step whose rows it has, and let it return the tokens."""
+        rows, draws, controller = self._rows, self._draws, self._host.controller
+        assert rows is not None
+        if draws.changes:
+            self._begin_draws()
+        draws.publish()
+        self._launch(rows.count, draws.kind)
+        if draws.kind is None:
+            controller._dynamic_step_sample_logits()
+        sampled = controller._sampled_tokens_cuda[: rows.count]
+        self._tokens[: rows.count].copy_(sampled, non_blocking=True)
+        self._arrived.record()
+
+    def _launch(self, count: int, kind: Kind | None) -> None:
         """Run the model and draw, by a graph where there is one of this size."""
-        assert self._rows is not None
-        context, kind = self._host.context, self._draws.kind
+        context = self._host.context
         if self._graphs is None or not context.using_cuda_graph_this_step():
-            self._run(self._rows.count, kind)
+            self._run(count, kind)
             return
         padded = context.padded_active_request_count
         self._graphs.run((padded, kind), partial(self._run, padded, kind))
@@ -216,6 +234,14 @@ class DecodeLoop:
         if kind is not None:
             logits = controller._all_logits_cuda[0, :count]
             controller._sampled_tokens_cuda[:count].copy_(self._draws.draw(logits, kind))
+
+    def _log_probs(self) -> list[float] | None:
+        """Log-probabilities of the tokens, of all requests if one of them asks for its own."""
+        assert self._rows is not None
+        if not self._rows.wants("return_log_probs").any():
+            return None
+        found, _ = self._host.controller._dynamic_step_calculate_log_probs()
+        return [value for [value] in found]
 
     def _reports_more(self) -> bool:
         """Whether requests want log-probabilities of other tokens than those drawn."""
