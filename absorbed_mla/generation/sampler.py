@@ -354,7 +354,7 @@ def _draw_by_weight(logits: Tensor, rows: Sequence[_Row], *, filters: bool) -> T
 def draw_by_weight(logits: Tensor, weighing: Weighing, *, filters: bool) -> Tensor:
     """Draw a token for each row by its probability.
 
-    Nothing waits for the device, and no shape depends on values.
+    A CUDA graph may hold it: nothing waits for the device, and no shape depends on values.
 
     Args:
         logits: float32 [rows, vocabulary].
@@ -366,20 +366,21 @@ def draw_by_weight(logits: Tensor, weighing: Weighing, *, filters: bool) -> Tens
     """
     weights = _weights(logits, weighing.temperature)
     if weighing.min_p is not None:
-        weights = weights.where(weights >= _SCALE * weighing.min_p, 0)
+        weights = weights.masked_fill(weights < _SCALE * weighing.min_p, 0)
     order = None
     if filters:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(weights.shape[-1], device=logits.device)
-        weights = weights.where(rank < weighing.top_k, 0)
+        weights = weights.masked_fill(rank >= weighing.top_k, 0)
         before = weights.cumsum(-1) - weights
         total = weights.sum(-1, keepdim=True)
         # The token that crosses the limit is left in, so that there is always one.
-        weights = weights.where(before < weighing.top_p * total, 0)
+        weights = weights.masked_fill(before >= weighing.top_p * total, 0)
     sums = weights.cumsum(-1)
     total = sums[:, -1:]
     target = (weighing.random * total).long().clamp(max=total - 1)
-    chosen = torch.searchsorted(sums, target, right=True)
+    # Rows that are padding may have any logits.
+    chosen = torch.searchsorted(sums, target, right=True).clamp(max=logits.shape[-1] - 1)
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
 
 

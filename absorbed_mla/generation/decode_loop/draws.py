@@ -50,6 +50,8 @@ class Draws:
         device = torch.cuda.current_device()
         sizes = _NUM_ROWS, max_rows
         self._staged = torch.zeros(sizes, dtype=torch.float64, pin_memory=True)
+        # Rows that are padding are drawn by numbers that can be computed with.
+        self._staged[:_SAMPLED] = torch.tensor([[1.0], [0.0], [0.0], [vocabulary], [1.0]])
         self._table = torch.zeros(sizes, dtype=torch.float64, device=device)
         self._own, self._vocabulary = own, vocabulary
         self._requests: list[SampledRequest] = []

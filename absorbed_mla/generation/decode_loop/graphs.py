@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
@@ -44,7 +44,7 @@ class StepGraphs:
     def keep_if_weights_stay(self) -> None:
         """Delete all graphs if a weight is elsewhere than at the last call."""
         tensors = (*self._model.parameters(), *self._model.buffers())
-        places = tuple(tensor.data_ptr() for tensor in tensors)
+        places = tuple(map(_place, tensors))
         if places != self._places:
             self.clear()
             self._places = places
@@ -66,6 +66,12 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 step()
         return graph
+
+
+def _place(tensor: Tensor) -> int:
+    """Its address; of a tensor that is made of others, which one it is."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.data_ptr() if plain else id(tensor)
 
 
 def clear_all() -> None:

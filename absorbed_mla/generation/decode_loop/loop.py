@@ -224,8 +224,8 @@ class DecodeLoop:
         if self._graphs is None or not context.using_cuda_graph_this_step():
             self._run(count, kind)
             return
-        padded = context.padded_active_request_count
-        self._graphs.run((padded, kind), partial(self._run, padded, kind))
+        sizes, padded = context.padded_batch_dimensions, context.padded_active_request_count
+        self._graphs.run((sizes, kind), partial(self._run, padded, kind))
 
     def _run(self, count: int, kind: Kind | None) -> None:
         """Run the model; draw the tokens of the first ``count`` rows unless the sampler has to."""

@@ -1,0 +1,116 @@
+"""Whole decode steps in CUDA graphs: what Megatron's steps, with a graph for each layer, leave."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.cuda_graphs import (
+    delete_graphs,
+    deleting_graphs,
+    graph_fields,
+    seed_generators,
+)
+from absorbed_mla.options import AbsorbedMLAOptions
+from tests.oracle_dsa import OracleDSA
+from tests.support import needs
+from tests.support.cases import WIDE
+from tests.support.decode_loop import CASES, GREEDY, check, sampled
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.models import MIXED as EXPERTS
+
+pytestmark = needs.gpu
+
+SIZES = {"blocks": 40, "num_cuda_graphs": 2}
+# Most tokens see more keys than they attend to.
+SPARSE = OracleDSA(mla=WIDE, heads=4, width=64, topk=64)
+PADDED_EXPERTS = {
+    **EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_pad_experts_for_cuda_graph_inference": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _graphs():
+    """The random-number tracker that graphs need, and the usual one afterwards."""
+    with deleting_graphs(True):
+        seed_generators(0, graphs=True)
+        yield
+    seed_generators(1234, graphs=False)
+
+
+def graphed(options: AbsorbedMLAOptions | None = None, **fields):
+    """A model in bf16 whose layers are captured, each by itself."""
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, **fields}
+    return generating_model(options, **fields, **graph_fields("layer"), inference_rng_tracker=True)
+
+
+def check_captured(case: str, options: AbsorbedMLAOptions | None = None, **fields) -> None:
+    """Megatron's graphs hold one engine's tables, so each engine has a model of its own."""
+    ours, theirs = graphed(options, **fields), graphed(options, **fields)
+    theirs.load_state_dict(ours.state_dict())
+    check(ours, CASES[case], ahead=True, other=theirs)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("case", ["graphs", "everything"])
+def test_captured(case, batch_invariant):
+    """Greedy, sampled and filtered steps; blocks that run out, requests that come and go."""
+    with batch_invariant_mode() if batch_invariant else contextlib.nullcontext():
+        check_captured(case, AbsorbedMLAOptions(batch_invariant=batch_invariant))
+
+
+def test_sparse_attention():
+    options = AbsorbedMLAOptions(indexer_backend="triton")
+    check_captured("graphs", options, **generating_fields(SPARSE))
+
+
+def test_experts():
+    check_captured("graphs", **PADDED_EXPERTS)
+
+
+def test_eager():
+    """Without graphs the same step runs from the host."""
+    model = generating_model(mla=WIDE, dtype=torch.bfloat16)
+    check(model, CASES["log-probs"])
+
+
+def test_weights_that_change():
+    """Graphs read weights where they are; an update in place is seen, and so are moved weights."""
+    model = graphed()
+    requests = [prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]
+    engine = engine_of(model, **SIZES)
+    results = [engine.generate(*requests)]
+    captured = dict(engine.decode_loop._graphs._graphs)
+    assert captured
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    results.append(engine.generate(*requests))
+    assert dict(engine.decode_loop._graphs._graphs) == captured
+    for parameter in model.output_layer.parameters():
+        parameter.data = parameter.data * 1.5
+    results.append(engine.generate(*requests))
+    assert dict(engine.decode_loop._graphs._graphs) != captured
+    assert results[0] != results[1] != results[2]
+    changed = model.state_dict()
+    engine.close()
+    delete_graphs()
+    fresh = graphed()
+    fresh.load_state_dict(changed)
+    other = engine_of(fresh, decode_loop=False, **SIZES)
+    assert other.generate(*requests) == results[2]
+
+
+def test_deleted():
+    """Sleeping frees the graphs of all engines."""
+    engine = engine_of(graphed(), **SIZES)
+    engine.generate([prompt(20)], [GREEDY])
+    assert engine.decode_loop._graphs._graphs
+    delete_graphs()
+    assert not engine.decode_loop._graphs._graphs
