@@ -116,9 +116,9 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
-            self.host.reset()
             if self.decode_loop is not None:
                 self.decode_loop.begin()
+            self.host.reset()
             if self._stored is not None:
                 stack.enter_context(self._stored.opened())
             self._active = stack.pop_all()
@@ -136,6 +136,8 @@ class Engine:
     def stop(self) -> None:
         """Put the model back into its former mode, ready to be trained; may be called twice."""
         if self._active is not None:
+            if self.decode_loop is not None:
+                self.decode_loop.interrupt()
             self._active.close()
             self._active = None
 
@@ -242,19 +244,12 @@ class Engine:
         if reported and not self._replicas.several:
             return reported
         self._passes = 0
-        context, loop = self.host.context, self.decode_loop
-        if loop is not None and loop.applies():
-            loop.forward()
-            progress = loop.go_on()
-            if progress is not None:
-                self._idle_steps = 0
-                self.statistics.count_step(context)
-                return [*reported, *progress]
-            step = loop.finish()
-        else:
-            if loop is not None:
-                loop.interrupt()
-            step = self.host.step_modern()
+        progress, step = self._run()
+        context = self.host.context
+        if progress is not None:
+            self._idle_steps = 0
+            self.statistics.count_step(context)
+            return [*reported, *progress]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -280,6 +275,17 @@ class Engine:
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
         return [*reported, *self._progress(records)]
+
+    def _run(self) -> tuple[list[Progress] | None, dict]:
+        """Run a step: progress if the decode loop did all of it, or what Megatron's step returns."""
+        loop = self.decode_loop
+        if loop is None or not loop.applies():
+            if loop is not None:
+                loop.interrupt()
+            return None, self.host.step_modern()
+        loop.forward()
+        progress = loop.go_on()
+        return progress, {} if progress is not None else loop.finish()
 
     def _decode_loop(self) -> DecodeLoop | None:
         """None where replicas share experts, too: each step then asks all of them."""

@@ -26,6 +26,7 @@ class StepGraphs:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._last: torch.cuda.CUDAGraph | None = None
         self._pool: tuple[int, int] | None = None
         self._places: Sequence[int] = ()
         _LIVING.add(self)
@@ -39,7 +40,13 @@ class StepGraphs:
         """
         if key not in self._graphs:
             self._graphs[key] = self._captured(step)
-        self._graphs[key].replay()
+        self._last = self._graphs[key]
+        self._last.replay()
+
+    def repeat(self) -> None:
+        """Replay the graph that ran last, to measure it."""
+        assert self._last is not None, "a step has run"
+        self._last.replay()
 
     def keep_if_weights_stay(self) -> None:
         """Delete all graphs if a weight is elsewhere than at the last call."""
@@ -52,7 +59,7 @@ class StepGraphs:
     def clear(self) -> None:
         """Delete all graphs; they are captured anew where they are needed."""
         self._graphs.clear()
-        self._pool = None
+        self._pool = self._last = None
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if self._pool is None:

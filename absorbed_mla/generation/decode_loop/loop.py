@@ -34,6 +34,7 @@ class DecodeLoop:
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
 
     Attributes:
+        graphs: Of whole steps; None if they are not captured.
         launches_ahead: Whether a step is launched before the tokens of the one before it are
             handed out, where neither depends on the other.
         waited: Seconds that the host has waited for the device in :meth:`forward`.
@@ -48,7 +49,7 @@ class DecodeLoop:
         graphs: bool,
     ) -> None:
         self._host, self._sampler = host, sampler
-        self._graphs = StepGraphs(model) if graphs else None
+        self.graphs = StepGraphs(model) if graphs else None
         context, controller = host.context, host.controller
         # Context-parallel ranks go on with the tokens of the first of them.
         own = parallel_state.get_context_parallel_world_size() > 1
@@ -63,19 +64,19 @@ class DecodeLoop:
         self._waiting: int | None = None
         # Whether the next step runs on the device already.
         self._ahead = False
-        self.launches_ahead = self._graphs is not None
+        self.launches_ahead = self.graphs is not None
         self.waited = 0.0
 
     def begin(self) -> None:
         """The engine starts; weights may have been replaced."""
         self.interrupt()
-        if self._graphs is not None:
-            self._graphs.keep_if_weights_stay()
+        if self.graphs is not None:
+            self.graphs.keep_if_weights_stay()
 
     def close(self) -> None:
         """Delete the graphs."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def interrupt(self) -> None:
         """Megatron's own step comes next; a step that was launched ahead counts for nothing.
@@ -192,8 +193,8 @@ class DecodeLoop:
     def _enter(self, state: tuple[int, ...]) -> None:
         """Let Megatron prepare the step, and read what its requests are."""
         host, controller = self._host, self._host.controller
-        if self._graphs is not None and state[2:] != self._state[2:]:
-            self._graphs.clear()
+        if self.graphs is not None and state[2:] != self._state[2:]:
+            self.graphs.clear()
         controller._dynamic_step_context_init()
         self._rows = ContextRows(host.context)
         self._members = Members(host, self._sampler, self._rows.numbers())
@@ -221,11 +222,11 @@ class DecodeLoop:
     def _launch(self, count: int, kind: Kind | None) -> None:
         """Run the model and draw, by a graph where there is one of this size."""
         context = self._host.context
-        if self._graphs is None or not context.using_cuda_graph_this_step():
+        if self.graphs is None or not context.using_cuda_graph_this_step():
             self._run(count, kind)
             return
         sizes, padded = context.padded_batch_dimensions, context.padded_active_request_count
-        self._graphs.run((sizes, kind), partial(self._run, padded, kind))
+        self.graphs.run((sizes, kind), partial(self._run, padded, kind))
 
     def _run(self, count: int, kind: Kind | None) -> None:
         """Run the model; draw the tokens of the first ``count`` rows unless the sampler has to."""

@@ -86,17 +86,17 @@ def test_weights_that_change():
     requests = [prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]
     engine = engine_of(model, **SIZES)
     results = [engine.generate(*requests)]
-    captured = dict(engine.decode_loop._graphs._graphs)
+    captured = dict(engine.decode_loop.graphs._graphs)
     assert captured
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     results.append(engine.generate(*requests))
-    assert dict(engine.decode_loop._graphs._graphs) == captured
+    assert dict(engine.decode_loop.graphs._graphs) == captured
     for parameter in model.output_layer.parameters():
         parameter.data = parameter.data * 1.5
     results.append(engine.generate(*requests))
-    assert dict(engine.decode_loop._graphs._graphs) != captured
+    assert dict(engine.decode_loop.graphs._graphs) != captured
     assert results[0] != results[1] != results[2]
     changed = model.state_dict()
     engine.close()
@@ -111,6 +111,6 @@ def test_deleted():
     """Sleeping frees the graphs of all engines."""
     engine = engine_of(graphed(), **SIZES)
     engine.generate([prompt(20)], [GREEDY])
-    assert engine.decode_loop._graphs._graphs
+    assert engine.decode_loop.graphs._graphs
     delete_graphs()
-    assert not engine.decode_loop._graphs._graphs
+    assert not engine.decode_loop.graphs._graphs
