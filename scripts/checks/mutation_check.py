@@ -434,11 +434,6 @@ MUTATIONS = {
     "decode_loop_overlooks_stop_words": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "or members.stops(listed)", "or False"
     ),
-    "decode_loop_keeps_what_it_launched_ahead": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py",
-        "self._rows = self._members = self._waiting = None\n        self._ahead = False",
-        "self._rows = self._members = self._waiting = None",
-    ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
         "self._own or self.changes or",

@@ -15,6 +15,7 @@ from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.decode_context_parallel import SharedBenchmark as SharedCache
+from benchmarks.decode_steps import StepsBenchmark as DecodeSteps
 from benchmarks.dsa import DSABenchmark as DSA
 from benchmarks.dsa_decode import DSADecodeBenchmark as DSADecode
 from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
@@ -73,6 +74,12 @@ MISTAKES = {
         (["--implementations", "FlashMLA, other"], "expected some of ours, "),
         (["--kv", "1", "--query-lengths", "1,2"], "2 new tokens are more than 1"),
         (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    DecodeSteps: [
+        (["--loops", "vllm"], "expected some of megatron, loop"),
+        (["--batch", "0"], f"argument --batch: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
