@@ -277,7 +277,7 @@ class Engine:
         return [*reported, *self._progress(records)]
 
     def _run(self) -> tuple[list[Progress] | None, dict]:
-        """Run a step: progress if the decode loop did all of it, or what Megatron's step returns."""
+        """A step: progress if the decode loop did all of it, else what Megatron's step returns."""
         loop = self.decode_loop
         if loop is None or not loop.applies():
             if loop is not None:

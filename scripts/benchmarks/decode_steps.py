@@ -54,6 +54,8 @@ DRAWS = {
 }
 # Steps before the timed ones, in which graphs are captured.
 WARM_UP = 6
+# Most tokens of a step.
+STEP_TOKENS = 2048
 # Replays of a graph that are timed together.
 REPLAYS = 20
 
@@ -120,7 +122,9 @@ class StepsBenchmark(GeneratingBenchmark):
         super().__init__(args)
         # What engine_model.py asks for.
         args.longest_prompt = args.prompt
-        args.longest_output = WARM_UP + args.steps + 2
+        # The first requests decode while the last prompts are read.
+        reading = -(-max(args.batch) * args.prompt // STEP_TOKENS)
+        args.longest_output = WARM_UP + args.steps + 2 * reading + 2
         self._mode, self._engine, self._opened = "", None, ExitStack()
         self._tokens: dict[Case, list[list[int]]] = {}
         self._step_ms: dict[Case, float] = {}
@@ -260,7 +264,7 @@ class StepsBenchmark(GeneratingBenchmark):
         options = EngineOptions(
             max_sequence_length=-(-length // 64) * 64,
             max_requests=most,
-            step_tokens=2048,
+            step_tokens=STEP_TOKENS,
             prefix_caching=False,
             num_cuda_graphs=16,
             # Prompts are not timed.

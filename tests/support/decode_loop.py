@@ -9,6 +9,7 @@ import torch
 from megatron.core.inference.config import PrefixCachingEvictionPolicy
 from megatron.core.models.gpt import GPTModel
 
+from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.requests import Statistics
 from absorbed_mla.generation.sampling import SamplingParams
@@ -121,7 +122,7 @@ CASES = {
         of((40,) * 12, GREEDY.replace(max_tokens=20)), aborts={3: [8, 1], 5: [9, 10]}
     ),
     "graphs": Case(
-        of(LENGTHS, GREEDY, sampled(max_tokens=7), sampled(top_k=4)),
+        of(LENGTHS, GREEDY, sampled(max_tokens=8), sampled(max_tokens=4, top_k=4)),
         {"num_cuda_graphs": 4},
         happened=lambda done: done.graph_steps,
     ),
@@ -143,7 +144,12 @@ def engines_of(model: GPTModel, other: GPTModel, case: Case) -> tuple[Engine, En
 
 
 def check(
-    model: GPTModel, case: Case, *, ahead: bool = False, other: GPTModel | None = None
+    model: GPTModel,
+    case: Case,
+    *,
+    ahead: bool = False,
+    other: GPTModel | None = None,
+    graphs: StepGraphs | None = None,
 ) -> None:
     """Run a case in both engines, and compare them after every step.
 
@@ -152,9 +158,12 @@ def check(
         case: Of ``CASES``.
         ahead: Whether steps are launched ahead.
         other: Of the engine without, with the same weights; None: the same.
+        graphs: Of the decode loop; None: as the engine has them.
     """
     ours, theirs = engines_of(model, other or model, case)
     ours.decode_loop.launches_ahead = ahead
+    if graphs is not None:
+        ours.decode_loop.graphs = graphs
     looped = count_calls(ours)
     with ours, theirs:
         number = add(case, ours, theirs, case.requests, 0)

@@ -6,10 +6,19 @@ reports, Megatron's tables, the blocks and their latents are compared, bit by bi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.decode_loop.draws import Kind
+from absorbed_mla.generation.decode_loop.graphs import (
+    StepGraphs,
+    _without_layer_graphs,
+    clear_all,
+)
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
@@ -33,6 +42,42 @@ def test_same_steps(model, case):
 @pytest.mark.parametrize("name", ["everything", "blocks-one-by-one", "stop-tokens"])
 def test_one_by_one(model, name):
     check(model, CASES[name])
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("everything", 1), ("graphs", 3)])
+def test_padded_steps(model, name, kinds, monkeypatch):
+    """A step that is kept, and run again with other numbers, as a graph is."""
+    monkeypatch.setattr(StepGraphs, "_captured", lambda self, step: SimpleNamespace(replay=step))
+    graphs = StepGraphs(model)
+    check(model, CASES[name], ahead=True, graphs=graphs)
+    found = {kind for _, kind in graphs._graphs}
+    assert found <= set(Kind) and len(found) >= kinds
+    clear_all()
+    assert not graphs._graphs
+
+
+def test_layers_run_without_graphs_of_their_own():
+    """Inside of a capture; afterwards they have them again."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].cudagraph_manager = manager = nn.Identity()
+    vars(model[1])["cudagraph_manager"] = None
+    with _without_layer_graphs(model):
+        assert not any(hasattr(layer, "cudagraph_manager") for layer in model)
+    assert model[0].cudagraph_manager is manager and model[1].cudagraph_manager is None
+
+
+def test_graphs_of_weights_that_move():
+    model = nn.Linear(2, 2)
+    graphs = StepGraphs(model)
+    graphs.keep_if_weights_stay()
+    graphs._graphs["step"] = None
+    with torch.no_grad():
+        model.weight.mul_(2)
+    graphs.keep_if_weights_stay()
+    assert graphs._graphs
+    model.weight.data = model.weight.data.clone()
+    graphs.keep_if_weights_stay()
+    assert not graphs._graphs
 
 
 SMALL = CASES["everything"]
