@@ -1,4 +1,4 @@
-"""Whole decode steps in CUDA graphs: what Megatron's steps, with a graph for each layer, leave."""
+"""Whole decode steps in CUDA graphs: what Megatron's steps of the same sizes leave."""
 
 from __future__ import annotations
 
@@ -51,15 +51,18 @@ def _graphs():
     seed_generators(1234, graphs=False)
 
 
-def graphed(options: AbsorbedMLAOptions | None = None, **fields):
-    """A model in bf16 whose layers are captured, each by itself."""
-    fields = {"mla": WIDE, "dtype": torch.bfloat16, **fields}
-    return generating_model(options, **fields, **graph_fields("layer"), inference_rng_tracker=True)
+def made(*, graphs: bool, options: AbsorbedMLAOptions | None = None, **fields):
+    """A model in bf16, whose layers Megatron captures one by one if ``graphs``."""
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, "inference_rng_tracker": True, **fields}
+    return generating_model(options, **fields, **graph_fields("layer" if graphs else None))
 
 
 def check_captured(case: str, options: AbsorbedMLAOptions | None = None, **fields) -> None:
-    """Megatron's graphs hold one engine's tables, so each engine has a model of its own."""
-    ours, theirs = graphed(options, **fields), graphed(options, **fields)
+    """The other engine runs steps of the same sizes from the host.
+
+    Megatron would join the graphs of two models in one process.
+    """
+    ours, theirs = (made(graphs=graphs, options=options, **fields) for graphs in (True, False))
     theirs.load_state_dict(ours.state_dict())
     found = dataclasses.replace(CASES[case], options={**CASES[case].options, **FEW_GRAPHS})
     check(ours, found, ahead=True, other=theirs)
@@ -81,14 +84,16 @@ def test_sparse_attention():
 
 def test_experts(monkeypatch):
     """One engine after the other: Megatron pads the experts of one model of the process."""
-    monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
-    model, results = graphed(**PADDED_EXPERTS), []
-    for loop in (True, False):
-        engine = engine_of(model, decode_loop=loop, **SIZES)
+    results, weights = [], None
+    for graphs in (True, False):
+        monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
+        model = made(graphs=graphs, **PADDED_EXPERTS)
+        weights = weights or model.state_dict()
+        model.load_state_dict(weights)
+        engine = engine_of(model, decode_loop=graphs, **SIZES)
         results.append(engine.generate([prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]))
         assert engine.statistics.graph_steps
         engine.close()
-        delete_graphs()
     assert results[0] == results[1]
 
 
@@ -100,7 +105,7 @@ def test_eager():
 
 def test_weights_that_change():
     """Graphs read weights where they are; an update in place is seen, and so are moved weights."""
-    model = graphed()
+    model = made(graphs=True)
     requests = [prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]
     engine = engine_of(model, **SIZES)
     results = [engine.generate(*requests)]
@@ -116,18 +121,15 @@ def test_weights_that_change():
     results.append(engine.generate(*requests))
     assert dict(engine.decode_loop.graphs._graphs) != captured
     assert results[0] != results[1] != results[2]
-    changed = model.state_dict()
-    engine.close()
-    delete_graphs()
-    fresh = graphed()
-    fresh.load_state_dict(changed)
+    fresh = made(graphs=False)
+    fresh.load_state_dict(model.state_dict())
     other = engine_of(fresh, decode_loop=False, **SIZES)
     assert other.generate(*requests) == results[2]
 
 
 def test_deleted():
     """Sleeping frees the graphs of all engines."""
-    engine = engine_of(graphed(), **SIZES)
+    engine = engine_of(made(graphs=True), **SIZES)
     engine.generate([prompt(20)], [GREEDY])
     assert engine.decode_loop.graphs._graphs
     delete_graphs()

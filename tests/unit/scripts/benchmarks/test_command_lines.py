@@ -157,7 +157,18 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
 }
-WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
+WITHOUT_FOLDER = {
+    DecodeSteps,
+    DSA,
+    DSADecode,
+    DSALayer,
+    Decode,
+    Engine,
+    Fusions,
+    Load,
+    PrefixTiers,
+    QKClip,
+}
 WITHOUT_FOLDER |= {SharedCache}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
