@@ -402,12 +402,12 @@ MUTATIONS = {
     ),
     "decode_loop_keeps_the_order_of_rows": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "        if len(former):\n            self._move(former, places)",
-        "        former = former[:0]",
+        "        if former:\n            self._move(former, places)",
+        "        former = []",
     ),
     "decode_loop_moves_no_random_numbers": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "            self._random[places] = self._random[former]\n",
+        "            self._random = _moved(self._random, former, places)\n",
         "",
     ),
     "decode_loop_moves_no_records": Mutation(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
-from numpy.typing import NDArray
+
+# Arrays come from tensors; the package itself does not ask for NumPy.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # A number or more for each request, in the order of rows.
 _OF_REQUESTS = (
@@ -84,12 +89,13 @@ class ContextRows:
         found = self._of["request_kv_length_offsets"][: self.count] + 1
         return found.tolist()
 
-    def full(self) -> NDArray:
-        """Rows whose next token needs a block."""
+    def full(self) -> list[int]:
+        """Rows whose next token needs a block, in order."""
         offsets = self._of["request_last_kv_block_offset"][: self.count]
-        return np.flatnonzero(offsets >= self._context.block_size_tokens - 1)
+        [rows] = (offsets >= self._context.block_size_tokens - 1).nonzero()
+        return rows.tolist()
 
-    def has_blocks(self, rows: NDArray) -> bool:
+    def has_blocks(self, rows: Sequence[int]) -> bool:
         """Whether Megatron would give each of these rows a block at once.
 
         False where that is not certain: blocks that requests share are counted once by Megatron.
@@ -104,10 +110,10 @@ class ContextRows:
             return True
         if not allocator.enable_prefix_caching:
             return False
-        used = np.count_nonzero(allocator.block_ref_counts.numpy())
+        used = (allocator.block_ref_counts.numpy() > 0).sum()
         return bool(used + counts[rows].sum() + needed <= allocator.active_count)
 
-    def extend(self, rows: NDArray) -> tuple[NDArray, NDArray] | None:
+    def extend(self, rows: Sequence[int]) -> tuple[list[int], list[int]] | None:
         """Give each of these rows a block; they become the first ones, as Megatron resumes them.
 
         Returns:
@@ -116,20 +122,19 @@ class ContextRows:
         needed = len(rows)
         if not needed:
             return None
-        first, behind = np.ones(needed, dtype=bool), rows[rows >= needed]
-        first[rows[rows < needed]] = False
-        others = np.flatnonzero(first)
-        former, places = np.concatenate((behind, others)), np.concatenate((others, behind))
-        if len(former):
+        behind = [row for row in rows if row >= needed]
+        others = sorted(set(range(needed)) - set(rows))
+        former, places = behind + others, others + behind
+        if former:
             self._move(former, places)
         blocks = self._context.kv_block_allocator.allocate_memory_blocks(needed)
         assert blocks is not None, "has_blocks was asked"
         of, counts = self._of, self._of["request_kv_block_counts"][:needed]
-        of["request_to_kv_block_ids"][np.arange(needed), counts] = blocks.numpy()
+        of["request_to_kv_block_ids"][range(needed), counts] = blocks.numpy()
         counts += 1
         of["request_last_kv_block_id"][:needed] = blocks.numpy()
         self._table_changed = True
-        return (former, places) if len(former) else None
+        return (former, places) if former else None
 
     def advance(self, tokens: NDArray) -> None:
         """Add a token to every request, which has room for it."""
@@ -153,7 +158,7 @@ class ContextRows:
         of["_staging_request_kv_length_offsets"][:n] = positions
         lengths, sums = of["_cpu_mha_kv_seq_lengths"], of["_cpu_mha_cu_kv_seq_lengths"]
         lengths[:n] = positions + 1
-        sums[1 : n + 1] = np.cumsum(lengths[:n])
+        sums[1 : n + 1] = lengths[:n].cumsum()
         sums[n + 1 : self._padded + 1] = sums[n]
         if not context.using_cuda_graph_this_step():
             metadata = context.active_attn_metadata["mha_metadata"]
@@ -167,7 +172,7 @@ class ContextRows:
             buffer = context._cpu_bookkeeping_buf[:end]
             context.gpu_view._buf[:end].copy_(buffer, non_blocking=True)
 
-    def _move(self, former: NDArray, places: NDArray) -> None:
+    def _move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Move rows; the values at ``former`` are read before any is written."""
         of = self._of
         for name in (*_OF_REQUESTS, *_STAGED[:3]):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from absorbed_mla.generation.sampler import (
@@ -17,6 +16,8 @@ from absorbed_mla.generation.sampler import (
     uniform,
     weighing_numbers,
 )
+
+_Value = TypeVar("_Value")
 
 # Rows of the table beside those of ``weighing_numbers``, and the one of random numbers.
 _SAMPLED, _FILTERED, _NUM_ROWS, _RANDOM = 5, 6, 7, 1
@@ -55,7 +56,7 @@ class Draws:
         self._table = torch.zeros(sizes, dtype=torch.float64, device=device)
         self._own, self._vocabulary = own, vocabulary
         self._requests: list[SampledRequest] = []
-        self._random = np.zeros(0)
+        self._random: list[float] = []
         self.kind: Kind | None = None
         self.changes = False
 
@@ -72,25 +73,21 @@ class Draws:
             sampled = not request.params.is_greedy
             table[_SAMPLED, row] = sampled
             table[_FILTERED, row] = sampled and request.params.has_filters
-        self._random = table[_RANDOM, : len(requests)].copy()
+        self._random = table[_RANDOM, : len(requests)].tolist()
 
     def prepare(self, positions: Sequence[int]) -> None:
         """Find the random numbers of tokens at these positions, for the step after this one."""
         if self.kind not in (None, Kind.GREEDY):
-            self._random = np.array(
-                [
-                    0.0 if request.params.is_greedy else uniform(request.seed, position)
-                    for request, position in zip(self._requests, positions)
-                ]
-            )
+            self._random = [
+                0.0 if request.params.is_greedy else uniform(request.seed, position)
+                for request, position in zip(self._requests, positions)
+            ]
 
-    def move(self, former: NDArray, places: NDArray) -> None:
+    def move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Rows have moved from ``former`` to ``places``."""
-        requests = [self._requests[row] for row in former]
-        for row, request in zip(places, requests):
-            self._requests[row] = request
+        self._requests = _moved(self._requests, former, places)
         if self.kind not in (None, Kind.GREEDY):
-            self._random[places] = self._random[former]
+            self._random = _moved(self._random, former, places)
             table = self._staged.numpy()
             table[:, places] = table[:, former]
 
@@ -124,3 +121,10 @@ class Draws:
         if not sampled:
             return Kind.GREEDY
         return Kind.FILTERED if any(one.has_filters for one in sampled) else Kind.SAMPLED
+
+
+def _moved(values: Sequence[_Value], former: Sequence[int], places: Sequence[int]) -> list[_Value]:
+    found = list(values)
+    for row, place in zip(former, places):
+        found[place] = values[row]
+    return found

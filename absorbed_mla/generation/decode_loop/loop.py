@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.engines import DynamicInferenceEngine
@@ -250,7 +249,7 @@ class DecodeLoop:
         wants = self._rows.wants
         if not wants("return_log_probs").any():
             return bool(wants("top_n_logprobs").any())
-        return bool(wants("top_n_logprobs").any() or not np.all(wants("skip_prompt_log_probs")))
+        return bool(wants("top_n_logprobs").any() or not wants("skip_prompt_log_probs").all())
 
     def _count_step(self) -> None:
         context = self._host.context

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
-from numpy.typing import NDArray
 
 from absorbed_mla.generation.requests import Progress, progress_of
 from absorbed_mla.generation.sampler import RequestSampler
@@ -61,15 +60,15 @@ class Members:
         scored = dict(zip(self._numbers, zip(tokens, log_probs)))
         return [Progress(n, [scored[n][0]], [scored[n][1]]) for n in self._records]
 
-    def move(self, former: NDArray, places: NDArray) -> None:
+    def move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Rows have moved from ``former`` to ``places``."""
         for values in (self._numbers, self._parts, self.sampled):
             moved = [values[row] for row in former]
             for row, value in zip(places, moved):
                 values[row] = value
         if self._stops:
-            stops = [self._stops.pop(row, None) for row in former.tolist()]
-            found = zip(places.tolist(), stops)
+            stops = [self._stops.pop(row, None) for row in former]
+            found = zip(places, stops)
             self._stops |= {row: words for row, words in found if words is not None}
 
     def _with(self, name: str) -> set[int]:
