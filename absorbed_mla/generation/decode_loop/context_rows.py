@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 
-# Arrays come from tensors; the package itself does not ask for NumPy.
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+# NumPy's, made by tensors: the package does not depend on NumPy itself.
+_Array = Any
 
 # A number or more for each request, in the order of rows.
 _OF_REQUESTS = (
@@ -69,14 +68,14 @@ class ContextRows:
         self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
         self._table_changed = False
 
-    def has_ended(self, tokens: NDArray) -> NDArray:
+    def has_ended(self, tokens: _Array) -> _Array:
         """Which requests end with these tokens, by Megatron's rules for all but stop words."""
         n, of = self.count, self._of
         lengths = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n] + 1
         stops = self._metadata[1]["termination_id"][:n]
         return (tokens == stops) | (lengths >= of["request_output_lengths"][:n])
 
-    def wants(self, name: str) -> NDArray:
+    def wants(self, name: str) -> _Array:
         """Megatron's metadata of the requests by name."""
         return self._metadata[1][name][: self.count]
 
@@ -136,7 +135,7 @@ class ContextRows:
         self._table_changed = True
         return (former, places) if former else None
 
-    def advance(self, tokens: NDArray) -> None:
+    def advance(self, tokens: _Array) -> None:
         """Add a token to every request, which has room for it."""
         of, block = self._of, self._context.block_size_tokens
         rows = slice(0, self.count)
