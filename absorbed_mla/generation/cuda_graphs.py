@@ -13,6 +13,8 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from absorbed_mla.generation.decode_loop.graphs import clear_all
+
 # Numbers of tokens that steps are padded to: Megatron's default.
 NUM_CUDA_GRAPHS = 16
 
@@ -95,4 +97,10 @@ def deleting_graphs(captured: bool) -> Iterator[None]:
         yield
     finally:
         if captured:
-            delete_cuda_graphs()
+            delete_graphs()
+
+
+def delete_graphs() -> None:
+    """Delete all CUDA graphs of the process, Megatron's and those of whole steps."""
+    clear_all()
+    delete_cuda_graphs()

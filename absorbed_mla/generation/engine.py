@@ -28,6 +28,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.generation.blocks import require_no_leak
+from absorbed_mla.generation.decode_loop.conditions import why_never
+from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefix.stored import stored_prefixes
@@ -68,6 +70,7 @@ class Engine:
         statistics: Counters of the steps. Like ``results``, they begin anew with :meth:`start` and
             with every :meth:`generate`.
         host: Megatron's engine.
+        decode_loop: Runs steps that only decode; None if Megatron's scheduler runs all of them.
 
     Raises:
         ValueError: If the model does not cache latents, or is divided over ranks in a way in which
@@ -89,6 +92,7 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
+        self.decode_loop = self._decode_loop()
         self._passes = 0
         self._forget_requests()
 
@@ -112,6 +116,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inference_mode(self.model))
             stack.enter_context(self.model.register_forward_hook(self._after_forward))
+            if self.decode_loop is not None:
+                self.decode_loop.begin()
             self.host.reset()
             if self._stored is not None:
                 stack.enter_context(self._stored.opened())
@@ -130,13 +136,17 @@ class Engine:
     def stop(self) -> None:
         """Put the model back into its former mode, ready to be trained; may be called twice."""
         if self._active is not None:
+            if self.decode_loop is not None:
+                self.decode_loop.interrupt()
             self._active.close()
             self._active = None
 
     def close(self) -> None:
         """Stop, and free the cache; the engine cannot be started again."""
         self.stop()
-        self.host = self._stored = None
+        if self.decode_loop is not None:
+            self.decode_loop.close()
+        self.host = self._stored = self.decode_loop = None
 
     def generate(
         self,
@@ -234,7 +244,12 @@ class Engine:
         if reported and not self._replicas.several:
             return reported
         self._passes = 0
-        step, context = self.host.step_modern(), self.host.context
+        progress, step = self._run()
+        context = self.host.context
+        if progress is not None:
+            self._idle_steps = 0
+            self.statistics.count_step(context)
+            return [*reported, *progress]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -261,6 +276,26 @@ class Engine:
         records |= {record.request_id: (record, True) for record in ended}
         return [*reported, *self._progress(records)]
 
+    def _run(self) -> tuple[list[Progress] | None, dict]:
+        """A step: progress if the decode loop did all of it, else what Megatron's step returns."""
+        loop = self.decode_loop
+        if loop is None or not loop.applies():
+            if loop is not None:
+                loop.interrupt()
+            return None, self.host.step_modern()
+        loop.forward()
+        progress = loop.go_on()
+        return progress, {} if progress is not None else loop.finish()
+
+    def _decode_loop(self) -> DecodeLoop | None:
+        """None where replicas share experts, too: each step then asks all of them."""
+        if not self.options.decode_loop or self._replicas.several or why_never(self.host):
+            return None
+        config = self.model.config
+        graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
+        graphs = graphs and torch.cuda.is_available()
+        return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs)
+
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""
         self._seed = derive_seed(seed, parallel_state.get_data_parallel_rank())
@@ -279,7 +314,6 @@ class Engine:
         self.statistics = Statistics()
         self._num_requests = self._idle_steps = 0
         self._sampling: dict[int, SamplingParams] = {}
-        self._num_tokens: dict[int, int] = {}
         self._sampler.clear()
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
@@ -327,16 +361,13 @@ class Engine:
         self.results[number] = result
         self._sampler.remove(number)
         self._sampling.pop(number, None)
-        self._num_tokens.pop(number, None)
 
     def _progress(
         self, records: Mapping[int, tuple[DynamicInferenceRequestRecord, bool]]
     ) -> Iterator[Progress]:
         """Progress by Megatron's record of every request, and whether the request has ended."""
         for number, (record, ended) in records.items():
-            count = count_tokens(record)
-            new = count - self._num_tokens.get(number, 0)
-            self._num_tokens[number] = count
+            new = count_tokens(record) - len(self._sampler.request(number).generated)
             result = None
             if ended:
                 aborted = number in self._to_abort

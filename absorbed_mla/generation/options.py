@@ -65,6 +65,8 @@ class EngineOptions:
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
+        decode_loop: Whether steps that only add a token to each request run without Megatron's
+            scheduler. Tokens are the same; with graphs, one holds such a step as a whole.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
 
     Raises:
@@ -87,6 +89,7 @@ class EngineOptions:
     prefix_cache_dir: str | Path | None = None
     prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
+    decode_loop: bool = True
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
@@ -40,22 +40,36 @@ def _hash(seed: int, index: int) -> bytes:
 
 
 @dataclass
-class _Request:
-    """What the sampler knows of a running request."""
+class SampledRequest:
+    """What the sampler knows of a running request.
+
+    Attributes:
+        params: Of the request.
+        seed: Of its random numbers.
+        prompt: As the request came, also after an eviction.
+        generated: Tokens so far.
+        in_prompt: Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a
+            penalty asks.
+    """
 
     params: SamplingParams
     seed: int
     prompt: Sequence[int]
     generated: list[int] = field(default_factory=list)
-    # Which tokens of the vocabulary are in the prompt, bool [vocabulary], once a penalty asks.
     in_prompt: Tensor | None = None
+
+    @property
+    def avoids_stop_tokens(self) -> bool:
+        """Whether it is too short yet to draw a token that stops it."""
+        short = len(self.generated) < self.params.min_tokens
+        return short and bool(self.params.stop_token_ids)
 
 
 @dataclass(frozen=True)
 class _Row:
     """A row of logits: its request, the position of the token to draw, drafts before that."""
 
-    request: _Request
+    request: SampledRequest
     position: int
     drafts: Sequence[int] = ()
 
@@ -84,17 +98,21 @@ class RequestSampler(Sampling):
         self, num_speculative_tokens: int = 0, agree: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._num_drafts, self._agree = num_speculative_tokens, agree
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, SampledRequest] = {}
         # Of the MTP layers that have drafted a token in this step.
         self._depth = 0
 
     def add(self, number: int, params: SamplingParams, seed: int, prompt: Sequence[int]) -> None:
         """Make a request known before its first step."""
-        self._requests[number] = _Request(params, seed, prompt)
+        self._requests[number] = SampledRequest(params, seed, prompt)
 
     def extend(self, number: int, tokens: Iterable[int]) -> None:
         """Record tokens that a request has generated."""
         self._requests[number].generated.extend(tokens)
+
+    def request(self, number: int) -> SampledRequest:
+        """A running request."""
+        return self._requests[number]
 
     def remove(self, number: int) -> None:
         """Forget a request that has ended."""
@@ -185,7 +203,7 @@ class RequestSampler(Sampling):
         tokens = draw(logits, rows)
         return tokens if self._agree is None else self._agree(tokens)
 
-    def _running(self, context: DynamicInferenceContext) -> list[tuple[_Request, int, int]]:
+    def _running(self, context: DynamicInferenceContext) -> list[tuple[SampledRequest, int, int]]:
         """Running requests in the order of their rows, with the tokens before and after a step."""
         rows = slice(context.paused_request_count, context.total_request_count)
         numbers = context.request_ids[rows].tolist()
@@ -216,8 +234,8 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     tokens = logits.argmax(-1)
     # Filters sort the tokens, which would give rows without them other tokens.
     sampled = [i for i, row in enumerate(rows) if not row.request.params.is_greedy]
-    filtered = [i for i in sampled if _has_filters(rows[i].request.params)]
-    plain = [i for i in sampled if not _has_filters(rows[i].request.params)]
+    filtered = [i for i in sampled if rows[i].request.params.has_filters]
+    plain = [i for i in sampled if not rows[i].request.params.has_filters]
     for numbers, filters in ((plain, False), (filtered, True)):
         if numbers:
             index = torch.tensor(numbers, device=logits.device)
@@ -227,10 +245,6 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
         if row.known is not None:
             tokens[i] = row.known
     return tokens
-
-
-def _has_filters(params: SamplingParams) -> bool:
-    return bool(params.top_k) or params.top_p < 1
 
 
 def _without_stop_tokens(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
@@ -261,7 +275,7 @@ def _penalised(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     return logits - frequency * output - presence * (output > 0)
 
 
-def _in_prompt(request: _Request, logits: Tensor) -> Tensor:
+def _in_prompt(request: SampledRequest, logits: Tensor) -> Tensor:
     """Computed once, because a prompt may be long."""
     if request.in_prompt is None:
         [counts] = _counts([request.prompt], logits[:1])
@@ -279,43 +293,95 @@ def _counts(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).index_put_(index, one, accumulate=True)
 
 
-def _column(values: Iterable[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _column(values: Iterable[float], like: Tensor) -> Tensor:
     """One value per row, [rows, 1]."""
-    found = torch.tensor(list(values), dtype=dtype or like.dtype, device=like.device)
+    found = torch.tensor(list(values), dtype=like.dtype, device=like.device)
     return found.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How rows are drawn by weight, a number for each on the device of the logits, [rows, 1].
+
+    Attributes:
+        temperature: float32.
+        random: The row's random number in [0, 1), float64.
+        min_p: float64; None if no row has one.
+        top_k: int64; at least the vocabulary's size where it is no limit.
+        top_p: float64.
+    """
+
+    temperature: Tensor
+    random: Tensor
+    min_p: Tensor | None
+    top_k: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Weighing:
+        """From :func:`weighing_numbers` of all rows, float64 [5, rows]."""
+        temperature, random, min_p, top_k, top_p = numbers.unsqueeze(-1).unbind(0)
+        return cls(temperature.float(), random, min_p, top_k.long(), top_p)
+
+
+def weighing_numbers(
+    request: SampledRequest, position: int, vocabulary: int
+) -> tuple[float, float, float, int, float]:
+    """The numbers of a row in :class:`Weighing`, in their order.
+
+    Args:
+        request: Whose token is drawn.
+        position: Of the token.
+        vocabulary: Its size.
+    """
+    params = request.params
+    # One that float32 can divide by: neither 0 nor infinity.
+    temperature = min(max(params.temperature, 1e-30), 1e30)
+    top_k = min(params.top_k or vocabulary, vocabulary)
+    return temperature, uniform(request.seed, position), params.min_p, top_k, params.top_p
 
 
 def _draw_by_weight(logits: Tensor, rows: Sequence[_Row], *, filters: bool) -> Tensor:
     """Draw a token for each row [rows, vocabulary] by its probability."""
-    params = [row.request.params for row in rows]
-    weights = _weights(logits, _column(map(_temperature, params), logits))
-    if any(p.min_p for p in params):
-        weights = weights.where(
-            weights >= _SCALE * _column((p.min_p for p in params), logits, torch.float64), 0
-        )
+    numbers = [weighing_numbers(row.request, row.position, logits.shape[-1]) for row in rows]
+    columns = torch.tensor(numbers, dtype=torch.float64, device=logits.device).t()
+    weighing = Weighing.of(columns)
+    if not any(row.request.params.min_p for row in rows):
+        weighing = replace(weighing, min_p=None)
+    return draw_by_weight(logits, weighing, filters=filters)
+
+
+def draw_by_weight(logits: Tensor, weighing: Weighing, *, filters: bool) -> Tensor:
+    """Draw a token for each row by its probability.
+
+    A CUDA graph may hold it: nothing waits for the device, and no shape depends on values.
+
+    Args:
+        logits: float32 [rows, vocabulary].
+        weighing: Of the rows.
+        filters: Whether ``top_k`` and ``top_p`` count, which sort the tokens.
+
+    Returns:
+        int64 [rows].
+    """
+    weights = _weights(logits, weighing.temperature)
+    if weighing.min_p is not None:
+        weights = weights.masked_fill(weights < _SCALE * weighing.min_p, 0)
     order = None
     if filters:
         weights, order = weights.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(weights.shape[-1], device=logits.device)
-        top_k = _column((min(p.top_k or len(rank), len(rank)) for p in params), logits, torch.int64)
-        weights = weights.where(rank < top_k, 0)
+        weights = weights.masked_fill(rank >= weighing.top_k, 0)
         before = weights.cumsum(-1) - weights
         total = weights.sum(-1, keepdim=True)
         # The token that crosses the limit is left in, so that there is always one.
-        kept = before < _column((p.top_p for p in params), logits, torch.float64) * total
-        weights = weights.where(kept, 0)
+        weights = weights.masked_fill(before >= weighing.top_p * total, 0)
     sums = weights.cumsum(-1)
     total = sums[:, -1:]
-    numbers = (uniform(row.request.seed, row.position) for row in rows)
-    random = _column(numbers, logits, torch.float64)
-    target = (random * total).long().clamp(max=total - 1)
-    chosen = torch.searchsorted(sums, target, right=True)
+    target = (weighing.random * total).long().clamp(max=total - 1)
+    # Rows that are padding may have any logits.
+    chosen = torch.searchsorted(sums, target, right=True).clamp(max=logits.shape[-1] - 1)
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
-
-
-def _temperature(params: SamplingParams) -> float:
-    """One that float32 can divide by: neither 0 nor infinity."""
-    return min(max(params.temperature, 1e-30), 1e30)
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class SamplingParams:
         """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether only some of the most likely tokens may be drawn."""
+        return bool(self.top_k) or self.top_p < 1
+
     def replace(self, **changes) -> SamplingParams:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)

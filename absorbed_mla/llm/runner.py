@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
+from absorbed_mla.generation.cuda_graphs import delete_graphs
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.ranks import cache_shares
@@ -139,7 +139,7 @@ class LocalRunner:
         self._engine.close()
         self._engine = None
         if self._options.num_cuda_graphs:
-            delete_cuda_graphs()
+            delete_graphs()
         gc.collect()
         torch.cuda.empty_cache()
 

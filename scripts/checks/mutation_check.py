@@ -407,8 +407,50 @@ MUTATIONS = {
     ),
     "seed_is_ignored": Mutation(
         "absorbed_mla/generation/sampler.py",
-        "uniform(row.request.seed, row.position)",
-        "uniform(0, row.position)",
+        "uniform(request.seed, position), params.min_p",
+        "uniform(0, position), params.min_p",
+    ),
+    "decode_loop_keeps_the_order_of_rows": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "        if former:\n            self._move(former, places)",
+        "        former = []",
+    ),
+    "decode_loop_moves_no_random_numbers": Mutation(
+        "absorbed_mla/generation/decode_loop/draws.py",
+        "            self._random = _moved(self._random, former, places)\n",
+        "",
+    ),
+    "decode_loop_moves_no_records": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "members.move(*moved)", "pass"
+    ),
+    "decode_loop_takes_blocks_that_are_not_there": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "<= allocator.active_count:\n            return True",
+        "> 0:\n            return True",
+    ),
+    "decode_loop_hides_new_blocks": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "self._table_changed = True",
+        "self._table_changed = False",
+    ),
+    "decode_loop_attends_to_former_keys": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "lengths[:n] = positions + 1",
+        "lengths[:n] = positions",
+    ),
+    "decode_loop_admits_nobody": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "if may_admit(host):", "if False:"
+    ),
+    "decode_loop_overlooks_stop_words": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "or members.stops(listed)", "or False"
+    ),
+    "decode_loop_draws_too_early_stop_tokens": Mutation(
+        "absorbed_mla/generation/decode_loop/draws.py",
+        "self._own or self.changes or",
+        "self._own or",
+    ),
+    "decode_loop_forgets_the_clock": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
     ),
     "stop_string_shown_too_early": Mutation(
         "absorbed_mla/llm/completion.py",

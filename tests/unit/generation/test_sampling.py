@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.generation.sampler import _Request, _Row, derive_seed, draw, uniform
+from absorbed_mla.generation.sampler import SampledRequest, _Row, derive_seed, draw, uniform
 from absorbed_mla.generation.sampling import SamplingParams
 from tests.support.engine import (
     Request,
@@ -54,7 +54,7 @@ def test_refused(changes, error):
 
 def row(position=0, *, generated=(), tokens=(), drafts=(), seed=0, **params) -> _Row:
     """A row whose token is ``position`` places after those that are known."""
-    request = _Request(SamplingParams(**params), seed, list(tokens), list(generated))
+    request = SampledRequest(SamplingParams(**params), seed, list(tokens), list(generated))
     return _Row(request, position + len(tokens) + len(generated), drafts)
 
 
@@ -146,7 +146,7 @@ def test_tokens_that_stop_are_not_drawn_before_min_tokens():
 
 def test_tokens_of_the_prompt_are_not_drawn():
     """Where a chunk ends inside of it, and after an eviction inside of what was generated."""
-    request = _Request(SamplingParams(), 0, [3, 4], [5])
+    request = SampledRequest(SamplingParams(), 0, [3, 4], [5])
     tokens = draw(LOGITS.expand(3, -1), [_Row(request, position) for position in range(3)])
     assert tokens.tolist() == [3, 4, 5]
 

@@ -15,6 +15,7 @@ from benchmarks.context_parallel import CPBenchmark as ContextParallel
 from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.decode_context_parallel import SharedBenchmark as SharedCache
+from benchmarks.decode_steps import StepsBenchmark as DecodeSteps
 from benchmarks.dsa import DSABenchmark as DSA
 from benchmarks.dsa_decode import DSADecodeBenchmark as DSADecode
 from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
@@ -77,6 +78,12 @@ MISTAKES = {
         (["--implementations", "FlashMLA, other"], "expected some of ours, "),
         (["--kv", "1", "--query-lengths", "1,2"], "2 new tokens are more than 1"),
         (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    DecodeSteps: [
+        (["--loops", "vllm"], "expected some of megatron, loop"),
+        (["--batch", "0"], f"argument --batch: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
@@ -178,7 +185,7 @@ MISTAKES = {
     ],
 }
 WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
-WITHOUT_FOLDER |= {LatentAttention, Serving, SharedCache, TrainingGraphs}
+WITHOUT_FOLDER |= {DecodeSteps, LatentAttention, Serving, SharedCache, TrainingGraphs}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -1,0 +1,130 @@
+"""Draws the tokens of a decode step, as ``sampler.py`` does, by operations that do not vary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.generation.sampler import (
+    SampledRequest,
+    Weighing,
+    draw_by_weight,
+    uniform,
+    weighing_numbers,
+)
+
+_Value = TypeVar("_Value")
+
+# Rows of the table beside those of ``weighing_numbers``, and the one of random numbers.
+_SAMPLED, _FILTERED, _NUM_ROWS, _RANDOM = 5, 6, 7, 1
+
+
+class Kind(Enum):
+    """What has to be computed for the tokens of a step."""
+
+    GREEDY = "greedy"  # all requests take the most likely token
+    SAMPLED = "sampled"  # some are drawn from all tokens
+    FILTERED = "filtered"  # some from the most likely ones: a sort
+
+
+class Draws:
+    """Draws tokens of rows whose parameters are in a table on the device.
+
+    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row. Rows that do
+    not need a number are drawn with it all the same, and not taken.
+
+    Args:
+        max_rows: Of a step.
+        vocabulary: Its size.
+        own: Whether the sampler itself draws all tokens, because ranks have to agree on them.
+
+    Attributes:
+        kind: Of the next step; None: the sampler itself must draw, since tokens so far count.
+        changes: Whether :meth:`begin` must be called again for the next step.
+    """
+
+    def __init__(self, max_rows: int, vocabulary: int, *, own: bool) -> None:
+        device = torch.cuda.current_device()
+        sizes = _NUM_ROWS, max_rows
+        self._staged = torch.zeros(sizes, dtype=torch.float64, pin_memory=True)
+        # Rows that are padding are drawn by numbers that can be computed with.
+        self._staged[:_SAMPLED] = torch.tensor([[1.0], [0.0], [0.0], [vocabulary], [1.0]])
+        self._table = torch.zeros(sizes, dtype=torch.float64, device=device)
+        self._own, self._vocabulary = own, vocabulary
+        self._requests: list[SampledRequest] = []
+        self._random: list[float] = []
+        self.kind: Kind | None = None
+        self.changes = False
+
+    def begin(self, requests: Sequence[SampledRequest], positions: Sequence[int]) -> None:
+        """Draw for these requests, by row, from the next step on."""
+        self._requests = list(requests)
+        self.changes = any(request.avoids_stop_tokens for request in requests)
+        self.kind = self._kind()
+        if self.kind in (None, Kind.GREEDY):
+            return
+        table = self._staged.numpy()
+        for row, (request, position) in enumerate(zip(requests, positions)):
+            table[:_SAMPLED, row] = weighing_numbers(request, position, self._vocabulary)
+            sampled = not request.params.is_greedy
+            table[_SAMPLED, row] = sampled
+            table[_FILTERED, row] = sampled and request.params.has_filters
+        self._random = table[_RANDOM, : len(requests)].tolist()
+
+    def prepare(self, positions: Sequence[int]) -> None:
+        """Find the random numbers of tokens at these positions, for the step after this one."""
+        if self.kind not in (None, Kind.GREEDY):
+            self._random = [
+                0.0 if request.params.is_greedy else uniform(request.seed, position)
+                for request, position in zip(self._requests, positions)
+            ]
+
+    def move(self, former: Sequence[int], places: Sequence[int]) -> None:
+        """Rows have moved from ``former`` to ``places``."""
+        self._requests = _moved(self._requests, former, places)
+        if self.kind not in (None, Kind.GREEDY):
+            self._random = _moved(self._random, former, places)
+            table = self._staged.numpy()
+            table[:, places] = table[:, former]
+
+    def publish(self) -> None:
+        """Send the numbers of the next step to the device; those of the last one are used up."""
+        if self.kind not in (None, Kind.GREEDY):
+            self._staged.numpy()[_RANDOM, : len(self._random)] = self._random
+            with torch.inference_mode():
+                self._table.copy_(self._staged, non_blocking=True)
+
+    def draw(self, logits: Tensor, kind: Kind) -> Tensor:
+        """Tokens of the first rows, int64 [rows], of logits [rows, vocabulary]."""
+        logits = logits.float()
+        tokens = logits.argmax(-1)
+        if kind is Kind.GREEDY:
+            return tokens
+        table = self._table[:, : len(logits)]
+        weighing = Weighing.of(table[:_SAMPLED])
+        drawn = draw_by_weight(logits, weighing, filters=False)
+        tokens = torch.where(table[_SAMPLED] > 0, drawn, tokens)
+        if kind is Kind.FILTERED:
+            drawn = draw_by_weight(logits, weighing, filters=True)
+            tokens = torch.where(table[_FILTERED] > 0, drawn, tokens)
+        return tokens
+
+    def _kind(self) -> Kind | None:
+        params = [request.params for request in self._requests]
+        if self._own or self.changes or any(one.has_penalties for one in params):
+            return None
+        sampled = [one for one in params if not one.is_greedy]
+        if not sampled:
+            return Kind.GREEDY
+        return Kind.FILTERED if any(one.has_filters for one in sampled) else Kind.SAMPLED
+
+
+def _moved(values: Sequence[_Value], former: Sequence[int], places: Sequence[int]) -> list[_Value]:
+    found = list(values)
+    for row, place in zip(former, places):
+        found[place] = values[row]
+    return found

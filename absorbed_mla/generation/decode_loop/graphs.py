@@ -1,0 +1,105 @@
+"""CUDA graphs of whole decode steps, captured when a step of their size first runs."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+# All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
+_LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
+
+
+class StepGraphs:
+    """Runs steps of a model, each captured once; a graph reads weights where they are.
+
+    Graphs share a pool of memory: only one of them runs at a time, and what they leave behind is
+    in tensors of others.
+
+    Args:
+        model: Its layers' own graphs are not used inside of a step's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._last: torch.cuda.CUDAGraph | None = None
+        self._pool: tuple[int, int] | None = None
+        self._places: Sequence[int] = ()
+        _LIVING.add(self)
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Run a step, or the graph that was captured when one of this key ran first.
+
+        Args:
+            key: Of all that the step's work depends on, beside the values in tensors.
+            step: Repeatable; on the current stream.
+        """
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(step)
+        self._last = self._graphs[key]
+        self._last.replay()
+
+    def repeat(self) -> None:
+        """Replay the graph that ran last, to measure it."""
+        assert self._last is not None, "a step has run"
+        self._last.replay()
+
+    def keep_if_weights_stay(self) -> None:
+        """Delete all graphs if a weight is elsewhere than at the last call."""
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        places = tuple(map(_place, tensors))
+        if places != self._places:
+            self.clear()
+            self._places = places
+
+    def clear(self) -> None:
+        """Delete all graphs; they are captured anew where they are needed."""
+        self._graphs.clear()
+        self._pool = self._last = None
+
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with _without_layer_graphs(self._model):
+            # Kernels are compiled, and libraries start, outside of a capture.
+            step()
+            torch.cuda.synchronize()
+            # Other threads, NCCL's among them, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                step()
+        return graph
+
+
+def _place(tensor: Tensor) -> int:
+    """Its address; of a tensor that is made of others, which one it is."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return tensor.data_ptr() if plain else id(tensor)
+
+
+def clear_all() -> None:
+    """Delete the graphs of all engines of the process."""
+    for graphs in list(_LIVING):
+        graphs.clear()
+
+
+@contextlib.contextmanager
+def _without_layer_graphs(model: nn.Module) -> Iterator[None]:
+    """Run layers themselves inside the block: a capture cannot hold another graph's replay."""
+    holders = [
+        (space, space["cudagraph_manager"])
+        for module in model.modules()
+        for space in (vars(module), module._modules)
+        if "cudagraph_manager" in space
+    ]
+    for space, _ in holders:
+        del space["cudagraph_manager"]
+    try:
+        yield
+    finally:
+        for space, manager in holders:
+            space["cudagraph_manager"] = manager

@@ -1,0 +1,26 @@
+"""The decode loop over tensor-parallel ranks: the steps that Megatron's scheduler runs there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.support import needs
+from tests.support.decode_loop import CASES, check
+from tests.support.engine import generating_model
+
+pytestmark = needs.processes(2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel(sequence_parallel):
+    model = generating_model(sequence_parallel=sequence_parallel, num_layers=1)
+    check(model, CASES["everything"], ahead=True)
+
+
+def test_shared_cache():
+    """Each rank has a part of every block."""
+    case = CASES["everything"]
+    options = {**case.options, "decode_context_parallel": True}
+    check(generating_model(num_layers=1), dataclasses.replace(case, options=options))

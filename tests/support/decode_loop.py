@@ -1,0 +1,272 @@
+"""Requests for an engine with and one without the decode loop, compared after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
+from megatron.core.models.gpt import GPTModel
+
+from absorbed_mla.generation.decode_loop.graphs import StepGraphs
+from absorbed_mla.generation.engine import Engine
+from absorbed_mla.generation.requests import Statistics
+from absorbed_mla.generation.sampling import SamplingParams
+from tests.support.engine import engine_of, prompt
+
+LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
+CHUNKED = {"chunked_prefill": True, "step_tokens": 64}
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+# One token, within a block, before its end, at it and beyond.
+LENGTHS = (1, 17, 58, 63, 64, 65)
+# Requests of one step beyond the block that all of them fill together.
+CROSSING = (58,) * 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests and what happens to them.
+
+    Attributes:
+        requests: Length of the prompt and parameters of each.
+        options: Of the engines.
+        later: Requests that are added before a step, by its number.
+        aborts: Requests that are aborted before a step.
+        shared: Tokens that all prompts begin with.
+        happened: What the statistics must say.
+        finished: Whether Megatron has to do the rest of every step.
+    """
+
+    requests: Sequence[tuple[int, SamplingParams]]
+    options: Mapping[str, object] = field(default_factory=dict)
+    later: Mapping[int, Sequence[tuple[int, SamplingParams]]] = field(default_factory=dict)
+    aborts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    shared: int = 0
+    happened: Callable[[Statistics], object] = lambda done: done.steps
+    finished: bool = False
+
+
+def of(lengths: Sequence[int], *each: SamplingParams) -> list[tuple[int, SamplingParams]]:
+    """Requests of these lengths, with parameters in turn."""
+    return [(length, each[i % len(each)]) for i, length in enumerate(lengths)]
+
+
+def sampled(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 1.5, "seed": 3, **fields})
+
+
+CASES = {
+    "greedy": Case(of(LENGTHS, GREEDY)),
+    "different-ends": Case(of(LENGTHS, *(GREEDY.replace(max_tokens=n) for n in (1, 9, 2, 30, 5)))),
+    "until-the-end-of-the-context": Case(
+        of((50, 70), GREEDY.replace(max_tokens=None)), {"max_sequence_length": 80}
+    ),
+    # Half of the vocabulary of 64 stops; Megatron takes the first as its termination id.
+    "stop-tokens": Case(
+        of(LENGTHS, sampled(stop_token_ids=range(9)), sampled(stop_token_ids=[5], max_tokens=30))
+    ),
+    "sampled": Case(of(LENGTHS, sampled(), GREEDY, sampled(seed=None), sampled(min_p=0.2))),
+    "filtered": Case(of(LENGTHS, sampled(top_k=5), sampled(top_p=0.6), sampled(), GREEDY)),
+    "penalties": Case(of(LENGTHS, sampled(repetition_penalty=1.3), GREEDY)),
+    "min-tokens": Case(of(LENGTHS, GREEDY, sampled(min_tokens=6, stop_token_ids=range(32)))),
+    "log-probs": Case(of(LENGTHS, GREEDY.replace(logprobs=0), GREEDY, sampled(max_tokens=5))),
+    "all-log-probs": Case(of(LENGTHS, sampled(logprobs=0))),
+    "top-log-probs": Case(
+        of(LENGTHS, GREEDY.replace(logprobs=3), sampled(logprobs=0)), finished=True
+    ),
+    "prompt-log-probs": Case(
+        of(LENGTHS, GREEDY.replace(prompt_logprobs=2), sampled(logprobs=0), GREEDY),
+        {"prompt_logprobs": True},
+        finished=True,
+    ),
+    "blocks": Case(of(CROSSING, GREEDY.replace(max_tokens=20))),
+    "blocks-one-by-one": Case(of(range(50, 58), sampled(max_tokens=20))),
+    "prefix": Case(
+        of((100,) * 6, GREEDY, sampled(max_tokens=20)),
+        {"prefix_caching": True},
+        shared=70,
+        happened=lambda done: done.prefix_blocks,
+    ),
+    # Blocks of requests that have ended are evicted when the free ones do not suffice.
+    "prefix-lru": Case(
+        of((100,) * 8, GREEDY, GREEDY.replace(max_tokens=40)),
+        {"prefix_caching": True, "blocks": 14, "inference_config": LRU},
+        later={20: of((70, 40), GREEDY)},
+        shared=70,
+        happened=lambda done: done.prefix_blocks,
+    ),
+    "evicted": Case(of(CROSSING, GREEDY), {"blocks": 11}, happened=lambda done: done.evicted),
+    "paused": Case(
+        of(CROSSING, GREEDY, GREEDY.replace(max_tokens=20)),
+        {"blocks": 11, "paused_blocks": 5},
+        happened=lambda done: done.most_paused,
+    ),
+    "chunked": Case(
+        of((130, 20, 30), GREEDY.replace(max_tokens=30)),
+        CHUNKED,
+        later={8: of((150,), GREEDY)},
+        happened=lambda done: done.chunks > 2 and done.mixed_steps,
+    ),
+    "waiting": Case(of((40,) * 20, GREEDY.replace(max_tokens=9), sampled(max_tokens=14))),
+    "waiting-for-blocks": Case(of((60,) * 9, GREEDY), {"blocks": 7, **CHUNKED}),
+    "added": Case(
+        of((20, 30), GREEDY.replace(max_tokens=25)),
+        later={4: of((40,), sampled()), 5: of((1, 64), GREEDY), 60: of((9,), GREEDY)},
+    ),
+    "aborted": Case(
+        of((20, 30, 58, 40), GREEDY.replace(max_tokens=40)),
+        aborts={3: [1], 4: [0, 1], 20: [3]},
+    ),
+    "aborted-waiting": Case(
+        of((40,) * 12, GREEDY.replace(max_tokens=20)), aborts={3: [8, 1], 5: [9, 10]}
+    ),
+    "graphs": Case(
+        of(LENGTHS, GREEDY, sampled(max_tokens=8), sampled(max_tokens=4, top_k=4)),
+        {"num_cuda_graphs": 4},
+        happened=lambda done: done.graph_steps,
+    ),
+    "everything": Case(
+        [*of(CROSSING, GREEDY, sampled(logprobs=0, top_p=0.8)), *of((100,) * 4, sampled())],
+        {"blocks": 13, "paused_blocks": 2, **CHUNKED, "prefix_caching": True, "num_cuda_graphs": 4},
+        later={6: of((70, 100), GREEDY)},
+        aborts={9: [2]},
+        shared=70,
+        happened=lambda done: done.prefix_blocks and done.chunks,
+    ),
+}
+
+
+def engines_of(model: GPTModel, other: GPTModel, case: Case) -> tuple[Engine, Engine]:
+    """An engine with the decode loop, and one without."""
+    sizes = {"blocks": 40, **case.options}
+    return engine_of(model, **sizes), engine_of(other, decode_loop=False, **sizes)
+
+
+def check(
+    model: GPTModel,
+    case: Case,
+    *,
+    ahead: bool = False,
+    other: GPTModel | None = None,
+    graphs: StepGraphs | None = None,
+) -> None:
+    """Run a case in both engines, and compare them after every step.
+
+    Args:
+        model: Of the engine with the decode loop.
+        case: Of ``CASES``.
+        ahead: Whether steps are launched ahead.
+        other: Of the engine without, with the same weights; None: the same.
+        graphs: Of the decode loop; None: as the engine has them.
+    """
+    ours, theirs = engines_of(model, other or model, case)
+    ours.decode_loop.launches_ahead = ahead
+    if graphs is not None:
+        ours.decode_loop.graphs = graphs
+    looped = count_calls(ours)
+    with ours, theirs:
+        number = add(case, ours, theirs, case.requests, 0)
+        step, last = 0, max([*case.later, *case.aborts, 0])
+        while ours.is_busy() or step <= last:
+            number = add(case, ours, theirs, case.later.get(step, ()), number)
+            for aborted in case.aborts.get(step, ()):
+                ours.abort(aborted)
+                theirs.abort(aborted)
+            step += 1
+            assert ours.is_busy() == theirs.is_busy()
+            if not ours.is_busy():
+                continue
+            assert ours.step() == theirs.step(), f"step {step}"
+            assert ours.statistics == theirs.statistics, f"step {step}"
+            # A step that was launched ahead has written its latents.
+            assert_same_state(ours, theirs, latents=not ahead)
+        assert ours.results == theirs.results and len(ours.results) == number
+        assert not any(result.error for result in ours.results.values())
+        assert case.happened(ours.statistics), ours.statistics
+        assert looped, "no step ran in the loop"
+        assert case.finished or not all(looped), "Megatron finished every step"
+        ours.require_no_leak()
+
+
+def add(case: Case, ours: Engine, theirs: Engine, requests, number: int) -> int:
+    for length, params in requests:
+        text = prompt(length, number, min(case.shared, length))
+        assert ours.add_request(text, params) == theirs.add_request(text, params) == number
+        number += 1
+    return number
+
+
+def count_calls(engine: Engine) -> list:
+    """Gets an entry for every step of the loop: whether Megatron did the rest of it."""
+    found, go_on = [], engine.decode_loop.go_on
+
+    def counted():
+        progress = go_on()
+        found.append(progress is None)
+        return progress
+
+    engine.decode_loop.go_on = counted
+    return found
+
+
+# Of the context, of requests and tokens; the rest is for the step in between.
+_COUNTS = (
+    "total_request_count",
+    "paused_request_count",
+    "active_token_count",
+    "num_prefill_requests",
+    "chunked_prefill_request_id",
+    "step_count",
+    "prefix_cache_lru_clock",
+    "lifetime_prefill_token_count",
+)
+_PARTS = (
+    "prompt_tokens",
+    "generated_tokens",
+    "generated_log_probs",
+    "prompt_log_probs",
+    "generated_top_n_logprobs",
+    "prompt_top_n_logprobs",
+    "status",
+    "tpot",
+)
+
+
+def assert_same_state(ours: Engine, theirs: Engine, *, latents: bool) -> None:
+    """Compare what the next step begins with."""
+    one, other = state_of(ours, latents), state_of(theirs, latents)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+        assert same(value, other[name]), f"{name}: {value}, not {other[name]}"
+
+
+def state_of(engine: Engine, latents: bool) -> dict[str, object]:
+    host, context = engine.host, engine.host.context
+    allocator = context.kv_block_allocator
+    rows, tokens = slice(0, context.total_request_count), slice(0, context.active_token_count)
+    tensors = {name: x for name, x in vars(context).items() if isinstance(x, torch.Tensor)}
+    found = {name: getattr(context, name) for name in _COUNTS}
+    found |= {n: x[rows] for n, x in tensors.items() if n.startswith("request_")}
+    found |= {n: x[tokens] for n, x in tensors.items() if n.startswith("token_to_")}
+    found |= {f"metadata {n}": x[rows] for n, x in context.request_metadata.items()}
+    if context.paused_request_count:
+        found["paused"] = context.paused_tokens
+    if latents:
+        # All blocks but the one for padding.
+        assert allocator.dummy_block_idx == allocator.total_count - 1
+        found["latents"] = context.memory_buffer[:, :-1].contiguous().view(torch.uint8)
+    found["free"] = allocator.block_bag[: allocator.total_avail]
+    if allocator.enable_prefix_caching:
+        found["hashes"] = dict(allocator.kv_hash_to_block_id)
+        for name in ("block_hashes", "block_ref_counts", "block_timestamps"):
+            if hasattr(allocator, name):
+                found[name] = getattr(allocator, name)
+    found["waiting"] = list(host.waiting_request_ids)
+    found["stopping"] = set(host.stop_word_finished_request_ids)
+    for number, entry in host.requests.items():
+        for i, part in enumerate(entry.record.requests):
+            for name in _PARTS:
+                found[f"request {number}, part {i}, {name}"] = getattr(part, name)
+    return found

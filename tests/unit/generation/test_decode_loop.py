@@ -1,0 +1,142 @@
+"""Steps without Megatron's scheduler leave, one after the other, what its own steps leave.
+
+Two engines get the same requests, one with the decode loop and one without. After every step their
+reports, Megatron's tables, the blocks and their latents are compared, bit by bit.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.decode_loop.draws import Kind
+from absorbed_mla.generation.decode_loop.graphs import (
+    StepGraphs,
+    _without_layer_graphs,
+    clear_all,
+)
+from absorbed_mla.options import AbsorbedMLAOptions
+from tests.oracle_dsa import OracleDSA
+from tests.support.cases import TINY
+from tests.support.decode_loop import CASES, GREEDY, check
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.models import MIXED as EXPERTS
+
+
+@pytest.fixture(scope="module")
+def model():
+    return generating_model(num_layers=1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_same_steps(model, case):
+    """Each launched before the tokens of the one before it are handed out, as on a GPU."""
+    check(model, case, ahead=True)
+
+
+@pytest.mark.parametrize("name", ["everything", "blocks-one-by-one", "stop-tokens"])
+def test_one_by_one(model, name):
+    check(model, CASES[name])
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("everything", 1), ("graphs", 3)])
+def test_padded_steps(model, name, kinds, monkeypatch):
+    """A step that is kept, and run again with other numbers, as a graph is."""
+    monkeypatch.setattr(StepGraphs, "_captured", lambda self, step: SimpleNamespace(replay=step))
+    graphs = StepGraphs(model)
+    check(model, CASES[name], ahead=True, graphs=graphs)
+    found = {kind for _, kind in graphs._graphs}
+    assert found <= set(Kind) and len(found) >= kinds
+    clear_all()
+    assert not graphs._graphs
+
+
+def test_layers_run_without_graphs_of_their_own():
+    """Inside of a capture; afterwards they have them again."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].cudagraph_manager = manager = nn.Identity()
+    vars(model[1])["cudagraph_manager"] = None
+    with _without_layer_graphs(model):
+        assert not any(hasattr(layer, "cudagraph_manager") for layer in model)
+    assert model[0].cudagraph_manager is manager and model[1].cudagraph_manager is None
+
+
+def test_graphs_of_weights_that_move():
+    model = nn.Linear(2, 2)
+    graphs = StepGraphs(model)
+    graphs.keep_if_weights_stay()
+    graphs._graphs["step"] = None
+    with torch.no_grad():
+        model.weight.mul_(2)
+    graphs.keep_if_weights_stay()
+    assert graphs._graphs
+    model.weight.data = model.weight.data.clone()
+    graphs.keep_if_weights_stay()
+    assert not graphs._graphs
+
+
+SMALL = CASES["everything"]
+
+
+def test_parity_mode():
+    with batch_invariant_mode():
+        check(generating_model(AbsorbedMLAOptions(batch_invariant=True)), SMALL)
+
+
+def test_latents_in_fp8():
+    check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), SMALL)
+
+
+def test_sparse_attention():
+    sparse = OracleDSA(mla=TINY, heads=2, width=16, topk=24)
+    check(generating_model(**generating_fields(sparse)), SMALL)
+
+
+def test_experts():
+    check(generating_model(**EXPERTS), SMALL)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode_loop": False},
+        {"inference_config": {"async_sched_mode": "async"}},
+        {"host_cache_tokens": 640, "cache_tokens": 1920},
+    ],
+)
+def test_left_to_megatron(model, options):
+    assert engine_of(model, **options).decode_loop is None
+
+
+def test_drafts_are_left_to_megatron():
+    model = generating_model(mtp_num_layers=1)
+    assert engine_of(model, num_speculative_tokens=1).decode_loop is None
+
+
+def test_weights_that_change(model):
+    """The engine is started anew after an update, and forgets what its last step was."""
+    model = generating_model()
+    with_loop, without = (engine_of(model, decode_loop=on) for on in (True, False))
+    found = []
+    for factor in (1, 1.1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        runs = [one.generate([prompt(20), prompt(30)], GREEDY) for one in (with_loop, without)]
+        assert runs[0] == runs[1]
+        found.append(runs[0])
+    assert found[0] != found[1]
+
+
+def test_stopped_in_the_middle(model):
+    engine, other = engine_of(model), engine_of(model, decode_loop=False)
+    with engine:
+        engine.add_request(prompt(20), GREEDY)
+        for _ in range(4):
+            engine.step()
+    assert engine.generate([prompt(30)], GREEDY) == other.generate([prompt(30)], GREEDY)

@@ -1,0 +1,136 @@
+"""Whole decode steps in CUDA graphs: what Megatron's steps of the same sizes leave."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from megatron.core.inference import utils as inference_utils
+
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.cuda_graphs import (
+    delete_graphs,
+    deleting_graphs,
+    graph_fields,
+    seed_generators,
+)
+from absorbed_mla.options import AbsorbedMLAOptions
+from tests.oracle_dsa import OracleDSA
+from tests.support import needs
+from tests.support.cases import WIDE
+from tests.support.decode_loop import CASES, GREEDY, check, sampled
+from tests.support.dsa_models import generating_fields
+from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.models import MIXED as EXPERTS
+
+pytestmark = needs.gpu
+
+# Of decode steps; others run without.
+FEW_GRAPHS = {
+    "num_cuda_graphs": 2,
+    "inference_config": {"use_cuda_graphs_for_non_decode_steps": False},
+}
+SIZES = {"blocks": 40, **FEW_GRAPHS}
+# Most tokens see more keys than they attend to.
+SPARSE = OracleDSA(mla=WIDE, heads=4, width=64, topk=64)
+PADDED_EXPERTS = {
+    **EXPERTS,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_pad_experts_for_cuda_graph_inference": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _graphs():
+    """The random-number tracker that graphs need, and the usual one afterwards."""
+    with deleting_graphs(True):
+        seed_generators(0, graphs=True)
+        yield
+    seed_generators(1234, graphs=False)
+
+
+def made(*, graphs: bool, options: AbsorbedMLAOptions | None = None, **fields):
+    """A model in bf16, whose layers Megatron captures one by one if ``graphs``."""
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, "inference_rng_tracker": True, **fields}
+    return generating_model(options, **fields, **graph_fields("layer" if graphs else None))
+
+
+def check_captured(case: str, options: AbsorbedMLAOptions | None = None, **fields) -> None:
+    """The other engine runs steps of the same sizes from the host.
+
+    Megatron would join the graphs of two models in one process.
+    """
+    ours, theirs = (made(graphs=graphs, options=options, **fields) for graphs in (True, False))
+    theirs.load_state_dict(ours.state_dict())
+    found = dataclasses.replace(CASES[case], options={**CASES[case].options, **FEW_GRAPHS})
+    check(ours, found, ahead=True, other=theirs)
+
+
+@pytest.mark.parametrize(
+    ("case", "batch_invariant"), [("graphs", False), ("everything", False), ("everything", True)]
+)
+def test_captured(case, batch_invariant):
+    """Greedy, sampled and filtered steps; blocks that run out, requests that come and go."""
+    with batch_invariant_mode() if batch_invariant else contextlib.nullcontext():
+        check_captured(case, AbsorbedMLAOptions(batch_invariant=batch_invariant))
+
+
+def test_sparse_attention():
+    options = AbsorbedMLAOptions(indexer_backend="triton")
+    check_captured("graphs", options, **generating_fields(SPARSE))
+
+
+def test_experts(monkeypatch):
+    """One engine after the other: Megatron pads the experts of one model of the process."""
+    results, weights = [], None
+    for graphs in (True, False):
+        monkeypatch.setattr(inference_utils, "moe_layer_cache", None)
+        model = made(graphs=graphs, **PADDED_EXPERTS)
+        weights = weights or model.state_dict()
+        model.load_state_dict(weights)
+        engine = engine_of(model, decode_loop=graphs, **SIZES)
+        results.append(engine.generate([prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]))
+        assert engine.statistics.graph_steps
+        engine.close()
+    assert results[0] == results[1]
+
+
+def test_eager():
+    """Without graphs the same step runs from the host."""
+    model = generating_model(mla=WIDE, dtype=torch.bfloat16)
+    check(model, CASES["log-probs"])
+
+
+def test_weights_that_change():
+    """Graphs read weights where they are; an update in place is seen, and so are moved weights."""
+    model = made(graphs=True)
+    requests = [prompt(20), prompt(30)], [GREEDY, sampled(logprobs=0)]
+    engine = engine_of(model, **SIZES)
+    results = [engine.generate(*requests)]
+    captured = dict(engine.decode_loop.graphs._graphs)
+    assert captured
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    results.append(engine.generate(*requests))
+    assert dict(engine.decode_loop.graphs._graphs) == captured
+    for parameter in model.output_layer.parameters():
+        parameter.data = parameter.data * 1.5
+    results.append(engine.generate(*requests))
+    assert dict(engine.decode_loop.graphs._graphs) != captured
+    assert results[0] != results[1] != results[2]
+    fresh = made(graphs=False)
+    fresh.load_state_dict(model.state_dict())
+    other = engine_of(fresh, decode_loop=False, **SIZES)
+    assert other.generate(*requests) == results[2]
+
+
+def test_deleted():
+    """Sleeping frees the graphs of all engines."""
+    engine = engine_of(made(graphs=True), **SIZES)
+    engine.generate([prompt(20)], [GREEDY])
+    assert engine.decode_loop.graphs._graphs
+    delete_graphs()
+    assert not engine.decode_loop.graphs._graphs
