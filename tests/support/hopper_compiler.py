@@ -127,6 +127,22 @@ def fp8_cache_kernels() -> None:
     operators.paged_attention_forward(*query, cache, *lists, table, 1, length, 0.1, 0, None, False)
 
 
+def fp8_hopper_decode(heads: int) -> None:
+    """Decode over rows of an FP8 cache by the kernel for Hopper."""
+    from absorbed_mla.fp8_latents import Fp8Latents
+    from absorbed_mla.kernels import operators
+
+    requests, length = 2, 8192
+    width = Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
+    cache = torch.zeros(length // 64, 64, width, dtype=torch.uint8)
+    lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
+    table = torch.zeros(requests, length // 64, dtype=torch.int32)
+    query = [torch.zeros(requests, heads, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
+    operators.paged_attention_forward(
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, False, kernel="hopper"
+    )
+
+
 def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:
     """Sparse attention, forward and one of its backwards."""
     from absorbed_mla.core_attention.types import OutputGradient
