@@ -5,8 +5,8 @@ shared memory differs from that of paged_keys.py; stages and barriers are the sa
 for what is not decoded, so
 
 * whole blocks are asked for ``BLOCKS_AHEAD`` blocks before, as far as the L2 cache,
-* and their bytes wait in registers: while the warps decode a part of a block, a chunk of columns or
-  k_rope, that ``PARTS_AHEAD`` parts later, at last of the next block, is under way.
+* and their bytes wait in registers: while the warps decode a part of a block, 64 columns or k_rope,
+  those ``PARTS_AHEAD`` parts later, at last of the next block, are under way.
 """
 
 from triton.experimental import gluon
@@ -31,9 +31,9 @@ from absorbed_mla.kernels.hopper.tile import KEYS
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
 VALUE_REGISTERS = gl.constexpr(184)
-LOAD_REGISTERS = gl.constexpr(104)
-# Parts of a block, chunks of columns or k_rope, that wait in registers.
-PARTS_AHEAD = gl.constexpr(2)
+LOAD_REGISTERS = gl.constexpr(96)
+# Parts of a block, 64 columns or k_rope, that wait in registers.
+PARTS_AHEAD = gl.constexpr(3)
 # Blocks that are on their way to the L2 cache.
 BLOCKS_AHEAD = gl.constexpr(2)
 # Of decoded columns in registers.
@@ -93,7 +93,7 @@ class Fp8Rows:
             shared: What ``allocate_blocks`` gave.
             blocks: Of the tiles before.
         """
-        PARTS: gl.constexpr = shared.C // shared.CHUNK + 1  # chunks of columns, and k_rope
+        PARTS: gl.constexpr = shared.C // SWIZZLED + 1  # columns, and k_rope
         AHEAD: gl.constexpr = PARTS_AHEAD if PARTS_AHEAD < PARTS else PARTS
         found = ()
         for block in gl.static_range(BLOCKS_AHEAD + 2):
@@ -169,11 +169,11 @@ class Fp8Rows:
 
 @gluon.jit
 def _read(shared, rows, part: gl.constexpr):
-    """A chunk's values [64, CHUNK], four in a word, and scales [64]; or k_rope, two in a word."""
-    column: gl.constexpr = part * shared.CHUNK
+    """64 columns' values [64, 64], four in a word, and scales [64]; or k_rope, two in a word."""
+    column: gl.constexpr = part * SWIZZLED
     first: gl.constexpr = shared.C // 4  # scale
     if column < shared.C:
-        words = _words(rows, column // 4, shared.CHUNK // 4, 2)
+        words = _words(rows, column // 4, SWIZZLED // 4, 2)
         read = words, gl.load(rows + first + column // GROUP)
     else:
         read = (_words(rows, first + shared.C // GROUP, shared.R // 2, 4),)
@@ -206,18 +206,19 @@ def _within(tile, key):
 
 @gluon.jit
 def _write(shared, read, stage, parity, part: gl.constexpr):
-    """Decode a part of a block to its place, when that is free, and tell the other roles."""
+    """Decode a part of a block to its place, when that is free; announce it with its chunk."""
     HALF: gl.constexpr = shared.C // 2
-    column: gl.constexpr = part * shared.CHUNK
+    column: gl.constexpr = part * SWIZZLED
     if column == 0:
         mbarrier.wait(shared.left_empty.index(stage), parity)
     if column == HALF:
         mbarrier.wait(shared.right_empty.index(stage), parity)
     if column < shared.C:
         half = shared.left if column < HALF else shared.right
-        place = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, shared.CHUNK, dim=1)
+        place = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, SWIZZLED, dim=1)
         place.store(_decoded(read, place.dtype))
-        announce(chunk_full(shared, stage, column))
+        if (column + SWIZZLED) % shared.CHUNK == 0:
+            announce(chunk_full(shared, stage, column))
     else:
         place = shared.k_rope(stage).reshape([KEYS, shared.R])
         place.store(_widened(read[0], place.dtype))
@@ -226,7 +227,7 @@ def _write(shared, read, stage, parity, part: gl.constexpr):
 
 @gluon.jit
 def _decoded(read, dtype: gl.constexpr):
-    """Products of value and scale in fp32, [64, CHUNK], in the model's dtype."""
+    """Products of value and scale in fp32, [64, 64], in the model's dtype."""
     words, scale = read
     # Two instructions decode the four values of a word to fp16, which has all of them.
     a, b, c, d = gl.inline_asm_elementwise(
