@@ -115,10 +115,10 @@ def forward(
 def _query_maps(
     q_content: Tensor, q_rope: Tensor, tiles: plan.Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Tensor maps of q_content and q_rope."""
-    return tuple(
-        tensor_map(q, (tiles.tokens, tiles.heads, q.shape[-1])) for q in (q_content, q_rope)
-    )
+    """Tensor maps of q_content and q_rope; where a tile has one token, its other rows are zeros."""
+    box = (1, tiles.tokens) if tiles.max_tokens == 1 else (tiles.tokens, 1)
+    queries = q_content.unsqueeze(1), q_rope.unsqueeze(1)
+    return tuple(tensor_map(q, (*box, tiles.heads, q.shape[-1])) for q in queries)
 
 
 def _key_maps(

@@ -57,7 +57,7 @@ def _load_queries(tile, shared, queries):
     q_content, q_rope = queries
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
-    position = [tile.query_start, tile.head, 0]
+    position = [tile.query_start, 0, tile.head, 0]
     tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
     tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
 
@@ -155,8 +155,9 @@ def attend_decode(
     """Attention of every tile; one program for each part of the work and group of heads.
 
     Args:
-        q_content: Tensor map of [T, N, C] in boxes [64 / HEADS, HEADS, C].
-        q_rope: Of [T, N, R] in boxes [64 / HEADS, HEADS, R].
+        q_content: Tensor map of [T, 1, N, C] in boxes [64 / HEADS, 1, HEADS, C]; where no request
+            has more than one new token, [1, 64 / HEADS, HEADS, C], whose other rows are zeros.
+        q_rope: Of [T, 1, N, R], likewise.
         latent: Of [block_size, blocks, C] in boxes [keys that lie together, 1, columns that arrive
             together].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
