@@ -31,9 +31,9 @@ from absorbed_mla.kernels.hopper.tile import KEYS
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
 VALUE_REGISTERS = gl.constexpr(184)
-LOAD_REGISTERS = gl.constexpr(88)
+LOAD_REGISTERS = gl.constexpr(96)
 # Parts of a block, 64 columns or k_rope, that wait in registers.
-PARTS_AHEAD = gl.constexpr(1)
+PARTS_AHEAD = gl.constexpr(2)
 # Blocks that are on their way to the L2 cache.
 BLOCKS_AHEAD = gl.constexpr(2)
 # Of decoded columns in registers.
