@@ -256,14 +256,29 @@ MUTATIONS = {
         "DynamicStep(context, 1, tokens, offset)",
     ),
     "decode_reuses_a_stage_early": Mutation(
-        "absorbed_mla/kernels/hopper/decode_kernel.py",
-        "        mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "absorbed_mla/kernels/hopper/paged_keys.py",
+        "            mbarrier.wait(shared.right_empty.index(stage), parity)\n",
         "",
     ),
     "decode_reads_behind_the_table": Mutation(
-        "absorbed_mla/kernels/hopper/decode_tile.py",
+        "absorbed_mla/kernels/hopper/paged_keys.py",
         "gl.minimum(tile.key_start + block * KEYS + page, last)",
         "tile.key_start + block * KEYS + page",
+    ),
+    "fp8_rows_reuse_a_stage_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "        mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "        pass\n",
+    ),
+    "fp8_rows_scaled_by_the_first_group": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "gl.load(rows + first + column // GROUP)",
+        "gl.load(rows + first)",
+    ),
+    "fp8_rows_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "gl.minimum(key, gl.maximum(tile.keys, 1) - 1)",
+        "key",
     ),
     "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",

@@ -95,20 +95,24 @@ class Emulation:
             "constexpr": lambda value: _Constant(value) if type(value) is int else value,
             "allocate_shared_memory": allocate,
             "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            "cast": lambda values, dtype, bitcast: values.view(dtype),
             "atomic_add": lambda pointer, value, mask, sem: pointer.add(value, mask),
             "convert_layout": lambda values, layout, assert_trivial=False: values,
             "exp2": torch.exp2,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            "inline_asm_elementwise": _assembly,
             "int32": torch.int32,
             "int64": torch.int64,
             "barrier": lambda: None,
-            "load": lambda pointer, mask=True, other=None: pointer.load(mask, other),
+            "join": lambda a, b: torch.stack((a, b), dim=-1),
+            "load": lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(
+                mask, other
+            ),
             "log2": torch.log2,
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
             "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
-            "inline_asm_elementwise": lambda *_, **__: None,
             "num_warps": lambda: 4,
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "split": lambda values: values.unbind(-1),
@@ -181,6 +185,7 @@ class Emulation:
                 async_copy_global_to_shared=copy,
                 async_copy_shared_to_global=store,
                 store_wait=store_wait,
+                tensor_descriptor=TensorMap,
             ),
             "warpgroup_mma": product,
             "warpgroup_mma_wait": wait,
@@ -208,6 +213,15 @@ class Emulation:
         return SimpleNamespace(
             async_copy_global_to_shared=copy, commit_group=commit, wait_group=wait
         )
+
+
+def _assembly(assembly, constraints, arguments, **_):
+    """What the instructions that have a result make: the four values in e4m3 of each word."""
+    if "e4m3x2" not in assembly:
+        return None
+    [words] = arguments
+    values = words.contiguous().view(torch.float8_e4m3fn).float()
+    return tuple(values.unflatten(-1, (-1, 4)).unbind(-1))
 
 
 class _Constant(int):

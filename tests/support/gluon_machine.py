@@ -181,6 +181,9 @@ class Pointer:
     def __add__(self, offset):
         return Pointer(self.base, self.offset + offset)
 
+    def __getitem__(self, index):
+        return Pointer(self.base, self.offset[index])
+
     def load(self, mask=True, other=None):
         offset, mask = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, mask)))
         offset = offset.long()

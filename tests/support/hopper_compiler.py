@@ -115,19 +115,32 @@ def decode_kernels() -> None:
 
 
 def fp8_cache_kernels() -> None:
-    """Rows of an FP8 cache written and read, and decode over them by Triton."""
+    """Rows of an FP8 cache written and read, and decode over them by Triton and for Hopper."""
     from absorbed_mla.fp8_latents import Fp8Latents
-    from absorbed_mla.kernels import fp8_latents, operators
+    from absorbed_mla.kernels import fp8_latents
 
-    requests, length, latents = 128, 8192, Fp8Latents(KV_LORA_RANK, ROPE)
+    latents = Fp8Latents(KV_LORA_RANK, ROPE)
     kv = torch.zeros(64, KV_LORA_RANK + ROPE, dtype=BF16)
-    cache = torch.zeros(length // 64, 64, latents.row_bytes, dtype=torch.uint8)
-    fp8_latents.encode(kv, *latents.parts(cache[0]))
-    fp8_latents.decode(*latents.parts(cache[0]), kv)
+    rows = torch.zeros(64, latents.row_bytes, dtype=torch.uint8)
+    fp8_latents.encode(kv, *latents.parts(rows))
+    fp8_latents.decode(*latents.parts(rows), kv)
+    fp8_decode("triton", 16)
+    fp8_decode("hopper", HEADS)
+
+
+def fp8_decode(kernel: str, heads: int) -> None:
+    """One new token of each of 128 requests."""
+    from absorbed_mla.fp8_latents import Fp8Latents
+    from absorbed_mla.kernels import operators
+
+    requests, length, width = 128, 8192, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
+    cache = torch.zeros(length // 64, 64, width, dtype=torch.uint8)
     lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
     table = torch.zeros(requests, length // 64, dtype=torch.int32)
-    query = [torch.zeros(requests, 16, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
-    operators.paged_attention_forward(*query, cache, *lists, table, 1, length, 0.1, 0, None, False)
+    query = [torch.zeros(requests, heads, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
+    operators.paged_attention_forward(
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, False, kernel=kernel
+    )
 
 
 def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:

@@ -124,9 +124,9 @@ def naive(
     return out, lse
 
 
-def fp8_inputs(case: PagedCase, device: torch.device | str = "cpu"):
-    """``case.inputs`` with the cache in FP8 rows, of a larger buffer of NaN."""
-    q_content, q_rope, cache, rows, scale = case.inputs(device)
+def fp8_inputs(case: PagedCase, device: torch.device | str = "cpu", inputs=None):
+    """``inputs``, those of the case by default, with the cache in FP8 rows of a buffer of NaN."""
+    q_content, q_rope, cache, rows, scale = inputs or case.inputs(device)
     encoded = Fp8Latents(case.kv_lora_rank, case.rope).encode(cache)
     blocks, size, width = encoded.shape
     # Bytes of ones are NaN in e4m3, fp32 and bf16.

@@ -21,10 +21,9 @@ class PagedHopper(PagedKernelBackend):
     rates: ClassVar[Rates] = {"NVIDIA H200": (640.0, 640.0)}
 
     def why_not(self, request: PagedRequest) -> str | None:
-        """As in training, and for the cache's block size and dtype."""
-        if request.latent_cache_dtype != "model":
-            return f"it reads latents of the model's dtype, not {request.latent_cache_dtype}"
-        if request.device.type == "cuda" and request.block_size % _PAGE_TOKENS:
+        """As in training, and for the cache's block size, which may be any of FP8 rows."""
+        by_pages = request.device.type == "cuda" and request.latent_cache_dtype == "model"
+        if by_pages and request.block_size % _PAGE_TOKENS:
             return (
                 f"it needs a block size that is a multiple of {_PAGE_TOKENS}; the cache has "
                 f"{request.block_size}"

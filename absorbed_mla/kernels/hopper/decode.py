@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
+from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
@@ -57,7 +59,7 @@ def forward(
         q_content: [T, N, C] in bf16 or fp16; C = 128, 256 or 512.
         q_rope: [T, N, R]; R = 16, 32 or 64.
         cache: [blocks, block_size, C + R]; block_size a multiple of ``LEAST_PAGE``, any if one
-            holds all keys.
+            holds all keys. Or FP8 rows as in paged/forward.py, any block size.
         query_starts: As in ``inference.rows.Rows``, like the next five; int32 [Q].
         query_lengths: Int32 [Q].
         kv_lengths: Int32 [Q].
@@ -97,20 +99,32 @@ def forward(
     )
     shape = (places(split_kv), tiles.head_blocks, ROWS.value)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
-    page = page_size(cache.shape[1], window)
-    maps = _tensor_maps(q_content, q_rope, cache, page, tiles)
+    queries = _query_maps(q_content, q_rope, tiles)
+    widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
+    if cache.dtype == torch.uint8:
+        kernel, keys = attend_fp8_decode, _fp8_keys(cache)
+    else:
+        kernel, keys = attend_decode, _key_maps(cache, *widths, page_size(block_size, window))
     results = (out, lse, *waiting)
-    _launch(maps, table, block_table, results, cache.shape[1], scale, tiles, split_kv)
+    _launch(kernel, queries, keys, table, block_table, results, block_size, scale, tiles, split_kv)
     if split_kv.splits:
         combine(*waiting, table, tiles, split_kv, (out, lse))
     return out, lse
 
 
-def _tensor_maps(
-    q_content: Tensor, q_rope: Tensor, cache: Tensor, page: int, tiles: plan.Tiles
+def _query_maps(
+    q_content: Tensor, q_rope: Tensor, tiles: plan.Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Tensor maps of q_content, q_rope, latent and k_rope."""
-    kv_lora_rank = q_content.shape[-1]
+    """Tensor maps of q_content and q_rope; where a tile has one token, its other rows are zeros."""
+    box = (1, tiles.tokens) if tiles.max_tokens == 1 else (tiles.tokens, 1)
+    queries = q_content.unsqueeze(1), q_rope.unsqueeze(1)
+    return tuple(tensor_map(q, (*box, tiles.heads, q.shape[-1])) for q in queries)
+
+
+def _key_maps(
+    cache: Tensor, kv_lora_rank: int, rope: int, page: int
+) -> tuple[TensorDescriptor, ...]:
+    """Tensor maps of latent and k_rope."""
     if page < LEAST_PAGE or not has_map(cache):
         raise ValueError(
             f"paged_attention_backend='hopper' needs a cache whose block size is a multiple of "
@@ -122,15 +136,27 @@ def _tensor_maps(
     chunk = max(kv_lora_rank // _CHUNKS, SWIZZLED.value) if page == KEYS.value else SWIZZLED.value
     keys = cache.transpose(0, 1)
     return (
-        tensor_map(q_content, (tiles.tokens, tiles.heads, kv_lora_rank)),
-        tensor_map(q_rope, (tiles.tokens, tiles.heads, q_rope.shape[-1])),
         tensor_map(keys[..., :kv_lora_rank], (page, 1, chunk)),
-        tensor_map(keys[..., kv_lora_rank:], (page, 1, q_rope.shape[-1])),
+        tensor_map(keys[..., kv_lora_rank:], (page, 1, rope)),
     )
 
 
+def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
+    """What ``attend_fp8_decode`` takes of FP8 rows, from ``words`` to ``together``."""
+    if not has_map(cache):
+        raise ValueError(
+            f"paged_attention_backend='hopper' needs a cache of FP8 rows whose blocks and rows lie "
+            f"multiples of 16 bytes apart; got {tuple(cache.shape)} with strides {cache.stride()}"
+        )
+    words = cache.view(torch.int32)
+    together = KEYS.value * cache.shape[2] if cache.stride(1) == cache.shape[2] else 0
+    return words, *(stride // UNIT.value for stride in words.stride()[:2]), together
+
+
 def _launch(
-    maps: tuple[TensorDescriptor, ...],
+    kernel: JITFunction,
+    queries: tuple[TensorDescriptor, ...],
+    keys: tuple[TensorDescriptor | Tensor | int, ...],
     table: Schedule,
     block_table: Tensor,
     results: tuple[Tensor, ...],
@@ -139,12 +165,13 @@ def _launch(
     tiles: plan.Tiles,
     split_kv: plan.SplitKV,
 ) -> None:
-    """Run the kernel; its arguments are described there."""
+    """Run a kernel; its arguments are described there."""
     heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    attend_decode[(split_kv.parts * tiles.head_blocks,)](
-        *maps,
+    kernel[(split_kv.parts * tiles.head_blocks,)](
+        *queries,
+        *keys,
         *table,
         block_table,
         *results,
@@ -155,7 +182,7 @@ def _launch(
         scale / math.log(2),
         HEADS=tiles.heads,
         C=kv_lora_rank,
-        R=maps[1].block_shape[-1],
+        R=queries[1].block_shape[-1],
         SPLIT=split_kv.splits,
         num_warps=4,
     )

@@ -3,9 +3,8 @@
 Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a tile of 64 rows
 (heads of one or more new tokens of a request) goes through keys 64 at a time. Different are
 
-* where keys are: the load role looks their blocks up in the table of blocks before it waits for a
-  stage, so that the answer is there when the stage is free. A copy loads keys of one block of the
-  cache, at most 64.
+* where keys are: in blocks of the cache, where paged_keys.py finds them, or fp8_rows.py if they are
+  rows in FP8.
 * who does what: a program goes through a part of all the work, some tiles one after the other, of
   which the first and the last may lie in other parts, too; paged/schedule.py makes the parts equal.
   Stages and phases are counted on from tile to tile, and the load role runs ahead into the next
@@ -23,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from absorbed_mla.kernels.hopper.decode_tile import Part, find_pages
+from absorbed_mla.kernels.hopper.decode_tile import Part
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
     LOAD_REGISTERS,
@@ -34,26 +33,22 @@ from absorbed_mla.kernels.hopper.forward_kernel import (
     store_half,
 )
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import (
-    STAGES,
-    allocate,
-    chunk_full,
-    new_barriers,
-)
+from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, new_barriers
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
+from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
 from absorbed_mla.kernels.hopper.tile import KEYS
 
 
 @gluon.jit
-def _load_role(part, shared, empty, queries, keys, places):
-    """Load each tile's queries, then its blocks."""
+def load_role(part, shared, empty, queries, keys):
+    """Load each tile's queries, then its blocks, as soon as there is room."""
     begin, end = part.range()
     blocks = gl.to_tensor(0)
     for index in range(begin, end):
         tile = part.tile(index)
         mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)
         _load_queries(tile, shared, queries)
-        _load_keys(tile, shared, keys, places, blocks)
+        keys.load(tile, shared, blocks)
         blocks += count_blocks(tile)
 
 
@@ -62,56 +57,13 @@ def _load_queries(tile, shared, queries):
     q_content, q_rope = queries
     full = shared.q_full.index(0)
     mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
-    position = [tile.query_start, tile.head, 0]
+    position = [tile.query_start, 0, tile.head, 0]
     tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
     tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
 
 
 @gluon.jit
-def _load_keys(tile, shared, keys, places, blocks):
-    """Load each block as soon as the block before last is done with its stage.
-
-    Args:
-        tile: The tile.
-        shared: What ``allocate`` gave.
-        keys: Tensor maps of latent and k_rope.
-        places: The table of blocks, keys in a block of the cache, and the table's stride.
-        blocks: Of the tiles before.
-    """
-    latent, k_rope = keys
-    block_table, block_size, table_stride = places
-    HALF: gl.constexpr = shared.C // 2
-    PAGE: gl.constexpr = k_rope.block_shape[0]
-    for block in range(count_blocks(tile)):
-        stage = (blocks + block) % STAGES
-        parity = ((blocks + block) // STAGES & 1) ^ 1  # of the phase before this block's
-        pages = find_pages(tile, block, block_table, block_size, table_stride, PAGE)
-        mbarrier.wait(shared.left_empty.index(stage), parity)
-        for column in gl.static_range(0, HALF, shared.CHUNK):
-            full = chunk_full(shared, stage, column)
-            chunk = shared.left.index(stage).slice(column, shared.CHUNK, dim=2)
-            _load_pages(latent, pages, column, full, chunk)
-        mbarrier.wait(shared.right_empty.index(stage), parity)
-        for column in gl.static_range(HALF, shared.C, shared.CHUNK):
-            full = chunk_full(shared, stage, column)
-            chunk = shared.right.index(stage).slice(column - HALF, shared.CHUNK, dim=2)
-            _load_pages(latent, pages, column, full, chunk)
-        _load_pages(k_rope, pages, 0, shared.rope_full.index(stage), shared.k_rope(stage))
-
-
-@gluon.jit
-def _load_pages(keys, pages, column: gl.constexpr, full, place):
-    """Load columns of a block of keys to their place, [64, 1, columns]."""
-    PAGE: gl.constexpr = keys.block_shape[0]
-    mbarrier.expect(full, KEYS // PAGE * keys.block_type.nbytes)
-    for page in gl.static_range(KEYS // PAGE):
-        cache_block, slot = pages[page]
-        target = place.slice(page * PAGE, PAGE, dim=0)
-        tma.async_copy_global_to_shared(keys, [slot, cache_block, column], full, target)
-
-
-@gluon.jit
-def _score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.constexpr):
+def score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.constexpr):
     """Compute each tile's scores, its LSE and the left half of its output."""
     q_empty, norm_empty = empty
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
@@ -139,7 +91,7 @@ def _score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.const
 
 
 @gluon.jit
-def _value_role(part, shared, empty, whole, split, heads, SPLIT: gl.constexpr):
+def value_role(part, shared, empty, whole, split, heads, SPLIT: gl.constexpr):
     """Compute the right half of each tile's output."""
     begin, end = part.range()
     blocks = gl.to_tensor(0)
@@ -203,8 +155,9 @@ def attend_decode(
     """Attention of every tile; one program for each part of the work and group of heads.
 
     Args:
-        q_content: Tensor map of [T, N, C] in boxes [64 / HEADS, HEADS, C].
-        q_rope: Of [T, N, R] in boxes [64 / HEADS, HEADS, R].
+        q_content: Tensor map of [T, 1, N, C] in boxes [64 / HEADS, 1, HEADS, C]; where no request
+            has more than one new token, [1, 64 / HEADS, HEADS, C], whose other rows are zeros.
+        q_rope: Of [T, 1, N, R], likewise.
         latent: Of [block_size, blocks, C] in boxes [keys that lie together, 1, columns that arrive
             together].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
@@ -231,14 +184,14 @@ def attend_decode(
     if begin < end:
         shared = allocate(q_content, q_rope, latent, k_rope, C, R)
         empty = new_barriers(1), new_barriers(1)
-        queries, keys = (q_content, q_rope), (latent, k_rope)
-        places = (block_table, block_size, table_stride)
+        keys = PagedKeys(latent, k_rope, block_table, block_size, table_stride)
+        queries = q_content, q_rope
         whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(
             [
-                (_score_role, (part, shared, empty, whole, waiting, heads, scale, SPLIT)),
-                (_value_role, (part, shared, empty, whole, waiting, heads, SPLIT)),
-                (_load_role, (part, shared, empty, queries, keys, places)),
+                (score_role, (part, shared, empty, whole, waiting, heads, scale, SPLIT)),
+                (value_role, (part, shared, empty, whole, waiting, heads, SPLIT)),
+                (load_role, (part, shared, empty, queries, keys)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four
             [VALUE_REGISTERS, LOAD_REGISTERS],

@@ -116,7 +116,7 @@ def start_left(tile, shared, scale, tiles=0, blocks=0):
     """Queue all products of scores and of the left half of the output, and tell the value role.
 
     Args:
-        tile: With ``keys``, ``sees`` and ``open_blocks`` as in ``Tile``.
+        tile: With ``keys``, ``sees``, ``open_blocks`` and ``first_top`` as in ``Tile``.
         shared: What ``allocate`` gave.
         scale: Of the scores, times log2(e).
         tiles: How many the program has done before.
@@ -130,7 +130,7 @@ def start_left(tile, shared, scale, tiles=0, blocks=0):
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     o_layout: gl.constexpr = accumulator_layout(HALF, 1)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
+    top = tile.first_top(gl.SliceLayout(1, layout))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
     o = gl.zeros([ROWS, HALF], gl.float32, o_layout)
     last = count_blocks(tile) - 1

@@ -60,6 +60,11 @@ class SparseTile:
         return index, (query < self.query_end) & (head < heads)
 
     @gluon.jit
+    def first_top(self, layout: gl.constexpr):
+        """As ``Tile.first_top``."""
+        return gl.full([ROWS], -float("inf"), gl.float32, layout)
+
+    @gluon.jit
     def listed(self, block, layout: gl.constexpr):
         """The entries of a block, int32 [64]; negative for none."""
         place = block * KEYS + gl.arange(0, KEYS, layout)

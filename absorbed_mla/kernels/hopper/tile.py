@@ -75,6 +75,11 @@ class Tile:
         return index, query < self.query_end
 
     @gluon.jit
+    def first_top(self, layout: gl.constexpr):
+        """The rows' largest scores before the first key, [64]."""
+        return gl.full([ROWS], -float("inf"), gl.float32, layout)
+
+    @gluon.jit
     def sees(self, block, layout: gl.constexpr):
         """Which row sees which key of a block, [64, 64] in ``layout``."""
         return sees_until(self, block, layout)

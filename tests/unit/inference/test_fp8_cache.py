@@ -11,6 +11,9 @@ from torch import Tensor
 
 from absorbed_mla import AbsorbedMLAOptions
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.core_attention.backends import triton
+from absorbed_mla.inference import backend
+from absorbed_mla.inference.backend import PagedRequest, choose
 from tests import oracle
 from tests.support import needs
 from tests.support.cases import TINY, random_weights
@@ -31,6 +34,9 @@ from tests.support.refusal import refusal
 TOKENS, BATCH = 12, 3
 CUTS = {"prefill": (12,), "tokens": (3, 2, 2, 1, 4)}
 FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
+REQUEST = PagedRequest(
+    torch.device("cuda"), torch.bfloat16, 16, 512, 64, 64, latent_cache_dtype="fp8"
+)
 # A group of 128 and a smaller one.
 WIDER = replace(TINY, kv_lora_rank=160)
 
@@ -149,11 +155,37 @@ class TestRefused:
         with refusal("latent_cache_dtype='fp8'", "kv_lora_rank", "multiple of 4", "got 22"):
             build_attention(replace(TINY, kv_lora_rank=22), Setup(latent_cache_dtype="fp8"))
 
-    @pytest.mark.parametrize("backend", ["hopper", "flash_mla"])
-    def test_backends(self, backend):
-        from absorbed_mla.inference.backend import PagedRequest, choose
+    def test_flash_mla(self):
+        with refusal("paged_attention_backend='flash_mla'", "reads latents"):
+            choose("flash_mla", REQUEST)
 
-        device = torch.device("cuda")
-        request = PagedRequest(device, torch.bfloat16, 16, 512, 64, 64, latent_cache_dtype="fp8")
-        with refusal(f"paged_attention_backend='{backend}'", "reads latents"):
-            choose(backend, request)
+
+class TestChoice:
+    """On an H200, where ``hopper`` reads FP8 rows of any block size, and on others."""
+
+    @pytest.fixture(autouse=True)
+    def _device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(backend, "machine_name", lambda device: "NVIDIA H200")
+        # It asks for the shared memory of a real device.
+        monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
+
+    @pytest.mark.parametrize(
+        ("capability", "change", "taken"),
+        [
+            ((9, 0), {}, "hopper"),
+            ((9, 0), {"block_size": 8}, "hopper"),
+            ((9, 0), {"dtype": torch.float16, "num_heads": 128}, "hopper"),
+            ((9, 0), {"kv_lora_rank": 64}, "triton"),
+            ((8, 9), {}, "triton"),
+        ],
+    )
+    def test_auto(self, capability, change, taken, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert choose("auto", replace(REQUEST, **change)).name == taken
+
+    def test_by_name(self):
+        assert choose("hopper", REQUEST).name == "hopper"
+        plain = replace(REQUEST, latent_cache_dtype="model", block_size=8)
+        with refusal("paged_attention_backend='hopper'", "multiple of 16"):
+            choose("hopper", plain)

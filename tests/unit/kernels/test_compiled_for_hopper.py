@@ -47,6 +47,9 @@ def test_kernels(tmp_path):
     [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
     assert {"_encode_kernel", "_decode_kernel"} <= {*names}
-    others = (kernel for kernel in kernels if kernel is not fp8)
+    # A few addresses wait on the stack from tile to tile: the warps that decode have 96 registers.
+    [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]
+    assert decode["stack"] <= 48
+    others = (kernel for kernel in kernels if kernel not in (fp8, decode))
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

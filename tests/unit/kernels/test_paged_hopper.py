@@ -34,11 +34,11 @@ if ON_GPU and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("it needs compute capability 9.0, or no GPU", allow_module_level=True)
 
 
-def run(launcher, kernel: str, seed: int = 0):
+def run(launcher, kernel: str, seed: int = 0, module: str | None = None):
     """Within, a launcher's kernel runs: on the GPU, or in PyTorch."""
     if ON_GPU:
         return contextlib.nullcontext()
-    return emulated(launcher, f"attend_{kernel}", f"{kernel}_kernel", seed)
+    return emulated(launcher, f"attend_{kernel}", module or f"{kernel}_kernel", seed)
 
 
 # Triton decides when a kernel is decorated: here those of the schedule and of combining splits.
@@ -58,7 +58,9 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, see
     q_content, q_rope, cache, rows, scale = inputs
     lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
     lengths = (rows.max_query_length, rows.max_kv_length)
-    with run(decode, "decode", seed), poisoned_memory():
+    fp8 = cache.dtype == torch.uint8
+    kernel = ("fp8_decode", seed, "fp8_rows") if fp8 else ("decode", seed)
+    with run(decode, *kernel), poisoned_memory():
         return decode.forward(
             q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, num_splits
         )

@@ -18,11 +18,13 @@ from absorbed_mla.core_attention.masks.tiles import query_tiles
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels.hopper import forward
 from absorbed_mla.kernels.hopper.tile import tile_shape
-from tests.support.paged import PagedCase
+from tests.support.paged import PagedCase, fp8_inputs
 from tests.unit.kernels.paged import (
     DEVICE,
     assert_chunks_have_the_same_bits,
+    assert_equals_reference,
     assert_same_bits,
+    decoded,
     training_operands,
 )
 from tests.unit.kernels.test_paged_hopper import FP16, attend, check
@@ -86,3 +88,61 @@ def test_the_static_context_at_its_size():
     expected = torch.einsum("bnk,kbd->bnd", scores.softmax(-1), cache[:keys, :, :512].float())
     assert (found[0].float() - expected).norm() < 2**-7 * expected.norm()
     torch.testing.assert_close(found[1], scores.logsumexp(-1), atol=2e-3, rtol=1e-4)
+
+
+FP8_CASES = {
+    name: CASES[name]
+    for name in (
+        *("heads_1", "heads_24", "heads_128", "block_16", "block_48", "block_8192", "decode"),
+        *("decode_128", "prefill", "fp16", "many_rows", "one_long_row", "rows_of_any_length"),
+        *("window", "width_256", "width_128"),
+    )
+}
+
+
+class TestFp8Rows:
+    """Over rows of a cache in FP8, see test_fp8_rows.py."""
+
+    @pytest.mark.parametrize("name", FP8_CASES)
+    def test_equals_the_reference(self, name):
+        case = FP8_CASES[name]
+        inputs, window = fp8_inputs(case, DEVICE), case.window or (0, None)
+        found, expected = attend(inputs, window), decoded(inputs, torch.float64)
+        assert_equals_reference(found, expected, window, lse_tolerance=2e-3)
+
+    @pytest.mark.parametrize("together", [True, False])
+    @pytest.mark.parametrize("name", FP8_CASES)
+    def test_bits_of_decoded_latents(self, name, together):
+        """In every run: a race would show."""
+        case = FP8_CASES[name]
+        if case.block_size % 16:
+            pytest.skip("the kernel for decoded latents does not take it")
+        q_content, q_rope, cache, rows, scale = fp8_inputs(case, DEVICE)
+        window = case.window or (0, None)
+        inputs = q_content, q_rope, cache.contiguous() if together else cache, rows, scale
+        expected = attend(decoded(inputs, case.dtype), window)
+        for _ in range(10):
+            assert_same_bits(attend(inputs, window), expected)
+
+    @pytest.mark.parametrize("heads", [16, 128])
+    def test_parity_mode(self, heads):
+        case = replace(DEEP, query_lengths=(1000,), kv_lengths=(1000,), heads=heads, padding=0)
+        inputs = fp8_inputs(case, DEVICE)
+        chunks = ((0, 1), (1, 700), (999, 1000))
+        assert_chunks_have_the_same_bits(attend, inputs, chunks)
+        decoded_inputs = decoded(inputs, case.dtype)
+        expected = attend(decoded_inputs, batch_invariant=True)
+        assert_same_bits(attend(inputs, batch_invariant=True), expected)
+
+    def test_rows_beyond_32_bits(self):
+        """A cache of more than 2**32 bytes, of which a request has the end."""
+        blocks, keys = 110_000, 4096
+        cache = torch.zeros(blocks, 64, 656, dtype=torch.uint8, device=DEVICE)
+        assert cache.numel() > 2**32
+        few = replace(DEEP, query_lengths=(1,), kv_lengths=(keys,), padding=0)
+        q_content, q_rope, held, rows, scale = fp8_inputs(few, DEVICE)
+        used = rows.block_table[0, : keys // 64].long()
+        cache[-len(used) :] = held[used]
+        table = torch.arange(blocks - len(used), blocks, dtype=torch.int32, device=DEVICE)[None]
+        found = attend((q_content, q_rope, cache, replace(rows, block_table=table), scale))
+        assert_same_bits(found, attend((q_content, q_rope, held, rows, scale)))

@@ -102,9 +102,12 @@ def test_cases():
     sizes = "--heads 16 --query-lengths 1 --batches 128,1,32 --kv 8k --block-sizes 64"
     args = parse_arguments([*sizes.split(), "--lengths", "uniform"])
     found = cases(args, "cuda")
-    assert {case.implementation for case in found} == {*OURS, "ours, triton, fp8", *PEERS} - {
-        "ours, reference"
-    }
+    assert {case.implementation for case in found} == {
+        *OURS,
+        "ours, hopper, fp8",
+        "ours, triton, fp8",
+        *PEERS,
+    } - {"ours, reference"}
     assert "ours, hopper" in OURS and "ours, auto" not in OURS
     assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 2]] == [1, 32, 128]
     assert {(case.kv, case.block_size, case.lengths) for case in found} == {(8192, 64, "uniform")}
