@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what one context-parallel rank computes, ours beside Megatron's, on a single GPU.
 
-    $ python scripts/benchmarks/context_parallel_compute.py --json docs/context-parallel/compute.json
+    $ python scripts/benchmarks/context_parallel_compute.py --json compute.json
     $ python scripts/benchmarks/context_parallel_compute.py --cp-sizes 4 --layouts thd --works \
           all_gather:cudnn,all_gather:transformer_engine,p2p:cudnn
     $ python scripts/benchmarks/context_parallel_compute.py --device cpu --heads 2 --seq-lens 64 \

@@ -200,7 +200,7 @@ class CudnnBackend:
             return AttentionOutput(*self.dense_forward(q, k[keys], v[keys], causal, rules.scale))
         everywhere = rules.spans.cover(len(q))
         out = (q.new_empty if everywhere else q.new_zeros)(*q.shape[:3], v.shape[-1])
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if not everywhere:
             lse.fill_(-torch.inf)
 
