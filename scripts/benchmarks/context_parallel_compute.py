@@ -15,8 +15,9 @@ Megatron's with TransformerEngine's ring. The dimensions are DeepSeek-V3's, noth
 the first and the last chunk of every sequence it needs the keys of all tokens.
 
 All works of a case run in turns; figures are medians. Times are the GPU's, which is kept busy while
-the host queues a turn; "host" is what the host takes to queue a step on an idle GPU. "ratio" is the
-step's time divided by Megatron's, each the longer one of both times. Written after every case:
+the host queues a turn; "host" is what the host takes to queue a step on an idle GPU; "messages" is
+the time of copies of as many bytes. "ratio" is the step's time without messages divided by
+Megatron's, or the host's time where that is longer. Written after every case:
 
     12.3 s  cp=4 sbhd S=16384 n=128: all_gather:cudnn 30.1 ms (0.95), megatron 31.7 ms
 
@@ -55,7 +56,17 @@ WORKS = tuple(map(":".join, product(CP_COMM_TYPES, CORE_ATTENTION_BACKENDS)))
 MEGATRON = "megatron"
 # Of a pack: documents by their sixteenths.
 _SIXTEENTHS = (5, 1, 4, 2, 4)
-_HEAD = ("case", "work", "forward ms", "backward ms", "step ms", "host ms", "ratio")
+_HEAD = (
+    "case",
+    "work",
+    "forward ms",
+    "backward ms",
+    "step ms",
+    "host ms",
+    "messages ms",
+    "MiB",
+    "ratio",
+)
 
 
 @dataclass(frozen=True)
@@ -105,22 +116,30 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case with its works, or with the error that prevented all of them."""
+    """One case with its works, or with the error that prevented all of them.
+
+    Attributes:
+        case: What was measured.
+        works: Ours and Megatron's.
+        messages: By work, bytes of other ranks' messages in a step, and seconds of such copies.
+        error: Empty, or why nothing was measured.
+    """
 
     case: Case
     works: list[Measured] = field(default_factory=list)
+    messages: dict[str, tuple[int, float]] = field(default_factory=dict)
     error: str = ""
 
     def ratio(self, work: Measured) -> float | None:
         """Time of a step divided by Megatron's."""
         theirs = [x for x in self.works if x.name == MEGATRON and not x.error]
-        return _seconds(work) / _seconds(theirs[0]) if theirs else None
+        return self.seconds(work) / self.seconds(theirs[0]) if theirs else None
 
-
-def _seconds(work: Measured) -> float:
-    """Of a step: where the host takes longer, the GPU waits for it."""
-    assert work.step is not None and work.host is not None
-    return max(work.step.median, work.host.median)
+    def seconds(self, work: Measured) -> float:
+        """Of a step without messages; where the host takes longer, the GPU waits for it."""
+        assert work.step is not None and work.host is not None
+        _, copies = self.messages[work.name]
+        return max(work.step.median - copies, work.host.median)
 
 
 class ComputeReport(Report):
@@ -136,6 +155,9 @@ class ComputeReport(Report):
                 continue
             for name in ("forward", "backward", "step", "host"):
                 found[f"{work.name} {name}_ms"] = 1e3 * getattr(work, name).median
+            num_bytes, copies = row.messages[work.name]
+            found |= {f"{work.name} messages_ms": 1e3 * copies}
+            found |= {f"{work.name} messages_mib": num_bytes / 2**20}
             ratio = row.ratio(work)
             if ratio is not None and work.name != MEGATRON:
                 found[f"{work.name} ratio"] = ratio
@@ -152,7 +174,7 @@ class ComputeReport(Report):
                 continue
             ratio = row.ratio(work)
             compared = f" ({ratio:.2f})" if ratio and work.name != MEGATRON else ""
-            parts.append(f"{work.name} {1e3 * _seconds(work):.1f} ms{compared}")
+            parts.append(f"{work.name} {1e3 * row.seconds(work):.1f} ms{compared}")
         return f"{row.case}: {', '.join(parts)}"
 
     @classmethod
@@ -171,10 +193,26 @@ class ComputeReport(Report):
 def _cells(row: Row, work: Measured) -> list[str]:
     times = (work.forward, work.backward, work.step, work.host)
     ratio = row.ratio(work)
+    num_bytes, copies = row.messages[work.name]
     return [
         *(f"{1e3 * one.median:.2f}" for one in times if one is not None),
+        f"{1e3 * copies:.2f}",
+        f"{num_bytes / 2**20:.0f}",
         "" if ratio is None else f"{ratio:.2f}",
     ]
+
+
+def _copy_seconds(num_bytes: int, processes: SimulatedRank) -> float:
+    """Of copies of so many bytes on the device, at the rate of large ones."""
+    import torch
+
+    from benchmarks.kit.timing import Repeated
+
+    size = min(num_bytes, 2**28)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=processes.device) for _ in "ab")
+    copy = Repeated(lambda: target.copy_(source), on_gpu=processes.on_gpu)
+    copy.once()
+    return min(forward for forward, _, _ in copy.steps(5)) * num_bytes / size
 
 
 class ComputeBenchmark(Benchmark):
@@ -224,15 +262,23 @@ class ComputeBenchmark(Benchmark):
 
         processes = SimulatedRank(self.args.seed, 0, case.cp_size)
         try:
-            with exchange_by_copies():
+            with exchange_by_copies() as received:
                 works = [
                     Work.attempt(name, lambda name=name: self._work(case, name, processes))
                     for name in (*self.args.works, MEGATRON)
                 ]
                 found = measure_together(works, processes, self.args.seconds_per_row)
+                messages = {}
+                for work, one in zip(works, found):
+                    if not one.error:
+                        received.num_bytes = 0
+                        work.backward(work.forward())
+                        work.finish()
+                        copies = _copy_seconds(received.num_bytes, processes)
+                        messages[work.name] = (received.num_bytes, copies)
         finally:
             processes.leave()
-        return Row(case=case, works=found)
+        return Row(case=case, works=found, messages=messages)
 
     def _work(self, case: Case, name: str, processes: SimulatedRank) -> Work:
         from absorbed_mla import AbsorbedMLAOptions

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -76,8 +77,19 @@ class _Done:
         return True
 
 
+@dataclass
+class Received:
+    """What buffers of other ranks' messages got.
+
+    Attributes:
+        num_bytes: Of all messages so far; a message that is summed counts for every rank.
+    """
+
+    num_bytes: int = 0
+
+
 @contextlib.contextmanager
-def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[None]:
+def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[Received]:
     """Replace the communication of ours and of TransformerEngine's ring in a ``with`` block.
 
     That is PyTorch's all-gather, reduce-scatter and messages between two ranks.
@@ -86,12 +98,15 @@ def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[None]:
         receive: What fills a buffer. An all-gather gets all ranks' parts, a reduce-scatter the sum.
     """
     halves: list[tuple[bool, Tensor]] = []
+    received = Received()
 
     def all_gather(output: Tensor, sent: Tensor, group=None, async_op=False):
+        received.num_bytes += output.nbytes
         receive(output, sent)
         return _Done(sent.device) if async_op else None
 
     def reduce_scatter(output: Tensor, sent: Tensor, op=None, group=None, async_op=False):
+        received.num_bytes += sent.nbytes
         if receive is _copy_own:
             # It reads every rank's part, as a sum does.
             torch.sum(sent.view(-1, *output.shape), 0, out=output)
@@ -104,6 +119,7 @@ def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[None]:
             halves.append((is_buffer, tensor))
             return _Done(tensor.device)
         _, other = halves.pop()
+        received.num_bytes += tensor.nbytes
         receive(*((tensor, other) if is_buffer else (other, tensor)))
         return _Done(tensor.device)
 
@@ -127,5 +143,5 @@ def exchange_by_copies(receive: Receive = _copy_own) -> Iterator[None]:
         # The second one compares operations with its own names.
         for module in (dist, distributed_c10d):
             stack.enter_context(mock.patch.multiple(module, **replaced))
-        yield
+        yield received
     assert not halves, "every message that was sent was received"

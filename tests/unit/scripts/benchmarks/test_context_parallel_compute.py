@@ -34,6 +34,9 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
     assert [row["layout"] for row in last["rows"]] == ["sbhd", "thd"]
     for row in last["rows"]:
         assert row["all_gather:reference step_ms"] > 0 and row["p2p:reference host_ms"] > 0
+        # 32 tokens of a latent in fp32 from each of two ranks, and its gradient; four shapes.
+        gathered = 2 * 2 * 32 * (16 + 8) * 4 + 2 * 4 * 8
+        assert row["all_gather:reference messages_mib"] * 2**20 == gathered
     assert "p2p:cudnn: " in done.stdout and "needs a GPU" in done.stdout
     assert "megatron: Megatron's standard MLA needs transformer-engine" in done.stdout
     assert ComputeBenchmark.main(["--render", str(file)]) == 0
@@ -55,13 +58,14 @@ def test_a_length_that_does_not_divide():
 
 
 def test_ratio():
-    """Of the longer one of host and GPU."""
+    """Of the longer one of host and GPU, whose copies do not count."""
 
     def work(name: str, step: float, host: float) -> Measured:
         of = [Times(x, x, x, 1) for x in (step / 3, step, step, host)]
         return Measured(name, "", of[0], of[1], of[2], of[3])
 
     works = [work("p2p:cudnn", 2e-3, 6e-3), work("megatron", 4e-3, 1e-3)]
-    row = Row(case=Case(2, "sbhd", 64, 2), works=works)
-    assert ComputeReport({}, [row]).figures(row)["p2p:cudnn ratio"] == 1.5
-    assert "p2p:cudnn 6.0 ms (1.50), megatron 4.0 ms" in ComputeReport({}, [row]).line(row)
+    messages = {"p2p:cudnn": (2**20, 1e-4), "megatron": (2**30, 1e-3)}
+    row = Row(case=Case(2, "sbhd", 64, 2), works=works, messages=messages)
+    assert ComputeReport({}, [row]).figures(row)["p2p:cudnn ratio"] == 2
+    assert "p2p:cudnn 6.0 ms (2.00), megatron 3.0 ms" in ComputeReport({}, [row]).line(row)
