@@ -2,8 +2,8 @@
 """Measure what one context-parallel rank computes, ours beside Megatron's, on a single GPU.
 
     $ python scripts/benchmarks/context_parallel_compute.py --json compute.json
-    $ python scripts/benchmarks/context_parallel_compute.py --cp-sizes 4 --layouts thd --works \
-          all_gather:cudnn,all_gather:transformer_engine,p2p:cudnn
+    $ python scripts/benchmarks/context_parallel_compute.py --cp-sizes 4 --layouts thd \
+          --works all_gather:flash_attention_4,all_gather:cudnn
     $ python scripts/benchmarks/context_parallel_compute.py --device cpu --heads 2 --seq-lens 64 \
           --hidden-size 64 --q-lora-rank 32 --kv-lora-rank 16 --works all_gather:reference
 
@@ -17,7 +17,8 @@ the first and the last chunk of every sequence it needs the keys of all tokens.
 All works of a case run in turns; figures are medians. Times are the GPU's, which is kept busy while
 the host queues a turn; "host" is what the host takes to queue a step on an idle GPU; "messages" is
 the time of copies of as many bytes. "ratio" is the step's time without messages divided by
-Megatron's, or the host's time where that is longer. Written after every case:
+Megatron's, or the host's time where that is longer. "difference" is of outputs and gradients of
+weights, from those of the first work. Written after every case:
 
     12.3 s  cp=4 sbhd S=16384 n=128: all_gather:cudnn 30.1 ms (0.95), megatron 31.7 ms
 
@@ -49,24 +50,18 @@ from console.parser import Parser
 from console.script import leave
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from benchmarks.kit.simulated_rank import SimulatedRank
 
 LAYOUTS = ("sbhd", "thd")
 WORKS = tuple(map(":".join, product(CP_COMM_TYPES, CORE_ATTENTION_BACKENDS)))
+DEFAULT = ("all_gather:cudnn", "all_gather:transformer_engine", "p2p:cudnn")
 MEGATRON = "megatron"
 # Of a pack: documents by their sixteenths.
 _SIXTEENTHS = (5, 1, 4, 2, 4)
-_HEAD = (
-    "case",
-    "work",
-    "forward ms",
-    "backward ms",
-    "step ms",
-    "host ms",
-    "messages ms",
-    "MiB",
-    "ratio",
-)
+_TIMES = ("forward ms", "backward ms", "step ms", "host ms", "messages ms")
+_HEAD = ("case", "work", *_TIMES, "messages MiB", "difference", "ratio")
 
 
 @dataclass(frozen=True)
@@ -158,6 +153,8 @@ class ComputeReport(Report):
             num_bytes, copies = row.messages[work.name]
             found |= {f"{work.name} messages_ms": 1e3 * copies}
             found |= {f"{work.name} messages_mib": num_bytes / 2**20}
+            if work.difference is not None:
+                found[f"{work.name} difference"] = work.difference
             ratio = row.ratio(work)
             if ratio is not None and work.name != MEGATRON:
                 found[f"{work.name} ratio"] = ratio
@@ -198,6 +195,7 @@ def _cells(row: Row, work: Measured) -> list[str]:
         *(f"{1e3 * one.median:.2f}" for one in times if one is not None),
         f"{1e3 * copies:.2f}",
         f"{num_bytes / 2**20:.0f}",
+        "" if work.difference is None else f"{work.difference:.1e}",
         "" if ratio is None else f"{ratio:.2f}",
     ]
 
@@ -237,7 +235,7 @@ class ComputeBenchmark(Benchmark):
         add("--cp-sizes", type=parse_sizes, default="4,2", help="context-parallel ranks")
         add("--layouts", type=list_of(one_of(LAYOUTS)), default=",".join(LAYOUTS), help="inputs")
         text = "how ours exchanges latents and attends, beside Megatron's: exchange:backend, ..."
-        add("--works", type=list_of(one_of(WORKS)), default="all_gather:cudnn,p2p:cudnn", help=text)
+        add("--works", type=list_of(one_of(WORKS)), default=",".join(DEFAULT), help=text)
         arguments.add_dims(parser, DIMS)
 
     def environment(self) -> dict:
@@ -301,8 +299,25 @@ class ComputeBenchmark(Benchmark):
             # The same: TransformerEngine reads them under context parallelism.
             packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = packed.cu_seqlens_q
         tokens = case.tokens // case.cp_size
+        processes.begin_again()
         subject = layers.build(config, options, processes, tokens, packed)
-        return Work(name, subject.forward, subject.backward, finish=subject.forget_gradients)
+
+        def outputs(output: Tensor) -> list[Tensor]:
+            """And gradients that do not depend on what other ranks would have sent back."""
+            subject.backward(subject.forward())
+            layer = subject.layer
+            linear = (layer.linear_q_up_proj, layer.linear_k_up_proj, layer.linear_v_up_proj)
+            gradients = [one.weight.grad for one in linear]
+            subject.forget_gradients()
+            return [output, *gradients]
+
+        return Work(
+            name,
+            subject.forward,
+            subject.backward,
+            None if name == MEGATRON else outputs,
+            subject.forget_gradients,
+        )
 
 
 if __name__ == "__main__":

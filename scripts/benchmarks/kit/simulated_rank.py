@@ -57,9 +57,14 @@ class SimulatedRank(Processes):
         parallel_state.initialize_model_parallel(
             context_parallel_size=size, create_gloo_process_groups=False
         )
-        torch.manual_seed(seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self._generator = torch.Generator(self.device).manual_seed(seed + rank)
+        self._seed = seed
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Draw the same weights and input once more."""
+        torch.manual_seed(self._seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(self._seed)
+        self._generator = torch.Generator(self.device).manual_seed(self._seed + self.rank)
 
 
 class _Done:

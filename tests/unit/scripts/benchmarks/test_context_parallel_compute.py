@@ -34,6 +34,8 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
     assert [row["layout"] for row in last["rows"]] == ["sbhd", "thd"]
     for row in last["rows"]:
         assert row["all_gather:reference step_ms"] > 0 and row["p2p:reference host_ms"] > 0
+        # Both exchanges are of the same latents, in the same layer.
+        assert row["p2p:reference difference"] < 1e-5
         # 32 tokens of a latent in fp32 from each of two ranks, and its gradient; four shapes.
         gathered = 2 * 2 * 32 * (16 + 8) * 4 + 2 * 4 * 8
         assert row["all_gather:reference messages_mib"] * 2**20 == gathered
