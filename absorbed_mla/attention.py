@@ -65,8 +65,8 @@ class AbsorbedMLASelfAttention(HostInterface):
         submodules: From ``specs.absorbed_mla_layer_specs``.
         layer_number: 1-based number of the layer.
         attn_mask_type: Which keys a token may see.
-        cp_comm_type: How context-parallel ranks exchange latents: ``"all_gather"`` (None) or
-            ``"p2p"``.
+        cp_comm_type: How context-parallel ranks exchange latents: ``"all_gather"``, ``"p2p"`` or
+            ``"auto"`` (None).
         pg_collection: Process groups; None takes Megatron's global ones.
         pp_layer_offset: Passed on to the host.
         name: Name of the module instance, passed on to its linear layers.
@@ -115,7 +115,9 @@ class AbsorbedMLASelfAttention(HostInterface):
         self.dims = dims
         self.options = options
         self.down_layers = down
-        self.context_parallel = ContextParallel(getattr(pg_collection, "cp", None), cp_comm_type)
+        whole = config.experimental_attention_variant is not None
+        cp_group = getattr(pg_collection, "cp", None)
+        self.context_parallel = ContextParallel(cp_group, cp_comm_type, dims, whole)
         self.sequence_parallel = config.sequence_parallel and tp_size > 1
         self.recompute_up_proj = (
             config.recompute_granularity == "selective"

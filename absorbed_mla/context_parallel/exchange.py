@@ -24,8 +24,7 @@ class LatentExchange(ABC):
         layout: The part that this rank holds.
         causal: Whether a token sees only itself and earlier tokens of its sequence.
         group: The ranks, in the order of ``layout``.
-        recomputed: Whether recomputation will call :meth:`start` again before backward. What was
-            received is not kept then.
+        kept: Whether what was received may be kept for backward, which otherwise receives it again.
     """
 
     def __init__(
@@ -33,12 +32,12 @@ class LatentExchange(ABC):
         layout: ContextParallelLayout,
         causal: bool,
         group: dist.ProcessGroup,
-        recomputed: bool,
+        kept: bool,
     ) -> None:
         self.layout = layout
         self.causal = causal
         self.group = group
-        self.recomputed = recomputed
+        self.kept = kept
 
     @property
     @abstractmethod

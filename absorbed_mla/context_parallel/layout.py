@@ -122,47 +122,39 @@ class ContextParallelLayout:
     def _make_gathered_spans(self, causal: bool) -> list[Span]:
         spans = []
         for start, length, chunk_size in self._slots():
+            first = start // self.cp_size
+            queries = self._real_tokens(self.cp_rank, length, chunk_size)
+            if not causal:
+                spans += _span(first, sum(queries), start, length, None)
+                continue
             for place, chunk in enumerate(self._chunks_of(self.cp_rank)):
-                before = chunk * chunk_size
-                queries = _clamp(length - before, chunk_size)
-                query_start = start // self.cp_size + place * chunk_size
-                seen = before + queries if causal else length
-                if queries:
-                    offset = before if causal else None
-                    spans.append(
-                        Span(query_start, query_start + queries, start, start + seen, offset)
-                    )
+                before, count = chunk * chunk_size, queries[place]
+                spans += _span(first + place * chunk_size, count, start, before + count, before)
         return spans
 
     def _make_block_spans(self, key_rank: int, causal: bool) -> list[Span]:
+        """At most one span for each sequence, so that a block is one call for each of them.
+
+        Late tokens exist only where the early chunk is full, so they follow it without a gap.
+        """
         spans = []
         for start, length, size in self._slots():
             first = start // self.cp_size
             early_keys, late_keys = self._real_tokens(key_rank, length, size)
-            queries = self._real_tokens(self.cp_rank, length, size)
-            # Late keys exist only where the early chunk is full, so they follow it without a gap.
-            if causal:
-                seen = self._seen(key_rank, early_keys, late_keys, size)
+            early, late = self._real_tokens(self.cp_rank, length, size)
+            every_query, every_key = early + late, early_keys + late_keys
+            if not causal:
+                spans += _span(first, every_query, first, every_key, None)
+            elif key_rank == self.cp_rank:
+                # The early chunk lies before the late one here as in the sequence.
+                spans += _span(first, every_query, first, every_key, 0)
+            elif key_rank < self.cp_rank:
+                # Their early chunk lies before both of ours, their late one after both.
+                spans += _span(first, every_query, first, early_keys, None)
             else:
-                seen = [(early_keys + late_keys, None)] * 2
-            for place, (count, (keys, offset)) in enumerate(zip(queries, seen)):
-                query_start = first + place * size
-                if count and keys:
-                    spans.append(
-                        Span(query_start, query_start + count, first, first + keys, offset)
-                    )
+                # Both of theirs lie between ours.
+                spans += _span(first + size, late, first, every_key, None)
         return spans
-
-    def _seen(
-        self, key_rank: int, early_keys: int, late_keys: int, size: int
-    ) -> list[tuple[int, int | None]]:
-        """(keys, causal offset) that this rank's early and late chunk see of another's keys."""
-        if key_rank == self.cp_rank:
-            return [(early_keys, 0), (early_keys + late_keys, size)]
-        if key_rank < self.cp_rank:
-            # Their early chunk lies before both of ours, their late one after both.
-            return [(early_keys, None), (early_keys, None)]
-        return [(0, None), (early_keys + late_keys, None)]
 
     def _chunks_of(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.cp_size - 1 - rank
@@ -177,6 +169,16 @@ class ContextParallelLayout:
         """Tokens that are not padding in a rank's early and late chunk."""
         early, late = self._chunks_of(rank)
         return _clamp(length - early * size, size), _clamp(length - late * size, size)
+
+
+def _span(
+    query_start: int, queries: int, key_start: int, keys: int, causal_offset: int | None
+) -> list[Span]:
+    """The span of these numbers of tokens; none where there is no pair."""
+    if not queries or not keys:
+        return []
+    ends = query_start + queries, key_start + keys
+    return [Span(query_start, ends[0], key_start, ends[1], causal_offset)]
 
 
 def _clamp(count: int, most: int) -> int:

@@ -10,10 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from absorbed_mla.context_parallel.choice import AUTO, choose
 from absorbed_mla.context_parallel.consistency import require_equal_shapes
 from absorbed_mla.context_parallel.layout import ContextParallelLayout
 from absorbed_mla.core_attention.key_source import KeyBlock, TrainableKeySource
 from absorbed_mla.core_attention.masks.spans import Spans, self_attention_spans
+from absorbed_mla.dims import MLADims
 from absorbed_mla.registry import CP_STRATEGIES
 from absorbed_mla.sequences import SequenceLayout
 
@@ -26,7 +28,10 @@ class ContextParallel:
 
     Args:
         group: The context-parallel ranks of calls that do not bring their own.
-        cp_comm_type: ``"all_gather"`` (None) or ``"p2p"``, the exchange of latents.
+        cp_comm_type: ``"all_gather"`` or ``"p2p"``, the exchange of latents; ``"auto"`` (None)
+            chooses it for every call (``choice.py``).
+        dims: Of the layer.
+        whole: Whether attention needs the keys of all ranks at once, which ``"auto"`` gathers then.
 
     Attributes:
         size: Number of ranks in ``group``.
@@ -35,11 +40,19 @@ class ContextParallel:
         ValueError: If ``cp_comm_type`` is none of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, cp_comm_type: str | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        cp_comm_type: str | None,
+        dims: MLADims,
+        whole: bool = False,
+    ) -> None:
         self.group = group
         self.size = 1 if group is None else group.size()
         self.cp_comm_type = _require_supported(cp_comm_type)
-        self._strategy = CP_STRATEGIES[self.cp_comm_type]
+        if whole and self.cp_comm_type == AUTO:
+            self.cp_comm_type = "all_gather"
+        self.dims = dims
 
     def group_of(self, params: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """The ranks of one call, None if it is not cut.
@@ -88,7 +101,10 @@ class ContextParallel:
             return LocalKeys(layout, causal)
         require_equal_shapes(group, layout, batch, dtype)
         part = ContextParallelLayout.of(layout, group.size(), group.rank())
-        return self._strategy(part, causal, group, recomputed)
+        name, keep = self.cp_comm_type, not recomputed
+        if name == AUTO:
+            name, keep = choose(self.dims, part.num_local_tokens * batch, group.size(), dtype, keep)
+        return CP_STRATEGIES[name](part, causal, group, keep)
 
 
 class LocalKeys:
@@ -143,11 +159,11 @@ class LocalKeys:
 
 def _require_supported(cp_comm_type: str | None) -> str:
     if isinstance(cp_comm_type, str) or cp_comm_type is None:
-        name = cp_comm_type or "all_gather"
+        name = cp_comm_type or AUTO
         name = _ALIASES.get(name, name)
-        if name in CP_STRATEGIES.names():
+        if name in (AUTO, *CP_STRATEGIES.names()):
             return name
-    accepted = ", ".join(CP_STRATEGIES.names())
+    accepted = ", ".join((AUTO, *CP_STRATEGIES.names()))
     raise ValueError(
         f"cp_comm_type must be one of {accepted} for this layer (a list in the "
         f"config names one for each layer), got {cp_comm_type!r}: a2a and a2a+p2p cut keys by "

@@ -69,10 +69,11 @@ def _forward(
         plan.form.forward(query, block.kv, weights, plan.backend, plan.rules_on(block))
         for block in plan.keys.blocks(kv, keep)
     )
+    out, lse = next(parts)
     if plan.keys.num_blocks > 1:
         # Partial outputs are summed in the dtype of the LSE.
-        parts = (AttentionOutput(out.to(lse.dtype), lse) for out, lse in parts)
-    out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts)
+        out = out.to(lse.dtype)
+    out, lse = functools.reduce(lambda total, part: merge(*total, *part), parts, (out, lse))
     return AttentionOutput(out.to(query[0].dtype), lse)
 
 
@@ -101,7 +102,15 @@ class _Attention(torch.autograd.Function):
             nonlocal total
             rules = plan.rules_on(block)
             part = plan.form.backward(grad, output, query, block.kv, weights, plan.backend, rules)
-            total = part if total is None else _add(total, part, lse.dtype)
+            if total is None:
+                total = part
+                if plan.keys.num_blocks > 1:
+                    # What all blocks add to; that of kv belongs to one block.
+                    wide = tuple(x.to(lse.dtype) for x in part.query)
+                    total = BlockGradients(wide, part.kv, part.weights)
+            else:
+                for x, y in zip((*total.query, *total.weights), (*part.query, *part.weights)):
+                    x.add_(y)
             return part.kv
 
         if ctx.needs_input_grad[2 + ctx.num_query]:
@@ -119,9 +128,3 @@ class _Attention(torch.autograd.Function):
 def _split(num_query: int, tensors) -> tuple[Query, Tensor, tuple[Tensor, ...]]:
     """Query, kv and weights, which autograd takes in one list."""
     return tuple(tensors[:num_query]), tensors[num_query], tuple(tensors[num_query + 1 :])
-
-
-def _add(total: BlockGradients, part: BlockGradients, dtype: torch.dtype) -> BlockGradients:
-    """Sum over blocks in ``dtype``; the gradient of kv belongs to one block and is not summed."""
-    query = tuple(a.to(dtype) + b for a, b in zip(total.query, part.query))
-    return BlockGradients(query, part.kv, tuple(a + b for a, b in zip(total.weights, part.weights)))

@@ -31,5 +31,28 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     return out * weight + part.to(out.dtype) * part_weight, total
 
 
+def merge_into(
+    out: Tensor, lse: Tensor, one: tuple[Tensor, ...], other: tuple[Tensor, ...]
+) -> None:
+    """Write attention over the keys of both to ``out`` and ``lse``.
+
+    Args:
+        out: [S, B, N, V] of any dtype, rounded to once.
+        lse: [S, B, N], fp32 (fp64).
+        one: Output and LSE over some keys, of the same shapes.
+        other: Over the other keys.
+    """
+    if _by_kernel(lse, one[1], other[1]):
+        # Loaded where it runs: elsewhere the package does without Triton.
+        from absorbed_mla.kernels import merging
+
+        merging.merge_into(out, lse, *one, *other)
+        return
+    wide = torch.promote_types(one[0].dtype, lse.dtype)
+    merged, total = merge(one[0].to(wide), one[1].to(wide), other[0], other[1].to(wide))
+    out.copy_(merged)
+    lse.copy_(total)
+
+
 def _by_kernel(*tensors: Tensor) -> bool:
     return all(x.is_cuda and x.dtype == torch.float32 for x in tensors)

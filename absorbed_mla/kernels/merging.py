@@ -16,14 +16,31 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     if out.ndim == 3:  # tokens on one axis, without a batch
         merged, total = merge(*(x.unsqueeze(1) for x in (out, lse, part, part_lse)))
         return merged.squeeze(1), total.squeeze(1)
-    out, part = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, part))
     merged, total = out.new_empty(out.shape), lse.new_empty(lse.shape)
+    merge_into(merged, total, out, lse, part, part_lse)
+    return merged, total
+
+
+def merge_into(
+    merged: Tensor, total: Tensor, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor
+) -> None:
+    """See ``core_attention.merge.merge_into``; all LSE are fp32, outputs of any dtype.
+
+    Args:
+        merged: [S, B, N, V], the last dim contiguous.
+        total: [S, B, N].
+        out: As ``merged``.
+        lse: As ``total``.
+        part: As ``merged``.
+        part_lse: As ``total``.
+    """
+    out, part = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, part))
     tokens, batch, heads, width = out.shape
-    if not out.numel():
-        return merged, torch.logaddexp(lse, part_lse)
+    num_rows = tokens * batch * heads
+    if not num_rows:
+        return
     columns = triton.next_power_of_2(width)
     rows = max(_NUMBERS // columns, 1)
-    num_rows = tokens * batch * heads
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(out):
         _merge_kernel[(triton.cdiv(num_rows, rows),)](
@@ -38,14 +55,15 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
             heads,
             *out.stride()[:3],
             *part.stride()[:3],
+            *merged.stride()[:3],
             *lse.stride(),
             *part_lse.stride(),
+            *total.stride(),
             WIDTH=width,
             COLUMNS=columns,
             ROWS=rows,
             num_warps=4,
         )
-    return merged, total
 
 
 @triton.jit
@@ -65,12 +83,18 @@ def _merge_kernel(
     part_s,
     part_b,
     part_n,
+    merged_s,
+    merged_b,
+    merged_n,
     lse_s,
     lse_b,
     lse_n,
     part_lse_s,
     part_lse_b,
     part_lse_n,
+    total_s,
+    total_b,
+    total_n,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -90,13 +114,15 @@ def _merge_kernel(
     reference = tl.where(larger == -float("inf"), 0.0, larger)
     weight, part_weight = tl.exp(lse - reference), tl.exp(part_lse - reference)
     weights = weight + part_weight
-    tl.store(total_ptr + row, reference + tl.log(weights), mask=present)
+    total = reference + tl.log(weights)
+    tl.store(total_ptr + s * total_s + b * total_b + n * total_n, total, mask=present)
     weights = tl.where(weights > 0, weights, 1.0)
     weight, part_weight = (weight / weights)[:, None], (part_weight / weights)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = present[:, None] & (column < WIDTH)
     out_row, part_row = s * out_s + b * out_b + n * out_n, s * part_s + b * part_b + n * part_n
-    out = tl.load(out_ptr + out_row[:, None] + column, mask=inside)
+    out = tl.load(out_ptr + out_row[:, None] + column, mask=inside).to(tl.float32)
     part = tl.load(part_ptr + part_row[:, None] + column, mask=inside).to(tl.float32)
     merged = out * weight + part * part_weight
-    tl.store(merged_ptr + row[:, None].to(tl.int64) * WIDTH + column, merged, mask=inside)
+    merged_row = s * merged_s + b * merged_b + n * merged_n
+    tl.store(merged_ptr + merged_row[:, None] + column, merged, mask=inside)

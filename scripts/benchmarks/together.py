@@ -173,10 +173,12 @@ def _times(
         Repeated(work.forward, work.backward, work.finish, on_gpu=processes.on_gpu)
         for work in works
     ]
-    turn = sum(step for [(_, _, step)] in in_turns(repeated, 1))
+    # A step of each, with the host's share, settles how many there is time for.
+    host = host_seconds(repeated, 1)
+    turn = sum(step for [(_, _, step)] in in_turns(repeated, 1, host))
     count = repetitions(turn, budget)
     host = host_seconds(repeated, min(count, 20))
-    found = in_turns(repeated, count)
+    found = in_turns(repeated, count, host)
     return {
         work.name: (*(Times.of(part) for part in zip(*steps)), Times.of(of_host))
         for work, steps, of_host in zip(works, found, host)

@@ -127,13 +127,13 @@ MUTATIONS = {
     ),
     "padding_is_attended": Mutation(
         "absorbed_mla/context_parallel/layout.py",
-        "queries = _clamp(length - before, chunk_size)",
-        "queries = chunk_size if length > before else 0",
+        "return _clamp(length - early * size, size), _clamp(length - late * size, size)",
+        "return size, size",
     ),
     "ring_ignores_late_keys": Mutation(
         "absorbed_mla/context_parallel/layout.py",
-        "return [(0, None), (early_keys + late_keys, None)]",
-        "return [(0, None), (early_keys, None)]",
+        "spans += _span(first + size, late, first, every_key, None)",
+        "spans += _span(first + size, late, first, early_keys, None)",
     ),
     "gradient_scaled_twice": Mutation(
         "absorbed_mla/context_parallel/strategies/all_gather.py",
@@ -144,6 +144,16 @@ MUTATIONS = {
         "absorbed_mla/context_parallel/strategies/p2p.py",
         "return own + transfer.received()",
         "return transfer.received() * 0 + own",
+    ),
+    "gradient_of_shared_keys": Mutation(
+        "absorbed_mla/core_attention/backends/cudnn.py",
+        "_joined((a, b, a not in seen)",
+        "_joined((a, b, True)",
+    ),
+    "gathered_in_the_wrong_memory": Mutation(
+        "absorbed_mla/context_parallel/choice.py",
+        "keep and gathered <= own",
+        "keep",
     ),
     "merge_weights": Mutation(
         "absorbed_mla/core_attention/merge.py",
@@ -197,8 +207,8 @@ MUTATIONS = {
     ),
     "uncovered_keys": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",
-        "torch.empty_like if call.num_keys == k.shape[0] else torch.zeros_like",
-        "torch.empty_like",
+        "(torch.empty_like if full else torch.zeros_like)(x)",
+        "torch.empty_like(x)",
     ),
     "uncovered_queries": Mutation(
         "absorbed_mla/core_attention/backends/flash_attention_4.py",

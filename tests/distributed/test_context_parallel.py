@@ -228,6 +228,17 @@ class TestTraffic:
         _, sent = self.sent(setup, TINY)
         assert sent == {"all-gather": gathers * self.WIDTH * 2, "reduce-scatter": self.WIDTH * 4}
 
+    @pytest.mark.parametrize("heads", [1, 64])
+    def test_sent_by_choice(self, whole_world_cp, heads):
+        """ "auto" gathers, and once more in backward where keeping it would take much memory."""
+        mla = replace(TINY, heads=heads)
+        forward, backward = self.sent(Setup(cp_comm_type=None, dtype=torch.bfloat16), mla)
+        own = heads * (mla.nope + mla.rope + mla.v)
+        again = {} if self.WIDTH * world.cp_size() <= own else {"all-gather": self.WIDTH * 2}
+        assert bool(again) == (heads == 1)
+        assert forward == {"all-gather": self.WIDTH * 2}
+        assert backward == {**again, "reduce-scatter": self.WIDTH * 4}
+
 
 class TestDisagreement:
     """Ranks with different input get one error each, not a hang, and can go on afterwards."""
@@ -328,7 +339,7 @@ class TestModel:
         names = ["p2p", "all_gather"]
         layers = gpt_model(**sizes, cp_comm_type=names).decoder.layers
         assert [x.self_attention.context_parallel.cp_comm_type for x in layers] == names
-        with refusal("cp_comm_type", "all_gather, p2p", "'a2a'"):
+        with refusal("cp_comm_type", "auto, all_gather, p2p", "'a2a'"):
             gpt_model(**sizes, cp_comm_type=["p2p", "a2a"])
 
 

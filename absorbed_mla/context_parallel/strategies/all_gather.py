@@ -51,7 +51,7 @@ class AllGather(LatentExchange):
             work.wait()
             in_order = self.layout.index("sequence_order", kv.device)
             gathered = rank_major.index_select(0, in_order)
-            if keep and not self.recomputed:
+            if keep and self.kept:
                 self._gathered = gathered
         yield KeyBlock(
             gathered, self.spans(), lambda: torch.arange(len(gathered), device=kv.device)

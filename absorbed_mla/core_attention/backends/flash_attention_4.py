@@ -65,15 +65,23 @@ class FlashAttention4Backend:
         q, k, v = inputs.as_multi_head()
         make = torch.empty_like if rules.spans.cover(q.shape[0]) else torch.zeros_like
         dq = make(q, memory_format=torch.contiguous_format)
-        dk = dv = None
-        for call in varlen_calls(rules.spans, q.shape[1] == 1):
-            part_k, part_v = _key_gradients(call, k, v)
-            _backward(call, grad, output, (q, k, v), rules.scale, (dq, part_k, part_v))
-            dk = part_k if dk is None else dk.add_(part_k)
-            dv = part_v if dv is None else dv.add_(part_v)
-        if dk is None or dv is None:
-            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        return inputs.multi_head_gradient(dq, dk, dv)
+        calls = varlen_calls(rules.spans, q.shape[1] == 1)
+        # What the call with the most keys writes is the sum that smaller parts are added to.
+        largest = max(calls, key=lambda call: call.num_keys, default=None)
+        full = largest is not None and largest.num_keys == len(k)
+        sums = [(torch.empty_like if full else torch.zeros_like)(x) for x in (k, v)]
+        for call in sorted(calls, key=lambda call: call is not largest):
+            parts = [_part(x, call.keys) for x in sums]
+            if call is not largest:
+                # Rows between spans are not written.
+                together = call.num_keys == len(parts[0])
+                make = torch.empty_like if together else torch.zeros_like
+                parts = [make(x, memory_format=torch.contiguous_format) for x in parts]
+            _backward(call, grad, output, (q, k, v), rules.scale, (dq, *parts))
+            if call is not largest:
+                for total, part in zip(sums, parts):
+                    total[call.keys].add_(part)
+        return inputs.multi_head_gradient(dq, *sums)
 
 
 def _forward(
@@ -82,7 +90,8 @@ def _forward(
     """Attend for the queries of ``call`` and write their rows of ``out`` and ``lse``."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    lengths, (q, out), (k, v) = _arguments(call, (q, out), (k, v))
+    keys = _part(k, call.keys), _part(v, call.keys)
+    lengths, (q, out), (k, v) = _arguments(call, (q, out), keys)
     whole = call.queries == slice(0, lse.shape[2])
     part_lse = lse if whole else lse[:, :, call.queries]
     # Contiguous [B, N, S], as the kernel writes it: a copy if the call has a part of the queries.
@@ -109,13 +118,15 @@ def _backward(
     scale: float,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Write the gradients of the queries and keys of ``call``."""
+    """Write the gradients of all queries, and of the keys of ``call``."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v = qkv
     dq, dk, dv = gradients
     lengths, (q, out, grad_out, dq), (k, v, dk, dv) = _arguments(
-        call, (q, output.out, grad.out, dq), (k, v, dk, dv)
+        call,
+        (q, output.out, grad.out, dq),
+        (_part(k, call.keys), _part(v, call.keys), dk, dv),
     )
     rows = (
         None if x is None else _heads_first(_part(x, call.queries)) for x in (output.lse, grad.lse)
@@ -143,9 +154,13 @@ def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[
     """The kernel's names for lengths, and views of the tensors [S, B, N, D] as it takes them.
 
     One sequence keeps its batch, [B, S, N, D]; several lie one after the other, [S, N, D].
+
+    Args:
+        call: What is computed.
+        on_queries: With all queries.
+        on_keys: With the keys of the call.
     """
     on_queries = tuple(_part(x, call.queries) for x in on_queries)
-    on_keys = tuple(_part(x, call.keys) for x in on_keys)
     if len(call.spans) == 1:
         swapped = ([x.transpose(0, 1) for x in tensors] for tensors in (on_queries, on_keys))
         return {}, *swapped
@@ -166,12 +181,6 @@ def _arguments(call: VarlenCall, on_queries: tuple[Tensor, ...], on_keys: tuple[
 def _part(x: Tensor, rows: slice) -> Tensor:
     """Some rows of ``x``; itself, at no cost, where that is all of it."""
     return x if rows == slice(0, x.shape[0]) else x[rows]
-
-
-def _key_gradients(call: VarlenCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the gradients; zero where the call has keys that it does not write."""
-    make = torch.empty_like if call.num_keys == k.shape[0] else torch.zeros_like
-    return make(k), make(v)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -104,11 +104,15 @@ class TransformerEngineBackend:
 
 def _add_rows(total: Tensor | None, part: Tensor, rows: slice, length: int) -> Tensor:
     """Add ``part`` to rows of ``total`` [length, ...]; None stands for zeros."""
-    if total is None and len(part) == length:
+    if total is not None:
+        total[rows].add_(part)
+        return total
+    if len(part) == length:
         return part
-    if total is None:
-        total = part.new_zeros(length, *part.shape[1:])
-    total[rows] += part
+    total = part.new_empty(length, *part.shape[1:])
+    total[rows].copy_(part)
+    for others in (slice(0, rows.start), slice(rows.stop, length)):
+        total[others].zero_()
     return total
 
 
@@ -116,7 +120,8 @@ def _calls(spans: Spans, together: bool) -> tuple[VarlenCall, ...]:
     """Varlen calls, but one call a span where there are more queries than keys.
 
     cuDNN refuses to align a mask at the bottom right there. It counts rows between spans too: a
-    call can have more queries than keys although no span has.
+    call can have more queries than keys although no span has. The call with the most keys is first,
+    because what it finds is the sum that smaller parts are added to.
     """
 
     def make() -> tuple[VarlenCall, ...]:
@@ -127,7 +132,7 @@ def _calls(spans: Spans, together: bool) -> tuple[VarlenCall, ...]:
                 calls += [VarlenCall((span,), causal=True) for span in call.spans]
             else:
                 calls.append(call)
-        return tuple(calls)
+        return tuple(sorted(calls, key=lambda call: -call.num_keys))
 
     return spans.tables.get(("TransformerEngine", together), make)
 

@@ -122,15 +122,22 @@ def repeat_together(
     return forward, step
 
 
-def in_turns(works: Sequence[Repeated], count: int) -> list[list[tuple[float, float, float]]]:
+def in_turns(
+    works: Sequence[Repeated], count: int, host: Sequence[Sequence[float]] | None = None
+) -> list[list[tuple[float, float, float]]]:
     """Seconds of forward, backward and both of every repetition of each work, all in turns.
 
     So clocks and heat are alike; every other turn is in the opposite order. Before each turn a GPU
     is kept busy for as long as the host takes to queue it, so that the times are the GPU's also
     where the host is slower.
+
+    Args:
+        works: All on the same device.
+        count: Repetitions of each.
+        host: From :func:`host_seconds`; measured if it is not given.
     """
     on_gpu = works[0].on_gpu
-    longest = max(sum(turn) for turn in zip(*host_seconds(works, 3)))
+    longest = max(sum(turn) for turn in zip(*(host or host_seconds(works, 3))))
     marks: list[list] = [[] for _ in works]
     for turn in range(count):
         if on_gpu:

@@ -116,6 +116,17 @@ def test_what_ranks_see(cp_size, name, causal, keys):
     assert set(seen) == visible_pairs(layout, causal)
 
 
+@every_mask
+@every_case
+def test_one_span_of_a_sequence(cp_size, name, causal):
+    """A block of the ring is one call for every sequence; so is everything without a mask."""
+    layout = layouts(cp_size)[name]
+    for part in ranks_of(cp_size, layout):
+        found = [spans for spans, _ in by_rank(part, cp_size, causal)]
+        for spans in found if causal else [*found, part.gathered_spans(False)]:
+            assert len(spans) <= len(layout.lengths or (layout.tokens,))
+
+
 @pytest.mark.parametrize("cp_size", SIZES)
 def test_causal_work_is_balanced(cp_size):
     layout = dense(4 * cp_size, 1)

@@ -75,7 +75,7 @@ def peak(strategy, heads: int, cp_size: int, chunk_size: int = 1) -> int:
     )
     core = LatentCoreAttention(config_for(TINY), dims, AttnMaskType.causal, 0.3, options)
     sequences = SequenceLayout.dense(SHARE * cp_size)
-    keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, recomputed=False)
+    keys = strategy(ContextParallelLayout(sequences, cp_size, 0), True, None, kept=True)
     shapes = [(SHARE, 1, heads * (TINY.nope + TINY.rope))]
     shapes += [(SHARE, 1, TINY.kv_lora_rank + TINY.rope)]
     shapes += [(heads, TINY.nope, TINY.kv_lora_rank), (heads, TINY.v, TINY.kv_lora_rank)]

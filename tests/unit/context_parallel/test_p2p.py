@@ -44,7 +44,7 @@ def test_gradients_are_summed_in_fp32(monkeypatch, dtype):
     """Whatever the latents' dtype; each sum to the bit, as bf16 loses what many ranks add."""
     post = Post(monkeypatch)
     layout = ContextParallelLayout(SequenceLayout.dense(SHARE * CP_SIZE), CP_SIZE, 0)
-    keys = Ring(layout, True, None, recomputed=False)
+    keys = Ring(layout, True, None, kept=True)
     kv = torch.ones(SHARE, 1, WIDTH, dtype=dtype)
     own = [numbers(step) for step in range(CP_SIZE)]
     arriving = [numbers(10 + step) for step in range(CP_SIZE - 1)]

@@ -95,6 +95,21 @@ def test_merge(kernels, dtype, heads_first):
     assert (found[1] == -torch.inf).equal((lse == -torch.inf) & (part_lse == -torch.inf))
 
 
+def test_merge_into_rows(kernels):
+    """Both parts in bf16, into rows of tensors in another memory layout, rounded once."""
+    out, lse, part, part_lse = parts(torch.bfloat16, heads_first=True)
+    out = out.bfloat16()
+    wide = torch.full((4, 2, 7, 12), 9.0, dtype=torch.bfloat16, device=out.device)
+    total = torch.full((5, 2, 4), 9.0, device=out.device).permute(2, 1, 0)
+    rows = wide[1:, :, 1:6], total[1:]
+    kernels("merging", "_merge_kernel").merge_into(*rows, out, lse, part, part_lse)
+    merged, expected = merge(*(x.double() for x in (out, lse, part, part_lse)))
+    torch.testing.assert_close(rows[0], merged.bfloat16(), rtol=8e-3, atol=2e-6)
+    torch.testing.assert_close(rows[1].double(), expected, rtol=2e-6, atol=2e-6)
+    for untouched in (wide[:1], wide[:, :, 0], wide[:, :, 6:], total[:1]):
+        assert (untouched == 9).all()
+
+
 def test_merge_without_a_batch(kernels):
     """Tokens of all requests on one axis."""
     out, lse, part, part_lse = (x[:, 1] for x in parts(torch.bfloat16, heads_first=True))

@@ -1,0 +1,41 @@
+"""Which exchange of latents ``cp_comm_type="auto"`` takes.
+
+Latents are small: all of them are gathered in one message that is a hundredth of what heads would
+send, every attention call then sees all its keys, and nothing is merged between ranks. So gathering
+is the faster one wherever its memory allows it (docs/context-parallel.md), and the choice is one of
+memory. It depends on numbers that all ranks have, so that all choose the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from absorbed_mla.dims import MLADims
+
+AUTO = "auto"
+# Bytes, for the moment of a layer's attention: the latents of all tokens and, in backward, their
+# gradient in fp32, once in the order of the sequences and once in that of the ranks.
+_MOST_GATHERED = 2**32
+
+
+def choose(
+    dims: MLADims, local_tokens: int, cp_size: int, dtype: torch.dtype, keep: bool
+) -> tuple[str, bool]:
+    """The exchange, and whether latents that were gathered are kept for backward.
+
+    Kept latents of all tokens must not take more than the queries and outputs of this rank's
+    tokens, which every layer keeps for backward; otherwise they are gathered again there.
+
+    Args:
+        dims: Of the layer.
+        local_tokens: Of this rank, entries of the batch counted separately.
+        cp_size: Ranks.
+        dtype: Of the latents.
+        keep: Whether what is gathered could be kept at all.
+    """
+    item = torch.finfo(dtype).bits // 8
+    gathered = cp_size * local_tokens * dims.kv_down_dim
+    if gathered * (item + 2 * 4) > _MOST_GATHERED:
+        return "p2p", False
+    own = local_tokens * dims.num_heads_per_rank * (dims.qk_head_dim + dims.v_head_dim)
+    return "all_gather", keep and gathered <= own

@@ -1,0 +1,69 @@
+"""Which exchange ``cp_comm_type="auto"`` takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from absorbed_mla import MLADims
+from absorbed_mla.context_parallel.choice import choose
+from absorbed_mla.context_parallel.strategy import ContextParallel
+
+K = 1024
+
+
+def dims(heads: int) -> MLADims:
+    """DeepSeek-V3's with some of the heads on this rank."""
+    return MLADims(
+        hidden_size=7168,
+        num_heads=128,
+        num_heads_per_rank=heads,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "cp_size", "expected"),
+    [
+        (128, 128 * K, 2, ("all_gather", True)),
+        (128, 128 * K, 64, ("all_gather", True)),
+        (128, 128 * K, 128, ("all_gather", False)),
+        # Sixteen heads keep 5120 numbers of a token of theirs; gathered latents have 576 of each.
+        (16, 128 * K, 8, ("all_gather", True)),
+        (16, 128 * K, 16, ("all_gather", False)),
+        # 5760 bytes of a token, 4 GiB at most.
+        (128, 704 * K, 8, ("all_gather", True)),
+        (128, 768 * K, 8, ("p2p", False)),
+    ],
+)
+def test_choice(heads, tokens, cp_size, expected):
+    bf16 = torch.bfloat16
+    assert choose(dims(heads), tokens // cp_size, cp_size, bf16, keep=True) == expected
+    again = expected[0], False
+    assert choose(dims(heads), tokens // cp_size, cp_size, bf16, keep=False) == again
+
+
+def test_wider_latents_take_more_memory():
+    assert choose(dims(128), 64 * K, 8, torch.float32, keep=True)[0] == "all_gather"
+    assert choose(dims(128), 88 * K, 8, torch.float32, keep=True)[0] == "p2p"
+
+
+@pytest.mark.parametrize(
+    ("given", "whole", "taken"),
+    [
+        (None, False, "auto"),
+        ("auto", False, "auto"),
+        ("allgather", False, "all_gather"),
+        ("p2p", False, "p2p"),
+        # Sparse attention: a query may choose keys of any rank.
+        (None, True, "all_gather"),
+        ("auto", True, "all_gather"),
+        ("p2p", True, "p2p"),
+    ],
+)
+def test_what_is_given_is_taken(given, whole, taken):
+    assert ContextParallel(None, given, dims(128), whole).cp_comm_type == taken
