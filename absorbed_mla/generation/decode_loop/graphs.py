@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,16 +91,15 @@ def clear_all() -> None:
 @contextlib.contextmanager
 def _without_layer_graphs(model: nn.Module) -> Iterator[None]:
     """Run layers themselves inside the block: a capture cannot hold another graph's replay."""
-    holders = [
-        (space, space["cudagraph_manager"])
-        for module in model.modules()
-        for space in (vars(module), module._modules)
-        if "cudagraph_manager" in space
-    ]
+    spaces: list[dict[str, Any]] = []
+    for module in model.modules():
+        spaces += vars(module), module._modules
+    name = "cudagraph_manager"
+    holders = [(space, space[name]) for space in spaces if name in space]
     for space, _ in holders:
-        del space["cudagraph_manager"]
+        del space[name]
     try:
         yield
     finally:
         for space, manager in holders:
-            space["cudagraph_manager"] = manager
+            space[name] = manager

@@ -173,7 +173,7 @@ class DecodeLoop:
             "kv_stats": None,
         }
         padded = context.padded_active_request_count
-        done = {
+        done: dict[str, object] = {
             "accepted_tokens": None,
             "log_probs": None,
             "top_n_logprobs": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -62,7 +63,8 @@ class Members:
 
     def move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Rows have moved from ``former`` to ``places``."""
-        for values in (self._numbers, self._parts, self.sampled):
+        tables: tuple[list[Any], ...] = (self._numbers, self._parts, self.sampled)
+        for values in tables:
             moved = [values[row] for row in former]
             for row, value in zip(places, moved):
                 values[row] = value
