@@ -215,7 +215,7 @@ class Emulation:
         )
 
 
-def _assembly(assembly, constraints, arguments, **_):
+def _assembly(assembly, constraints, arguments, dtype, **_):
     """What the instructions that have a result make: the four values in e4m3 of each word."""
     if "e4m3x2" not in assembly:
         return None

@@ -74,10 +74,10 @@ def test_same_bits_as_over_decoded_latents(name, num_splits):
 
 def test_any_order():
     """Roles may go on in any order, from tile to tile, too: the result has the same bits."""
-    case = replace(MIXED, query_lengths=(1,) * 4, kv_lengths=(1, 70, 130, 64))
+    case = replace(MIXED, query_lengths=(1,) * 3, kv_lengths=(1, 350, 64))
     inputs = fp8_inputs(case, DEVICE)
     expected = attend(inputs, num_splits=1)
-    for seed in range(1, 5):
+    for seed in range(1, 9):
         assert_same_bits(attend(inputs, num_splits=1, seed=seed), expected)
 
 
