@@ -29,6 +29,7 @@ from absorbed_mla.generation.blocks import (
     register_blocks_once,
 )
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.ranks import require_divided
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
@@ -49,6 +50,7 @@ def host_engine(
     Raises:
         ValueError: If the options do not fit the model or each other.
     """
+    require_divided(model, options)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
