@@ -127,6 +127,15 @@ def test_shared_cache(saved):
     assert generated(path, decode_context_parallel=True, max_num_batched_tokens=64) == expected
 
 
+@needs.processes(2, 4)
+@pytest.mark.parametrize("name", ["experts", "tied", "v3.2", "odd-vocabulary"])
+def test_data_parallel_attention(saved, name):
+    """A front gives requests to the ranks, which have whole attention."""
+    path, expected = saved(name)
+    with world.parallel(tp=1, expert_tensor_parallel_size=world.size()):
+        assert generated(path, data_parallel_attention=True) == expected
+
+
 @pytest.fixture(scope="module")
 def drafting(folder):
     """A folder with an MTP layer, whose weights are random: few drafts are right."""
