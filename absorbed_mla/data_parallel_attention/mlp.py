@@ -10,9 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
+from absorbed_mla.data_parallel_attention.dispatcher import LocalDispatcher
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
 
 
@@ -32,7 +32,7 @@ class DividedMLP(MLP):
         cls, exchange: TokenExchange, *, pg_collection: ProcessGroupCollection, **host: Any
     ) -> MLP:
         """See the class. Megatron passes a layer's MLP more than its constructor takes."""
-        groups = _with(pg_collection, tp=exchange.group)
+        groups = with_groups(pg_collection, tp=exchange.group)
         mlp = cls.as_mlp_submodule(pg_collection=groups, **host)
         assert isinstance(mlp, DividedMLP)
         mlp.exchange = exchange
@@ -77,14 +77,18 @@ class DividedMoE(MoELayer):
             )
         alone = pg_collection.tp
         assert alone.size() == 1
-        super().__init__(config, pg_collection=_with(pg_collection, tp=exchange.group), **host)
+        super().__init__(
+            config, pg_collection=with_groups(pg_collection, tp=exchange.group), **host
+        )
         self.exchange = exchange
         # It finds this rank's experts among all tokens, which are here already.
-        self.token_dispatcher = MoEAllGatherTokenDispatcher(
+        self.token_dispatcher = LocalDispatcher(
             self.num_local_experts,
             self.local_expert_indices,
             config=config,
-            pg_collection=_with(pg_collection, tp=alone, ep=alone, expt_tp=alone, tp_ep=alone),
+            pg_collection=with_groups(
+                pg_collection, tp=alone, ep=alone, expt_tp=alone, tp_ep=alone
+            ),
         )
         if self.shared_experts is not None:
             if type(self.shared_experts) is not SharedExpertMLP:
@@ -122,7 +126,10 @@ def _computed_together(
     return exchange.sum_own(out.squeeze(1), exchange.tokens).view_as(hidden_states), bias
 
 
-def _with(groups: ProcessGroupCollection, **changes: dist.ProcessGroup) -> ProcessGroupCollection:
+def with_groups(
+    groups: ProcessGroupCollection, **changes: dist.ProcessGroup
+) -> ProcessGroupCollection:
+    """Process groups, some of them others."""
     groups = copy.copy(groups)
     for name, group in changes.items():
         setattr(groups, name, group)

@@ -19,8 +19,11 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.data_parallel_attention.mlp import with_groups
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.fp8 import without_fp8
 from absorbed_mla.generation.blocks import (
     cache_config,
@@ -55,6 +58,7 @@ def host_engine(
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
     config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
+    config.pg_collection = _groups_of_steps(model, options)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     place_drafts(context)
@@ -67,6 +71,18 @@ def host_engine(
     assert hasattr(controller, "_sampling")
     controller._sampling = sampler
     return DynamicInferenceEngine(controller, context)
+
+
+def _groups_of_steps(model: GPTModel, options: EngineOptions) -> ProcessGroupCollection | None:
+    """Process groups whose ranks agree on the size of a step with CUDA graphs; None: Megatron's.
+
+    Megatron's ranks of experts do: if none of them has a prompt to read, all take the graph for the
+    largest number of tokens. With data-parallel attention it is all that divide weights.
+    """
+    exchange = exchange_of(model)
+    if exchange is None or options.num_cuda_graphs is None:
+        return None
+    return with_groups(ProcessGroupCollection.use_mpu_process_groups(), ep=exchange.group)
 
 
 def _context(

@@ -73,7 +73,8 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
             "has none"
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if cuda_graphs and (stages > 1 or replicas.several):
+    exchanged = exchange_of(model) is not None
+    if cuda_graphs and (stages > 1 or replicas.several) and not exchanged:
         raise ValueError(
             "CUDA graphs (num_cuda_graphs, cuda_graphs) need one pipeline stage and experts that "
             f"no data-parallel ranks share, got {stages} stages"
@@ -85,7 +86,6 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
             "expert_model_parallel_size x expert_tensor_parallel_size must be a multiple of "
             f"tensor_model_parallel_size {tp} to generate, or divide it; got {experts}"
         )
-    exchanged = exchange_of(model) is not None
     if replicas.several and config.moe_token_dispatcher_type == "allgather" and not exchanged:
         raise ValueError(
             "moe_token_dispatcher_type must be 'alltoall' to generate where data-parallel ranks "
@@ -154,7 +154,6 @@ def require_divided(model: GPTModel, options: EngineOptions) -> None:
         "num_speculative_tokens": (options.num_speculative_tokens, 0),
         "host_cache_tokens": (options.host_cache_tokens, 0),
         "prefix_cache_dir": (options.prefix_cache_dir, None),
-        "num_cuda_graphs": (options.num_cuda_graphs, None),
     }
     for name, (got, accepted) in refused.items():
         if got != accepted:

@@ -23,7 +23,6 @@ _DIVIDED = {
     "prefix_cache_dir": None,
     "num_speculative_tokens": 0,
     "parity": False,
-    "cuda_graphs": False,
 }
 # Tokens that the cache holds where no GPU's memory says how many fit.
 _CPU_CACHE_TOKENS = 2**16
@@ -174,7 +173,8 @@ class LLMOptions:
         if self.data_parallel_attention:
             self._require_divided()
         for name in ("pipeline_parallel_size", "expert_parallel_size"):
-            if self.cuda_graphs and getattr(self, name) > 1:
+            alone = name == "expert_parallel_size" and self.data_parallel_attention
+            if self.cuda_graphs and getattr(self, name) > 1 and not alone:
                 raise ValueError(f"cuda_graphs needs {name} 1, got {getattr(self, name)}")
 
     def _require_divided(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch.distributed as dist
+from megatron.core.inference import utils as host_utils
 
 from tests.support import needs, world
 from tests.support.divided import divided_model, divided_world
@@ -70,3 +72,28 @@ def test_crowded(name, experts, loads):
     done = found.statistics
     if len(numbers) > 3:
         assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_sizes_of_graphs(name, monkeypatch):
+    """All ranks take a graph, for equally many tokens, or none does."""
+    fields = {"moe_pad_experts_for_cuda_graph_inference": True} if MODELS[name] else {}
+    steps = []
+    with divided_world():
+        monkeypatch.setattr(host_utils, "moe_layer_cache", None)
+        model = divided_model(**MODELS[name], **fields)
+        engine = engine_of(model, num_cuda_graphs=4)
+
+        def note(module, inputs, output):
+            steps.append((module.exchange.tokens, engine.host.context.using_cuda_graph_this_step()))
+
+        model.embedding.word_embeddings.register_forward_hook(note)
+        numbers = UNEVEN[world.rank()]
+        found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
+    assert_same(found, alone(name), numbers)
+    padded = [tokens for tokens, graph in steps if graph]
+    assert all(min(tokens) == max(tokens) for tokens in padded)
+    assert len(padded) > 4 and len(steps) > len(padded)
+    others = [None] * world.size()
+    dist.all_gather_object(others, steps)
+    assert others == [steps] * world.size()
