@@ -310,6 +310,41 @@ MUTATIONS = {
         "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
         "        pass",
     ),
+    "divided_mlp_summed_twice": Mutation(
+        "absorbed_mla/data_parallel_attention/mlp.py",
+        "        last.explicit_expert_comm = True",
+        "        pass",
+    ),
+    "divided_tokens_keep_their_padding": Mutation(
+        "absorbed_mla/data_parallel_attention/exchange.py",
+        "torch.cat([part[:count] for part, count in zip(parts, counts)])",
+        "parts.flatten(0, 1)[: sum(counts)]",
+    ),
+    "divided_vocabulary_in_the_order_of_tokens": Mutation(
+        "absorbed_mla/data_parallel_attention/exchange.py",
+        "found.transpose(0, 1).flatten(1)",
+        "found.reshape(counts[self.rank], -1)",
+    ),
+    "divided_embedding_of_foreign_tokens": Mutation(
+        "absorbed_mla/data_parallel_attention/vocabulary.py",
+        "found = found.masked_fill(elsewhere.unsqueeze(-1), 0)",
+        "pass",
+    ),
+    "divided_experts_with_all_probabilities": Mutation(
+        "absorbed_mla/data_parallel_attention/dispatcher.py",
+        "probs[:, own[0] : own[-1] + 1].T.flatten()",
+        "probs[:, : len(own)].T.flatten()",
+    ),
+    "divided_ranks_pad_steps_alone": Mutation(
+        "absorbed_mla/generation/host.py",
+        "use_mpu_process_groups(), ep=exchange.group)",
+        "use_mpu_process_groups())",
+    ),
+    "front_forgets_what_was_generated": Mutation(
+        "absorbed_mla/llm/front.py",
+        "self._tokens[rank][number] += len(progress.tokens)",
+        "pass",
+    ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
         "cp_size=self.context_parallel.size",

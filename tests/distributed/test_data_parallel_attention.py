@@ -5,9 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
+from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.data_parallel_attention.model import (
+    divide_layers,
+    divide_vocabulary,
+    exchange_of,
+)
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.divided import divided_model, divided_world
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
@@ -31,7 +40,6 @@ CROWDED = {
 MODELS = {
     "dense": {},
     "experts": MIXED,
-    "tied": {"share": True},
 }
 
 
@@ -57,7 +65,7 @@ def of_rank(numbers, rank=None):
 
 # By rank, numbers of requests: equal loads, or one rank with most of them and one without any.
 EVEN = [[0, 4, 8], [1, 5], [2, 6], [3, 7]]
-UNEVEN = [[0, 1, 2, 3, 4, 5, 6], [], [7], [8]]
+UNEVEN = [[], [0, 1, 2, 3, 4, 5, 6], [7], [8]]
 
 
 @pytest.mark.parametrize("loads", [EVEN, UNEVEN], ids=["even", "uneven"])
@@ -74,12 +82,12 @@ def test_crowded(name, experts, loads):
         assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
-def test_sizes_of_graphs(name, monkeypatch):
+@pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 2)])
+def test_sizes_of_graphs(name, experts, monkeypatch):
     """All ranks take a graph, for equally many tokens, or none does."""
     fields = {"moe_pad_experts_for_cuda_graph_inference": True} if MODELS[name] else {}
     steps = []
-    with divided_world():
+    with divided_world(experts):
         monkeypatch.setattr(host_utils, "moe_layer_cache", None)
         model = divided_model(**MODELS[name], **fields)
         engine = engine_of(model, num_cuda_graphs=4)
@@ -97,3 +105,47 @@ def test_sizes_of_graphs(name, monkeypatch):
     others = [None] * world.size()
     dist.all_gather_object(others, steps)
     assert others == [steps] * world.size()
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3, 3), (0, 2, 5, 1), (4, 0, 0, 0)], ids=str)
+def test_exchange(counts):
+    """Rows of every rank, and sums for every rank, in their order and without padding."""
+    exchange = TokenExchange(world.tp_group())
+    rank, size = exchange.rank, exchange.size
+    counts = counts[:size]
+    assert exchange.counts(counts[rank]) == list(counts)
+    whole = torch.arange(2.0 * sum(counts)).view(-1, 2)
+    own = whole.split(counts)[rank]
+    assert torch.equal(exchange.gather(own, counts), whole)
+    assert torch.equal(exchange.sum_own(whole * (rank + 1), counts), own * sum(range(size + 1)))
+    of_ranks = torch.cat([own + 100 * other for other in range(size)], 1)
+    assert torch.equal(exchange.join_own(whole + 100 * rank, counts), of_ranks)
+
+
+def test_refused():
+    with divided_world():
+        model = divided_model()
+        exchange = exchange_of(model)
+        for options, error in (
+            ({"num_speculative_tokens": 1}, "num_speculative_tokens must be 0 with data-parallel"),
+            ({"host_cache_tokens": 64}, "host_cache_tokens must be 0 with .* got 64"),
+            ({"prefix_cache_dir": "x", "prefix_caching": True}, "prefix_cache_dir must be None"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                engine_of(model, **options)
+        with pytest.raises(ValueError, match=r"batch_invariant .* must be False"):
+            engine_of(divided_model(AbsorbedMLAOptions(batch_invariant=True)))
+        with pytest.raises(ValueError, match="is for inference"):
+            model.train()(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None)
+        with pytest.raises(ValueError, match="moe_shared_expert_overlap must be False"):
+            divided_model(
+                **MIXED, moe_shared_expert_overlap=True, moe_token_dispatcher_type="alltoall"
+            )
+        with pytest.raises(ValueError, match=r"vocab_size must be a multiple of .* got 63"):
+            model.vocab_size = 63
+            divide_vocabulary(model, exchange)
+    block = get_absorbed_mla_decoder_block_spec(model.config, backend="local")
+    with pytest.raises(ValueError, match="tensor_model_parallel_size must be 1 with"):
+        divide_layers(block, exchange)
+    with world.parallel(tp=1), pytest.raises(ValueError, match="expert_tensor_parallel_size must"):
+        divide_layers(block, exchange)
