@@ -38,6 +38,7 @@ from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
 from absorbed_mla.inference.interleaved_context import InterleavedContext
 from absorbed_mla.inference.tiered_context import TieredContext
+from absorbed_mla.inference.token_shares import dividing_prefill
 
 
 def host_engine(
@@ -133,18 +134,31 @@ def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerCon
     return config
 
 
+def _dividing_prompts(model: GPTModel) -> contextlib.AbstractContextManager:
+    """Have context-parallel ranks divide the prompts that they read.
+
+    Not over pipeline stages, which hand each other all tokens.
+    """
+    group = parallel_state.get_context_parallel_group()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if group.size() == 1 or stages > 1:
+        return contextlib.nullcontext()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return dividing_prefill(model.decoder, group, tp if model.config.sequence_parallel else 1)
+
+
 @contextlib.contextmanager
 def inference_mode(model: GPTModel) -> Iterator[None]:
     """Put the model into evaluation mode and Megatron into inference mode; both return at the end.
 
-    FP8 is off in between (:func:`without_fp8`). At the end the buffers are dropped that inference
-    leaves unusable for training.
+    FP8 is off in between (:func:`without_fp8`), and context-parallel ranks divide prompts. At the
+    end the buffers are dropped that inference leaves unusable for training.
     """
     was_training, was_active = model.training, InferenceMode.is_active()
     model.eval()
     InferenceMode.set_active()
     try:
-        with without_fp8(model.config):
+        with without_fp8(model.config), _dividing_prompts(model):
             yield
     finally:
         model.train(was_training)

@@ -340,6 +340,26 @@ MUTATIONS = {
         "use_mpu_process_groups(), ep=exchange.group)",
         "use_mpu_process_groups())",
     ),
+    "divided_prompt_tokens_by_rank": Mutation(
+        "absorbed_mla/inference/token_shares.py",
+        "return parts.transpose(0, 1).flatten(0, 2)",
+        "return parts.flatten(0, 2)",
+    ),
+    "divided_prompt_places_on_rank": Mutation(
+        "absorbed_mla/inference/token_shares.py",
+        "here = before + first - own.start",
+        "here = before",
+    ),
+    "divided_prompt_row_of_a_run": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "yield QueryRun(row, first - start, place,",
+        "yield QueryRun(row, 0, place,",
+    ),
+    "divided_prompt_skips_chunks": Mutation(
+        "absorbed_mla/inference/attention.py",
+        "for _ in keys.blocks(kv, keep=False):",
+        "for _ in ():",
+    ),
     "front_forgets_what_was_generated": Mutation(
         "absorbed_mla/llm/front.py",
         "self._tokens[rank][number] += len(progress.tokens)",

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
-from absorbed_mla.inference import interleaved
+from absorbed_mla.inference import interleaved, token_shares
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
@@ -206,6 +206,48 @@ def test_under_context_parallelism(sizes):
         part = engine_of(model, **SHARED).host.context.memory_buffer
         assert whole.nbytes == world.size() * part.nbytes
     assert_same(found, alone())
+
+
+@pytest.mark.parametrize(
+    "sizes, form",
+    [
+        ({"cp": 2}, "absorbed"),
+        ({"cp": 2}, "expanded"),
+        ({"cp": 4}, "expanded"),
+        ({"tp": 2, "cp": 2}, "expanded"),
+        ({"tp": 2, "cp": 2, "sp": True}, "absorbed"),
+        ({"tp": 2, "cp": 2, "sp": True}, "expanded"),
+    ],
+    ids=str,
+)
+def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
+    """In chunks and behind prefixes, each rank with some of the new tokens of all layers."""
+    sizes = dict(sizes)
+    sp = sizes.pop("sp", False)
+    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
+        pytest.skip("needs as many processes")
+    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
+    parts = sizes["cp"] * (sizes.get("tp", 1) if sp else 1)
+    # What was cached is gathered in pieces, or together with the new tokens.
+    for chunk in (48, 4096)[: 1 + (form == "expanded")]:
+        with world.parallel(**sizes):
+            options = AbsorbedMLAOptions(form=form, context_chunk_size=chunk)
+            model = generating_model(options, **fields)
+            layer = Counting(model.decoder.layers[1].mlp)
+            found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
+        assert_same(found, alone())
+        assert layer.tokens.count(64 // parts) >= found.statistics.chunks > 4
+        assert max(layer.tokens) == 64 // parts
+
+
+class Counting:
+    """Notes how many tokens a module gets in each call."""
+
+    def __init__(self, module):
+        self.tokens: list[int] = []
+        module.register_forward_pre_hook(lambda _, inputs: self.tokens.append(len(inputs[0])))
 
 
 @needs.processes(2)
