@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
-from absorbed_mla.inference import interleaved, token_shares
+from absorbed_mla.inference import attention, interleaved, token_shares
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
@@ -213,6 +213,7 @@ def test_under_context_parallelism(sizes):
     [
         ({"cp": 2}, "absorbed"),
         ({"cp": 2}, "expanded"),
+        ({"cp": 2}, "auto"),
         ({"cp": 4}, "expanded"),
         ({"tp": 2, "cp": 2}, "expanded"),
         ({"tp": 2, "cp": 2, "sp": True}, "absorbed"),
@@ -228,6 +229,8 @@ def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
         pytest.skip("needs as many processes")
     monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
     monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    # Rows of both forms beside each other, where the layer chooses.
+    monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
     fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
     parts = sizes["cp"] * (sizes.get("tp", 1) if sp else 1)
     # What was cached is gathered in pieces, or together with the new tokens.
