@@ -17,6 +17,7 @@ from absorbed_mla.inference.interleaved import InterleavedAttention, Interleaved
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.models import MIXED
 from tests.support.paged import PagedCase
 from tests.support.shares import by_shares, share
 
@@ -290,3 +291,17 @@ def test_drafts_are_refused_under_context_parallelism():
         model = generating_model(context_parallel_size=2, mtp_num_layers=1)
         with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
             engine_of(model, num_speculative_tokens=1, **SHARED)
+
+
+@needs.processes(2)
+def test_divided_prompts_with_experts(monkeypatch):
+    """Context-parallel ranks have some of the experts each, and send them their own tokens."""
+    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
+    fields = {**MIXED, "moe_token_dispatcher_type": "alltoall"}
+    with world.parallel(cp=2, expert_model_parallel_size=2):
+        own = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+        model = generating_model(**fields, **own)
+        divided = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
+        monkeypatch.setattr(token_shares, "LEAST_TOKENS", 10**6)
+        whole = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
+    assert_same(divided, whole)
