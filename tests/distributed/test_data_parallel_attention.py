@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference import utils as host_utils
 
-from absorbed_mla import AbsorbedMLAOptions
+from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.data_parallel_attention.model import (
     divide_layers,
@@ -105,6 +105,18 @@ def test_sizes_of_graphs(name, experts, monkeypatch):
     others = [None] * world.size()
     dist.all_gather_object(others, steps)
     assert others == [steps] * world.size()
+
+
+def test_llm_of_a_live_model():
+    """Each rank has prompts of its own, and waits for the others at the end."""
+    with divided_world():
+        numbers = UNEVEN[world.rank()][:2]
+        with LLM.from_model(divided_model(), max_model_len=256, max_num_seqs=4) as llm:
+            prompts = [list(REQUESTS[i].prompt) for i in numbers]
+            params = [REQUESTS[i].sampling() for i in numbers]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+    expected = alone("dense").tokens
+    assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in numbers]
 
 
 @pytest.mark.parametrize("counts", [(3, 3, 3, 3), (0, 2, 5, 1), (4, 0, 0, 0)], ids=str)
