@@ -355,11 +355,6 @@ MUTATIONS = {
         "yield QueryRun(row, first - start, place,",
         "yield QueryRun(row, 0, place,",
     ),
-    "divided_prompt_skips_chunks": Mutation(
-        "absorbed_mla/inference/attention.py",
-        "for _ in keys.blocks(kv, keep=False):",
-        "for _ in ():",
-    ),
     "front_forgets_what_was_generated": Mutation(
         "absorbed_mla/llm/front.py",
         "self._tokens[rank][number] += len(progress.tokens)",
