@@ -56,13 +56,17 @@ def test_a_rank_with_room_comes_first():
 
 
 def test_what_was_generated_counts():
+    """Two requests grow faster than one; what has ended counts no more."""
     ranks = FakeRanks(2)
     front = Front(ranks, 2)
-    front.step([add(3, tokens=9), add(4, tokens=1)])
-    assert front.step([]) and not front.step([])[0].result
-    # The second has ended.
-    front.step([add(5)])
-    assert lengths(ranks) == [[3], [4, 5]]
+    front.step([add(6, tokens=9), add(4, tokens=9), add(1, tokens=4)])
+    assert lengths(ranks) == [[6], [4, 1]]
+    front.step([])
+    front.step([add(2, tokens=1)])
+    assert lengths(ranks) == [[6, 2], [4, 1]]
+    front.step([])
+    front.step([add(3)])
+    assert lengths(ranks) == [[6, 2], [4, 1, 3]]
 
 
 def test_progress_has_the_number_of_the_command():
