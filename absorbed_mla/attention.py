@@ -308,7 +308,8 @@ class AbsorbedMLASelfAttention(HostInterface):
         choose, query_latent = self.core_attention.choose_cached_keys, self._query_latent
         chosen = choose and choose(step, hidden_states, partial(query_latent, q_down), cos, sin)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
-        core_out = self.cached_attention(step, step.pack(query), kv, weights, (cos, sin), chosen)
+        query = step.pack_queries(query)
+        core_out = self.cached_attention(step, query, kv, weights, (cos, sin), chosen)
         return self.linear_proj(step.unpack(core_out.flatten(2)))
 
     @property

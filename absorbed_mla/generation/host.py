@@ -19,8 +19,11 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.data_parallel_attention.mlp import with_groups
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.fp8 import without_fp8
 from absorbed_mla.generation.blocks import (
     cache_config,
@@ -29,11 +32,13 @@ from absorbed_mla.generation.blocks import (
     register_blocks_once,
 )
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.ranks import require_divided
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
 from absorbed_mla.inference.interleaved_context import InterleavedContext
 from absorbed_mla.inference.tiered_context import TieredContext
+from absorbed_mla.inference.token_shares import dividing_prefill
 
 
 def host_engine(
@@ -49,10 +54,12 @@ def host_engine(
     Raises:
         ValueError: If the options do not fit the model or each other.
     """
+    require_divided(model, options)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     cp = parallel_state.get_context_parallel_world_size()
     of_cache = cache_config(model)
     config = options.to_host(of_cache, len(model.decoder.layers), tp, cp)
+    config.pg_collection = _groups_of_steps(model, options)
     context = _context(model, options, _with_training_dispatcher(of_cache), config)
     register_blocks_once(context.kv_block_allocator)
     place_drafts(context)
@@ -65,6 +72,18 @@ def host_engine(
     assert hasattr(controller, "_sampling")
     controller._sampling = sampler
     return DynamicInferenceEngine(controller, context)
+
+
+def _groups_of_steps(model: GPTModel, options: EngineOptions) -> ProcessGroupCollection | None:
+    """Process groups whose ranks agree on the size of a step with CUDA graphs; None: Megatron's.
+
+    Megatron's ranks of experts do: if none of them has a prompt to read, all take the graph for the
+    largest number of tokens. With data-parallel attention it is all that divide weights.
+    """
+    exchange = exchange_of(model)
+    if exchange is None or options.num_cuda_graphs is None:
+        return None
+    return with_groups(ProcessGroupCollection.use_mpu_process_groups(), ep=exchange.group)
 
 
 def _context(
@@ -115,18 +134,31 @@ def _with_training_dispatcher(config: MLATransformerConfig) -> MLATransformerCon
     return config
 
 
+def _dividing_prompts(model: GPTModel) -> contextlib.AbstractContextManager:
+    """Have context-parallel ranks divide the prompts that they read.
+
+    Not over pipeline stages, which hand each other all tokens.
+    """
+    group = parallel_state.get_context_parallel_group()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if group.size() == 1 or stages > 1:
+        return contextlib.nullcontext()
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return dividing_prefill(model.decoder, group, tp if model.config.sequence_parallel else 1)
+
+
 @contextlib.contextmanager
 def inference_mode(model: GPTModel) -> Iterator[None]:
     """Put the model into evaluation mode and Megatron into inference mode; both return at the end.
 
-    FP8 is off in between (:func:`without_fp8`). At the end the buffers are dropped that inference
-    leaves unusable for training.
+    FP8 is off in between (:func:`without_fp8`), and context-parallel ranks divide prompts. At the
+    end the buffers are dropped that inference leaves unusable for training.
     """
     was_training, was_active = model.training, InferenceMode.is_active()
     model.eval()
     InferenceMode.set_active()
     try:
-        with without_fp8(model.config):
+        with without_fp8(model.config), _dividing_prompts(model):
             yield
     finally:
         model.train(was_training)

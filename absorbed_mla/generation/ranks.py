@@ -14,7 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import BLOCK_SIZE, indexers
+from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.inference.block_shares import require_shareable, require_shares
 
 
@@ -71,7 +73,8 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
             "has none"
         )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if cuda_graphs and (stages > 1 or replicas.several):
+    exchanged = exchange_of(model) is not None
+    if cuda_graphs and (stages > 1 or replicas.several) and not exchanged:
         raise ValueError(
             "CUDA graphs (num_cuda_graphs, cuda_graphs) need one pipeline stage and experts that "
             f"no data-parallel ranks share, got {stages} stages"
@@ -83,7 +86,7 @@ def require_layout(model: GPTModel, replicas: Replicas, *, cuda_graphs: bool) ->
             "expert_model_parallel_size x expert_tensor_parallel_size must be a multiple of "
             f"tensor_model_parallel_size {tp} to generate, or divide it; got {experts}"
         )
-    if replicas.several and config.moe_token_dispatcher_type == "allgather":
+    if replicas.several and config.moe_token_dispatcher_type == "allgather" and not exchanged:
         raise ValueError(
             "moe_token_dispatcher_type must be 'alltoall' to generate where data-parallel ranks "
             "share experts, got 'allgather', which needs equally many tokens on all of them"
@@ -131,4 +134,33 @@ def require_shared_cache(model: GPTModel, num_drafts: int) -> None:
         raise ValueError(
             "decode_context_parallel=True does not go with sparse attention "
             "(experimental_attention_variant='dsa'): a token's chosen keys may all be one rank's"
+        )
+
+
+def require_divided(model: GPTModel, options: EngineOptions) -> None:
+    """Check that a model with data-parallel attention can generate with these options.
+
+    Args:
+        model: With divided layers, or any other.
+        options: Of the engine.
+
+    Raises:
+        ValueError: Naming the option that does not fit, and what it got.
+    """
+    if exchange_of(model) is None:
+        return
+    refused = {
+        "decode_context_parallel": (options.decode_context_parallel, False),
+        "num_speculative_tokens": (options.num_speculative_tokens, 0),
+        "host_cache_tokens": (options.host_cache_tokens, 0),
+        "prefix_cache_dir": (options.prefix_cache_dir, None),
+    }
+    for name, (got, accepted) in refused.items():
+        if got != accepted:
+            raise ValueError(f"{name} must be {accepted} with data-parallel attention, got {got!r}")
+    layers = [one for one in model.modules() if isinstance(one, AbsorbedMLASelfAttention)]
+    if any(layer.options.batch_invariant for layer in layers):
+        raise ValueError(
+            "batch_invariant (parity=True) must be False with data-parallel attention, got True: "
+            "sums over ranks are not training's"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
@@ -90,6 +91,16 @@ class Statistics:
     chunks: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    @classmethod
+    def of_engines(cls, each: Sequence[Statistics]) -> Statistics:
+        """Of several engines together: sums, and the largest maximum of any of them."""
+        total = cls()
+        for field_ in fields(cls):
+            values = [getattr(one, field_.name) for one in each]
+            largest = field_.name.startswith("most_")
+            setattr(total, field_.name, max(values) if largest else sum(values))
+        return total
 
     def count_step(self, context: DynamicInferenceContext) -> None:
         """Count the forward pass that has just run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from absorbed_mla.inference.segments import (
     segments,
 )
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
+from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 
@@ -107,7 +108,8 @@ class CachedAttention:
 
         Args:
             step: The cache, with the new tokens written.
-            q: [q_nope | q_rope] [T, 1, N * (nope + R)], not rotated; overwritten.
+            q: [q_nope | q_rope] [T, 1, N * (nope + R)], not rotated; overwritten. Where ranks
+                divide the new tokens, of this rank's.
             kv: [latent | k_rope] of the new tokens [T, 1, C + R].
             weights: W_UK [N, nope, C] and W_UV [N, v, C].
             cos_sin: Of the new tokens' positions, [T, R / 2] each.
@@ -115,10 +117,12 @@ class CachedAttention:
                 all rows then run absorbed. None: all keys.
 
         Returns:
-            [T, 1, N, v]; zeros for tokens that are in no row.
+            [T, 1, N, v] of the tokens of ``q``; zeros for those that are in no row.
         """
         if not len(q):  # kernels cannot be launched for nothing
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
+        if step.shares is not None:
+            return self._divided(step, step.shares, q, kv, weights, cos_sin)
         outputs = []
         for segment in self._segments(step, q) if over is None else (ALL_ABSORBED,):
             run = partial(self._absorbed, over) if segment.form == "absorbed" else self._expanded
@@ -128,6 +132,49 @@ class CachedAttention:
                 run(step, segment, q[tokens], kv[tokens], weights, (cos[tokens], sin[tokens]))
             )
         return _joined(outputs, q, self.dims)
+
+    def _divided(
+        self,
+        step: InferenceStep,
+        shares: TokenShares,
+        q: Tensor,
+        kv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """:meth:`__call__` where ranks divide the new tokens.
+
+        Rows that run expanded are divided by queries. Those that run absorbed are divided by keys
+        already, each rank's own: for these, all ranks need all queries.
+        """
+        out = q.new_zeros(len(q), 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
+        all_queries = None
+        for segment in self._segments(step, q):
+            tokens = slice(*segment.tokens.indices(len(kv))[:2])
+            runs = shares.within(tokens)
+            more = kv[tokens], weights, (cos_sin[0][tokens], cos_sin[1][tokens])
+            if segment.form == "absorbed":
+                all_queries = shares.gather(q) if all_queries is None else all_queries
+                of_all = self._absorbed(None, step, segment, all_queries[tokens], *more)
+                found = [of_all[there] for there, _ in runs]
+            else:
+                found = self._expanded_runs(step, segment, runs, q, *more)
+            for (_, here), part in zip(runs, found, strict=True):
+                out[here] = part
+        return out
+
+    def _expanded_runs(self, step, segment, runs, q, kv, weights, cos_sin) -> Sequence[Tensor]:
+        """Of some tokens of a segment; collective also without any, as chunks of keys are."""
+        there = [run for run, _ in runs]
+        keys = self._keys(step, segment, there)
+        if not runs:
+            for _ in keys.blocks(kv, keep=False):
+                pass
+            return []
+        q = torch.cat([q[here] for _, here in runs])
+        cos, sin = (torch.cat([x[run] for run in there]) for x in cos_sin)
+        found = self._attend_expanded(keys, q, kv, weights, (cos, sin))
+        return found.split([run.stop - run.start for run in there])
 
     def _segments(self, step: InferenceStep, q: Tensor) -> tuple[Segment, ...]:
         form = self.options.form
@@ -231,8 +278,15 @@ class CachedAttention:
         return self.absorbed.output(out.unsqueeze(1), w_uv)
 
     def _expanded(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
+        return self._attend_expanded(self._keys(step, segment), q, kv, weights, cos_sin)
+
+    def _keys(
+        self, step: InferenceStep, segment: Segment, runs: Sequence[slice] | None = None
+    ) -> ChunkedContext:
+        """Keys of a segment that runs expanded, for all of its new tokens or some runs of them."""
+        assert step.lengths is not None
         lengths = RowLengths(step.lengths.queries[segment.rows], step.lengths.keys[segment.rows])
-        keys = ChunkedContext(
+        return ChunkedContext(
             lengths,
             segment.rows.start,
             step.parts,
@@ -240,7 +294,10 @@ class CachedAttention:
             self.options.context_chunk_size,
             step.windowed,
             self.fp8,
+            runs,
         )
+
+    def _attend_expanded(self, keys, q, kv, weights, cos_sin) -> Tensor:
         rules = ScoreRules(
             scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size
         )

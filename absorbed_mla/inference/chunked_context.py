@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,28 @@ class KeyRange:
     end: int
 
 
+@dataclass(frozen=True)
+class QueryRun:
+    """Neighbouring new tokens of one row.
+
+    Attributes:
+        row: The row.
+        start: The first of them among the row's new tokens.
+        first: Its place on the query axis.
+        end: One past the place of the last.
+    """
+
+    row: int
+    start: int
+    first: int
+    end: int
+
+    def over(self, key_start: int, key_end: int, offset: int | None) -> Span:
+        """These queries over some keys; ``offset``: of the row's first new token, or None."""
+        offset = None if offset is None else offset + self.start
+        return Span(self.first, self.end, key_start, key_end, offset)
+
+
 class ChunkedContext:
     """A ``core_attention.key_source.KeySource`` of some neighbouring rows.
 
@@ -40,6 +62,8 @@ class ChunkedContext:
         max_joined: Most keys that are gathered into one block with the new tokens.
         windowed: Whether there may be several parts.
         fp8: Reads the rows of the cache; None if they are latents as the model computed them.
+        runs: Which of the rows' new tokens there are queries of, one after the other on the query
+            axis; None: all. Chunks of context are the same for any runs.
     """
 
     def __init__(
@@ -51,6 +75,7 @@ class ChunkedContext:
         max_joined: int,
         windowed: bool = False,
         fp8: Fp8Latents | None = None,
+        runs: Sequence[slice] | None = None,
     ) -> None:
         self.first_row = first_row
         self.fp8 = fp8
@@ -60,6 +85,9 @@ class ChunkedContext:
         self.layout = SequenceLayout.pack(queries)
         self.context = tuple(k - q for q, k in zip(queries, lengths.keys))
         self.keys = lengths.keys
+        self.whole = runs is None
+        all_tokens = [slice(0, sum(queries))]
+        self.runs = tuple(_runs_by_row(self.layout, all_tokens if runs is None else runs))
         self.joined = not windowed and any(self.context) and sum(self.keys) <= max_joined
 
     @property
@@ -78,14 +106,27 @@ class ChunkedContext:
             yield self._gathered(part, ranges, workspace, kv.dtype, causal=True)
             return
         own = kv if self.fp8 is None else self.fp8.rounded(kv)
-        yield self._block(own, self_attention_spans(self.layout, causal=True))
+        yield self._own_block(own)
         if not any(self.context):
             return
         chunk = min(self.chunk_size, sum(self.context))
         workspace = self._workspace(kv, chunk)
         for part in self.parts(max(self.context)):
             for ranges in chunks(self.context, part.start, part.end, self.chunk_size):
-                yield self._gathered(part, ranges, workspace, kv.dtype)
+                block = self._gathered(part, ranges, workspace, kv.dtype)
+                if block.spans:
+                    yield block
+
+    def _own_block(self, kv: Tensor) -> KeyBlock:
+        """The new tokens, up to the last one that a query may see."""
+        if self.whole:
+            return self._block(kv, self_attention_spans(self.layout, causal=True))
+        spans = []
+        for run in self.runs:
+            start = self.layout.starts[run.row]
+            spans.append(run.over(start, start + run.start + run.end - run.first, 0))
+        end = max((span.key_end for span in spans), default=0)
+        return self._block(kv[:end], Spans(spans))
 
     def _workspace(self, kv: Tensor, tokens: int) -> Tensor:
         """Memory for rows of the cache."""
@@ -107,10 +148,9 @@ class ChunkedContext:
             used += keys.end - keys.start
             target = workspace[first:used, 0]
             part.gather(self.first_row + keys.row, keys.start, keys.end, target)
-            query = self.layout.starts[keys.row]
-            end = query + self.layout.lengths[keys.row]
             offset = self.context[keys.row] if causal else None
-            spans.append(Span(query, end, first, used, causal_offset=offset))
+            runs = [run for run in self.runs if run.row == keys.row]
+            spans += [run.over(first, used, offset) for run in runs]
         found = workspace[:used]
         if self.fp8 is not None:
             found = self.fp8.decode(found, dtype)
@@ -119,6 +159,17 @@ class ChunkedContext:
     def _block(self, kv: Tensor, spans: tuple[Span, ...]) -> KeyBlock:
         # Only masks and dropout need the tokens of the keys, and there are none here.
         return KeyBlock(kv, spans, lambda: torch.arange(len(kv), device=kv.device))
+
+
+def _runs_by_row(layout: SequenceLayout, runs: Sequence[slice]) -> Iterator[QueryRun]:
+    """Runs of tokens, cut at the ends of rows."""
+    place = 0
+    for run in runs:
+        for row, (start, length) in enumerate(zip(layout.starts, layout.lengths)):
+            first, last = max(run.start, start), min(run.stop, start + length)
+            if first < last:
+                yield QueryRun(row, first - start, place, place + last - first)
+                place += last - first
 
 
 def chunks(

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.inference.block_shares import require_shares
 from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.token_shares import TokenShares
 
 
 class InterleavedContext(DynamicInferenceContext):
@@ -27,10 +28,14 @@ class InterleavedContext(DynamicInferenceContext):
 
     Attributes:
         cache_ranks: Those that share the latents.
+        token_shares: How context-parallel ranks divide the new tokens of the layers that run; None:
+            each computes all of them.
 
     Raises:
         ValueError: If the ranks cannot share a block.
     """
+
+    token_shares: TokenShares | None = None
 
     def __init__(
         self, model_config: MLATransformerConfig, inference_config: InferenceConfig

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import LATENT_CACHES
 
@@ -81,12 +82,14 @@ class InferenceStep(Protocol):
         block_size: Tokens in a block of every part's cache.
         windowed: Whether there may be several parts.
         ranks: Those that share the latents of every request; None: each rank has all of them.
+        shares: How ranks divide the new tokens; None: each computes all of them.
     """
 
     max_position: int
     block_size: int
     windowed: bool
     ranks: CacheRanks | None
+    shares: TokenShares | None
 
     @property
     def rows(self) -> Rows:
@@ -103,11 +106,18 @@ class InferenceStep(Protocol):
         ...
 
     def pack(self, x: Tensor) -> Tensor:
-        """Tokens of ``x`` [S, B, width], in Megatron's layout, on one axis: [T, 1, width]."""
+        """Tokens of ``x`` [S, B, width], in Megatron's layout, on one axis: [T, 1, width].
+
+        Those of all ranks that divide the new tokens; collective then.
+        """
+        ...
+
+    def pack_queries(self, x: Tensor) -> Tensor:
+        """Likewise, of the tokens that this rank computes."""
         ...
 
     def unpack(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`pack`."""
+        """The inverse of :meth:`pack_queries`."""
         ...
 
     def write(self, kv: Tensor) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _BUILT_WITH = {
     *("dtype", "device", "form", "latent_cache_dtype", "parity"),
     *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+    "data_parallel_attention",
 }
 # A text, or token ids.
 Prompt = str | Sequence[int]
@@ -72,6 +73,7 @@ class LLM:
     def __init__(
         self, model: str | Path, *, tokenizer: str | Path | Any | None = None, **options: Any
     ) -> None:
+        from absorbed_mla.llm.front import Front, GatheringRunner
         from absorbed_mla.llm.load import end_tokens, open_model, require_model, tokenizer_folder
         from absorbed_mla.llm.ranks import started_by_torchrun
         from absorbed_mla.llm.runner import LocalRunner
@@ -88,9 +90,12 @@ class LLM:
         runner: Runner
         if world is not None:
             rank = int(os.environ["RANK"])
-            runner = LocalRunner.of_checkpoint(folder, given, rank, world, None)
+            kind = GatheringRunner if given.data_parallel_attention else LocalRunner
+            runner = kind.of_checkpoint(folder, given, rank, world, None)
         else:
             runner = ProcessRunner(folder, given)
+        if isinstance(runner, GatheringRunner | ProcessRunner) and given.data_parallel_attention:
+            runner = Front(runner, given.num_processes)
         self._set_up(runner, found, ends, awake=True)
 
     def _set_up(

@@ -19,6 +19,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from absorbed_mla.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.data_parallel_attention.model import (
+    divide_layers,
+    divide_vocabulary,
+    exchange_of,
+)
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.whole_names import whole_names
@@ -101,8 +107,9 @@ def require_model(checkpoint: Checkpoint, options: LLMOptions) -> None:
     config, tp, ep = checkpoint.config, options.tensor_parallel_size, options.expert_parallel_size
     assert tp is not None
     shared = config.num_shared_experts * config.moe_ffn_hidden_size
+    heads = 1 if options.data_parallel_attention else tp
     for name, size, parts in (
-        ("attention heads", config.num_attention_heads, tp),
+        ("attention heads", config.num_attention_heads, heads),
         ("MLP channels", config.ffn_hidden_size, tp),
         ("channels of shared experts", shared, tp),
         ("channels of an expert", config.moe_ffn_hidden_size, tp // ep),
@@ -190,16 +197,17 @@ def _megatron_config(
 
 def _parallel_fields(config: ModelConfig) -> dict[str, object]:
     """Fields of Megatron's config that say how ranks share the model."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     ep = parallel_state.get_expert_model_parallel_world_size()
     return {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": stages,
         "pipeline_model_parallel_layout": _stages(config, stages) if stages > 1 else None,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         # So that one rank sends a token to its experts.
-        "sequence_parallel": ep > 1,
+        "sequence_parallel": tp > 1 and ep > 1,
     }
 
 
@@ -231,12 +239,17 @@ def _build(
         drafting = get_absorbed_mla_mtp_block_spec(
             megatron_config, backend=backend, options=attention
         )
-    tp = megatron_config.tensor_model_parallel_size
-    return GPTModel(
+    exchange = None
+    # Ranks that divide the vocabulary.
+    parts = megatron_config.tensor_model_parallel_size
+    if options.data_parallel_attention:
+        exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
+        spec, parts = divide_layers(spec, exchange), exchange.size
+    model = GPTModel(
         megatron_config,
         transformer_layer_spec=spec,
         mtp_block_spec=drafting,
-        vocab_size=-(-config.vocab_size // tp) * tp,
+        vocab_size=-(-config.vocab_size // parts) * parts,
         max_sequence_length=args.max_position_embeddings,
         # MLA has its own rotary embedding; "rope" only says that there is no learned table.
         position_embedding_type="rope",
@@ -244,6 +257,7 @@ def _build(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    return model if exchange is None else divide_vocabulary(model, exchange)
 
 
 @torch.no_grad()
@@ -265,16 +279,22 @@ def _load_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyT
     if config.tied_embeddings:
         # The last of several stages has a copy under this name.
         mapped["output_layer.weight"] = mapped["embedding.word_embeddings.weight"]
-    whole = _in_layout_of(own, mapped, config)
+    exchange = exchange_of(model)
+    group = parallel_state.get_model_parallel_group() if exchange is None else exchange.group
+    whole = _in_layout_of(own, mapped, config, group)
     whole = with_padding(whole, model.vocab_size)
     for name, weight in own.items():
-        share = _share(name, whole[name], tuple(weight.shape), *_tensor_parallel_place(name))
+        place = _place(name, exchange)
+        share = _share(name, whole[name], tuple(weight.shape), *place)
         with ReadSession() as session:
             weight.copy_(share.load(session))
 
 
 def _in_layout_of(
-    own: Collection[str], tensors: dict[str, LazyTensor], config: ModelConfig
+    own: Collection[str],
+    tensors: dict[str, LazyTensor],
+    config: ModelConfig,
+    group: dist.ProcessGroup,
 ) -> dict[str, LazyTensor]:
     """Whole tensors under the names of a live model.
 
@@ -282,6 +302,7 @@ def _in_layout_of(
         own: Names of the model's weights.
         tensors: All weights under Megatron's names, in the default layout.
         config: Of the model.
+        group: Ranks that share the model.
     """
     choices = MegatronLayout.recognise(own).choices
     named: dict[str, LazyTensor] = {}
@@ -289,28 +310,34 @@ def _in_layout_of(
     for norms in ("separate", "fused"):
         named |= laid_out_tensors(tensors, MegatronLayout(**{**choices, "norms": norms}), config)
     found = {name: named[name] for name in own}
-    used = _of_all_ranks(frozenset[str]().union(*(tensor.leaves for tensor in found.values())))
+    used = frozenset[str]().union(*(tensor.leaves for tensor in found.values()))
+    used = _of_all_ranks(used, group)
     unused = frozenset[str]().union(*(tensor.leaves for tensor in tensors.values())) - used
     assert not unused, f"the model has no place for {sorted(unused)}"
     return found
 
 
-def _of_all_ranks(names: frozenset[str]) -> frozenset[str]:
-    """Names on any of the ranks that share the model."""
-    group = parallel_state.get_model_parallel_group()
+def _of_all_ranks(names: frozenset[str], group: dist.ProcessGroup) -> frozenset[str]:
+    """Names on any rank of a group."""
     found: list[frozenset[str]] = [names] * group.size()
     if group.size() > 1:
         dist.all_gather_object(found, names, group=group)
     return frozenset[str]().union(*found)
 
 
-def _tensor_parallel_place(name: str) -> tuple[int, int]:
-    """This rank's number among those that share a weight, and how many they are."""
+def _place(name: str, exchange: TokenExchange | None) -> tuple[int, int]:
+    """This rank's number among those that share a weight, and how many they are.
+
+    With data-parallel attention, whose own weights are whole, it is that among those that divide
+    the others.
+    """
     if ".experts." in name:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
+    if exchange is not None:
+        return exchange.rank, exchange.size
     return (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),

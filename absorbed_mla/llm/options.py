@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
+# With data_parallel_attention.
+_DIVIDED = {
+    "pipeline_parallel_size": 1,
+    "decode_context_parallel": False,
+    "host_cache_tokens": 0,
+    "prefix_cache_dir": None,
+    "num_speculative_tokens": 0,
+    "parity": False,
+}
 # Tokens that the cache holds where no GPU's memory says how many fit.
 _CPU_CACHE_TOKENS = 2**16
 
@@ -56,6 +65,10 @@ class LLMOptions:
         decode_context_parallel: Whether the tensor-parallel processes share the cache, each with
             its part of every request's tokens, instead of having all of it: it holds
             ``tensor_parallel_size`` times the tokens in the same memory. Not with ``parity``.
+        data_parallel_attention: Whether each of the tensor-parallel processes has whole attention,
+            for requests and a cache of its own, and divides all other weights with the others.
+            ``max_num_seqs``, ``max_num_batched_tokens`` and ``cache_tokens`` are then those of each
+            process, which gets the requests that it has the least load for.
         prompt_logprobs: Whether requests may ask for log-probabilities of their prompts.
         num_speculative_tokens: Tokens that the checkpoint's MTP layer drafts per request and step;
             0 loads no MTP layer. Tokens generated are the same.
@@ -88,6 +101,7 @@ class LLMOptions:
     prefix_cache_bytes: int = 2**36
     enable_chunked_prefill: bool = True
     decode_context_parallel: bool = False
+    data_parallel_attention: bool = False
     prompt_logprobs: bool = False
     num_speculative_tokens: int = 0
     seed: int = 0
@@ -156,9 +170,25 @@ class LLMOptions:
             )
         if self.decode_context_parallel and self.tensor_parallel_size is not None:
             require_shares(self.tensor_parallel_size, 64)
+        if self.data_parallel_attention:
+            self._require_divided()
         for name in ("pipeline_parallel_size", "expert_parallel_size"):
-            if self.cuda_graphs and getattr(self, name) > 1:
+            alone = name == "expert_parallel_size" and self.data_parallel_attention
+            if self.cuda_graphs and getattr(self, name) > 1 and not alone:
                 raise ValueError(f"cuda_graphs needs {name} 1, got {getattr(self, name)}")
+
+    def _require_divided(self) -> None:
+        """Refuse what data-parallel attention does not go with."""
+        for name, accepted in _DIVIDED.items():
+            value = getattr(self, name)
+            if value != accepted:
+                raise ValueError(
+                    f"{name} must be {accepted!r} with data_parallel_attention, got {value!r}"
+                )
+        if self.tensor_parallel_size == 1:
+            raise ValueError(
+                "data_parallel_attention needs tensor_parallel_size of at least 2, got 1"
+            )
 
     def for_processes(self, count: int | None) -> LLMOptions:
         """These options with ``tensor_parallel_size`` set.

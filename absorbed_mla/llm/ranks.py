@@ -75,17 +75,33 @@ def join(
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
+            tensor_model_parallel_size=_of_attention(options),
             pipeline_model_parallel_size=options.pipeline_parallel_size,
             expert_model_parallel_size=ep,
             # All tensor-parallel ranks have experts, and no others.
             expert_tensor_parallel_size=tp // ep,
         )
     for name, found in (
-        ("tensor_parallel_size", parallel_state.get_tensor_model_parallel_world_size()),
+        ("tensor_parallel_size", _num_processes_of_layer(options)),
         ("pipeline_parallel_size", parallel_state.get_pipeline_model_parallel_world_size()),
         ("expert_parallel_size", parallel_state.get_expert_model_parallel_world_size()),
     ):
         if found != getattr(options, name):
             raise ValueError(f"{name} must be Megatron's {found}, got {getattr(options, name)}")
     return device
+
+
+def _of_attention(options: LLMOptions) -> int:
+    """Processes that share the attention of a layer."""
+    assert options.tensor_parallel_size is not None
+    return 1 if options.data_parallel_attention else options.tensor_parallel_size
+
+
+def _num_processes_of_layer(options: LLMOptions) -> int:
+    """Processes that share a layer, by Megatron's groups."""
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    if options.data_parallel_attention and tp == 1:
+        return parallel_state.get_expert_tensor_and_model_parallel_world_size()
+    return tp

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.generation.cuda_graphs import delete_graphs
 from absorbed_mla.generation.engine import Engine
@@ -201,7 +202,12 @@ def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
     shares = cache_shares() if options.decode_context_parallel else 1
     tokens = int(room * shares // all_block_bytes(model)) * BLOCK_SIZE
     least = torch.tensor(tokens, device=device)
-    groups = parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()
+    exchange = exchange_of(model)
+    groups = [
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        *([] if exchange is None else [exchange.group]),
+    ]
     for group in groups:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     if least < BLOCK_SIZE:

@@ -159,10 +159,14 @@ class ProcessRunner:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a method on every rank; returns what rank 0 returned."""
+        return self.each(name, [arguments] * self._world)[0]
+
+    def each(self, name: str, arguments: Sequence[tuple]) -> list[Any]:
+        """Call a method on every rank, with arguments of its own; returns the answers by rank."""
         self._require_alive()
         try:
-            for connection in self._connections:
-                self._send(connection, (name, arguments))
+            for connection, own in zip(self._connections, arguments, strict=True):
+                self._send(connection, (name, own))
             return self._collect()
         except BaseException:
             # Also after Ctrl-C: answers that are still on their way would be taken for later ones.
@@ -179,9 +183,9 @@ class ProcessRunner:
         except (BrokenPipeError, ConnectionResetError):
             self._die(self._connections.index(connection))
 
-    def _collect(self) -> Any:
-        """Wait for the answer of every rank; the first error is raised."""
-        answer = None
+    def _collect(self) -> list[Any]:
+        """Wait for the answers of all ranks; the first error is raised."""
+        answers: list[Any] = [None] * self._world
         missing = dict(zip(self._connections, range(self._world)))
         while missing:
             for connection in wait(list(missing)):
@@ -192,8 +196,8 @@ class ProcessRunner:
                     self._die(rank)
                 if kind == "error":
                     self._fail(value)
-                answer = value if rank == 0 else answer
-        return answer
+                answers[rank] = value
+        return answers
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise the error of a rank, unless it is the consequence of another rank's end."""

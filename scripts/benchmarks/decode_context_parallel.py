@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure decode steps of tensor-parallel ranks that share the cache, beside ranks that do not.
+"""Measure decode steps of a model over all processes: plain, with a shared cache, requests apart.
 
     $ torchrun --nproc-per-node 2 scripts/benchmarks/decode_context_parallel.py \
           --json docs/inference/decode-context-parallel-2.json
@@ -8,14 +8,18 @@
           --qk-pos-emb-head-dim 8 --v-head-dim 16 --heads 4 --ffn-hidden-size 64 --num-layers 2 \
           --vocab-size 128 --context 100,200 --batch 2,4 --steps 3 --num-cuda-graphs 0
 
-All processes are one tensor-parallel group. For every context and number of requests, Megatron's
-engine reads random prompts and decodes: first with all latents on every rank ("whole"), then with
-latents shared (EngineOptions.decode_context_parallel, "shared"). A row has the median time of a
-step, the rate, and the bytes of the cache of one rank. The note compares both with equally many
-requests, where the larger ratio says from which context on sharing is faster, and with the requests
-that fit into the same memory: with n ranks, n times as many shared ones (give --batch 32,64 on 2
-ranks). A request of 8k tokens in and 8k out holds 12k in the mean: --context 12k is its step.
-Output:
+For every context and number of requests, Megatron's engine reads random prompts and decodes, in
+three layouts of the same model:
+
+- tp: tensor parallelism, all latents on every rank;
+- shared: the same, each rank with its part of all latents (decode_context_parallel);
+- own: whole attention on each rank, for its part of the requests (data_parallel_attention).
+
+A row has the median time of a step, the rate of all ranks, and the bytes of the cache and of the
+weights of one rank. A table tells the fastest layout of each context and number of requests, and
+the rates with the requests that fit into the same memory: with n ranks, n times as many where
+latents are on one rank only (give --batch 32,64 on 2 ranks). A request of 8k tokens in and 8k out
+holds 12k in the mean: --context 12k is its step. Output:
 
     30.1 s  shared, 64 requests of 8k: step_ms 5.2, tokens_per_second 12300, cache_gib 0.6
 
@@ -40,7 +44,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import engine_model
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import DIMS, count, count_or_none, dims_of, parse_sizes
+from benchmarks.kit.arguments import (
+    DIMS,
+    count,
+    count_or_none,
+    dims_of,
+    list_of,
+    one_of,
+    parse_sizes,
+)
 from benchmarks.kit.generating import GeneratingBenchmark
 from benchmarks.kit.report import Report
 from benchmarks.kit.tables import tokens_text
@@ -55,23 +67,25 @@ if TYPE_CHECKING:
 WARM_UP = 3
 
 
+LAYOUTS = ("tp", "shared", "own")
+
+
 @dataclass(frozen=True)
 class Case:
     """Requests that decode together.
 
     Attributes:
-        shared: Whether ranks share the cache.
+        layout: Of the model; one of ``LAYOUTS``.
         context: Tokens of each prompt.
-        batch: Number of requests.
+        batch: Number of requests, of all ranks.
     """
 
-    shared: bool
+    layout: str
     context: int
     batch: int
 
     def __str__(self) -> str:
-        kind = "shared" if self.shared else "whole"
-        return f"{kind}, {self.batch} requests of {tokens_text(self.context)}"
+        return f"{self.layout}, {self.batch} requests of {tokens_text(self.context)}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ class Row:
         seconds: Median of a decode step.
         cache_bytes: Of the latents of one rank.
         cache_tokens: That these hold.
+        weight_bytes: Of the weights of one rank.
     """
 
     case: Case
@@ -91,6 +106,7 @@ class Row:
     seconds: float | None = None
     cache_bytes: int = 0
     cache_tokens: int = 0
+    weight_bytes: int = 0
 
 
 class SharedReport(Report):
@@ -106,24 +122,34 @@ class SharedReport(Report):
             "tokens_per_second": row.case.batch / row.seconds,
             "cache_gib": row.cache_bytes / 2**30,
             "bytes_per_token": row.cache_bytes / row.cache_tokens,
+            "weights_gib": row.weight_bytes / 2**30,
         }
 
     @classmethod
     def notes(cls, reports: Sequence[SharedReport]) -> list[str]:
-        """Rates of shared caches divided by those of whole ones."""
-        return ["\n".join(line for report in reports for line in report.ratios())]
+        """Which layout is fastest."""
+        return ["\n".join(line for report in reports for line in report.table())]
 
-    def ratios(self) -> list[str]:
-        """For equally many requests, and for as many as the same memory holds."""
+    def table(self) -> list[str]:
+        """Rates by context and number of requests, for equally many and in the same memory."""
         rates = {row.case: self.figures(row)["tokens_per_second"] for row in self.measured}
         ranks = self.environment["ranks"]
-        lines = []
-        for case, rate in rates.items():
-            for more, what in ((1, "as many requests"), (ranks, "the same memory")):
-                whole = rates.get(Case(False, case.context, case.batch // more))
-                if case.shared and whole and case.batch % more == 0:
-                    lines.append(f"{case}: {rate / whole:.2f} times the rate of {what}")
+        lines = [
+            f"| context | requests | {' | '.join(LAYOUTS)} | best | tp, 1/{ranks} of them |",
+            f"| --- | --- |{' ---: |' * len(LAYOUTS)} --- | ---: |",
+        ]
+        for context, batch in sorted({(case.context, case.batch) for case in rates}):
+            found = {layout: rates.get(Case(layout, context, batch)) for layout in LAYOUTS}
+            known = {layout: rate for layout, rate in found.items() if rate}
+            fewer = rates.get(Case("tp", context, batch // ranks)) if batch % ranks == 0 else None
+            cells = [tokens_text(context), str(batch), *map(_cell, found.values())]
+            cells += [max(known, key=lambda layout: known[layout]), _cell(fewer)]
+            lines.append(f"| {' | '.join(cells)} |")
         return lines
+
+
+def _cell(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.4g}"
 
 
 class SharedBenchmark(GeneratingBenchmark):
@@ -134,10 +160,7 @@ class SharedBenchmark(GeneratingBenchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.processes.size)
+        self._groups = ""
 
     @classmethod
     def add_options(cls, parser: Parser) -> None:
@@ -146,6 +169,8 @@ class SharedBenchmark(GeneratingBenchmark):
         arguments.add_common(
             parser, json=None, render=None, device=None, time_limit=480.0, seed=1234
         )
+        layouts = "what to measure, as above"
+        add("--layouts", type=list_of(one_of(LAYOUTS)), default=",".join(LAYOUTS), help=layouts)
         add("--context", type=parse_sizes, default="2k,8k,12k", help="tokens of a prompt")
         add("--batch", type=parse_sizes, default="32,64", help="requests that decode together")
         add("--steps", type=count, default=20, help="decode steps that are timed")
@@ -179,13 +204,15 @@ class SharedBenchmark(GeneratingBenchmark):
         )
 
     def cases(self) -> list[Case]:
-        """Shorter contexts first."""
+        """Shorter contexts first; those with other process groups last."""
         args = self.args
         return [
-            Case(shared, context, batch)
+            Case(layout, context, batch)
+            for groups in (("tp", "shared"), ("own",))
             for context in sorted(args.context)
             for batch in sorted(args.batch)
-            for shared in (False, True)
+            for layout in groups
+            if layout in args.layouts
         ]
 
     def measure(self, case: Case) -> Row:
@@ -193,28 +220,44 @@ class SharedBenchmark(GeneratingBenchmark):
         from absorbed_mla.generation.cuda_graphs import deleting_graphs
 
         with deleting_graphs(bool(self.args.num_cuda_graphs) and self.processes.on_gpu):
+            self._enter(case.layout)
             return self._measure(case)
+
+    def _enter(self, layout: str) -> None:
+        """Have Megatron's process groups of a layout."""
+        from megatron.core import parallel_state
+
+        groups = "own" if layout == "own" else "tp"
+        if groups == self._groups:
+            return
+        parallel_state.destroy_model_parallel()
+        size = self.processes.size
+        own = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": size}
+        parallel_state.initialize_model_parallel(
+            **own if groups == "own" else {"tensor_model_parallel_size": size}
+        )
+        self._groups = groups
 
     def _measure(self, case: Case) -> Row:
         from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
         from absorbed_mla.generation.engine import Engine
         from absorbed_mla.generation.options import EngineOptions
 
-        args = self.args
+        args, own = self.args, case.layout == "own"
         # The first requests decode while the prompts of the others are read.
         reading = case.batch * -(-case.context // args.step_tokens) + case.batch
         longest = case.context + reading + WARM_UP + args.steps + BLOCK_SIZE
         args.longest_prompt, args.longest_output, args.batch_invariant = longest, 0, False
         graphs = bool(args.num_cuda_graphs)
         model = engine_model.build(
-            engine_model.Case("ours", graphs), args, self.processes, self.processes.dtype
+            engine_model.Case("ours", graphs, own), args, self.processes, self.processes.dtype
         )
         options = EngineOptions(
             max_sequence_length=-(-longest // BLOCK_SIZE) * BLOCK_SIZE,
-            max_requests=case.batch,
+            max_requests=-(-case.batch // self.processes.size) if own else case.batch,
             step_tokens=args.step_tokens,
             prefix_caching=False,
-            decode_context_parallel=case.shared,
+            decode_context_parallel=case.layout == "shared",
             num_cuda_graphs=args.num_cuda_graphs or None,
         )
         with Engine(model, options) as engine:
@@ -226,6 +269,7 @@ class SharedBenchmark(GeneratingBenchmark):
             seconds=self.processes.maximum([median(seconds)])[0],
             cache_bytes=memory,
             cache_tokens=blocks * BLOCK_SIZE,
+            weight_bytes=sum(weight.nbytes for weight in model.parameters()),
         )
 
     def _decode(self, engine: Engine, case: Case, most: int) -> list[float]:
@@ -233,12 +277,15 @@ class SharedBenchmark(GeneratingBenchmark):
         from absorbed_mla.generation.sampling import SamplingParams
 
         words = Random(self.args.seed)
-        for _ in range(case.batch):
+        ranks, waiting = self.processes, set()
+        for number in range(case.batch):
             prompt = [words.randrange(self.args.vocab_size) for _ in range(case.context)]
-            engine.add_request(prompt, SamplingParams(max_tokens=most, temperature=0))
-        begun: set[int] = set()
-        while len(begun) < case.batch:
-            begun |= {one.number for one in engine.step() if one.tokens}
+            if case.layout != "own" or number % ranks.size == ranks.rank:
+                params = SamplingParams(max_tokens=most, temperature=0)
+                waiting.add(engine.add_request(prompt, params))
+        # Ranks with requests of their own take equally many steps.
+        while ranks.maximum([len(waiting)])[0]:
+            waiting -= {one.number for one in engine.step() if one.tokens}
         seconds = []
         for _ in range(WARM_UP + self.args.steps):
             self.processes.synchronize()

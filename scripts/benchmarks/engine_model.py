@@ -21,10 +21,13 @@ class Case:
     Attributes:
         implementation: ``"ours"`` or ``"standard"``, Megatron's MLASelfAttention.
         graphs: Whether steps are replayed from CUDA graphs.
+        divided: Whether attention is whole on every rank and the rest divided over Megatron's ranks
+            of experts.
     """
 
     implementation: str
     graphs: bool
+    divided: bool = False
 
     def __str__(self) -> str:
         return f"{self.implementation}, {'CUDA graphs' if self.graphs else 'eager'}"
@@ -42,6 +45,8 @@ def build(
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
+    from absorbed_mla.data_parallel_attention.exchange import TokenExchange
+    from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
     from absorbed_mla.generation.cuda_graphs import graph_fields, seed_generators
     from benchmarks.kit.layers import mla_config
 
@@ -62,13 +67,19 @@ def build(
         bias_activation_fusion=False,
     )
     seed_generators(args.seed, graphs=case.graphs)
+    spec, exchange = _spec(case, config, args.batch_invariant), None
+    if case.divided:
+        exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
+        spec = divide_layers(spec, exchange)
     model = GPTModel(
         config,
-        transformer_layer_spec=_spec(case, config, args.batch_invariant),
+        transformer_layer_spec=spec,
         vocab_size=args.vocab_size,
         max_sequence_length=args.longest_prompt + args.longest_output,
         position_embedding_type="rope",
     )
+    if exchange is not None:
+        divide_vocabulary(model, exchange)
     model.to(processes.device, dtype)
     with torch.no_grad():
         _fill(model, args.seed)

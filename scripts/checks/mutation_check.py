@@ -345,6 +345,56 @@ MUTATIONS = {
         "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
         "        pass",
     ),
+    "divided_mlp_summed_twice": Mutation(
+        "absorbed_mla/data_parallel_attention/mlp.py",
+        "        last.explicit_expert_comm = True",
+        "        pass",
+    ),
+    "divided_tokens_keep_their_padding": Mutation(
+        "absorbed_mla/data_parallel_attention/exchange.py",
+        "torch.cat([part[:count] for part, count in zip(parts, counts)])",
+        "parts.flatten(0, 1)[: sum(counts)]",
+    ),
+    "divided_vocabulary_in_the_order_of_tokens": Mutation(
+        "absorbed_mla/data_parallel_attention/exchange.py",
+        "found.transpose(0, 1).flatten(1)",
+        "found.reshape(counts[self.rank], -1)",
+    ),
+    "divided_embedding_of_foreign_tokens": Mutation(
+        "absorbed_mla/data_parallel_attention/vocabulary.py",
+        "found = found.masked_fill(elsewhere.unsqueeze(-1), 0)",
+        "pass",
+    ),
+    "divided_experts_with_all_probabilities": Mutation(
+        "absorbed_mla/data_parallel_attention/dispatcher.py",
+        "probs[:, own[0] : own[-1] + 1].T.flatten()",
+        "probs[:, : len(own)].T.flatten()",
+    ),
+    "divided_ranks_pad_steps_alone": Mutation(
+        "absorbed_mla/generation/host.py",
+        "use_mpu_process_groups(), ep=exchange.group)",
+        "use_mpu_process_groups())",
+    ),
+    "divided_prompt_tokens_by_rank": Mutation(
+        "absorbed_mla/inference/token_shares.py",
+        "return parts.transpose(0, 1).flatten(0, 2)",
+        "return parts.flatten(0, 2)",
+    ),
+    "divided_prompt_places_on_rank": Mutation(
+        "absorbed_mla/inference/token_shares.py",
+        "here = before + first - own.start",
+        "here = before",
+    ),
+    "divided_prompt_row_of_a_run": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        "yield QueryRun(row, first - start, place,",
+        "yield QueryRun(row, 0, place,",
+    ),
+    "front_forgets_what_was_generated": Mutation(
+        "absorbed_mla/llm/front.py",
+        "self._tokens[rank][number] += len(progress.tokens)",
+        "pass",
+    ),
     "inference_under_context_parallelism": Mutation(
         "absorbed_mla/attention.py",
         "cp_size=self.context_parallel.size",

@@ -10,13 +10,14 @@ from megatron.core import parallel_state
 
 from absorbed_mla import LLM, AbsorbedMLAOptions
 from absorbed_mla.generation.blocks import BLOCK_SIZE, pool_of
-from absorbed_mla.inference import interleaved
+from absorbed_mla.inference import attention, interleaved, token_shares
 from absorbed_mla.inference.backends.reference import ENTRY as REFERENCE
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.interleaved import InterleavedAttention, InterleavedPart
 from tests.support import needs, world
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.models import MIXED
 from tests.support.paged import PagedCase
 from tests.support.shares import by_shares, share
 
@@ -208,6 +209,51 @@ def test_under_context_parallelism(sizes):
     assert_same(found, alone())
 
 
+@pytest.mark.parametrize(
+    "sizes, form",
+    [
+        ({"cp": 2}, "absorbed"),
+        ({"cp": 2}, "expanded"),
+        ({"cp": 2}, "auto"),
+        ({"cp": 4}, "expanded"),
+        ({"tp": 2, "cp": 2}, "expanded"),
+        ({"tp": 2, "cp": 2, "sp": True}, "absorbed"),
+        ({"tp": 2, "cp": 2, "sp": True}, "expanded"),
+    ],
+    ids=str,
+)
+def test_prompts_divided_over_context_parallel_ranks(sizes, form, monkeypatch):
+    """In chunks and behind prefixes, each rank with some of the new tokens of all layers."""
+    sizes = dict(sizes)
+    sp = sizes.pop("sp", False)
+    if world.size() != sizes.get("tp", 1) * sizes["cp"]:
+        pytest.skip("needs as many processes")
+    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(interleaved, "_TOKEN_HEADS", 40)
+    # Rows of both forms beside each other, where the layer chooses.
+    monkeypatch.setattr(attention, "is_cheaper_expanded", lambda *_: _[-1][0] > 16)
+    fields = {"context_parallel_size": sizes["cp"], "sequence_parallel": sp}
+    parts = sizes["cp"] * (sizes.get("tp", 1) if sp else 1)
+    # What was cached is gathered in pieces, or together with the new tokens.
+    for chunk in (48, 4096)[: 1 + (form == "expanded")]:
+        with world.parallel(**sizes):
+            options = AbsorbedMLAOptions(form=form, context_chunk_size=chunk)
+            model = generating_model(options, **fields)
+            layer = Counting(model.decoder.layers[1].mlp)
+            found = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS, log_probs=True)
+        assert_same(found, alone())
+        assert layer.tokens.count(64 // parts) >= found.statistics.chunks > 4
+        assert max(layer.tokens) == 64 // parts
+
+
+class Counting:
+    """Notes how many tokens a module gets in each call."""
+
+    def __init__(self, module):
+        self.tokens: list[int] = []
+        module.register_forward_pre_hook(lambda _, inputs: self.tokens.append(len(inputs[0])))
+
+
 @needs.processes(2)
 def test_llm_of_a_live_model_under_context_parallelism():
     with world.parallel(cp=2):
@@ -245,3 +291,17 @@ def test_drafts_are_refused_under_context_parallelism():
         model = generating_model(context_parallel_size=2, mtp_num_layers=1)
         with pytest.raises(ValueError, match=r"num_speculative_tokens must be 0 .* got 1"):
             engine_of(model, num_speculative_tokens=1, **SHARED)
+
+
+@needs.processes(2)
+def test_divided_prompts_with_experts(monkeypatch):
+    """Context-parallel ranks have some of the experts each, and send them their own tokens."""
+    monkeypatch.setattr(token_shares, "LEAST_TOKENS", 1)
+    fields = {**MIXED, "moe_token_dispatcher_type": "alltoall"}
+    with world.parallel(cp=2, expert_model_parallel_size=2):
+        own = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+        model = generating_model(**fields, **own)
+        divided = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
+        monkeypatch.setattr(token_shares, "LEAST_TOKENS", 10**6)
+        whole = generate(engine_of(model, **CROWDED, **SHARED), REQUESTS[:5], log_probs=True)
+    assert_same(divided, whole)

@@ -127,6 +127,47 @@ def test_shared_cache(saved):
     assert generated(path, decode_context_parallel=True, max_num_batched_tokens=64) == expected
 
 
+@needs.processes(2, 4)
+@pytest.mark.parametrize(
+    "name, groups",
+    [("experts", 1), ("experts", 2), ("tied", 1), ("v3.2", 2), ("odd-vocabulary", 1)],
+)
+def test_data_parallel_attention(saved, name, groups):
+    """A front gives requests to the ranks, which have whole attention."""
+    path, expected = saved(name)
+    parts = world.size() // groups
+    options = {"data_parallel_attention": True, "expert_parallel_size": groups}
+    with world.parallel(tp=1, expert_model_parallel_size=groups, expert_tensor_parallel_size=parts):
+        assert generated(path, **options, max_num_batched_tokens=64) == expected
+
+
+@needs.processes(2)
+def test_data_parallel_attention_step_by_step(saved):
+    """Requests that are aborted or added meanwhile, a pause, and rounded latents."""
+    path, expected = saved("dense")
+    options = {"data_parallel_attention": True, "tensor_parallel_size": 2, "max_num_seqs": 1}
+    with world.parallel(tp=1, expert_tensor_parallel_size=2):
+        with LLM(path, **options) as llm:
+            for _ in range(2):
+                names = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+                found = [llm.step() for _ in range(3)]
+                llm.abort(names[2])
+                ended = {}
+                while llm.has_unfinished_requests():
+                    ended |= {one.request_id: one for one in llm.step() if one.finished}
+                assert [ended[name].outputs[0].finish_reason for name in names[:2]] == [
+                    "length"
+                ] * 2
+                assert token_ids(ended[name] for name in names[:2]) == expected[:2]
+                assert len(found[0]) == 2, "one request on each rank"
+                llm.require_no_leak()
+                llm.sleep()
+                llm.wake()
+        assert all(map(len, generated(path, data_parallel_attention=True, dtype="bfloat16")))
+        rounded = {"latent_cache_dtype": "fp8", "form": "absorbed"}
+        assert all(map(len, generated(path, data_parallel_attention=True, **rounded)))
+
+
 @pytest.fixture(scope="module")
 def drafting(folder):
     """A folder with an MTP layer, whose weights are random: few drafts are right."""

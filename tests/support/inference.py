@@ -49,6 +49,7 @@ class PagedStep:
     """
 
     ranks = None
+    shares = None
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from absorbed_mla.inference.index_keys import index_keys
 from absorbed_mla.inference.interleaved import InterleavedPart
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
+from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
 
 
@@ -60,7 +61,7 @@ class DynamicStep:
     Args:
         context: Megatron's, made from a config with ``cache_mla_latents``.
         layer_number: Of the layer among those of its pipeline stage, from 1.
-        tokens: Tokens of the forward, Megatron's padding included.
+        tokens: Tokens of the forward on this rank, Megatron's padding included.
         layer_offset: Number of layers before this pipeline stage.
 
     Raises:
@@ -77,7 +78,8 @@ class DynamicStep:
                 "DynamicInferenceContext must hold latents: set cache_mla_latents=True in the "
                 "config that the context is made from"
             )
-        if tokens != context.padded_active_token_count:
+        self.shares: TokenShares | None = getattr(context, "token_shares", None)
+        if tokens * (self.shares.size if self.shares else 1) != context.padded_active_token_count:
             raise ValueError(
                 f"hidden_states have {tokens} tokens, but the inference context scheduled "
                 f"{context.padded_active_token_count}; call its initialize_attention_state first, "
@@ -125,7 +127,11 @@ class DynamicStep:
         return self.context.gpu_view.token_to_position_in_request[:count].long()
 
     def pack(self, x: Tensor) -> Tensor:
-        """Nothing to do: the context packs tokens itself."""
+        """The context packs tokens itself; ranks may have some of them each."""
+        return x if self.shares is None else self.shares.gather(x)
+
+    def pack_queries(self, x: Tensor) -> Tensor:
+        """Nothing to do."""
         return x
 
     def unpack(self, x: Tensor) -> Tensor:

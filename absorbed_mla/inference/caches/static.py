@@ -64,6 +64,7 @@ class StaticStep:
     """
 
     ranks: CacheRanks | None = None
+    shares = None
 
     def __init__(
         self,
@@ -97,6 +98,8 @@ class StaticStep:
     def pack(self, x: Tensor) -> Tensor:
         """See :class:`InferenceStep`."""
         return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
+
+    pack_queries = pack
 
     def unpack(self, x: Tensor) -> Tensor:
         """See :class:`InferenceStep`."""

@@ -31,6 +31,7 @@ _NUMBERS = (
 _SWITCHES = (
     ("prompt-logprobs", "allow log-probabilities of prompts"),
     ("decode-context-parallel", "processes share the cache: as many times the tokens"),
+    ("data-parallel-attention", "each process has whole attention, for requests of its own"),
     ("parity", "equal tokens to the bit whatever runs beside a request; slower"),
     ("cuda-graphs", "capture decode steps as CUDA graphs"),
 )

@@ -32,6 +32,7 @@ class ToyStep:
 
     windowed = False
     ranks = None
+    shares = None
 
     def __init__(self, latents: dict[int, Tensor], layer: int, kv: Tensor) -> None:
         self.latents, self.layer = latents, layer
@@ -47,7 +48,7 @@ class ToyStep:
     def pack(self, x: Tensor) -> Tensor:
         return x
 
-    unpack = pack
+    pack_queries = unpack = pack
 
     def write(self, kv: Tensor) -> None:
         former = self.latents.get(self.layer, kv[:0])

@@ -33,6 +33,26 @@ def test_processes_of_two_stages(folder):
     assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in expected]
 
 
+@needs.no_gpu
+def test_processes_with_attention_of_their_own(folder):
+    """Sampled tokens do not depend on which process gets a request."""
+    prompts = [[1, 2, 3], list(range(70)), [4], list(range(100, 140)), [5, 6]]
+    params = SamplingParams(max_tokens=6, top_p=0.9)
+    options = {"tensor_parallel_size": 2, "data_parallel_attention": True, "max_num_seqs": 2}
+    with LLM(folder, **options) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        llm.require_no_leak()
+        done = llm.statistics()
+        # Nobody has anything to do meanwhile but one process.
+        [alone] = llm.generate(prompts[1:2], params.replace(seed=1), use_tqdm=False)
+    assert done.most_rows == 2 and done.steps > 12
+    with LLM(folder, max_num_seqs=2) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        [by_one] = llm.generate(prompts[1:2], params.replace(seed=1), use_tqdm=False)
+    assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in expected]
+    assert alone.outputs[0].token_ids == by_one.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     "given, count, expected",
     [

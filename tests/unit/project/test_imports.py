@@ -206,7 +206,7 @@ LEVELS = [
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
         *("offloading", "graph_capture"),
     },
-    {"kernels", "sequences", "options"},
+    {"kernels", "sequences", "options", "data_parallel_attention"},
     {"batch_invariant"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),

@@ -155,6 +155,7 @@ MISTAKES = {
     SharedCache: [
         ([], "a cache is shared by 2 or more processes, got 1"),
         (["--context", "0"], f"argument --context: {COUNT}"),
+        (["--layouts", "dp"], "expected some of tp, shared, own"),
         (["--num-cuda-graphs", "-1"], f"argument --num-cuda-graphs: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),
     ],

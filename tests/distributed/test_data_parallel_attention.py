@@ -1,0 +1,163 @@
+"""Whole attention on each rank, other weights divided: the tokens of one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.inference import utils as host_utils
+
+from absorbed_mla import LLM, AbsorbedMLAOptions
+from absorbed_mla.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.data_parallel_attention.model import (
+    divide_layers,
+    divide_vocabulary,
+    exchange_of,
+)
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support import needs, world
+from tests.support.divided import divided_model, divided_world
+from tests.support.engine import Request, engine_of, generate, generating_model, prompt
+from tests.support.models import MIXED
+
+pytestmark = needs.processes(2, 4)
+
+# Some share a block, and cross the end of another together; the others end at and around the end
+# of a block.
+REQUESTS = [
+    *(Request(prompt(122, seed, shared=70), 9) for seed in range(4)),
+    *(Request(prompt(length, length), 4) for length in (1, 2, 63, 64, 65)),
+]
+CROWDED = {
+    "step_tokens": 64,
+    "chunked_prefill": True,
+    "prefix_caching": True,
+    "blocks": 7,
+    "paused_blocks": 1,
+}
+MODELS = {
+    "dense": {},
+    "experts": MIXED,
+}
+
+
+def assert_same(found, expected, numbers):
+    assert len(found.results) == len(numbers)
+    for number, one in zip(numbers, found.results, strict=True):
+        other = expected.results[number]
+        assert not one.error, one.error
+        assert one.tokens == other.tokens, number
+        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
+
+
+@functools.cache
+def alone(name="dense"):
+    """What one process generates, with nothing but whole prompts."""
+    with world.parallel(tp=1):
+        return generate(engine_of(generating_model(**MODELS[name])), REQUESTS, log_probs=True)
+
+
+def of_rank(numbers, rank=None):
+    return [REQUESTS[number] for number in numbers[world.rank() if rank is None else rank]]
+
+
+# By rank, numbers of requests: equal loads, or one rank with most of them and one without any.
+EVEN = [[0, 4, 8], [1, 5], [2, 6], [3, 7]]
+UNEVEN = [[], [0, 1, 2, 3, 4, 5, 6], [7], [8]]
+
+
+@pytest.mark.parametrize("loads", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 1), ("experts", 2)])
+def test_crowded(name, experts, loads):
+    """Chunks, shared prefixes and a cache that is too small, on ranks of different loads."""
+    with divided_world(experts):
+        engine = engine_of(divided_model(**MODELS[name]), **CROWDED)
+        numbers = loads[world.rank()]
+        found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
+    assert_same(found, alone(name), numbers)
+    done = found.statistics
+    if len(numbers) > 3:
+        assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
+
+
+@pytest.mark.parametrize("name, experts", [("dense", 1), ("experts", 2)])
+def test_sizes_of_graphs(name, experts, monkeypatch):
+    """All ranks take a graph, for equally many tokens, or none does."""
+    fields = {"moe_pad_experts_for_cuda_graph_inference": True} if MODELS[name] else {}
+    steps = []
+    with divided_world(experts):
+        monkeypatch.setattr(host_utils, "moe_layer_cache", None)
+        model = divided_model(**MODELS[name], **fields)
+        engine = engine_of(model, num_cuda_graphs=4)
+
+        def note(module, inputs, output):
+            steps.append((module.exchange.tokens, engine.host.context.using_cuda_graph_this_step()))
+
+        model.embedding.word_embeddings.register_forward_hook(note)
+        numbers = UNEVEN[world.rank()]
+        found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
+    assert_same(found, alone(name), numbers)
+    padded = [tokens for tokens, graph in steps if graph]
+    assert all(min(tokens) == max(tokens) for tokens in padded)
+    assert len(padded) > 4 and len(steps) > len(padded)
+    others = [None] * world.size()
+    dist.all_gather_object(others, steps)
+    assert others == [steps] * world.size()
+
+
+def test_llm_of_a_live_model():
+    """Each rank has prompts of its own, and waits for the others at the end."""
+    with divided_world():
+        numbers = UNEVEN[world.rank()][:2]
+        with LLM.from_model(divided_model(), max_model_len=256, max_num_seqs=4) as llm:
+            prompts = [list(REQUESTS[i].prompt) for i in numbers]
+            params = [REQUESTS[i].sampling() for i in numbers]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+    expected = alone("dense").tokens
+    assert [one.outputs[0].token_ids for one in outputs] == [expected[i] for i in numbers]
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3, 3), (0, 2, 5, 1), (4, 0, 0, 0)], ids=str)
+def test_exchange(counts):
+    """Rows of every rank, and sums for every rank, in their order and without padding."""
+    exchange = TokenExchange(world.tp_group())
+    rank, size = exchange.rank, exchange.size
+    counts = counts[:size]
+    assert exchange.counts(counts[rank]) == list(counts)
+    whole = torch.arange(2.0 * sum(counts)).view(-1, 2)
+    own = whole.split(counts)[rank]
+    assert torch.equal(exchange.gather(own, counts), whole)
+    assert torch.equal(exchange.sum_own(whole * (rank + 1), counts), own * sum(range(size + 1)))
+    of_ranks = torch.cat([own + 100 * other for other in range(size)], 1)
+    assert torch.equal(exchange.join_own(whole + 100 * rank, counts), of_ranks)
+
+
+def test_refused():
+    with divided_world():
+        model = divided_model()
+        exchange = exchange_of(model)
+        for options, error in (
+            ({"num_speculative_tokens": 1}, "num_speculative_tokens must be 0 with data-parallel"),
+            ({"host_cache_tokens": 64}, "host_cache_tokens must be 0 with .* got 64"),
+            ({"prefix_cache_dir": "x", "prefix_caching": True}, "prefix_cache_dir must be None"),
+        ):
+            with pytest.raises(ValueError, match=error):
+                engine_of(model, **options)
+        with pytest.raises(ValueError, match=r"batch_invariant .* must be False"):
+            engine_of(divided_model(AbsorbedMLAOptions(batch_invariant=True)))
+        with pytest.raises(ValueError, match="is for inference"):
+            model.train()(torch.zeros(1, 2, dtype=torch.long), torch.arange(2)[None], None)
+        with pytest.raises(ValueError, match="moe_shared_expert_overlap must be False"):
+            divided_model(
+                **MIXED, moe_shared_expert_overlap=True, moe_token_dispatcher_type="alltoall"
+            )
+        with pytest.raises(ValueError, match=r"vocab_size must be a multiple of .* got 63"):
+            model.vocab_size = 63
+            divide_vocabulary(model, exchange)
+    block = get_absorbed_mla_decoder_block_spec(model.config, backend="local")
+    with pytest.raises(ValueError, match="tensor_model_parallel_size must be 1 with"):
+        divide_layers(block, exchange)
+    with world.parallel(tp=1), pytest.raises(ValueError, match="expert_tensor_parallel_size must"):
+        divide_layers(block, exchange)
