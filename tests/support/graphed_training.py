@@ -110,7 +110,6 @@ def _capture_by_transformer_engine(wrapped: DistributedDataParallel, tokens: int
     try:
         helper = cuda_graphs.TECudaGraphHelper([wrapped], wrapped.config, tokens, BATCH)
         helper.create_cudagraphs()
-        helper.cuda_graph_set_manual_hooks()
     finally:
         microbatches.unset_num_microbatches_calculator()
 
