@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checks.performance.decoding import decode_rows
+from checks.performance.latent import latent_rows
 from checks.performance.layers import FLASH_4, PYTORCH, core_rows, fp8_rows, layer_rows
 from checks.performance.rings import ring_rows
 from checks.performance.row import Row
+from checks.performance.serving import serving_rows
 from checks.performance.sparse import sparse_decode_rows, sparse_layer_rows, sparse_rows
 from checks.performance.training import pretraining_rows
 
@@ -127,6 +129,12 @@ SECTIONS = (
         drawn=({"tokens": (8 * K,), "heads": (128,), "peer": (FLASH_4, PYTORCH)},),
     ),
     Section(
+        "Attention over the latent, forward",
+        ("attention/latent.json", "remeasured/latent-before.json"),
+        latent_rows,
+        drawn=({"tokens": (8 * K,), "heads": (128,)},),
+    ),
+    Section(
         "Context parallelism, layer, forward and backward",
         (
             "context-parallel/h200-x2.json",
@@ -169,6 +177,12 @@ SECTIONS = (
                 "block_size": (64,),
             },
         ),
+    ),
+    Section(
+        "LLM, 4 dense and 4 MoE layers, requests x prompt/output",
+        ("generation/serving.json",),
+        serving_rows,
+        drawn=({"requests": (128,)},),
     ),
     Section(
         "Sparse attention over 2k chosen keys",

@@ -10,7 +10,7 @@ import pytest
 
 from checks import performance_table
 from checks.docs_tables import DOCS
-from checks.performance import decoding, layers, plot, rings, sparse, tables
+from checks.performance import decoding, latent, layers, plot, rings, serving, sparse, tables
 from checks.performance.row import Row
 from checks.performance.sections import SECTIONS, Measured, Section
 
@@ -194,6 +194,44 @@ class TestReaders:
         file = written(tmp_path / "a.json", cases, names)
         found = {("8 requests up to 8k, one long, 16 heads", "FlashAttention-3"): 1.5}
         assert ratios(decoding.decode_rows(file)) == found
+
+    def test_latent(self, tmp_path):
+        """Calls that are queued and calls that are waited for are rows of their own."""
+        cases = {
+            ("forward", 16, 8192, name): {"times": times(a), "called": times(b)}
+            for name, a, b in (("ours, hopper", 3, 8), ("FlashAttention-3", 2, 4))
+        }
+        cases[("forward", 16, 8192, "ours, triton")] = {"times": times(9), "called": times(9)}
+        cases[("backward", 16, 8192, "ours, hopper")] = {"times": times(9), "called": times(9)}
+        file = written(tmp_path / "a.json", cases, ("work", "heads", "tokens", "implementation"))
+        found = {"forward, 16 heads, 8k, queued": 1.5, "forward, 16 heads, 8k, called": 2.0}
+        assert {
+            name: ratio for (name, _), ratio in ratios(latent.latent_rows(file)).items()
+        } == found
+
+    def test_serving(self, tmp_path):
+        """Rates of prompts and times of steps; a row that the peer lacks is left out."""
+        sizes = [{"requests": n, "prompt": 1024, "output": 256} for n in (1, 32)]
+        figures = {"prefill_tokens_per_second": 1024.0, "step_ms": 6.0}
+        theirs = {"prefill_tokens_per_second": 4096.0, "step_ms": 3.0}
+        rows = [
+            ("ours", sizes[0], figures),
+            ("vllm", sizes[0], theirs),
+            ("ours", sizes[1], figures),
+        ]
+        content = {
+            "environment": {},
+            "rows": [
+                {"case": {"implementation": name, "size": size, "temperature": 0.0}, **more}
+                for name, size, more in rows
+            ],
+        }
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps(content))
+        assert ratios(serving.serving_rows(file)) == {
+            ("1k of prompts, 1 x 1k/256", "vLLM"): 4.0,
+            ("decode step, 1 x 1k/256", "vLLM"): 2.0,
+        }
 
 
 class TestChoice:
