@@ -139,7 +139,12 @@ class StepsBenchmark(GeneratingBenchmark):
         add("--modes", type=list_of(one_of(MODES)), default="default,parity", help="to compare")
         add("--loops", type=list_of(one_of(LOOPS)), default="megatron,loop", help="to compare")
         add("--batch", type=parse_sizes, default="1,32,128", help="requests that run together")
-        add("--draws", type=list_of(one_of(tuple(DRAWS))), default="greedy,sampled", help="how")
+        add(
+            "--draws",
+            type=list_of(one_of(tuple(DRAWS))),
+            default="greedy,sampled",
+            help="how tokens are chosen",
+        )
         add("--prompt", type=count, default=100, help="tokens of each prompt")
         add("--steps", type=count, default=50, help="decode steps that are timed")
         add("--num-layers", type=count, default=4, help="decoder layers of the model")

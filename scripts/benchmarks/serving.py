@@ -51,7 +51,7 @@ from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report
 from benchmarks.kit.run import Benchmark
 from benchmarks.kit.tables import markdown_table, tokens_text
-from benchmarks.served import profile
+from benchmarks.served import profiling
 from benchmarks.served.burst import Burst
 from benchmarks.served.contenders import (
     IMPLEMENTATIONS,
@@ -240,10 +240,10 @@ class ServingBenchmark(Benchmark):
         self._logs.mkdir(parents=True, exist_ok=True)
         model = args.model or work / "model"
         begin = time.monotonic()
-        # Before anything uses the GPU: it forks.
+        self._device = arguments.use_device(args.device)
+        # Before anything is computed on the GPU: it forks.
         write_model(model, _choice(args))
         self._write_seconds = time.monotonic() - begin
-        self._device = arguments.use_device(args.device)
         self._config = read_config(model)
         self._settings = settings(args, self._config, model, self._device)
         self._running: dict[str, Contender] = {}
@@ -386,7 +386,7 @@ class ServingBenchmark(Benchmark):
             self._start(self.cases()[0].implementation)
             return super()._run()
         with self._stack:
-            profile.write(
+            profiling.write(
                 self.args.profile,
                 self._settings,
                 self._config["vocab_size"],

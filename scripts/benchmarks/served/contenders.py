@@ -115,8 +115,8 @@ class Worker(Contender):
     """An engine that is driven step by step in another process (``worker.py``)."""
 
     def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
-        module = ["-m", "benchmarks.served.worker", name, settings.text()]
-        super().__init__(name, [sys.executable, "-P", *module], log, vllm, pipes=True)
+        work = ["-c", "from benchmarks.served.worker import main; main()", name, settings.text()]
+        super().__init__(name, [sys.executable, "-P", *work], log, vllm, pipes=True)
 
     def run(self, burst: Burst, limit: float) -> dict[str, Any]:
         """See :class:`Contender`."""

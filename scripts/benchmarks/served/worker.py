@@ -1,6 +1,6 @@
 """A process with one engine: reads bursts from stdin, one JSON a line, and answers with figures.
 
-Usage: python -m benchmarks.served.worker NAME SETTINGS, with the settings as JSON.
+Its arguments are the engine's name and the settings as JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from benchmarks.served.engines import ENGINES, run
 from benchmarks.served.settings import Settings
 
 
-def main(name: str, settings: str) -> None:
+def main() -> None:
     """Serve bursts until stdin ends."""
+    [name, settings] = sys.argv[1:]
     # Whatever libraries print goes to the log.
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
@@ -30,7 +31,3 @@ def main(name: str, settings: str) -> None:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(answer), file=answers)
         engine.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

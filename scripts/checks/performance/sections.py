@@ -130,7 +130,7 @@ SECTIONS = (
     ),
     Section(
         "Attention over the latent, forward",
-        ("attention/latent.json", "remeasured/latent-before.json"),
+        ("kernels/latent.json", "kernels/latent-before.json"),
         latent_rows,
         drawn=({"tokens": (8 * K,), "heads": (128,)},),
     ),

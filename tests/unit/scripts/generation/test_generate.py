@@ -86,14 +86,14 @@ class TestOutput:
     def test_text_grows(self, run):
         """Tokens are written as they come, not at the end."""
         sizes = []
-        step = DynamicInferenceEngine.step_modern
+        step = Engine.step
 
         def watched(engine):
             sys.stdout.flush()
             sizes.append(sys.stdout.buffer.tell())
             return step(engine)
 
-        with mock.patch.object(DynamicInferenceEngine, "step_modern", watched):
+        with mock.patch.object(Engine, "step", watched):
             run("--prompt", "def f(", "--num-tokens-to-generate", 20, "--greedy", "--ignore-eos")
         assert len(set(sizes)) > 5
 

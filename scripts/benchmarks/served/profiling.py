@@ -1,7 +1,7 @@
 """Where the time of our decode steps goes: on the host by function, on the GPU by kernel.
 
 The engine runs in the process that is profiled, not in one of its own as ``LLM`` has it, so that
-its functions are seen. Usage: python -m benchmarks.served.profile WORK, with the work as JSON.
+its functions are seen.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ def write(
     scripts = Path(__file__).resolve().parents[2]
     path = [os.environ.get("PYTHONPATH", ""), str(scripts), str(scripts.parent)]
     variables = {**ALONE, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, "-P", "-m", "benchmarks.served.profile", json.dumps(work)]
+    program = "from benchmarks.served.profiling import main; main()"
+    command = [sys.executable, "-P", "-c", program, json.dumps(work)]
     if run_to_log(command, log, _LIMIT, variables):
         raise ValueError("the profile failed: " + " | ".join(log.read_text().splitlines()[-4:]))
     print(file.read_text())
 
 
-def main(work: str) -> None:
-    """Profile in this process."""
-    given = json.loads(work)
+def main() -> None:
+    """Profile in this process; its argument is the work as JSON."""
+    given = json.loads(sys.argv[1])
     settings = Settings.read(given["settings"])
     engine, parts = Ours(settings), []
     for requests in settings.sizes:
@@ -134,7 +135,3 @@ def _kernels(step: Callable[[], object], steps: int) -> str:
     busy = sum(one.self_device_time_total for one in found if one.device_type.name == "CUDA")
     rows = found.table(sort_by="self_cuda_time_total", row_limit=_KERNELS, max_name_column_width=90)
     return f"GPU: {busy / steps / 1e3:.3f} ms of kernels each step\n{rows}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
