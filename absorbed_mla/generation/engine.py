@@ -293,7 +293,9 @@ class Engine:
             return None
         config = self.model.config
         graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
-        graphs = graphs and torch.cuda.is_available()
+        # Collectives in a graph of a whole step have not been tried.
+        alone = parallel_state.get_model_parallel_group().size() == 1
+        graphs = graphs and alone and torch.cuda.is_available()
         return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs)
 
     def reseed(self, seed: int) -> None:
