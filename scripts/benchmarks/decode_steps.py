@@ -37,7 +37,7 @@ from benchmarks import engine_model
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, list_of, one_of, parse_sizes
 from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report
+from benchmarks.kit.report import Report, measured_fields
 from console.parser import Parser
 from console.script import leave
 
@@ -108,8 +108,7 @@ class StepsReport(Report):
 
     def figures(self, row: Row) -> dict[str, float]:
         """All that were measured."""
-        fields = {k: v for k, v in dataclasses.asdict(row).items() if k not in ("case", "error")}
-        return {name: value for name, value in fields.items() if value is not None}
+        return measured_fields(row)
 
 
 class StepsBenchmark(GeneratingBenchmark):

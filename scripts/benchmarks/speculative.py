@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, count, dims_of, parse_sizes
 from benchmarks.kit.generating import GeneratingBenchmark
-from benchmarks.kit.report import Report
+from benchmarks.kit.report import Report, measured_fields
 from console.parser import Parser
 from console.script import leave
 
@@ -99,10 +99,6 @@ class SpeculativeReport(Report):
 
     row = Row
 
-    def as_json(self, row: Row) -> dict:
-        """All fields."""
-        return dataclasses.asdict(row)
-
     def summary(self) -> dict:
         """The whole file."""
         rows = [self.as_json(row) for row in self.rows]
@@ -110,8 +106,7 @@ class SpeculativeReport(Report):
 
     def figures(self, row: Row) -> dict[str, float]:
         """All that were measured."""
-        fields = {k: v for k, v in dataclasses.asdict(row).items() if k not in ("case", "error")}
-        return {name: value for name, value in fields.items() if value is not None}
+        return measured_fields(row)
 
 
 class SpeculativeBenchmark(GeneratingBenchmark):

@@ -44,6 +44,12 @@ def reason(error: BaseException) -> str:
     return shortened(text, 1000)
 
 
+def measured_fields(row: Any) -> dict[str, float]:
+    """What a row has measured, by field; those that are None are left out."""
+    fields = {k: v for k, v in asdict(row).items() if k not in ("case", "error")}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 @dataclass
 class Report:
     """One run of a benchmark.
