@@ -6,6 +6,7 @@ import argparse
 import time
 
 import pytest
+import torch.distributed as dist
 
 from checks.recipes import table
 from checks.recipes.compare import Comparison
@@ -20,9 +21,17 @@ NAMES = ("plain TP", "Megatron-FSDP, optim_grads_params", "HybridModel, TP", "ge
 
 
 class Ranks(OneRank):
-    """The errors of this rank only: its figures are enough for a test."""
+    """The figures of this rank only are enough for a test.
+
+    Errors are every rank's: one that fails alone would be in another collective than the others.
+    """
 
     size = world.size()
+
+    def first_error(self, error: str) -> str:
+        errors: list[str] = [""] * self.size
+        dist.all_gather_object(errors, error)
+        return next((f"rank {rank}: {one}" for rank, one in enumerate(errors) if one), "")
 
 
 @pytest.fixture(scope="module")

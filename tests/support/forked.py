@@ -187,7 +187,18 @@ def main(arguments: list[str]) -> int:
     if serving:
         return serve() or 0
     ranks, *argv = arguments
-    return int(any(code != 0 for code in run(Job(argv=argv, ranks=int(ranks)))))
+    codes = run(Job(argv=argv, ranks=int(ranks)))
+    for rank, code in enumerate(codes):
+        if code is None or code < 0:
+            print(f"[rank {rank}] {_end_of(code)}", file=sys.stderr)
+    return int(any(codes) or None in codes)
+
+
+def _end_of(code: int | None) -> str:
+    """What ended a rank that did not exit by itself; the other ranks only see it gone."""
+    if code is None:
+        return "was killed, because it went on after another rank had failed"
+    return f"was ended by {signal.Signals(-code).name}"
 
 
 if __name__ == "__main__":
