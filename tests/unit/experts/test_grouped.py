@@ -40,6 +40,8 @@ def test_rows(tokens, first, count):
     assert rows.ends.tolist() == ends and rows.ends.dtype == torch.int32
     x = torch.randn(tokens, 4)
     assert torch.equal(rows.summed(rows.tokens_of(x)), x + x)
+    kept = rows.without_others(torch.full((2 * tokens, 3), torch.nan))
+    assert kept.isnan().all(1).sum() == len(own) and not kept[len(own) :].any()
     values = torch.randn(tokens, 2)
     assert torch.equal(rows.choices_of(values)[rows.places], values)
 
