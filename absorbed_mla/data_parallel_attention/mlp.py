@@ -14,6 +14,8 @@ from torch import Tensor
 
 from absorbed_mla.data_parallel_attention.dispatcher import LocalDispatcher
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
+from absorbed_mla.experts.dispatcher import GroupedDispatcher
+from absorbed_mla.experts.experts import GroupedExperts
 
 
 class DividedMLP(MLP):
@@ -81,8 +83,9 @@ class DividedMoE(MoELayer):
             config, pg_collection=with_groups(pg_collection, tp=exchange.group), **host
         )
         self.exchange = exchange
+        grouped = isinstance(self.experts, GroupedExperts)
         # It finds this rank's experts among all tokens, which are here already.
-        self.token_dispatcher = LocalDispatcher(
+        self.token_dispatcher = (GroupedDispatcher if grouped else LocalDispatcher)(
             self.num_local_experts,
             self.local_expert_indices,
             config=config,

@@ -31,16 +31,17 @@ def graph_fields(scope: str | None) -> dict[str, object]:
     }
 
 
-def model_fields(num_experts: int | None) -> dict[str, object]:
+def model_fields(pads_experts: bool) -> dict[str, object]:
     """Fields of Megatron's model config for one graph per layer.
 
     Args:
-        num_experts: Of the model's MoE layers; None or 0 if it has none.
+        pads_experts: Whether the model has MoE layers whose experts are not grouped
+            (``absorbed_mla.experts``).
     """
     # With room for every token of a step in every expert, no size depends on the routing.
     return {
         **graph_fields("layer"),
-        "moe_pad_experts_for_cuda_graph_inference": bool(num_experts),
+        "moe_pad_experts_for_cuda_graph_inference": pads_experts,
     }
 
 
@@ -57,19 +58,19 @@ def require_model_fields(config: TransformerConfig) -> None:
         )
 
 
-def engine_fields(num_graphs: int | None, num_experts: int | None) -> dict[str, object]:
+def engine_fields(num_graphs: int | None, pads_experts: bool) -> dict[str, object]:
     """Fields of Megatron's ``InferenceConfig``.
 
     Args:
         num_graphs: Numbers of tokens to capture steps for; None for no graphs.
-        num_experts: As in :func:`model_fields`.
+        pads_experts: As in :func:`model_fields`.
     """
     if num_graphs is None:
         return {}
     # In a prefill, experts with room for every token would mostly compute padding.
     return {
         "num_cuda_graphs": num_graphs,
-        "use_cuda_graphs_for_non_decode_steps": not num_experts,
+        "use_cuda_graphs_for_non_decode_steps": not pads_experts,
     }
 
 

@@ -203,7 +203,7 @@ class EngineOptions:
             "enable_prefix_caching": self.prefix_caching,
             "materialize_only_last_token_logits": not self.prompt_logprobs,
             "num_speculative_tokens": self.num_speculative_tokens,
-            **engine_fields(self.num_cuda_graphs, config.num_moe_experts),
+            **engine_fields(self.num_cuda_graphs, config.moe_pad_experts_for_cuda_graph_inference),
         }
         if self.prefix_cache_dir is not None:
             fields["prefix_caching_eviction_policy"] = _LRU

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -25,9 +26,12 @@ from absorbed_mla.data_parallel_attention.model import (
     divide_vocabulary,
     exchange_of,
 )
+from absorbed_mla.experts.layer import group_experts
+from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.whole_names import whole_names
+from absorbed_mla.log_once import log_once
 from absorbed_mla.options import AbsorbedMLAOptions
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
@@ -45,6 +49,7 @@ from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec
 
+_logger = logging.getLogger(__name__)
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 # Kernels that need apex or a CUDA extension, and the RoPE fusion that MLA refuses.
 _FUSED_PARTS = (
@@ -152,12 +157,13 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
         config = dataclasses.replace(config, mtp_layers=0)
     dtype = model_dtype(options, checkpoint)
     args = to_megatron_args(config, dtype=dtype)
+    grouped = _groups_experts(config, options, device, dtype)
     try:
-        megatron_config = _megatron_config(args, config, options, device)
+        megatron_config = _megatron_config(args, config, options, device, grouped)
     except AssertionError as error:
         raise ValueError(f"Megatron refuses these options: {error}") from error
     seed_generators(options.seed, graphs=options.cuda_graphs)
-    model = _build(megatron_config, args, config, options).to(device)
+    model = _build(megatron_config, args, config, options, grouped).to(device)
     if dtype != torch.float32:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         model = Float16Module(megatron_config, model).module
@@ -165,8 +171,31 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     return model.eval()
 
 
+def _groups_experts(
+    config: ModelConfig, options: LLMOptions, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether the model's experts are computed together; logs what was taken."""
+    if not config.num_experts:
+        return False
+    parts = parallel_state.get_expert_tensor_parallel_world_size()
+    widths = {
+        "hidden_size": config.hidden_size,
+        "a rank's channels of an expert": config.moe_ffn_hidden_size // parts,
+    }
+    why_not = why_not_grouped(device, dtype, widths)
+    if options.parity:
+        why_not = "in parity mode every expert's product is batch-invariant by itself"
+    how = "one after the other" if why_not else "grouped"
+    log_once(_logger, f"experts are computed {how}", why_not or "")
+    return why_not is None
+
+
 def _megatron_config(
-    args: argparse.Namespace, config: ModelConfig, options: LLMOptions, device: torch.device
+    args: argparse.Namespace,
+    config: ModelConfig,
+    options: LLMOptions,
+    device: torch.device,
+    grouped: bool,
 ) -> MLATransformerConfig:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
@@ -191,7 +220,9 @@ def _megatron_config(
         **dict.fromkeys(_FUSED_PARTS, False),
     }
     if options.cuda_graphs:
-        fields |= model_fields(args.num_experts)
+        # Megatron insists on padding where ranks have their own experts; grouped ones ignore it.
+        padded = not grouped or options.expert_parallel_size > 1
+        fields |= model_fields(bool(args.num_experts) and padded)
     return MLATransformerConfig(**fields)
 
 
@@ -225,6 +256,7 @@ def _build(
     args: argparse.Namespace,
     config: ModelConfig,
     options: LLMOptions,
+    grouped: bool,
 ) -> GPTModel:
     attention = AbsorbedMLAOptions(
         form=options.form,
@@ -245,6 +277,9 @@ def _build(
     if options.data_parallel_attention:
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
         spec, parts = divide_layers(spec, exchange), exchange.size
+    if grouped:
+        spec = group_experts(spec)
+        drafting = drafting and group_experts(drafting)
     model = GPTModel(
         megatron_config,
         transformer_layer_spec=spec,

@@ -41,6 +41,20 @@ class Mutation:
 
 
 MUTATIONS = {
+    "grouped_experts_places": Mutation(
+        "absorbed_mla/experts/rows.py",
+        "scatter_(0, choices, numbers[: len(choices)])",
+        "scatter_(0, numbers[: len(choices)], choices)",
+    ),
+    "grouped_experts_ends": Mutation(
+        "absorbed_mla/experts/rows.py", "right=True, out_int32=True", "out_int32=True"
+    ),
+    "grouped_experts_of_other_ranks": Mutation(
+        "absorbed_mla/experts/dispatcher.py", "rows.without_others(hidden_states)", "hidden_states"
+    ),
+    "grouped_experts_unstacked": Mutation(
+        "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"
+    ),
     "fp8_scale_of_first_group": Mutation(
         "absorbed_mla/kernels/paged/forward.py", "* scales[:, :, None]", "* scales[:, :1, None]"
     ),

@@ -115,7 +115,7 @@ def load_model(args: argparse.Namespace, model: ModelPreset, device: torch.devic
     Raises:
         ValueError: If the checkpoint does not hold this model, or Megatron refuses the options.
     """
-    graphs = model_fields(model.num_moe_experts) if args.cuda_graphs else {}
+    graphs = model_fields(bool(model.num_moe_experts)) if args.cuda_graphs else {}
     config = build_config(args, model, device, **graphs)
     if args.cuda_graphs:
         seed_generators(args.seed, graphs=True)

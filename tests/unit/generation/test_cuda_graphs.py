@@ -19,8 +19,8 @@ EXPERTS = {**MIXED, "moe_token_dispatcher_type": "alltoall"}
     [
         (graph_fields(None), {}, ("none", Scope.none, False)),
         (graph_fields("block"), {}, ("local", Scope.block, False)),
-        (model_fields(None), {}, ("local", Scope.layer, False)),
-        (model_fields(4), EXPERTS, ("local", Scope.layer, True)),
+        (model_fields(False), {}, ("local", Scope.layer, False)),
+        (model_fields(True), EXPERTS, ("local", Scope.layer, True)),
     ],
 )
 def test_of_the_model(fields, changes, expected):
@@ -30,8 +30,8 @@ def test_of_the_model(fields, changes, expected):
 
 
 def test_of_the_engine():
-    """With experts, only steps without a prefill: most of their room would be padding."""
-    assert engine_fields(None, 4) == {}
-    assert engine_fields(5, None)["num_cuda_graphs"] == 5
-    assert engine_fields(5, None)["use_cuda_graphs_for_non_decode_steps"]
-    assert not engine_fields(5, 4)["use_cuda_graphs_for_non_decode_steps"]
+    """Where experts are padded, only steps without a prefill: most of it would be padding."""
+    assert engine_fields(None, True) == {}
+    assert engine_fields(5, False)["num_cuda_graphs"] == 5
+    assert engine_fields(5, False)["use_cuda_graphs_for_non_decode_steps"]
+    assert not engine_fields(5, True)["use_cuda_graphs_for_non_decode_steps"]

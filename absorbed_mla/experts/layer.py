@@ -1,0 +1,90 @@
+"""Megatron's MoE layer with grouped experts, and specs of layers that have it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from absorbed_mla.experts.dispatcher import GroupedDispatcher
+from absorbed_mla.experts.experts import GroupedExperts
+from absorbed_mla.experts.router import ChoosingRouter
+
+Block = TypeVar("Block")
+
+
+class GroupedMoE(MoELayer):
+    """Megatron's mixture of experts, with :class:`GroupedExperts` and what belongs to them.
+
+    Args:
+        config: Of the model.
+        pg_collection: Process groups; None takes Megatron's.
+        host: The other arguments of Megatron's layer.
+
+    Raises:
+        ValueError: If shared experts are to overlap an exchange, or data-parallel ranks share
+            experts.
+    """
+
+    def __init__(
+        self, config: Any, *, pg_collection: ProcessGroupCollection | None = None, **host: Any
+    ) -> None:
+        if config.moe_shared_expert_overlap:
+            raise ValueError("moe_shared_expert_overlap must be False for grouped experts")
+        groups = pg_collection or get_default_pg_collection()
+        if groups.tp_ep.size() not in (1, groups.tp.size()):
+            raise ValueError(
+                "expert_model_parallel_size x expert_tensor_parallel_size must be 1 or the "
+                f"{groups.tp.size()} tensor-parallel ranks for grouped experts, got "
+                f"{groups.tp_ep.size()}"
+            )
+        super().__init__(config, pg_collection=groups, **host)
+        self.token_dispatcher = GroupedDispatcher(
+            self.num_local_experts, self.local_expert_indices, config, groups
+        )
+
+
+def group_experts(block: Block) -> Block:
+    """The spec of a decoder or MTP block whose experts are grouped, for inference.
+
+    Args:
+        block: With the field ``layer_specs``; experts are Megatron's ``SequentialMLP``.
+    """
+    for i, layer in enumerate(block.layer_specs):
+        block.layer_specs[i] = _grouped(layer)
+    return block
+
+
+def _grouped(layer: ModuleSpec) -> ModuleSpec:
+    parts = layer.submodules
+    if hasattr(parts, "mtp_model_layer"):
+        inner = _grouped(parts.mtp_model_layer)
+        return replace(layer, submodules=replace(parts, mtp_model_layer=inner))
+    if not isinstance(_submodules(parts.mlp), MoESubmodules):
+        return layer
+    return replace(layer, submodules=replace(parts, mlp=_grouped_mlp(parts.mlp)))
+
+
+def _grouped_mlp(mlp: functools.partial) -> functools.partial:
+    submodules = _submodules(mlp)
+    experts = submodules.experts
+    assert experts.func is SequentialMLP and submodules.router is TopKRouter, submodules
+    submodules = replace(
+        submodules,
+        experts=functools.partial(GroupedExperts, **experts.keywords),
+        router=ChoosingRouter,
+    )
+    # A layer of another kind takes its dispatcher from the experts that it got.
+    made = GroupedMoE if mlp.func is MoELayer else mlp.func
+    return functools.partial(made, **{**mlp.keywords, "submodules": submodules})
+
+
+def _submodules(mlp: Any) -> Any:
+    return getattr(mlp, "keywords", {}).get("submodules")

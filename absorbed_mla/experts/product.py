@@ -1,0 +1,74 @@
+"""The product of rows with the weights of their experts, and where it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# It loops over groups on other GPUs, with sizes that it fetches to the host.
+_CAPABILITIES = (9, 10)
+# Bytes of a row of an operand must be a multiple of these.
+_ALIGNMENT = 16
+
+
+def why_not_grouped(
+    device: torch.device, dtype: torch.dtype, widths: Mapping[str, int]
+) -> str | None:
+    """Why :func:`grouped_product` cannot run without waiting for the device; None if it can.
+
+    Args:
+        device: Of the model.
+        dtype: Of rows and weights.
+        widths: Name -> columns of the operands.
+    """
+    if device.type == "cpu":
+        return None
+    if dtype != torch.bfloat16:
+        return f"PyTorch's grouped product on a GPU needs bfloat16, and the model is in {dtype}"
+    if _operator() is None:
+        return f"PyTorch {torch.__version__} has no grouped product (2.10 and newer have)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in _CAPABILITIES:
+        return f"PyTorch has no grouped product for GPUs of compute capability {major}.{minor}"
+    per_row = _ALIGNMENT // dtype.itemsize
+    odd = [f"{name} {width}" for name, width in widths.items() if width % per_row]
+    return f"{', '.join(odd)} must be a multiple of {per_row}" if odd else None
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e.
+
+    On a GPU the weights of experts without rows are not read, and nothing waits for the device.
+
+    Args:
+        rows: [R, K], those of an expert together.
+        weights: [E, N, K].
+        ends: Int32 [E], the row behind the last one of each expert.
+
+    Returns:
+        [R, N]; rows behind the last end are undefined.
+    """
+    if rows.is_cuda:
+        if not len(rows):
+            return rows.new_empty(0, weights.shape[1])
+        operator = _operator()
+        assert operator is not None, "asked for by why_not_grouped"
+        return operator(rows, weights.transpose(1, 2), offs=ends)
+    return _one_by_one(rows, weights, ends.tolist())
+
+
+def _operator() -> Callable[..., Tensor] | None:
+    """PyTorch's grouped product; before 2.10 it was private."""
+    return getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _one_by_one(rows: Tensor, weights: Tensor, ends: list[int]) -> Tensor:
+    """For a CPU, where nothing waits for a device: as Megatron's experts compute it."""
+    out = rows.new_empty(len(rows), weights.shape[1])
+    for weight, begin, end in zip(weights, [0, *ends], ends):
+        if end > begin:
+            out[begin:end] = rows[begin:end] @ weight.t()
+    return out

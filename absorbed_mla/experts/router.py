@@ -1,0 +1,61 @@
+"""Megatron's router, that says which experts a token chose instead of marking them among all."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+# Ways of balancing that choose by scores alone in inference.
+_BY_SCORE = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
+
+
+class ChoosingRouter(TopKRouter):
+    """Megatron's router for inference: the same choices and probabilities, as [T, K].
+
+    Args:
+        config: Of the model.
+        host: Arguments of Megatron's class.
+
+    Raises:
+        ValueError: If ``moe_router_load_balancing_type`` chooses by more than scores.
+    """
+
+    def __init__(self, config, **host) -> None:
+        super().__init__(config, **host)
+        kinds = self.routing_type if isinstance(self.routing_type, list) else [self.routing_type]
+        if set(kinds) - _BY_SCORE:
+            raise ValueError(
+                f"grouped experts need a moe_router_load_balancing_type of {sorted(_BY_SCORE)}, "
+                f"got {self.routing_type!r}"
+            )
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts, all of whose tokens they compute, whatever capacity Megatron sets.
+
+        Args:
+            logits: [S, B, experts].
+            padding_mask: For training; None.
+
+        Returns:
+            Probabilities of the chosen experts and their numbers, both [S * B, K].
+
+        Raises:
+            ValueError: If the model is not in evaluation mode.
+        """
+        if self.training:
+            raise ValueError("grouped experts are for inference: call model.eval() first")
+        assert padding_mask is None, "for training"
+        config = self.config
+        return topk_routing_with_score_function(
+            logits.flatten(0, -2),
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            router_replay=self.router_replay,
+            dense_output=True,
+        )

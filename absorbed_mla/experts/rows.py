@@ -1,0 +1,60 @@
+"""The order in which tokens stand before their experts: one row for each choice of a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows sorted by expert, of T tokens that choose K experts each; no size depends on values.
+
+    Attributes:
+        choices: Int64 [T * K], the choice (token times K, plus its number) that each row is for.
+        places: Int64 [T, K], the row of every choice: the inverse of ``choices``.
+        ends: Int32 [E], the row behind the last one of each of this rank's experts. Rows behind
+            the last end belong to experts of other ranks.
+    """
+
+    choices: Tensor
+    places: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, count: int, first: int | None = None) -> ExpertRows:
+        """Rows of what tokens chose, those of one expert in the order of tokens.
+
+        Args:
+            chosen: Int64 [T, K], numbers of experts among those of all ranks.
+            count: How many experts this rank has.
+            first: Number of its first expert; None if it has all of them.
+        """
+        experts = chosen.flatten()
+        if first is not None:
+            experts = experts - first
+            experts = experts.masked_fill((experts < 0) | (experts >= count), count)
+        in_order, choices = experts.sort(stable=True)
+        numbers = torch.arange(max(count, len(choices)), device=chosen.device)
+        ends = torch.searchsorted(in_order, numbers[:count], right=True, out_int32=True)
+        places = torch.empty_like(choices).scatter_(0, choices, numbers[: len(choices)])
+        return cls(choices, places.view_as(chosen), ends)
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """The rows' tokens: [T, H] to [T * K, H]."""
+        return x.index_select(0, self.choices // self.places.shape[1])
+
+    def choices_of(self, x: Tensor) -> Tensor:
+        """The rows' values of choices: [T, K] to [T * K]."""
+        return x.flatten().index_select(0, self.choices)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Sums over the rows of each token, in the order of its choices: [T * K, H] to [T, H]."""
+        return x.index_select(0, self.places.flatten()).unflatten(0, self.places.shape).sum(1)
+
+    def without_others(self, x: Tensor) -> Tensor:
+        """Rows [T * K, H], in place, with zeros where the expert is another rank's."""
+        others = torch.arange(len(x), device=x.device) >= self.ends[-1]
+        return x.masked_fill_(others.unsqueeze(1), 0)

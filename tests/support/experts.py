@@ -1,0 +1,45 @@
+"""Models with grouped experts beside the same models with Megatron's own."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from absorbed_mla.experts.layer import group_experts
+from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.support.cases import TINY, config_for
+from tests.support.models import MIXED, gpt_model
+
+# DeepSeek-V3's routing: a bias that only chooses, and experts of two of four groups.
+ROUTED = {
+    **MIXED,
+    "num_moe_experts": 8,
+    "moe_router_topk": 3,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_dtype": "fp32",
+}
+# One choice or two: their sum is the same in any order, so equality is to the bit.
+FEW = {**MIXED, "moe_router_topk": 2, "activation_func": torch.nn.functional.silu}
+
+
+def grouped_model(*, dtype: torch.dtype = torch.float32, **fields) -> GPTModel:
+    """As ``gpt_model``, with grouped experts; in evaluation mode."""
+    config = config_for(TINY, dtype, **fields)
+    spec = get_absorbed_mla_decoder_block_spec(config, backend=config.transformer_impl)
+    return gpt_model(dtype=dtype, spec=group_experts(spec), **fields).eval()
+
+
+def pair(*, dtype: torch.dtype = torch.float32, **fields) -> tuple[GPTModel, GPTModel]:
+    """A model with Megatron's experts and one with grouped experts, with the same weights."""
+    sequential = gpt_model(dtype=dtype, **fields).eval()
+    # Both choose other experts than without it.
+    for name, buffer in sequential.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.linspace(0.3, -0.3, len(buffer)).to(buffer))
+    grouped = grouped_model(dtype=dtype, **fields)
+    grouped.load_state_dict(sequential.state_dict())
+    return sequential, grouped
