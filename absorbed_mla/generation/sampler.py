@@ -32,11 +32,40 @@ def derive_seed(seed: int, index: int) -> int:
 
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a seed's token at a position: 53 bits."""
-    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
+    [number] = Randoms([seed]).at([position])
+    return number
+
+
+class Randoms:
+    """The random numbers of some seeds, :func:`uniform` of each, in half the time.
+
+    Args:
+        seeds: In the order of the numbers.
+    """
+
+    def __init__(self, seeds: Iterable[int]) -> None:
+        # What a hash begins with is read once.
+        self._begun = [_hasher(seed) for seed in seeds]
+
+    def at(self, positions: Iterable[int]) -> list[float]:
+        """The numbers of the seeds' tokens at these positions, one each."""
+        digests = []
+        for begun, position in zip(self._begun, positions):
+            hasher = begun.copy()
+            hasher.update(position.to_bytes(8, "little", signed=True))
+            digests.append(hasher.digest())
+        words = struct.unpack(f"<{len(digests)}Q", b"".join(digests))
+        return [(word >> 11) / 2**53 for word in words]
+
+
+def _hasher(seed: int) -> hashlib.blake2b:
+    return hashlib.blake2b(struct.pack("<q", seed), digest_size=8)
 
 
 def _hash(seed: int, index: int) -> bytes:
-    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+    hasher = _hasher(seed)
+    hasher.update(struct.pack("<q", index))
+    return hasher.digest()
 
 
 @dataclass
