@@ -14,10 +14,10 @@ from torch import Tensor
 
 from absorbed_mla.inference.block_shares import require_shareable
 from absorbed_mla.inference.cache_ranks import CacheRanks
+from absorbed_mla.inference.forward_rows import ForwardRows
 from absorbed_mla.inference.index_keys import index_keys
 from absorbed_mla.inference.interleaved import InterleavedPart
-from absorbed_mla.inference.rows import Rows
-from absorbed_mla.inference.step import CachePart, RowLengths
+from absorbed_mla.inference.step import CachePart
 from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
 
@@ -92,18 +92,9 @@ class DynamicStep:
         # Drafts after the last token of a full context are computed, and then discarded.
         drafts = getattr(context, "num_speculative_tokens", 0)
         self.max_position = int(context.max_sequence_length) + drafts
-        table = context.active_attn_metadata["mha_metadata"].state_data
-        cu_query_lengths, max_query_length = context.cu_query_lengths()
-        _, kv_lengths, max_kv_length = context.cu_kv_lengths()
-        self.rows = Rows(
-            cu_query_lengths[:-1],
-            table["query_lengths"],
-            kv_lengths,
-            table["block_table"],
-            max_query_length=int(max_query_length),
-            max_kv_length=int(max_kv_length),
-        )
-        self.lengths = None if context.using_cuda_graph_this_step() else _lengths(context)
+        self._forward = ForwardRows.of(context)
+        self.rows, self.lengths = self._forward.rows, self._forward.lengths
+        self.tables = self._forward.tables
 
     def require_rows(self, rows: Tensor) -> None:
         """Keep rows like these, which may be views of the context's numbers.
@@ -123,8 +114,7 @@ class DynamicStep:
 
     def positions(self) -> Tensor:
         """See :class:`InferenceStep`."""
-        count = self.context.padded_active_token_count
-        return self.context.gpu_view.token_to_position_in_request[:count].long()
+        return self._forward.positions
 
     def pack(self, x: Tensor) -> Tensor:
         """The context packs tokens itself; ranks may have some of them each."""
@@ -140,17 +130,10 @@ class DynamicStep:
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
-        if self.ranks is None:
-            rows = kv.view(self.context.memory_buffer.dtype)
-            self.context.append_key_value_cache(self.layer_number, rows, None)
-            return
-        count, view = self.context.padded_active_token_count, self.context.gpu_view
-        place = self.ranks.places(
-            view.token_to_block_idx[:count],
-            view.token_to_local_position_within_kv_block[:count],
-            self.context.kv_block_allocator.dummy_block_idx,
-        )
-        self._cache()[place] = kv.squeeze(1)[:count]
+        place = self._forward.places
+        if self.ranks is not None:
+            place = self.ranks.places(*place, self.context.kv_block_allocator.dummy_block_idx)
+        self._cache()[place] = kv.squeeze(1)[: len(self._forward.positions)]
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""
@@ -169,10 +152,8 @@ class DynamicStep:
         end = bisect.bisect_right(indexed, self.layer_offset + context.num_attention_layers)
         own = bisect.bisect_left(indexed, self.layer_offset + self.layer_number)
         cache = index_keys(context, own - first, end - first, keys)
-        # Where the host puts the latents of the same tokens.
-        count, view = context.padded_active_token_count, context.gpu_view
-        block = view.token_to_block_idx[:count]
-        cache[block, view.token_to_local_position_within_kv_block[:count]] = keys.squeeze(1)[:count]
+        # Where the latents of the same tokens are.
+        cache[self._forward.places] = keys.squeeze(1)[: len(self._forward.positions)]
         return cache
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
@@ -208,25 +189,6 @@ def require_packed(kv: Tensor, options: AbsorbedMLAOptions) -> None:
         raise ValueError(
             f"DynamicInferenceContext packs tokens: batch must be 1, got {kv.shape[1]}"
         )
-
-
-def of_active_requests(context: Any, *names: str) -> list[list[int]]:
-    """Of every request of the step, in the order of tokens, what the context has by these names.
-
-    Args:
-        context: Megatron's ``DynamicInferenceContext``.
-        names: Of tensors with a number for each request, on the CPU.
-    """
-    active = slice(context.paused_request_count, context.total_request_count)
-    return [getattr(context, name)[active].tolist() for name in names]
-
-
-def _lengths(context: Any) -> RowLengths:
-    """Lengths of the active requests, from tensors that Megatron keeps on the CPU."""
-    queries, cached = of_active_requests(
-        context, "request_query_lengths", "request_kv_length_offsets"
-    )
-    return RowLengths(tuple(queries), tuple(q + c for q, c in zip(queries, cached)))
 
 
 ENTRY = DynamicCache()
