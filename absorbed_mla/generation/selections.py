@@ -23,7 +23,7 @@ from absorbed_mla.dsa.replay import recordable_layers
 from absorbed_mla.dsa.request_selections import RequestSelections, all_keys
 from absorbed_mla.dsa.sharing import Selected
 from absorbed_mla.generation.engine import Engine
-from absorbed_mla.inference.forward_rows import of_active_requests
+from absorbed_mla.inference.caches.dynamic import of_active_requests
 
 
 class _Piece(NamedTuple):

@@ -261,7 +261,7 @@ MUTATIONS = {
         "start += 0",
     ),
     "rows_of_a_former_forward": Mutation(
-        "absorbed_mla/inference/forward_rows.py",
+        "absorbed_mla/inference/caches/dynamic.py",
         "or number != context.step_count",
         "or False",
     ),

@@ -21,8 +21,8 @@ from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.generation.text import HuggingFaceStream
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference import attention
+from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.chunked_context import ChunkedContext
-from absorbed_mla.inference.forward_rows import ForwardRows
 from absorbed_mla.rope import RotaryTable
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tokenizers import byte_level
