@@ -60,6 +60,11 @@ class Progress:
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     result: Result | None = None
 
+    def __reduce__(self) -> tuple:
+        """For pipes, in half of the time that slots take by themselves."""
+        fields = self.number, self.tokens, self.log_probs, self.top_log_probs, self.result
+        return Progress, fields
+
 
 @dataclass
 class Statistics:

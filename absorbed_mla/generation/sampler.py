@@ -32,8 +32,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1) of a seed's token at a position: 53 bits."""
-    [number] = Randoms([seed]).at([position])
-    return number
+    return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
 
 
 class Randoms:
@@ -45,7 +44,8 @@ class Randoms:
 
     def __init__(self, seeds: Iterable[int]) -> None:
         # What a hash begins with is read once.
-        self._begun = [_hasher(seed) for seed in seeds]
+        packed = [struct.pack("<q", seed) for seed in seeds]
+        self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
 
     def at(self, positions: Iterable[int]) -> list[float]:
         """The numbers of the seeds' tokens at these positions, one each."""
@@ -58,14 +58,8 @@ class Randoms:
         return [(word >> 11) / 2**53 for word in words]
 
 
-def _hasher(seed: int) -> hashlib.blake2b:
-    return hashlib.blake2b(struct.pack("<q", seed), digest_size=8)
-
-
 def _hash(seed: int, index: int) -> bytes:
-    hasher = _hasher(seed)
-    hasher.update(struct.pack("<q", index))
-    return hasher.digest()
+    return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
 
 
 @dataclass
