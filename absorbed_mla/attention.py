@@ -301,7 +301,7 @@ class AbsorbedMLASelfAttention(HostInterface):
         query, kv = self._query(q_down), self._latent(kv_down)
         layer_offset = self._get_pp_layer_offset_for_inference
         step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
-        cos, sin = self.rotary.rows(step.max_position, step.positions(), kv.device)
+        cos, sin = self.cached_attention.cos_sin(step, self.rotary, kv.device)
         kv = rotate_tail(step.pack(kv), cos, sin, num_heads=1)
         step.write(self.cached_attention.rows(kv))
         # Sparse attention only: the indexer's choice of keys.

@@ -333,6 +333,8 @@ class Engine:
     def _drafts(self) -> tuple[int, int]:
         """Drafts proposed and accepted since the host was reset."""
         host = self.host
+        if not self.options.num_speculative_tokens:
+            return 0, 0
         proposed, accepted = host._spec_tokens_proposed_per_pos, host._spec_tokens_accepted_per_pos
         return int(proposed.sum()), int(accepted.sum())
 
@@ -342,6 +344,8 @@ class Engine:
         Megatron has no way to abort a request; its step raises if the request's future is
         cancelled. One whose prompt is being read in chunks is aborted after that.
         """
+        if not self._to_abort:
+            return
         host = self.host
         self._to_abort -= self.results.keys()
         for number in self._to_abort - {host.context.chunked_prefill_request_id}:

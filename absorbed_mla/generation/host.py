@@ -69,9 +69,15 @@ def host_engine(
     wrapper = GPTInferenceWrapper(model, context)
     controller = TextGenerationController(wrapper, IntegerTokenizer(model.vocab_size))
     # Megatron chooses one of its own by name and has no argument for another.
-    assert hasattr(controller, "_sampling")
+    assert hasattr(controller, "_sampling") and hasattr(controller, "detokenize")
     controller._sampling = sampler
+    # Nobody reads the texts that it makes of a request that has ended: results are tokens.
+    controller.detokenize = _no_text
     return DynamicInferenceEngine(controller, context)
+
+
+def _no_text(*_, **__) -> str:
+    return ""
 
 
 def _groups_of_steps(model: GPTModel, options: EngineOptions) -> ProcessGroupCollection | None:

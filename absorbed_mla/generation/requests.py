@@ -41,7 +41,8 @@ class Result:
     error: str = ""
 
 
-@dataclass(frozen=True)
+# Not frozen, which makes one in twice the time: there is one of every request and step.
+@dataclass(slots=True)
 class Progress:
     """What one step did for one request.
 
@@ -58,6 +59,11 @@ class Progress:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     result: Result | None = None
+
+    def __reduce__(self) -> tuple:
+        """For pipes, in half of the time that slots take by themselves."""
+        fields = self.number, self.tokens, self.log_probs, self.top_log_probs, self.result
+        return Progress, fields
 
 
 @dataclass

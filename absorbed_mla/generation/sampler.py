@@ -35,6 +35,29 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(_hash(seed, position), "little") >> 11) / 2**53
 
 
+class Randoms:
+    """The random numbers of some seeds, :func:`uniform` of each, in half the time.
+
+    Args:
+        seeds: In the order of the numbers.
+    """
+
+    def __init__(self, seeds: Iterable[int]) -> None:
+        # What a hash begins with is read once.
+        packed = [struct.pack("<q", seed) for seed in seeds]
+        self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
+
+    def at(self, positions: Iterable[int]) -> list[float]:
+        """The numbers of the seeds' tokens at these positions, one each."""
+        digests = []
+        for begun, position in zip(self._begun, positions):
+            hasher = begun.copy()
+            hasher.update(position.to_bytes(8, "little", signed=True))
+            digests.append(hasher.digest())
+        words = struct.unpack(f"<{len(digests)}Q", b"".join(digests))
+        return [(word >> 11) / 2**53 for word in words]
+
+
 def _hash(seed: int, index: int) -> bytes:
     return hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
 

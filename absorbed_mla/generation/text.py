@@ -10,8 +10,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Bytes, and so tokens, of the longest UTF-8 character: an older token cannot be part of one that
 # is still incomplete.
 _LONGEST_CHARACTER = 4
-# Tokens that new ones are decoded after: some tokenizers drop a space at the beginning of a text.
+# Tokens that new ones are decoded after, at least: some tokenizers drop a space at the beginning of
+# a text.
 _CONTEXT = 8
+# At most: with every token that is dropped, the text of the others has to be decoded anew.
+_MOST_CONTEXT = 16
 
 
 class TextStream(Protocol):
@@ -70,6 +73,7 @@ class HuggingFaceStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._shown = list(prompt[-_CONTEXT:])
+        self._text_of_shown = self._decode(self._shown)
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -82,22 +86,25 @@ class HuggingFaceStream:
 
     def _next(self, token: int) -> str:
         self._waiting.append(token)
-        if not self._added(self._waiting).endswith(_REPLACEMENT):
-            return self.finish()
+        text = self._decode([*self._shown, *self._waiting])
+        if not text[len(self._text_of_shown) :].endswith(_REPLACEMENT):
+            return self._show(len(self._waiting), text)
         # Every token is at least one byte.
         return self._show(max(0, len(self._waiting) - (_LONGEST_CHARACTER - 1)))
 
-    def _show(self, count: int) -> str:
+    def _show(self, count: int, text: str | None = None) -> str:
+        """What ``count`` waiting tokens add; ``text``: of them and those shown, if it is known."""
         if not count:
             return ""
-        shown, self._waiting = self._waiting[:count], self._waiting[count:]
-        text = self._added(shown)
-        self._shown = (self._shown + shown)[-_CONTEXT:]
-        return text
-
-    def _added(self, tokens: Sequence[int]) -> str:
-        before = self._decode(self._shown)
-        return self._decode([*self._shown, *tokens])[len(before) :]
+        shown = [*self._shown, *self._waiting[:count]]
+        text = self._decode(shown) if text is None else text
+        added = text[len(self._text_of_shown) :]
+        self._waiting = self._waiting[count:]
+        if len(shown) > _MOST_CONTEXT:
+            shown = shown[-_CONTEXT:]
+            text = self._decode(shown)
+        self._shown, self._text_of_shown = shown, text
+        return added
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(

@@ -25,6 +25,7 @@ from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.interleaved import InterleavedAttention
+from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.segments import (
     ALL_ABSORBED,
     Segment,
@@ -36,6 +37,7 @@ from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, 
 from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
+from absorbed_mla.rope import RotaryTable
 
 # Queries times heads of one call that keep all multiprocessors of a large GPU busy.
 _BUSY_QUERY_HEADS = 2**15
@@ -94,6 +96,16 @@ class CachedAttention:
     def rounded(self, kv: Tensor) -> Tensor:
         """[latent | k_rope] as read from the cache, with the gradient of ``kv``."""
         return kv if self.fp8 is None else self.fp8.rounded(kv)
+
+    def cos_sin(
+        self, step: InferenceStep, rotary: RotaryTable, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Of the new tokens' positions, [T, R / 2] each; read once for all layers of a forward."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            return rotary.rows(step.max_position, step.positions(), device)
+
+        return step.tables.get(("cos_sin", rotary.parameters, device), make)
 
     def __call__(
         self,
@@ -188,20 +200,16 @@ class CachedAttention:
         if form == "absorbed" or self.options.batch_invariant:
             return (ALL_ABSORBED,)
         if form == "expanded":
-            return segments(step.lengths, lambda lengths: True)
+            make = partial(segments, step.lengths, lambda lengths: True)
+            return step.tables.get("segments, all expanded", make)
         if step.rows.max_query_length == 1:
             return (ALL_ABSORBED,)
         expanded = self._expanded_backend(q)
         if expanded is None:
             return (ALL_ABSORBED,)
-        expands = partial(
-            is_cheaper_expanded,
-            self.dims,
-            self._paged_backend(step, q),
-            expanded,
-            machine_name(q.device),
-        )
-        return segments(step.lengths, expands)
+        costs = self.dims, self._paged_backend(step, q), expanded, machine_name(q.device)
+        make = partial(segments, step.lengths, partial(is_cheaper_expanded, *costs))
+        return step.tables.get(("segments", *costs), make)
 
     def _paged_backend(self, step: InferenceStep, q: Tensor) -> PagedBackend:
         """The backend of the absorbed form."""
@@ -257,7 +265,7 @@ class CachedAttention:
         for part in step.parts():
             rows = part.rows
             if segment is not ALL_ABSORBED:
-                rows = rows_of(rows, segment, step.lengths)
+                rows = self._rows_of(step, rows, segment)
             attended = backend.forward(
                 q_content,
                 q_rope,
@@ -277,6 +285,14 @@ class CachedAttention:
         out = total[0].to(q.dtype)
         return self.absorbed.output(out.unsqueeze(1), w_uv)
 
+    def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:
+        """A segment's rows; once for all layers, unless a part of the cache has its own table."""
+        make = partial(rows_of, rows, segment, step.lengths)
+        chosen = segment.rows
+        if rows is not step.rows:
+            return make()
+        return step.tables.get(("rows", chosen.start, chosen.stop), make)
+
     def _expanded(self, step, segment, q, kv, weights, cos_sin) -> Tensor:
         return self._attend_expanded(self._keys(step, segment), q, kv, weights, cos_sin)
 
@@ -295,6 +311,7 @@ class CachedAttention:
             step.windowed,
             self.fp8,
             runs,
+            step.tables,
         )
 
     def _attend_expanded(self, keys, q, kv, weights, cos_sin) -> Tensor:

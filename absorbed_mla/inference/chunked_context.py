@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.key_source import KeyBlock
 from absorbed_mla.core_attention.masks.spans import Span, Spans, self_attention_spans
 from absorbed_mla.fp8_latents import Fp8Latents
@@ -64,6 +66,7 @@ class ChunkedContext:
         fp8: Reads the rows of the cache; None if they are latents as the model computed them.
         runs: Which of the rows' new tokens there are queries of, one after the other on the query
             axis; None: all. Chunks of context are the same for any runs.
+        tables: For spans of gathered keys, shared by layers of the same lengths and runs.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class ChunkedContext:
         windowed: bool = False,
         fp8: Fp8Latents | None = None,
         runs: Sequence[slice] | None = None,
+        tables: DerivedTables | None = None,
     ) -> None:
+        self.tables = DerivedTables() if tables is None else tables
         self.first_row = first_row
         self.fp8 = fp8
         self.parts = parts
@@ -142,19 +147,29 @@ class ChunkedContext:
         causal: bool = False,
     ) -> KeyBlock:
         """Cached keys in ``workspace``; with ``causal`` those of the new tokens are among them."""
-        spans, used = [], 0
+        used = 0
         for keys in ranges:
             first = used
             used += keys.end - keys.start
             target = workspace[first:used, 0]
             part.gather(self.first_row + keys.row, keys.start, keys.end, target)
-            offset = self.context[keys.row] if causal else None
-            runs = [run for run in self.runs if run.row == keys.row]
-            spans += [run.over(first, used, offset) for run in runs]
         found = workspace[:used]
         if self.fp8 is not None:
             found = self.fp8.decode(found, dtype)
-        return self._block(found, Spans(spans))
+        # Other layers find it, and with it the tables that kernels read.
+        key = "gathered", self.first_row, causal, *ranges
+        return self._block(found, self.tables.get(key, partial(self._spans, ranges, causal)))
+
+    def _spans(self, ranges: list[KeyRange], causal: bool) -> Spans:
+        """The queries over gathered keys of their rows."""
+        spans, used = [], 0
+        for keys in ranges:
+            first = used
+            used += keys.end - keys.start
+            offset = self.context[keys.row] if causal else None
+            runs = [run for run in self.runs if run.row == keys.row]
+            spans += [run.over(first, used, offset) for run in runs]
+        return Spans(spans)
 
     def _block(self, kv: Tensor, spans: tuple[Span, ...]) -> KeyBlock:
         # Only masks and dropout need the tokens of the keys, and there are none here.

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.token_shares import TokenShares
@@ -83,6 +84,8 @@ class InferenceStep(Protocol):
         windowed: Whether there may be several parts.
         ranks: Those that share the latents of every request; None: each rank has all of them.
         shares: How ranks divide the new tokens; None: each computes all of them.
+        tables: What a layer derives from rows and lengths; the same object for all layers of a
+            forward where its cache has one for them.
     """
 
     max_position: int
@@ -90,6 +93,7 @@ class InferenceStep(Protocol):
     windowed: bool
     ranks: CacheRanks | None
     shares: TokenShares | None
+    tables: DerivedTables
 
     @property
     def rows(self) -> Rows:

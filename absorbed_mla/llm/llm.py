@@ -9,43 +9,21 @@ print(output.outputs[0].text)
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.llm.completion import Completion, position_logprobs
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.outputs import RequestOutput
+from absorbed_mla.llm.prompts import Prompt, encode, params_of, prompts_of, required
+from absorbed_mla.llm.requests import Requests
 from absorbed_mla.llm.tokenizers import Message, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.requests import Progress, Result, Statistics
-    from absorbed_mla.llm.runner import Abort, Add, Runner
-
-# Options that decide how a model is built.
-_BUILT_WITH = {
-    *("dtype", "device", "form", "latent_cache_dtype", "parity"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-    "data_parallel_attention",
-}
-# A text, or token ids.
-Prompt = str | Sequence[int]
-
-
-@dataclass
-class _Request:
-    """A prompt and its outputs."""
-
-    output: RequestOutput
-    params: SamplingParams
-    completions: list[Completion] = field(default_factory=list)
-    # Of the engine, by output.
-    numbers: list[int] = field(default_factory=list)
+    from absorbed_mla.generation.requests import Statistics
+    from absorbed_mla.llm.runner import Runner
 
 
 class LLM:
@@ -79,7 +57,7 @@ class LLM:
         from absorbed_mla.llm.runner import LocalRunner
         from absorbed_mla.llm.workers import ProcessRunner
 
-        folder, given = Path(model), _options(options)
+        folder, given = Path(model), LLMOptions.of(options)
         checkpoint = open_model(folder)
         ranks = started_by_torchrun()
         world = int(os.environ.get("WORLD_SIZE", 1)) if ranks else None
@@ -106,9 +84,8 @@ class LLM:
         own = () if tokenizer is None else tokenizer.end_tokens
         self._end_tokens = tuple(dict.fromkeys([*ends, *own]))
         self._sizes = runner.options()
-        self._names = itertools.count()
+        self._requests = Requests(tokenizer)
         self._awake = awake
-        self._forget()
 
     @classmethod
     def from_model(
@@ -135,45 +112,11 @@ class LLM:
         Raises:
             ValueError: If the model cannot generate, or an option is not for it.
         """
-        from absorbed_mla.generation import cuda_graphs
-        from absorbed_mla.generation.ranks import Replicas, require_layout, require_shared_cache
-        from absorbed_mla.llm.runner import LocalRunner, fitting_tokens
+        from absorbed_mla.llm.live_model import runner_of
 
-        built = sorted(_BUILT_WITH & set(options))
-        if built:
-            raise ValueError(
-                f"from_model has no option {', '.join(built)}: the model has it already"
-            )
-        given = _options(options)
-        if isinstance(model, list | tuple):
-            raise ValueError(
-                f"model must be one GPTModel, got a {type(model).__name__} of {len(model)}: "
-                "virtual pipeline stages cannot generate"
-            )
-        while not hasattr(model, "max_sequence_length") and hasattr(model, "module"):
-            model = model.module
-        if not getattr(model.config, "cache_mla_latents", False):
-            raise ValueError("the model's config must have cache_mla_latents=True to generate")
-        if given.cuda_graphs:
-            cuda_graphs.require_model_fields(model.config)
-        require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
-        if given.decode_context_parallel:
-            require_shared_cache(model, given.num_speculative_tokens)
-        layers = model.config.mtp_num_layers or 0
-        if given.num_speculative_tokens and not layers:
-            raise ValueError(
-                f"num_speculative_tokens {given.num_speculative_tokens} needs a model with a "
-                "multi-token-prediction (MTP) layer, and this one has none"
-            )
-        found = open_tokenizer(tokenizer, None)
-        longest = max(model.max_sequence_length, given.max_model_len or 0)
-        vocab_size = model.vocab_size
-        if found is not None:
-            vocab_size = min(vocab_size, found.vocab_size)
-        fitting = fitting_tokens(model, given)
-        sizes = given.engine_options(longest, vocab_size, fitting)
+        runner, found = runner_of(model, tokenizer, options)
         llm = cls.__new__(cls)
-        llm._set_up(LocalRunner(model, sizes), found, (), awake=False)
+        llm._set_up(runner, found, (), awake=False)
         return llm
 
     def __enter__(self) -> LLM:
@@ -239,7 +182,7 @@ class LLM:
             ValueError: If there is no tokenizer with a chat template, or a prompt cannot run.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [self._tokenizer().chat(one, **template_options) for one in several]
+        prompts = [required(self.tokenizer).chat(one, **template_options) for one in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -284,7 +227,8 @@ class LLM:
             RuntimeError: If the model is asleep.
         """
         params = sampling_params or SamplingParams()
-        return self._add(prompt, self._encode(prompt, params), params, request_id)
+        tokens = encode(prompt, params, self.tokenizer, self._sizes)
+        return self._add(prompt, tokens, params, request_id)
 
     def step(self) -> list[RequestOutput]:
         """One forward pass over what runs.
@@ -292,39 +236,17 @@ class LLM:
         Returns:
             The requests whose outputs have grown or ended.
         """
-        unclaimed, self._unclaimed = self._unclaimed, {}
+        requests = self._requests
+        unclaimed, requests.unclaimed = requests.unclaimed, {}
         return list(unclaimed.values()) or self._step()
-
-    def _step(self) -> list[RequestOutput]:
-        self._require_awake()
-        commands, self._commands = self._commands, []
-        grown: dict[str, RequestOutput] = {}
-        for progress in self._runner.step(commands):
-            request = self._advance(progress)
-            if request is not None:
-                grown[request.output.request_id] = request.output
-        grown |= {output.request_id: output for output in self._aborted}
-        self._aborted = []
-        for output in grown.values():
-            if output.finished:
-                del self._requests[output.request_id]
-        return list(grown.values())
 
     def abort(self, request_id: str) -> None:
         """End a request; its outputs keep what they have. Unknown ids are ignored: it has ended."""
-        request = self._requests.get(request_id)
-        if request is None or request.output.finished:
-            return
-        for completion, number in zip(request.completions, request.numbers):
-            if not completion.finished:
-                completion.abort()
-                self._stop(number)
-        request.output.finished = True
-        self._aborted.append(request.output)
+        self._requests.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._requests or self._running or self._unclaimed)
+        return self._requests.are_left()
 
     # Around training.
 
@@ -338,7 +260,7 @@ class LLM:
         if self._awake:
             self._runner.sleep(free_cache)
             self._awake = False
-            self._forget()
+            self._requests.forget()
 
     def wake(self) -> None:
         """Be ready to generate with the weights as they are now, and an empty cache."""
@@ -380,17 +302,11 @@ class LLM:
     @property
     def num_running(self) -> int:
         """Number of outputs that run or wait."""
-        return len(self._running)
+        return self._requests.num_running
 
-    def _forget(self) -> None:
-        self._requests: dict[str, _Request] = {}
-        # By the engine's numbers: what is not over there.
-        self._running: dict[int, tuple[_Request, Completion]] = {}
-        self._commands: list[Add | Abort] = []
-        self._aborted: list[RequestOutput] = []
-        # Outputs that grew in a step of another caller, who waits for other ids.
-        self._unclaimed: dict[str, RequestOutput] = {}
-        self._num_added = 0
+    def _step(self) -> list[RequestOutput]:
+        self._require_awake()
+        return self._requests.advance(self._runner.step(self._requests.commands()))
 
     def _run(
         self,
@@ -399,11 +315,11 @@ class LLM:
         names: list[str],
     ) -> Iterator[RequestOutput]:
         """Run prompts to their ends; their ids are appended to ``names``."""
-        several = _prompts(prompts)
-        each = _each(sampling_params, len(several))
+        several = prompts_of(prompts)
+        each = params_of(sampling_params, len(several))
         # All of them, before any is queued.
         encoded = [
-            self._encode(prompt, params, f"prompt {i}: ")
+            encode(prompt, params, self.tokenizer, self._sizes, f"prompt {i}: ")
             for i, (prompt, params) in enumerate(zip(several, each))
         ]
         was_awake = self._awake
@@ -413,7 +329,7 @@ class LLM:
                 names.append(self._add(prompt, tokens, params, None))
             missing = set(names)
             while missing:
-                for output in self._claim(missing):
+                for output in self._requests.claim(missing, self._step):
                     missing -= {output.request_id} if output.finished else set()
                     yield output
         finally:
@@ -423,152 +339,17 @@ class LLM:
                 for name in names:
                     self.abort(name)
 
-    def _claim(self, names: set[str]) -> list[RequestOutput]:
-        """Outputs of these requests that have grown; runs a step unless there are some already."""
-        # In the order of their steps, which is that of all ranks.
-        kept = [name for name in self._unclaimed if name in names]
-        grown = [self._unclaimed.pop(name) for name in kept]
-        if grown:
-            return grown
-        for output in self._step():
-            if output.request_id in names:
-                grown.append(output)
-            else:
-                self._unclaimed[output.request_id] = output
-        return grown
-
     def _require_awake(self) -> None:
         if not self._awake:
             raise RuntimeError("the model is asleep; call wake()")
 
-    def _encode(self, prompt: Prompt, params: SamplingParams, where: str = "") -> list[int]:
-        """Token ids of a prompt that can run.
-
-        Raises:
-            ValueError: If it cannot.
-        """
-        if isinstance(prompt, str):
-            tokens = self._tokenizer().encode(prompt)
-        else:
-            tokens = list(prompt)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"{where}stop needs a tokenizer; stop_token_ids does not")
-        vocab_size = self._sizes.vocab_size
-        assert vocab_size is not None
-        why_not = self._sizes.why_not(
-            tokens, self._engine_params(params, 0), vocab_size, self._sizes.step_tokens
-        )
-        if why_not:
-            raise ValueError(f"{where}{why_not}")
-        return tokens
-
     def _add(
         self, prompt: Prompt, tokens: list[int], params: SamplingParams, name: str | None
     ) -> str:
-        from absorbed_mla.llm.runner import Add
-
         self._require_awake()
-        name = str(next(self._names)) if name is None else name
-        if name in self._requests:
-            raise ValueError(f"request_id {name!r} is that of a request that runs")
         text = prompt if isinstance(prompt, str) else None
-        request = _Request(RequestOutput(name, text, tokens, []), params)
-        for index in range(params.n):
-            completion = Completion(index, tokens, params, self._ends(params), self.tokenizer)
-            number = self._num_added
-            self._num_added += 1
-            self._commands.append(Add(tokens, self._engine_params(params, index)))
-            self._running[number] = request, completion
-            request.completions.append(completion)
-            request.output.outputs.append(completion.output)
-            request.numbers.append(number)
-        self._requests[name] = request
-        return name
-
-    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
-        return () if params.ignore_eos else self._end_tokens
-
-    def _engine_params(self, params: SamplingParams, index: int) -> SamplingParams:
-        """What the engine gets for one of a prompt's outputs."""
-        seed = params.seed
-        if seed is not None and index:
-            from absorbed_mla.generation.sampler import derive_seed
-
-            seed = derive_seed(seed, index)
-        stop = dict.fromkeys([*self._ends(params), *params.stop_token_ids])
-        return params.replace(n=1, seed=seed, stop=(), stop_token_ids=tuple(stop))
-
-    def _advance(self, progress: Progress) -> _Request | None:
-        """The request of an engine's progress, if its outputs have grown."""
-        request, completion = self._running[progress.number]
-        if progress.result is not None:
-            del self._running[progress.number]
-            self._add_prompt_logprobs(request, progress.result)
-            if progress.result.error:
-                raise RuntimeError(f"the engine refused a request: {progress.result.error}")
-        if completion.finished:
-            return None
-        completion.advance(progress)
-        if completion.finished and progress.result is None:
-            self._stop(progress.number)
-        request.output.finished = all(one.finished for one in request.completions)
-        return request
-
-    def _add_prompt_logprobs(self, request: _Request, result: Result) -> None:
-        count, output = request.params.prompt_logprobs, request.output
-        if count is None or output.prompt_logprobs is not None or not result.prompt_log_probs:
-            return
-        tops = result.prompt_top_log_probs or [{}] * len(result.prompt_log_probs)
-        output.prompt_logprobs = [None]
-        for token, log_prob, top in zip(
-            output.prompt_token_ids[1:], result.prompt_log_probs, tops, strict=True
-        ):
-            output.prompt_logprobs.append(
-                position_logprobs(token, log_prob, top, count, self.tokenizer)
-            )
-
-    def _stop(self, number: int) -> None:
-        """Have the engine end an output that has ended here."""
-        from absorbed_mla.llm.runner import Abort
-
-        self._commands.append(Abort(number))
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                "the model came without a tokenizer: give prompts as token ids, or "
-                "LLM(..., tokenizer=FOLDER or 'bytes')"
-            )
-        return self.tokenizer
-
-
-def _options(given: dict[str, Any]) -> LLMOptions:
-    """Options by name.
-
-    Raises:
-        ValueError: If there is no such option, or a value is out of range.
-    """
-    names = [option.name for option in dataclasses.fields(LLMOptions)]
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(names)}")
-    return LLMOptions(**given)
-
-
-def _prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]
-    return list(given)
-
-
-def _each(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise ValueError(f"there are {count} prompts and {len(given)} sampling_params")
-    return list(given)
+        ends = () if params.ignore_eos else self._end_tokens
+        return self._requests.add(text, tokens, params, name, ends)
 
 
 def _bar(shown: bool) -> Any:

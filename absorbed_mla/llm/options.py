@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absorbed_mla.inference.block_shares import require_shares
 from absorbed_mla.options import LATENT_CACHE_DTYPES
@@ -176,6 +177,19 @@ class LLMOptions:
             alone = name == "expert_parallel_size" and self.data_parallel_attention
             if self.cuda_graphs and getattr(self, name) > 1 and not alone:
                 raise ValueError(f"cuda_graphs needs {name} 1, got {getattr(self, name)}")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LLMOptions:
+        """Options by name.
+
+        Raises:
+            ValueError: If there is no such option, or a value is out of range.
+        """
+        names = [option.name for option in dataclasses.fields(cls)]
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(names)}")
+        return cls(**given)
 
     def _require_divided(self) -> None:
         """Refuse what data-parallel attention does not go with."""

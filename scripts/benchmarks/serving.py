@@ -21,8 +21,9 @@ two servers do. Before a row is measured, its sizes run once. Output:
 prefill_tokens_per_second is that of requests with one output token (of --prefill-tokens in all at
 most); decode_tokens_per_second that of the time in which all requests of the row were generating,
 of which step_ms is the time per token of each. Medians of --repeats. --profile measures none of
-this: it says where the time of our decode steps goes, on the host and on the GPU. The exit code is
-1 if a row has an error; the last line of the output is JSON.
+this: it says where the time of our steps goes, of those that decode and of those that read prompts,
+on the host and on the GPU. The exit code is 1 if a row has an error; the last line of the output is
+JSON.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ class ServingBenchmark(Benchmark):
         model = "folder of the checkpoint; written if it is missing (default: a temporary one)"
         add("--model", type=Path, help=model)
         add("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
-        add("--profile", type=Path, metavar="FILE", help="profile our decode steps instead")
+        add("--profile", type=Path, metavar="FILE", help="profile our steps instead")
         add("--profile-steps", type=count, default=30, help="decode steps of each profile")
         add("--dense-layers", type=count, default=4, help="layers with a dense MLP")
         add("--moe-layers", type=count, default=4, help="layers with experts")

@@ -274,6 +274,16 @@ MUTATIONS = {
         "start += self.block_size",
         "start += 0",
     ),
+    "rows_of_a_former_forward": Mutation(
+        "absorbed_mla/inference/caches/dynamic.py",
+        "or number != context.step_count",
+        "or False",
+    ),
+    "gathered_keys_of_other_rows": Mutation(
+        "absorbed_mla/inference/chunked_context.py",
+        'key = "gathered", self.first_row, causal, *ranges',
+        'key = "gathered"',
+    ),
     "cache_of_the_first_layer": Mutation(
         "absorbed_mla/inference/caches/dynamic.py",
         "DynamicStep(context, layer_number - offset, tokens, offset)",
@@ -506,8 +516,8 @@ MUTATIONS = {
     ),
     "decode_loop_moves_no_random_numbers": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "            self._random = _moved(self._random, former, places)\n",
-        "",
+        "            table[_RANDOM, self._sampled] = self._random\n            table[:, places]",
+        "            table[:, places]",
     ),
     "decode_loop_moves_no_records": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "members.move(*moved)", "pass"

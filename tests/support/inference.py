@@ -8,6 +8,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor, nn
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from tests.support import world
@@ -59,6 +60,7 @@ class PagedStep:
         part_keys: int | None = None,
     ) -> None:
         self.lengths, self.block_size, self.part_keys = lengths, block_size, part_keys
+        self.tables = DerivedTables()
         self.max_position = max(lengths.keys)
         self.windowed = part_keys is not None
         blocks = [-(-keys // block_size) for keys in lengths.keys]

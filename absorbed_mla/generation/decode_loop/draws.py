@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.generation.sampler import (
+    Randoms,
     SampledRequest,
     Weighing,
     draw_by_weight,
-    uniform,
     weighing_numbers,
 )
 
@@ -56,6 +56,9 @@ class Draws:
         self._table = torch.zeros(sizes, dtype=torch.float64, device=device)
         self._own, self._vocabulary = own, vocabulary
         self._requests: list[SampledRequest] = []
+        # Those that draw, by row; their random numbers, and of the next step their values.
+        self._sampled: list[int] = []
+        self._randoms = Randoms(())
         self._random: list[float] = []
         self.kind: Kind | None = None
         self.changes = False
@@ -73,28 +76,28 @@ class Draws:
             sampled = not request.params.is_greedy
             table[_SAMPLED, row] = sampled
             table[_FILTERED, row] = sampled and request.params.has_filters
-        self._random = table[_RANDOM, : len(requests)].tolist()
+        self._find_sampled()
+        self._random = table[_RANDOM, self._sampled].tolist()
 
     def prepare(self, positions: Sequence[int]) -> None:
         """Find the random numbers of tokens at these positions, for the step after this one."""
         if self.kind not in (None, Kind.GREEDY):
-            self._random = [
-                0.0 if request.params.is_greedy else uniform(request.seed, position)
-                for request, position in zip(self._requests, positions)
-            ]
+            self._random = self._randoms.at([positions[row] for row in self._sampled])
 
     def move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Rows have moved from ``former`` to ``places``."""
         self._requests = _moved(self._requests, former, places)
         if self.kind not in (None, Kind.GREEDY):
-            self._random = _moved(self._random, former, places)
             table = self._staged.numpy()
+            table[_RANDOM, self._sampled] = self._random
             table[:, places] = table[:, former]
+            self._find_sampled()
+            self._random = table[_RANDOM, self._sampled].tolist()
 
     def publish(self) -> None:
         """Send the numbers of the next step to the device; those of the last one are used up."""
         if self.kind not in (None, Kind.GREEDY):
-            self._staged.numpy()[_RANDOM, : len(self._random)] = self._random
+            self._staged.numpy()[_RANDOM, self._sampled] = self._random
             with torch.inference_mode():
                 self._table.copy_(self._staged, non_blocking=True)
 
@@ -112,6 +115,11 @@ class Draws:
             drawn = draw_by_weight(logits, weighing, filters=True)
             tokens = torch.where(table[_FILTERED] > 0, drawn, tokens)
         return tokens
+
+    def _find_sampled(self) -> None:
+        rows = enumerate(self._requests)
+        self._sampled = [row for row, request in rows if not request.params.is_greedy]
+        self._randoms = Randoms(self._requests[row].seed for row in self._sampled)
 
     def _kind(self) -> Kind | None:
         params = [request.params for request in self._requests]

@@ -32,6 +32,10 @@ class Members:
         self._records = {number: host.requests[number].record for number in sorted(numbers)}
         self._parts = [self._records[number][-1] for number in numbers]
         self.sampled = [sampler.request(number) for number in numbers]
+        # Where their tokens are kept, which is for as long as they run.
+        self._tokens = [
+            (part.generated_tokens, one.generated) for part, one in zip(self._parts, self.sampled)
+        ]
         # By row, the words of tokens that may end it; rows without any are left out.
         parts = enumerate(self._parts)
         self._stops = {row: part.stop_word_ids for row, part in parts if part.stop_word_ids}
@@ -46,9 +50,9 @@ class Members:
 
     def append(self, tokens: Sequence[int], log_probs: Sequence[float] | None) -> list[Progress]:
         """Add a token to every request; returns their progress in the order of their numbers."""
-        for part, sampled, token in zip(self._parts, self.sampled, tokens):
-            part.generated_tokens.append(token)
-            sampled.generated.append(token)
+        for (ours, theirs), token in zip(self._tokens, tokens):
+            ours.append(token)
+            theirs.append(token)
         if log_probs is not None:
             for part, value in zip(self._parts, log_probs):
                 _add_log_prob(part, value)
@@ -63,7 +67,10 @@ class Members:
 
     def move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Rows have moved from ``former`` to ``places``."""
-        tables: tuple[list[Any], ...] = (self._numbers, self._parts, self.sampled)
+        tables: tuple[list[Any], ...] = (
+            *(self._numbers, self._parts),
+            *(self.sampled, self._tokens),
+        )
         for values in tables:
             moved = [values[row] for row in former]
             for row, value in zip(places, moved):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.inference.block_shares import require_shareable
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.index_keys import index_keys
@@ -20,6 +22,9 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.inference.token_shares import TokenShares
 from absorbed_mla.options import AbsorbedMLAOptions
+
+# Of one forward; its layers ask for a few, and some for each segment of rows.
+_MOST_TABLES = 256
 
 
 class DynamicCache:
@@ -53,6 +58,66 @@ class DynamicCache:
         step = DynamicStep(context, layer_number - offset, tokens, offset)
         step.require_rows(kv)
         return step
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """The requests of a forward, and where its new tokens go.
+
+    Attributes:
+        rows: The requests.
+        lengths: Of the rows, on the host; None for a CUDA graph.
+        positions: Of every new token in its request, int64 [T].
+        places: Block of the cache, and position in it, of every new token; int64 [T] each.
+        tables: What layers derive from these.
+    """
+
+    rows: Rows
+    lengths: RowLengths | None
+    positions: Tensor
+    places: tuple[Tensor, Tensor]
+    tables: DerivedTables = field(default_factory=lambda: DerivedTables(_MOST_TABLES))
+
+    @classmethod
+    def of(cls, context: Any) -> ForwardRows:
+        """Of the forward that the context is initialized for, made by the first layer that asks.
+
+        A CUDA graph has to compute what it reads, so there every layer makes its own.
+        """
+        if context.using_cuda_graph_this_step():
+            return cls._made(context)
+        state = context.active_attn_metadata["mha_metadata"].state_data
+        # Megatron makes another dictionary in every step; the decode loop changes its numbers, and
+        # counts its steps.
+        former, number, found = vars(context).get("latent_forward", (None, None, None))
+        if found is None or former is not state or number != context.step_count:
+            found = cls._made(context)
+            context.latent_forward = state, context.step_count, found
+        return found
+
+    @classmethod
+    def _made(cls, context: Any) -> ForwardRows:
+        table = context.active_attn_metadata["mha_metadata"].state_data
+        cu_query_lengths, max_query_length = context.cu_query_lengths()
+        _, kv_lengths, max_kv_length = context.cu_kv_lengths()
+        rows = Rows(
+            cu_query_lengths[:-1],
+            table["query_lengths"],
+            kv_lengths,
+            table["block_table"],
+            max_query_length=int(max_query_length),
+            max_kv_length=int(max_kv_length),
+        )
+        view, tokens = context.gpu_view, slice(context.padded_active_token_count)
+        return cls(
+            rows,
+            None if context.using_cuda_graph_this_step() else _lengths(context),
+            view.token_to_position_in_request[tokens].long(),
+            (
+                view.token_to_block_idx[tokens],
+                view.token_to_local_position_within_kv_block[tokens].long(),
+            ),
+        )
 
 
 class DynamicStep:
@@ -92,18 +157,9 @@ class DynamicStep:
         # Drafts after the last token of a full context are computed, and then discarded.
         drafts = getattr(context, "num_speculative_tokens", 0)
         self.max_position = int(context.max_sequence_length) + drafts
-        table = context.active_attn_metadata["mha_metadata"].state_data
-        cu_query_lengths, max_query_length = context.cu_query_lengths()
-        _, kv_lengths, max_kv_length = context.cu_kv_lengths()
-        self.rows = Rows(
-            cu_query_lengths[:-1],
-            table["query_lengths"],
-            kv_lengths,
-            table["block_table"],
-            max_query_length=int(max_query_length),
-            max_kv_length=int(max_kv_length),
-        )
-        self.lengths = None if context.using_cuda_graph_this_step() else _lengths(context)
+        self._forward = ForwardRows.of(context)
+        self.rows, self.lengths = self._forward.rows, self._forward.lengths
+        self.tables = self._forward.tables
 
     def require_rows(self, rows: Tensor) -> None:
         """Keep rows like these, which may be views of the context's numbers.
@@ -123,8 +179,7 @@ class DynamicStep:
 
     def positions(self) -> Tensor:
         """See :class:`InferenceStep`."""
-        count = self.context.padded_active_token_count
-        return self.context.gpu_view.token_to_position_in_request[:count].long()
+        return self._forward.positions
 
     def pack(self, x: Tensor) -> Tensor:
         """The context packs tokens itself; ranks may have some of them each."""
@@ -140,17 +195,10 @@ class DynamicStep:
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
-        if self.ranks is None:
-            rows = kv.view(self.context.memory_buffer.dtype)
-            self.context.append_key_value_cache(self.layer_number, rows, None)
-            return
-        count, view = self.context.padded_active_token_count, self.context.gpu_view
-        place = self.ranks.places(
-            view.token_to_block_idx[:count],
-            view.token_to_local_position_within_kv_block[:count],
-            self.context.kv_block_allocator.dummy_block_idx,
-        )
-        self._cache()[place] = kv.squeeze(1)[:count]
+        place = self._forward.places
+        if self.ranks is not None:
+            place = self.ranks.places(*place, self.context.kv_block_allocator.dummy_block_idx)
+        self._cache()[place] = kv.squeeze(1)[: len(self._forward.positions)]
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""
@@ -169,10 +217,8 @@ class DynamicStep:
         end = bisect.bisect_right(indexed, self.layer_offset + context.num_attention_layers)
         own = bisect.bisect_left(indexed, self.layer_offset + self.layer_number)
         cache = index_keys(context, own - first, end - first, keys)
-        # Where the host puts the latents of the same tokens.
-        count, view = context.padded_active_token_count, context.gpu_view
-        block = view.token_to_block_idx[:count]
-        cache[block, view.token_to_local_position_within_kv_block[:count]] = keys.squeeze(1)[:count]
+        # Where the latents of the same tokens are.
+        cache[self._forward.places] = keys.squeeze(1)[: len(self._forward.positions)]
         return cache
 
     def parts(self, end: int | None = None) -> Iterator[CachePart]:
@@ -223,6 +269,7 @@ def of_active_requests(context: Any, *names: str) -> list[list[int]]:
 
 def _lengths(context: Any) -> RowLengths:
     """Lengths of the active requests, from tensors that Megatron keeps on the CPU."""
+    queries: Sequence[int]
     queries, cached = of_active_requests(
         context, "request_query_lengths", "request_kv_length_offsets"
     )

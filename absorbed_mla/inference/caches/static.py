@@ -86,6 +86,7 @@ class StaticStep:
         self.block_size, self.windowed = self.memory.block_size, self.memory.windowed
         self.lengths = RowLengths((tokens,) * batch, (self.max_position,) * batch)
         self.rows = _rows(context, self.lengths, kv.device)
+        self.tables = DerivedTables()
 
     def positions(self) -> Tensor | slice:
         """See :class:`InferenceStep`."""

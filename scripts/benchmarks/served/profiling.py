@@ -1,4 +1,6 @@
-"""Where the time of our decode steps goes: on the host by function, on the GPU by kernel.
+"""Where the time of our steps goes: on the host by function, on the GPU by kernel.
+
+Of steps that decode, and of steps that read prompts.
 
 The engine runs in the process that is profiled, not in one of its own as ``LLM`` has it, so that
 its functions are seen.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import cProfile
 import io
+import itertools
 import json
 import os
 import pstats
@@ -26,12 +29,14 @@ from benchmarks.served.settings import Settings
 # Rows of each table.
 _FUNCTIONS, _KERNELS = 45, 30
 _LIMIT = 420
+# Steps that decode for each one that reads prompts, which takes longer.
+_DECODES = 3
 
 
 def write(
     file: Path, settings: Settings, vocab_size: int, *, prompt: int, steps: int, log: Path
 ) -> None:
-    """Profile decode steps of each of ``settings.sizes`` requests, and print the file.
+    """Profile steps of each of ``settings.sizes`` requests, and print the file.
 
     Args:
         file: Text, rewritten after each number of requests.
@@ -68,8 +73,14 @@ def main() -> None:
         with _decoding(engine, requests, settings, given) as step:
             _seconds(step, given["steps"])
         with _decoding(engine, requests, settings, given) as step:
-            tables = _tables(step, given["steps"], on_gpu=settings.device == "cuda")
-        parts.append(f"{requests} requests, {given['prompt']} tokens in each prompt, {tables}")
+            found = {"decode steps": _tables(step, given["steps"], settings)}
+        step, steps = _reading(engine, requests, given), -(-given["steps"] // _DECODES)
+        _seconds(step, steps)
+        found["steps that read prompts"] = _tables(step, steps, settings)
+        while engine.is_busy():
+            list(engine.step())
+        each = f"{requests} requests, {given['prompt']} tokens in each prompt"
+        parts += [f"{each}, {kind}: {tables}" for kind, tables in found.items()]
         Path(given["file"]).write_text("\n\n".join(parts) + "\n")
     engine.close()
 
@@ -94,7 +105,25 @@ def _decoding(
         list(engine.step())
 
 
-def _tables(step: Callable[[], object], steps: int, *, on_gpu: bool) -> str:
+def _reading(engine: Ours, requests: int, given: dict) -> Callable[[], None]:
+    """A function for one step over prompts, of requests that end with their first tokens.
+
+    It adds requests, other ones each time, when all before have ended.
+    """
+    seeds, names = itertools.count(1), itertools.count()
+
+    def step() -> None:
+        if not engine.is_busy():
+            seed = 1000 * requests + next(seeds)
+            burst = Burst(requests, given["prompt"], 1, 0.0, seed, given["vocab_size"])
+            for prompt in burst.prompts():
+                engine.add(f"read {next(names)}", prompt, burst)
+        list(engine.step())
+
+    return step
+
+
+def _tables(step: Callable[[], object], steps: int, settings: Settings) -> str:
     """Of functions in both orders, and of kernels."""
     plain = _seconds(step, steps)
     profiler = cProfile.Profile()
@@ -102,9 +131,10 @@ def _tables(step: Callable[[], object], steps: int, *, on_gpu: bool) -> str:
     profiled = _seconds(step, steps)
     profiler.disable()
     parts = [
-        f"{steps} decode steps: {1e3 * plain:.2f} ms each, {1e3 * profiled:.2f} ms with cProfile",
+        f"{steps} of them: {1e3 * plain:.2f} ms each, {1e3 * profiled:.2f} ms with cProfile",
         *(_functions(profiler, order) for order in ("tottime", "cumulative")),
     ]
+    on_gpu = settings.device == "cuda"
     return "\n\n".join([*parts, _kernels(step, steps)] if on_gpu else parts)
 
 

@@ -9,6 +9,7 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths, choose_cache
 from absorbed_mla.registry import LATENT_CACHES, PAGED_BACKENDS
@@ -36,6 +37,7 @@ class ToyStep:
 
     def __init__(self, latents: dict[int, Tensor], layer: int, kv: Tensor) -> None:
         self.latents, self.layer = latents, layer
+        self.tables = DerivedTables()
         self.first = len(latents.get(layer, ()))
         self.max_position = self.block_size = self.first + len(kv)
         self.lengths = RowLengths((len(kv),), (self.max_position,))

@@ -1,0 +1,192 @@
+"""The requests of an ``LLM``: prompts whose outputs run, and what the engine is told of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.completion import Completion, position_logprobs
+from absorbed_mla.llm.outputs import RequestOutput
+from absorbed_mla.llm.prompts import of_output
+from absorbed_mla.llm.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from absorbed_mla.generation.requests import Progress, Result
+    from absorbed_mla.llm.runner import Abort, Add
+
+
+@dataclass
+class _Request:
+    """A prompt and its outputs."""
+
+    output: RequestOutput
+    params: SamplingParams
+    completions: list[Completion] = field(default_factory=list)
+    # Of the engine, by output.
+    numbers: list[int] = field(default_factory=list)
+    # Outputs that have not ended.
+    left: int = 0
+
+
+class Requests:
+    """What has not ended, from the last ``wake`` on.
+
+    Args:
+        tokenizer: Of texts; None leaves them empty.
+
+    Attributes:
+        unclaimed: By id, outputs that grew in a step of a caller who waits for other ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._names = itertools.count()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with the engine; names are not used again."""
+        self._requests: dict[str, _Request] = {}
+        # By the engine's numbers: what is not over there.
+        self._running: dict[int, tuple[_Request, Completion]] = {}
+        self._commands: list[Add | Abort] = []
+        self._aborted: list[RequestOutput] = []
+        self.unclaimed: dict[str, RequestOutput] = {}
+        self._num_added = 0
+
+    @property
+    def num_running(self) -> int:
+        """Number of outputs that run or wait."""
+        return len(self._running)
+
+    def are_left(self) -> bool:
+        """Whether there is something to run or to report."""
+        return bool(self._requests or self._running or self.unclaimed)
+
+    def add(
+        self,
+        prompt: str | None,
+        tokens: list[int],
+        params: SamplingParams,
+        name: str | None,
+        ends: Sequence[int],
+    ) -> str:
+        """Queue a prompt; returns its id.
+
+        Args:
+            prompt: Its text, if it was given as one.
+            tokens: Token ids.
+            params: As the user gave them.
+            name: The id; None makes one.
+            ends: Tokens that end an output, besides ``params.stop_token_ids``.
+
+        Raises:
+            ValueError: If a request with this id runs.
+        """
+        from absorbed_mla.llm.runner import Add
+
+        name = str(next(self._names)) if name is None else name
+        if name in self._requests:
+            raise ValueError(f"request_id {name!r} is that of a request that runs")
+        request = _Request(RequestOutput(name, prompt, tokens, []), params, left=params.n)
+        for index in range(params.n):
+            completion = Completion(index, tokens, params, ends, self._tokenizer)
+            number = self._num_added
+            self._num_added += 1
+            self._commands.append(Add(tokens, of_output(params, index, ends)))
+            self._running[number] = request, completion
+            request.completions.append(completion)
+            request.output.outputs.append(completion.output)
+            request.numbers.append(number)
+        self._requests[name] = request
+        return name
+
+    def abort(self, name: str) -> None:
+        """End a request; its outputs keep what they have. Unknown ids are ignored: it has ended."""
+        request = self._requests.get(name)
+        if request is None or request.output.finished:
+            return
+        for completion, number in zip(request.completions, request.numbers):
+            if not completion.finished:
+                completion.abort()
+                self._stop(number)
+        request.output.finished = True
+        self._aborted.append(request.output)
+
+    def commands(self) -> Sequence[Add | Abort]:
+        """What the engine has not been told yet; it is told now."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def advance(self, progress: Sequence[Progress]) -> list[RequestOutput]:
+        """The outputs that have grown or ended by a step; the latter are forgotten.
+
+        Raises:
+            RuntimeError: If the engine refused a request.
+        """
+        grown: dict[str, RequestOutput] = {}
+        for one in progress:
+            request = self._advance(one)
+            if request is not None:
+                grown[request.output.request_id] = request.output
+        grown |= {output.request_id: output for output in self._aborted}
+        self._aborted = []
+        for output in grown.values():
+            if output.finished:
+                del self._requests[output.request_id]
+        return list(grown.values())
+
+    def claim(
+        self, names: set[str], step: Callable[[], Sequence[RequestOutput]]
+    ) -> list[RequestOutput]:
+        """Outputs of these requests that have grown; runs a step unless there are some already."""
+        # In the order of their steps, which is that of all ranks.
+        kept = [name for name in self.unclaimed if name in names]
+        grown = [self.unclaimed.pop(name) for name in kept]
+        if grown:
+            return grown
+        for output in step():
+            if output.request_id in names:
+                grown.append(output)
+            else:
+                self.unclaimed[output.request_id] = output
+        return grown
+
+    def _advance(self, progress: Progress) -> _Request | None:
+        """The request of an engine's progress, if its outputs have grown."""
+        request, completion = self._running[progress.number]
+        if progress.result is not None:
+            del self._running[progress.number]
+            self._add_prompt_logprobs(request, progress.result)
+            if progress.result.error:
+                raise RuntimeError(f"the engine refused a request: {progress.result.error}")
+        if completion.finished:
+            return None
+        completion.advance(progress)
+        if completion.finished:
+            request.left -= 1
+            request.output.finished = not request.left
+            if progress.result is None:
+                self._stop(progress.number)
+        return request
+
+    def _add_prompt_logprobs(self, request: _Request, result: Result) -> None:
+        count, output = request.params.prompt_logprobs, request.output
+        if count is None or output.prompt_logprobs is not None or not result.prompt_log_probs:
+            return
+        tops = result.prompt_top_log_probs or [{}] * len(result.prompt_log_probs)
+        output.prompt_logprobs = [None]
+        for token, log_prob, top in zip(
+            output.prompt_token_ids[1:], result.prompt_log_probs, tops, strict=True
+        ):
+            output.prompt_logprobs.append(
+                position_logprobs(token, log_prob, top, count, self._tokenizer)
+            )
+
+    def _stop(self, number: int) -> None:
+        """Have the engine end an output that has ended here."""
+        from absorbed_mla.llm.runner import Abort
+
+        self._commands.append(Abort(number))
