@@ -50,7 +50,8 @@ def _compiled_launch(self: JITFunction, grid):
 
     def launch(*args, **kwargs):
         kernel = self.warmup(*args, grid=grid, **kwargs)
-        print(json.dumps({"kernel": self.fn.__name__, **_assembled(kernel)}), flush=True)
+        about = {"kernel": self.fn.__name__, "fp8_rows": bool(kwargs.get("GROUP"))}
+        print(json.dumps(about | _assembled(kernel)), flush=True)
 
     return launch
 
