@@ -12,7 +12,6 @@ runs in a checkout only. The last line of the output is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
