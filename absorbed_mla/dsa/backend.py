@@ -44,6 +44,7 @@ class SparseRequest:
         deterministic: Whether ``torch.use_deterministic_algorithms`` requires equal bits in every
             run.
         batch_invariant: Whether the result of a token must not depend on the rest of the batch.
+        latent_cache_dtype: Of the keys, as in ``AbsorbedMLAOptions``; in training ``"model"``.
     """
 
     device: torch.device
@@ -57,6 +58,7 @@ class SparseRequest:
     relu: bool
     deterministic: bool
     batch_invariant: bool = False
+    latent_cache_dtype: str = "model"
 
 
 class SparseBackend(Protocol):
@@ -108,8 +110,9 @@ class SparseBackend(Protocol):
         Args:
             q_content: [T, N, C].
             q_rope: [T, N, R].
-            cache: [blocks, block_size, C + R] with any strides of blocks and positions; what was
-                not chosen may hold anything.
+            cache: [blocks, block_size, C + R] with any strides of blocks and positions, or rows
+                of ``Fp8Latents``, which are read in the dtype of the query; what was not chosen
+                may hold anything.
             rows: Which tokens are whose, and where their keys are.
             chosen: Positions in the token's request, int32 [T, topk], ascending, then -1; a token
                 in no row has none.

@@ -249,6 +249,7 @@ class SparseCoreAttention(LatentCoreAttention):
         chosen = self.selection.get(select, shape, device, repeated=repeated)
         if chosen is None:
             return None
+        request = replace(request, latent_cache_dtype=self.options.latent_cache_dtype)
         return OverCachedKeys(self._implementation(SPARSE_BACKENDS, request), chosen)
 
     def learn_choice(

@@ -9,6 +9,7 @@ from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.cached_keys import CachedRows
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels import operators
 
@@ -42,12 +43,19 @@ class SparseKernels:
     ) -> AttentionOutput:
         """As ``cached_attention.attend_cached``; the output has the dtype of the query."""
         cached, width = CachedRows(cache), q_content.shape[-1]
+        scales = None
+        if cache.dtype == torch.uint8:
+            latents = Fp8Latents(width, q_rope.shape[-1])
+            latent, scales, k_rope = latents.parts(cached.rows)
+        else:
+            latent, k_rope = cached.rows[..., :width], cached.rows[..., width:]
         return AttentionOutput(
             *operators.sparse_attention_cached(
                 q_content,
                 q_rope,
-                cached.rows[..., :width],
-                cached.rows[..., width:],
+                latent,
+                scales,
+                k_rope,
                 chosen,
                 rows.query_starts,
                 rows.query_lengths,

@@ -80,7 +80,7 @@ def sparse_forward(inputs: AttentionInputs, chosen: Tensor, scale: float) -> Att
     """:func:`sparse_attention` without autograd; output and LSE in fp32 (fp64)."""
     q_content, q_rope, k_content, k_rope, value = inputs
     assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
-    query, compute = torch.cat((q_content, q_rope), dim=-1), _compute_dtype(q_content)
+    query, compute = torch.cat((q_content, q_rope), dim=-1), compute_dtype(q_content)
     width = q_content.shape[-1]
     out = query.new_zeros(*query.shape[:3], width, dtype=compute)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=compute)
@@ -153,8 +153,9 @@ def _joined(inputs: AttentionInputs) -> tuple[Tensor, Tensor, torch.dtype]:
     assert value is None and k_content.shape[2] == 1, "sparse attention is over the latent"
     query = torch.cat((q_content, q_rope), dim=-1)
     kv = torch.cat((k_content.squeeze(2), k_rope), dim=-1)
-    return query, kv, _compute_dtype(query)
+    return query, kv, compute_dtype(query)
 
 
-def _compute_dtype(query: Tensor) -> torch.dtype:
+def compute_dtype(query: Tensor) -> torch.dtype:
+    """What the reference computes in: fp32, or fp64."""
     return torch.promote_types(query.dtype, torch.float32)

@@ -58,8 +58,3 @@ def refuse_unsupported_dsa(
             "latent_cache_tokens must be None for experimental_attention_variant='dsa', got "
             f"{options.latent_cache_tokens}: any token may be chosen, and is read on the device"
         )
-    if options.latent_cache_dtype != "model":
-        raise ValueError(
-            "latent_cache_dtype must be model for experimental_attention_variant='dsa', got "
-            f"{options.latent_cache_dtype!r}: chosen keys are read in the model's dtype"
-        )

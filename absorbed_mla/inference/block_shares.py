@@ -36,8 +36,3 @@ def require_shareable(options: AbsorbedMLAOptions) -> None:
             "decode_context_parallel=True does not go with parity mode (batch_invariant=True): "
             "ranks sum up their parts of the keys, which training sums up in order"
         )
-    if options.latent_cache_dtype != "model":
-        raise ValueError(
-            "decode_context_parallel=True does not go with latent_cache_dtype="
-            f"{options.latent_cache_dtype!r}: a rank's share of a cache is of the model's dtype"
-        )

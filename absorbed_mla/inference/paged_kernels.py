@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.inference.backend import PagedRequest
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels import operators
+
+_FP8_CAPABILITY = (8, 9)
 
 
 class PagedKernelBackend:
@@ -60,3 +63,12 @@ def training_request(request: PagedRequest) -> AttentionRequest:
         masked=False,
         dropout=False,
     )
+
+
+def why_not_fp8_rows(device: torch.device, fp8: bool) -> str | None:
+    """Why Triton cannot read FP8 rows of a cache there, if it has to, or None."""
+    if not fp8 or device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return "latent_cache_dtype='fp8' needs compute capability 8.9 or newer"
+    return None

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.e4m3 import e4m3_bits, from_e4m3
-from absorbed_mla.kernels.triton.common import interpreted, narrow
+from absorbed_mla.kernels.triton.common import interpreted, load_rows, narrow
 
 # As in ``absorbed_mla/fp8_latents.py``, which this folder does not import: GROUP, LEAST and
 # RECIPROCAL_OF_LARGEST.
@@ -147,3 +147,42 @@ def _decode_kernel(
         rope = tl.load(source, mask=rotated, other=0.0).to(tl.float32)
         rope = narrow(rope, kv_ptr.dtype.element_ty, INTERPRETED)
         tl.store(target + C + channel, rope, mask=rotated)
+
+
+@triton.jit
+def load_fp8_rows(pointers, rows, there, C: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr):
+    """Of N rows: bytes [N, C], scales [N, C / GROUP] and k_rope [N, R]; zero where not ``there``.
+
+    Rows without k_rope have the bytes twice.
+
+    Args:
+        pointers: To the parts of a row: values, scales and k_rope.
+        rows: Offsets of these, int64 [N] each, of rows that lie multiples of 16 bytes apart.
+        there: [N].
+        C: Bytes of a row.
+        R: Width of k_rope.
+        GROUP: Bytes with one scale.
+    """
+    values = load_rows(pointers[0], rows[0], there, C)
+    # Only offsets in bytes say by themselves what they are multiples of.
+    scales = load_rows(pointers[1], tl.multiple_of(rows[1], [4]), there, C // GROUP)
+    k_rope = values
+    if R > 0:
+        k_rope = load_rows(pointers[2], tl.multiple_of(rows[2], [8]), there, R)
+    return values, scales, k_rope
+
+
+@triton.jit
+def decoded_keys(
+    raw, TYPE: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Keys [N, C] and [N, R] of what :func:`load_fp8_rows` returned, in the query's type.
+
+    With the bits of latents that were decoded before.
+    """
+    values, scales, k_rope = raw
+    wide = from_e4m3(values, INTERPRETED)
+    wide = tl.reshape(wide, [values.shape[0], C // GROUP, GROUP]) * scales[:, :, None]
+    if k_rope.dtype != TYPE:
+        k_rope = narrow(k_rope.to(tl.float32), TYPE, INTERPRETED)
+    return narrow(tl.reshape(wide, [values.shape[0], C]), TYPE, INTERPRETED), k_rope

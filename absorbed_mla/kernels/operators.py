@@ -188,6 +188,7 @@ def sparse_attention_cached(
     q_content: Tensor,
     q_rope: Tensor,
     latent: Tensor,
+    scales: Tensor | None,
     k_rope: Tensor,
     chosen: Tensor,
     query_starts: Tensor,
@@ -202,6 +203,8 @@ def sparse_attention_cached(
     """As ``sparse_attention_forward`` of queries [T, N, ..] over slots of a cache [slots, 1, ..].
 
     The chosen positions int32 [T, topk] and the rest are those of ``kernels/dsa/cached_lists.py``.
+    With ``scales``, which ``hopper`` does not take, slots are FP8 rows in the parts of
+    ``fp8_latents.Fp8Parts``.
     """
     places = query_starts, query_lengths, block_table, block_size, of_block, of_position
     folder, prefix = _SPARSE[kernel]
@@ -209,8 +212,9 @@ def sparse_attention_cached(
     lists = _kernel_module("dsa", "cached_lists")
     lists_of = partial(lists.cached_lists, chosen, lists.Places(*places))
     with torch.cuda.device_of(q_content):
-        queries = q_content.unsqueeze(1), q_rope.unsqueeze(1)
-        out, lse = module.attend(*queries, latent, k_rope, lists_of, chosen.shape[1], scale)
+        operands = q_content.unsqueeze(1), q_rope.unsqueeze(1), latent, k_rope
+        fp8 = {} if scales is None else {"scales": scales}
+        out, lse = module.attend(*operands, lists_of, chosen.shape[1], scale, **fp8)
     return out.squeeze(1), lse.squeeze(1)
 
 

@@ -56,7 +56,17 @@ MUTATIONS = {
         "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"
     ),
     "fp8_scale_of_first_group": Mutation(
-        "absorbed_mla/kernels/paged/forward.py", "* scales[:, :, None]", "* scales[:, :1, None]"
+        "absorbed_mla/kernels/fp8_latents.py", "* scales[:, :, None]", "* scales[:, :1, None]"
+    ),
+    "fp8_chosen_keys_of_the_next_block": Mutation(
+        "absorbed_mla/kernels/dsa/forward.py",
+        "_, _, seen = keys_of_entries(entry, own, TOKENS)",
+        "_, _, seen = keys_of_entries(following, own, TOKENS)",
+    ),
+    "fp8_holes_of_a_selection": Mutation(
+        "absorbed_mla/dsa/cached_attention.py",
+        "masked_fill(support.indices < 0, -1)",
+        "masked_fill(support.indices < 0, 0)",
     ),
     "fp8_own_tokens_not_rounded": Mutation(
         "absorbed_mla/inference/chunked_context.py",

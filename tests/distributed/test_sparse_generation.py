@@ -103,11 +103,16 @@ REQUESTS = [Request(prompt(120, seed, shared=70), 12) for seed in range(6)]
 
 
 @needs.processes(1, 2, 4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_everything_at_once(sequence_parallel):
+@pytest.mark.parametrize(
+    ("sequence_parallel", "cache"),
+    [(False, "model"), (True, "model"), pytest.param(True, "fp8", marks=needs.processes(2))],
+)
+def test_everything_at_once(sequence_parallel, cache):
     """Chunks, shared prefixes, preemption and the sizes of graphs; every rank schedules alike."""
     fields = generating_fields(sequence_parallel=sequence_parallel and world.tp_size() > 1)
-    model = generating_model(**fields)
+    rounded = cache == "fp8"
+    options = AbsorbedMLAOptions(latent_cache_dtype=cache, train_on_cached_latents=rounded)
+    model = generating_model(options, **fields)
     engine = engine_of(
         model,
         step_tokens=64,

@@ -50,7 +50,8 @@ def _compiled_launch(self: JITFunction, grid):
 
     def launch(*args, **kwargs):
         kernel = self.warmup(*args, grid=grid, **kwargs)
-        print(json.dumps({"kernel": self.fn.__name__, **_assembled(kernel)}), flush=True)
+        about = {"kernel": self.fn.__name__, "fp8_rows": bool(kwargs.get("GROUP"))}
+        print(json.dumps(about | _assembled(kernel)), flush=True)
 
     return launch
 
@@ -175,6 +176,24 @@ def decode_of_sparse_kernels(kernels: str) -> None:
     SPARSE_BACKENDS[kernels].forward_cached(*query, cache, rows, chosen, 0.1)
 
 
+def sparse_fp8_kernels() -> None:
+    """Over FP8 rows: splits of few heads, the tiles of many heads, and of several tokens."""
+    from absorbed_mla.fp8_latents import Fp8Latents
+    from absorbed_mla.inference.rows import Rows
+    from absorbed_mla.kernels.dsa import key_lists
+    from absorbed_mla.registry import SPARSE_BACKENDS
+
+    key_lists._LEAST_QUERIES = 1024
+    cache = torch.zeros(64, 64, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes, dtype=torch.uint8)
+    for requests, new, heads in ((32, 1, 16), (32, 1, HEADS), (1, 1024, 16)):
+        shape = requests * new, heads
+        query = [torch.zeros(*shape, width, dtype=BF16) for width in (KV_LORA_RANK, ROPE)]
+        table = torch.zeros(requests, 64, dtype=torch.int32)
+        rows = Rows.of([new] * requests, [4096] * requests, table)
+        chosen = torch.zeros(requests * new, 2048, dtype=torch.int32)
+        SPARSE_BACKENDS["triton"].forward_cached(*query, cache, rows, chosen, 0.1)
+
+
 def choice_over_a_cache() -> None:
     """With one new token per request, and with several; of keys that take two rounds."""
     from absorbed_mla.dsa.selection_triton import triton_select_cached
@@ -262,6 +281,7 @@ if __name__ == "__main__":
     sparse_kernels("triton", 16, deterministic=True)
     for kernels in ("hopper", "triton"):
         decode_of_sparse_kernels(kernels)
+    sparse_fp8_kernels()
     choice_over_a_cache()
     index_kernels()
     widest_index_kernels()

@@ -21,6 +21,8 @@ class HopperBackend(SparseKernels):
         reason = DENSE.why_not(dense_request(request))
         if reason is None and request.rope_dim != _ROPE_WIDTH:
             return f"qk_pos_emb_head_dim must be {_ROPE_WIDTH}, it is {request.rope_dim}"
+        if reason is None and request.latent_cache_dtype != "model":
+            return "it gathers cached latents of the model's dtype, not FP8 rows"
         return reason
 
 

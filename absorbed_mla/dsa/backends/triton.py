@@ -6,6 +6,7 @@ from absorbed_mla.core_attention.backends.triton import ENTRY as DENSE
 from absorbed_mla.dsa.backend import SparseRequest
 from absorbed_mla.dsa.invariant_sparse import InvariantSparse
 from absorbed_mla.dsa.sparse_kernels import SparseKernels, dense_request
+from absorbed_mla.inference.paged_kernels import why_not_fp8_rows
 
 
 class TritonBackend(SparseKernels):
@@ -18,7 +19,8 @@ class TritonBackend(SparseKernels):
 
     def why_not(self, request: SparseRequest) -> str | None:
         """See ``SparseBackend``; the limits are those of the dense kernels."""
-        return DENSE.why_not(dense_request(request))
+        fp8 = request.latent_cache_dtype == "fp8"
+        return why_not_fp8_rows(request.device, fp8) or DENSE.why_not(dense_request(request))
 
 
 ENTRY = TritonBackend()

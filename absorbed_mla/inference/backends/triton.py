@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-
 from absorbed_mla.core_attention.backends.triton import ENTRY as TRITON
 from absorbed_mla.inference.backend import PagedRequest, Rates
-from absorbed_mla.inference.paged_kernels import PagedKernelBackend, training_request
-
-_FP8_CAPABILITY = (8, 9)
+from absorbed_mla.inference.paged_kernels import (
+    PagedKernelBackend,
+    training_request,
+    why_not_fp8_rows,
+)
 
 
 class PagedTriton(PagedKernelBackend):
@@ -26,13 +26,8 @@ class PagedTriton(PagedKernelBackend):
 
     def why_not(self, request: PagedRequest) -> str | None:
         """As in training; an FP8 cache needs a GPU that knows FP8."""
-        if (
-            request.latent_cache_dtype == "fp8"
-            and request.device.type == "cuda"
-            and torch.cuda.get_device_capability(request.device) < _FP8_CAPABILITY
-        ):
-            return "latent_cache_dtype='fp8' needs compute capability 8.9 or newer"
-        return TRITON.why_not(training_request(request))
+        fp8 = request.latent_cache_dtype == "fp8"
+        return why_not_fp8_rows(request.device, fp8) or TRITON.why_not(training_request(request))
 
 
 ENTRY = PagedTriton()

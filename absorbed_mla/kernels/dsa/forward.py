@@ -12,7 +12,8 @@ from torch import Tensor
 
 from absorbed_mla.kernels.dsa.key_lists import HeadTile, KeyLists, key_lists, query_tile
 from absorbed_mla.kernels.dsa.splits import merge_splits, splits_for
-from absorbed_mla.kernels.dsa.tile import listed_keys, tile_rows
+from absorbed_mla.kernels.dsa.tile import keys_of_entries, list_entries, listed_keys, tile_rows
+from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
 from absorbed_mla.kernels.triton.common import (
     LN_2,
     LOG2_E,
@@ -25,7 +26,7 @@ from absorbed_mla.kernels.triton.common import (
 from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
 from absorbed_mla.kernels.triton.launch import launch_for
 
-# Keys of a block of tiles of several tokens, at most; 64 need a stack on Hopper.
+# Keys of a block of tiles of several tokens, or of FP8 rows, at most; 64 need a stack on Hopper.
 _KEYS = 32
 
 
@@ -63,17 +64,19 @@ def attend(
     lists_of: Callable[[int, int, int], KeyLists],
     topk: int,
     scale: float,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`forward`.
 
     Args:
         q_content: As there, like the next three.
         q_rope: As there.
-        latent: As there.
-        k_rope: As there.
+        latent: As there; or, of FP8 rows, uint8.
+        k_rope: As there; of FP8 rows bf16.
         lists_of: The lists of the keys for (S_k, tokens of a tile, splits), as ``key_lists``.
         topk: Most keys of a query.
         scale: Multiplies the scores.
+        scales: Of FP8 rows, fp32 [S_k, B, C / 128]; None for others.
     """
     operands = rows_contiguous(q_content, q_rope, latent, k_rope)
     queries, batch, heads, kv_lora_rank = q_content.shape
@@ -81,12 +84,18 @@ def attend(
     tile = query_tile(heads, launch.forward.rows, queries, len(latent), least=16)
     splits = splits_for(queries, batch, heads, topk)
     lists = lists_of(len(latent), tile.tokens, splits)
+    keys = launch.forward.keys
+    if tile.tokens > 1 or scales is not None:
+        keys = min(_KEYS, keys)
     if splits == 1:
-        return attend_to_lists(*operands, lists, tile, scale, q_content.dtype)
+        return attend_to_lists(*operands, scales, lists, tile, keys, scale, q_content.dtype)
     # As entries of a batch, all with the same query and keys.
     operands = tuple(x.expand(-1, splits, *x.shape[2:]) for x in operands)
+    if scales is not None:
+        scales = scales.expand(-1, splits, -1)
     return merge_splits(
-        *attend_to_lists(*operands, lists, tile, scale, torch.float32), q_content.dtype
+        *attend_to_lists(*operands, scales, lists, tile, keys, scale, torch.float32),
+        q_content.dtype,
     )
 
 
@@ -95,12 +104,17 @@ def attend_to_lists(
     q_rope: Tensor,
     latent: Tensor,
     k_rope: Tensor,
+    scales: Tensor | None,
     lists: KeyLists,
     tile: HeadTile,
+    keys: int,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`forward`, in one launch with these lists and tiles; output in ``dtype``."""
+    """As :func:`attend`, in one launch with these lists and tiles; output in ``dtype``.
+
+    ``keys`` of a list are computed at a time.
+    """
     queries, batch, heads, kv_lora_rank = q_content.shape
     out = q_content.new_empty(q_content.shape, dtype=dtype)
     lse = torch.empty((queries, batch, heads), dtype=torch.float32, device=q_content.device)
@@ -108,10 +122,13 @@ def attend_to_lists(
     grid = (len(lists.entries) * tile.blocks, batch)
     if not all(grid):
         return out, lse
+    fp8 = scales is not None
+    scales = latent if scales is None else scales  # any tensor where there are none
     _forward_kernel[grid](
         q_content,
         q_rope,
         latent,
+        scales,
         k_rope,
         out,
         lse,
@@ -120,6 +137,7 @@ def attend_to_lists(
         *q_content.stride()[:3],
         *q_rope.stride()[:3],
         *latent.stride()[:2],
+        *scales.stride()[:2],
         *k_rope.stride()[:2],
         queries,
         heads,
@@ -130,11 +148,12 @@ def attend_to_lists(
         R=q_rope.shape[-1],
         HB=tile.heads,
         TOKENS=tile.tokens,
-        BLOCK_N=launch.forward.keys if tile.tokens == 1 else min(_KEYS, launch.forward.keys),
+        BLOCK_N=keys,
+        GROUP=min(GROUP, kv_lora_rank) if fp8 else 0,
         PRECISION=precision(q_content.dtype),
         INTERPRETED=interpreted(),
         num_warps=launch.warps,
-        num_stages=launch.forward.stages,
+        num_stages=1 if fp8 else launch.forward.stages,
     )
     return out, lse
 
@@ -144,6 +163,7 @@ def _forward_kernel(
     q_content_ptr,
     q_rope_ptr,
     latent_ptr,
+    scales_ptr,
     k_rope_ptr,
     out_ptr,
     lse_ptr,
@@ -157,6 +177,8 @@ def _forward_kernel(
     stride_qr_n,
     stride_kc_s,
     stride_kc_b,
+    stride_sc_s,
+    stride_sc_b,
     stride_kr_s,
     stride_kr_b,
     queries,
@@ -169,6 +191,7 @@ def _forward_kernel(
     HB: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -188,14 +211,28 @@ def _forward_kernel(
     largest = tl.full([TOKENS * HB], float("-inf"), tl.float32)
     total = tl.full([TOKENS * HB], 0.0, tl.float32)
     acc = tl.full([TOKENS * HB, C], 0.0, tl.float32)
+    parts = latent_ptr, scales_ptr, k_rope_ptr
+    strides = stride_kc_s, stride_kc_b, stride_sc_s, stride_sc_b, stride_kr_s, stride_kr_b
+    if GROUP:
+        entry = list_entries(list_ptr, 0, count, BLOCK_N)
+        raw = _load_fp8(parts, strides, batch, entry, own, TOKENS, C, R, GROUP)
+        following = list_entries(list_ptr, BLOCK_N, count, BLOCK_N)
     for start in range(0, count, BLOCK_N):
-        key, there, seen = listed_keys(list_ptr, start, count, own, TOKENS, BLOCK_N)
         # [BLOCK_N, C]
-        kc = load_rows(latent_ptr, batch * stride_kc_b + key * stride_kc_s, there, C)
-        if R > 0:
-            kr = load_rows(k_rope_ptr, batch * stride_kr_b + key * stride_kr_s, there, R)
+        if GROUP:
+            _, _, seen = keys_of_entries(entry, own, TOKENS)
+            kc, kr = decoded_keys(raw, qc.dtype, C, GROUP, INTERPRETED)
+            # The pipeliner copies nothing ahead that is not an operand as it lies.
+            entry = following
+            raw = _load_fp8(parts, strides, batch, entry, own, TOKENS, C, R, GROUP)
+            following = list_entries(list_ptr, start + 2 * BLOCK_N, count, BLOCK_N)
         else:
-            kr = kc
+            key, there, seen = listed_keys(list_ptr, start, count, own, TOKENS, BLOCK_N)
+            kc = load_rows(latent_ptr, batch * stride_kc_b + key * stride_kc_s, there, C)
+            if R > 0:
+                kr = load_rows(k_rope_ptr, batch * stride_kr_b + key * stride_kr_s, there, R)
+            else:
+                kr = kc
         largest, total, acc = attend_to_keys(
             qc, qr, kc, kr, seen, largest, total, acc, scale_log2, R, PRECISION, INTERPRETED
         )
@@ -204,3 +241,23 @@ def _forward_kernel(
     row = (token * batches + batch) * heads + head
     store_rows(out_ptr, row * C, valid, acc, C, INTERPRETED)
     tl.store(lse_ptr + row, lse * LN_2, mask=valid)
+
+
+@triton.jit
+def _load_fp8(
+    parts,
+    strides,
+    batch,
+    entry,
+    own,
+    TOKENS: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """:func:`load_fp8_rows` of the entries [BLOCK_N] of a list."""
+    key, there, _ = keys_of_entries(entry, own, TOKENS)
+    values = batch * strides[1] + key * strides[0]
+    scales = batch * strides[3] + key * strides[2]
+    k_rope = batch * strides[5] + key * strides[4]
+    return load_fp8_rows(parts, (values, scales, k_rope), there, C, R, GROUP)

@@ -38,11 +38,13 @@ def attend(
     lists_of: Callable[[int, int, int], KeyLists],
     _topk: int,
     scale: float,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``forward.attend``."""
+    """As ``forward.attend``; FP8 rows in the blocks of training."""
     operands = rows_contiguous(q_content, q_rope, latent, k_rope)
     heads, kv_lora_rank = q_content.shape[2:]
     launch = launch_for(q_content.dtype, kv_lora_rank, q_rope.shape[3], q_content.device)
     tile = token_tile(heads, launch.forward.rows, least=16)
     lists = lists_of(len(latent), tile.tokens, 1)
-    return attend_to_lists(*operands, lists, tile, scale, q_content.dtype)
+    keys = launch.forward.keys
+    return attend_to_lists(*operands, scales, lists, tile, keys, scale, q_content.dtype)

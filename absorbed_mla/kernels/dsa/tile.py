@@ -46,8 +46,19 @@ def listed_keys(list_ptr, start, count, own, TOKENS: tl.constexpr, BLOCK_N: tl.c
         The keys on the key axis, int64 [BLOCK_N]; whether there are such; and which row sees which,
         [rows, BLOCK_N].
     """
+    return keys_of_entries(list_entries(list_ptr, start, count, BLOCK_N), own, TOKENS)
+
+
+@triton.jit
+def list_entries(list_ptr, start, count, BLOCK_N: tl.constexpr):
+    """A block of a list of keys as it lies there, int32 [BLOCK_N]; negative behind its end."""
     place = start + tl.arange(0, BLOCK_N)
-    entry = tl.load(list_ptr + place, mask=place < count, other=-1)
+    return tl.load(list_ptr + place, mask=place < count, other=-1)
+
+
+@triton.jit
+def keys_of_entries(entry, own, TOKENS: tl.constexpr):
+    """What :func:`listed_keys` returns, of entries [BLOCK_N]."""
     there = entry >= 0
     if TOKENS == 1:
         seen = there[None, :] & (own >= 0)[:, None]

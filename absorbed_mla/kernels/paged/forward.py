@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.e4m3 import from_e4m3
-from absorbed_mla.kernels.fp8_latents import GROUP
+from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, schedule
@@ -21,7 +20,6 @@ from absorbed_mla.kernels.triton.common import (
     LOG2_E,
     interpreted,
     load_rows,
-    narrow,
     precision,
     rows_contiguous,
     store_rows,
@@ -221,7 +219,7 @@ def _paged_kernel(
             there = key < key_end
             # [BLOCK_N, C]; zero beyond the last key, where anything may lie: 0 * NaN is NaN.
             if GROUP:
-                kc, kr = _decoded(raw, qc.dtype, C, GROUP, INTERPRETED)
+                kc, kr = decoded_keys(raw, qc.dtype, C, GROUP, INTERPRETED)
                 # The pipeliner copies nothing ahead that is not an operand as it lies.
                 following = start + BLOCK_N
                 raw = _load_fp8(parts, block, following, key_end, C, R, BLOCK_N, BLOCK_SIZE, GROUP)
@@ -271,9 +269,7 @@ def _load_fp8(
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Of FP8 rows from ``start`` on: bytes [BLOCK_N, C], scales [BLOCK_N, C / GROUP], [BLOCK_N, R].
-
-    Zero from ``key_end`` on; rows without k_rope have the bytes twice.
+    """:func:`load_fp8_rows` from ``start`` on, zero from ``key_end`` on.
 
     Args:
         parts: Pointers to these of the cache, and their strides of blocks and slots.
@@ -288,33 +284,12 @@ def _load_fp8(
     """
     latent_ptr, scales_ptr, k_rope_ptr, strides = parts
     key = start + tl.arange(0, BLOCK_N)
-    there = key < key_end
     block, slot = block.to(tl.int64), (key % BLOCK_SIZE).to(tl.int64)
-    values = load_rows(latent_ptr, block * strides[0] + slot * strides[1], there, C)
-    # Rows lie multiples of 16 bytes apart, which only those of bytes say by themselves.
-    scales = tl.multiple_of(block * strides[2] + slot * strides[3], [4])
-    scales = load_rows(scales_ptr, scales, there, C // GROUP)
-    k_rope = values
-    if R > 0:
-        k_rope = tl.multiple_of(block * strides[4] + slot * strides[5], [8])
-        k_rope = load_rows(k_rope_ptr, k_rope, there, R)
-    return values, scales, k_rope
-
-
-@triton.jit
-def _decoded(
-    raw, TYPE: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """Keys [BLOCK_N, C] and [BLOCK_N, R] of what :func:`_load_fp8` returned, in the query's type.
-
-    With the bits of latents that were decoded before.
-    """
-    values, scales, k_rope = raw
-    wide = from_e4m3(values, INTERPRETED)
-    wide = tl.reshape(wide, [values.shape[0], C // GROUP, GROUP]) * scales[:, :, None]
-    if k_rope.dtype != TYPE:
-        k_rope = narrow(k_rope.to(tl.float32), TYPE, INTERPRETED)
-    return narrow(tl.reshape(wide, [values.shape[0], C]), TYPE, INTERPRETED), k_rope
+    values = block * strides[0] + slot * strides[1]
+    scales = block * strides[2] + slot * strides[3]
+    k_rope = block * strides[4] + slot * strides[5]
+    pointers = latent_ptr, scales_ptr, k_rope_ptr
+    return load_fp8_rows(pointers, (values, scales, k_rope), key < key_end, C, R, GROUP)
 
 
 @triton.jit

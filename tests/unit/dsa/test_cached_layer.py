@@ -22,19 +22,29 @@ from tests.support.harness import Setup
 from tests.support.inference import infer_in_steps
 from tests.support.refusal import refusal
 from tests.unit.inference.test_dynamic_context import GRAPHS, Captured, Host, _initialized
+from tests.unit.inference.test_fp8_cache import FP8, WIDER
 
 SETUP = Setup(form="auto")
 # Of three heads of an indexer many scores are 0: keys tie.
 DSA = replace(TINY_DSA, topk=5)
 
 
-def layer_of(dsa=DSA, **changes):
-    return build(dsa, SETUP, random_weights(dsa), cache_mla_latents=True, **changes).eval()
+FP8_SETUP = replace(SETUP, **FP8)
+
+
+def layer_of(dsa=DSA, setup=SETUP, **changes):
+    return build(dsa, setup, random_weights(dsa), cache_mla_latents=True, **changes).eval()
 
 
 @pytest.fixture(scope="module")
 def layer():
     return layer_of()
+
+
+@pytest.fixture(scope="module")
+def fp8_layer():
+    """Forwards without a cache see latents as the cache returns them."""
+    return layer_of(setup=FP8_SETUP)
 
 
 def random_rows(tokens: int, batch: int) -> torch.Tensor:
@@ -52,6 +62,11 @@ class TestStatic:
     @pytest.mark.parametrize("cuts", [[13], [1] * 13, [4, 2, 6, 1]], ids=str)
     def test_cuts(self, layer, cuts, batch):
         self.check(layer, cuts, batch)
+
+    @pytest.mark.parametrize("mla", [DSA.mla, WIDER], ids=["one_scale", "two_scales"])
+    def test_fp8_cache(self, mla):
+        layer = layer_of(replace(DSA, mla=mla), FP8_SETUP)
+        self.check(layer, [4, 2, 6, 1], batch=3)
 
     @torch.no_grad()
     def check(self, layer, cuts, batch):
@@ -100,10 +115,14 @@ def host_of(layer, **config) -> Host:
 
 
 class TestDynamic:
-    @pytest.mark.parametrize("config", [{}, GRAPHS], ids=["eager", "as-for-graphs"])
-    def test_forwards_of_every_kind(self, layer, config):
+    @pytest.mark.parametrize(
+        ("config", "name"),
+        [({}, "layer"), (GRAPHS, "layer"), ({}, "fp8_layer"), (GRAPHS, "fp8_layer")],
+        ids=["eager", "as-for-graphs", "eager-fp8", "as-for-graphs-fp8"],
+    )
+    def test_forwards_of_every_kind(self, config, name, request):
         """Rows of different lengths, decode beside a prompt in parts; NaN in unused slots."""
-        host = host_of(layer, **config)
+        host = host_of(request.getfixturevalue(name), **config)
         host.add(0, 63)
         host.add(1, 3)
         for _ in range(3):
@@ -141,8 +160,10 @@ class TestDynamic:
         block = step.rows.block_table[0, 0]
         assert torch.equal(cache[block, :30], keys[:30, 0])
 
-    def test_capture(self, layer):
+    @pytest.mark.parametrize("name", ["layer", "fp8_layer"])
+    def test_capture(self, name, request):
         """Nothing waits for the device, in prefill and in decode."""
+        layer = request.getfixturevalue(name)
         host = host_of(layer, **GRAPHS)
         host.add(0, 63)
         host.add(1, 5)

@@ -26,6 +26,7 @@ from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, grid_layout
 from tests.support.numerics import compare
 from tests.support.refusal import refusal
+from tests.unit.inference.test_fp8_cache import FP8, WIDER, cached
 
 SETUP = Setup(form="auto")
 SPARSE, WARM_UP = OracleLoss(sparse=True), OracleLoss(sparse=False)
@@ -43,6 +44,14 @@ def test_variants(variant, layout):
 def test_recomputation(loss, module):
     setup = replace(SETUP, recompute=(module,))
     check(TINY_DSA, setup, grid_layout("thd_padded", False), loss)
+
+
+@pytest.mark.parametrize("loss", [SPARSE, WARM_UP], ids=["sparse", "warm_up"])
+def test_latents_as_an_fp8_cache_returns_them(loss):
+    """Attention and target are over rounded latents, with straight-through gradients."""
+    dsa = replace(TINY_DSA, mla=replace(WIDER, cached=cached))
+    setup = replace(SETUP, recompute=("mla_up_proj",), **FP8)
+    check(dsa, setup, grid_layout("thd_padded", False), loss)
 
 
 @pytest.mark.parametrize("coefficient", [None, 0.0])
@@ -148,7 +157,6 @@ class TestRefused:
             ({"cp_comm_type": "p2p"}, ("cp_comm_type", "all_gather", "'p2p'")),
             ({"mask_type": AttnMaskType.no_mask}, ("causal attn_mask_type",)),
             ({"latent_cache_tokens": 4}, ("latent_cache_tokens must be None", "got 4")),
-            ({"latent_cache_dtype": "fp8"}, ("latent_cache_dtype must be model", "got 'fp8'")),
         ],
         ids=str,
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
+from absorbed_mla.core_attention.backends import triton as dense
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.dsa.backend import SparseRequest, choose_implementation
 from absorbed_mla.dsa.support import chosen_keys, visible_keys
@@ -103,6 +104,22 @@ class TestChoice:
                 choose_implementation(registry, "hopper", narrow)
         with pytest.raises(ValueError, match="dsa_indexer_topk must be at most 8192, it is 8193"):
             choose_implementation(INDEXER_BACKENDS, "hopper", replace(request, topk=8193))
+
+    @pytest.mark.parametrize(
+        ("capability", "rows", "taken"),
+        [((9, 0), "model", "hopper"), ((9, 0), "fp8", "triton"), ((8, 0), "fp8", "reference")],
+    )
+    def test_over_a_cache(self, capability, rows, taken, monkeypatch):
+        """FP8 rows are read by Triton's kernels where the GPU knows FP8."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        # It asks for the shared memory of a real device.
+        monkeypatch.setattr(dense, "_why_not_shared_memory", lambda *_: None)
+        request = replace(REQUEST, device=torch.device("cuda"), latent_cache_dtype=rows)
+        assert choose_implementation(SPARSE_BACKENDS, "auto", request).name == taken
+        if rows == "fp8":
+            reasons = {(9, 0): "not FP8 rows", (8, 0): "hopper: it needs"}
+            with pytest.raises(ValueError, match=reasons[capability]):
+                choose_implementation(SPARSE_BACKENDS, "hopper", request)
 
     @needs.gpu
     def test_limits_of_the_chosen_keys_are_true(self):

@@ -35,6 +35,8 @@ NUM_TOKENS = 8
 ON_GPU = torch.cuda.is_available()
 # The kernels for GPUs need other widths.
 PARITY = replace(DSA, mla=INTERPRETED, width=16) if ON_GPU else DSA
+FP8_CACHE = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
+FP8 = AbsorbedMLAOptions(**FP8_CACHE)
 CROWDED = {
     "step_tokens": 64,
     "prefix_caching": True,
@@ -75,6 +77,53 @@ def test_engine(model, expected, options):
     """Also with chunks, a prefix cache, and too few blocks for all requests."""
     found = by_dynamic_context(model, [*PROMPTS, PROMPTS[2]], NUM_TOKENS, **options)
     assert_same(found, [*expected, expected[2]])
+
+
+class TestFp8Cache:
+    """Keys are chosen by index keys of the model's dtype; chosen latents are FP8 rows."""
+
+    @pytest.fixture(scope="class")
+    def model(self):
+        return model_of(FP8)
+
+    @pytest.fixture(scope="class")
+    def expected(self, model):
+        return by_forwards(model, PROMPTS, NUM_TOKENS)
+
+    @pytest.mark.parametrize("options", [CROWDED, {"num_cuda_graphs": 4}], ids=["crowded", ""])
+    def test_engine(self, model, expected, options):
+        found = by_dynamic_context(model, PROMPTS, NUM_TOKENS, **options)
+        assert_same(found, expected)
+
+    def test_the_cache_is_rounded(self, model, expected):
+        """Otherwise these tests would not see that it is one in FP8."""
+        plain = model_of()
+        plain.load_state_dict(model.state_dict())
+        [exact] = by_forwards(plain, PROMPTS[2:3], 1)
+        assert abs(exact.log_probs[0] - expected[2].log_probs[0]) > 1e-3
+
+    def test_drafts(self):
+        model = model_of(FP8, mtp_num_layers=1)
+        requests = _requests()[:3]
+        alone = generate(engine_of(model), requests)
+        run = generate(engine_of(model, num_speculative_tokens=1), requests)
+        assert run.tokens == alone.tokens and run.statistics.drafted
+
+    def test_memory(self, model):
+        context = engine_of(model, blocks=10).host.context
+        # 48 bytes in each of 4 layers, and 16 numbers of fp32 in the two that choose.
+        assert context.memory_buffer.nbytes == 11 * BLOCK_SIZE * 4 * 48
+        assert context.index_keys.nbytes == 11 * BLOCK_SIZE * 2 * 16 * 4
+        allocated = context.memory_buffer.nbytes + context.index_keys.nbytes
+        assert allocated == 11 * all_block_bytes(model)
+
+    def test_prefix_cache_on_disk(self, model, expected, tmp_path):
+        options = {"prefix_caching": True, "prefix_cache_dir": tmp_path}
+        request = Request(PROMPTS[2], NUM_TOKENS)
+        for blocks in (0, 2):
+            found = generate(engine_of(model, **options), [request], log_probs=True)
+            assert found.statistics.disk_blocks == blocks
+            assert_same(found.results, expected[2:3])
 
 
 def test_layers_that_are_captured(model, expected, monkeypatch):
@@ -160,12 +209,18 @@ class TestParity:
             yield
 
     @pytest.mark.parametrize(
-        ("topk", "dtype"), [(7, torch.bfloat16 if ON_GPU else torch.float32), (70, torch.bfloat16)]
+        ("topk", "dtype", "cache"),
+        [
+            (7, torch.bfloat16 if ON_GPU else torch.float32, {}),
+            (70, torch.bfloat16, {}),
+            (7, torch.bfloat16, FP8_CACHE),
+        ],
     )
-    def test_bits(self, dtype, topk):
+    def test_bits(self, dtype, topk, cache):
         """Parts of the text are shorter than top-k: on a CPU such forwards choose nothing."""
         fields = {**dsa_fields(PARITY), "dsa_indexer_topk": topk, "num_layers": 4}
-        model = parity_model(dtype, mla=PARITY.mla, dsa_indexer_topk_freq=2, **fields)
+        more = {"options": cache, "dsa_indexer_topk_freq": 2}
+        model = parity_model(dtype, mla=PARITY.mla, **more, **fields)
         tokens = tokens_of()
         expected = trained(model, tokens)
         assert torch.equal(trained(model, tokens[1:, :72]), expected[1:, :72])

@@ -11,12 +11,16 @@ from torch import Tensor
 from absorbed_mla.dsa.cached_attention import attend_cached
 from absorbed_mla.dsa.cached_keys import CachedRows
 from absorbed_mla.dsa.sparse_reference import sparse_forward
+from absorbed_mla.dsa.support import chosen_keys
+from absorbed_mla.dsa.tiled_sparse import tiled_sparse_forward
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.backends.reference import last_keys
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.registry import SPARSE_BACKENDS
 from tests.support import needs
 from tests.support.backends import triton_interpreter
 from tests.support.hostile import poisoned_memory
+from tests.support.numerics import relative_error
 from tests.unit.kernels.test_sparse_kernels import hopper
 
 pytest.importorskip("triton.experimental.gluon")
@@ -26,7 +30,7 @@ TOPK, WIDTH = 12, 48
 
 with triton_interpreter():
     from absorbed_mla.kernels.dsa import cached_lists as module
-    from absorbed_mla.kernels.dsa import forward  # noqa: F401
+    from absorbed_mla.kernels.dsa import forward, invariant_forward  # noqa: F401
     from absorbed_mla.kernels.dsa import key_lists as lists_module
     from absorbed_mla.kernels.dsa import splits as splits_module
 
@@ -160,6 +164,73 @@ def test_attention(name, splits, monkeypatch):
     torch.testing.assert_close(found.lse, expected.lse, atol=1e-5, rtol=1e-5)
 
 
+FP8_CASES = ("blocks_of_7", "interleaved", "holes")
+LATENTS = Fp8Latents(256, 16)
+
+
+def fp8_inputs(case: Case, heads: int, dtype: torch.dtype) -> tuple[tuple, tuple]:
+    """Inputs over FP8 rows with two scales, between which everything is NaN, and over their keys.
+
+    The values of the second group are a hundred times those of the first.
+    """
+    kv = case.cache(272)
+    kv[..., 128:256] *= 100
+    rows = LATENTS.encode(kv)
+    parts = 3 if case.interleaved else 1
+    cache = torch.full((*rows.shape[:2], parts, LATENTS.row_bytes), 0xFF, dtype=torch.uint8)
+    cache = cache.to(DEVICE)[:, :, 0].copy_(rows)
+    chosen, make = case.chosen(), torch.Generator().manual_seed(8)
+    query = torch.randn(len(chosen), heads, 272, generator=make)
+    query[..., 128:256] /= 100
+    query = query.to(DEVICE, dtype).split([256, 16], -1)
+    more = case.rows(), chosen, 0.1
+    return (*query, cache, *more), (*query, LATENTS.decode(rows, dtype), *more)
+
+
+@pytest.mark.parametrize("forward", [sparse_forward, tiled_sparse_forward])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_reference_over_fp8_rows(name, dtype, forward, monkeypatch):
+    """With the bits of the same over decoded rows, in chunks of two tokens."""
+    monkeypatch.setattr(chosen_keys, "__defaults__", (2 * TOPK * 272,))
+    rows, decoded = fp8_inputs(CASES[name], 3, dtype)
+    found = attend_cached(forward, *rows)
+    expected = attend_cached(forward, *decoded)
+    assert found.out.isfinite().all()
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+
+
+@pytest.mark.parametrize(("name", "splits"), [("holes", 4), ("interleaved", 1)])
+def test_attention_over_fp8_rows(name, splits, monkeypatch):
+    """The kernels' bits over decoded rows: in fp32 they compute as many keys at a time."""
+    monkeypatch.setattr(splits_module, "_LEAST_KEYS", TOPK // splits)
+    rows, decoded = fp8_inputs(CASES[name], 3, torch.float32)
+    for kernels in (SPARSE_BACKENDS["triton"], SPARSE_BACKENDS["triton"].invariant):
+        with triton_interpreter(), poisoned_memory():
+            found = kernels.forward_cached(*rows)
+        with triton_interpreter():
+            expected = kernels.forward_cached(*decoded)
+        assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    truth = attend_cached(sparse_forward, *rows)
+    torch.testing.assert_close(found.out, truth.out, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(found.lse, truth.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_attention_over_fp8_rows_in_bf16(tokens, monkeypatch):
+    """Four tokens of 16 heads in a tile, or one; blocks of keys are those of decoded rows."""
+    monkeypatch.setattr(lists_module, "_LEAST_QUERIES", 1 if tokens == 4 else 1024)
+    rows, decoded = fp8_inputs(Case(new=(5, 3), keys=(40, 9), loose=1), 16, torch.bfloat16)
+    with triton_interpreter(), poisoned_memory():
+        found = SPARSE_BACKENDS["triton"].forward_cached(*rows)
+    with triton_interpreter():
+        expected = SPARSE_BACKENDS["triton"].forward_cached(*decoded)
+    assert torch.equal(found.out, expected.out) and torch.equal(found.lse, expected.lse)
+    truth = attend_cached(sparse_forward, *rows)
+    assert relative_error(found.out.float(), truth.out) < 1e-2
+
+
 @pytest.mark.no_cover
 def test_attention_on_hopper(monkeypatch):
     """Its launches, in splits; three tokens of 20 heads."""
@@ -178,9 +249,13 @@ def test_attention_on_hopper(monkeypatch):
 
 
 @needs.gpu
+@pytest.mark.parametrize("kernels", ["hopper", "triton_fp8"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_hopper_in_a_graph(heads):
-    """32 requests at DeepSeek-V3's widths; the graph reads what is there when it is replayed."""
+def test_in_a_graph(heads, kernels):
+    """32 requests at DeepSeek-V3's widths; the graph reads what is there when it is replayed.
+
+    By ``hopper``, or over FP8 rows by ``triton``.
+    """
     make = torch.Generator("cuda").manual_seed(9)
     like = {"device": DEVICE, "dtype": torch.bfloat16, "generator": make}
     cache = torch.randn(32 * 64, 64, 576, **like)
@@ -191,8 +266,13 @@ def test_hopper_in_a_graph(heads):
     second[3, 700:] = -1
     chosen = first.clone()
     query = torch.randn(32, heads, 576, **like).split([512, 64], -1)
-    inputs = *query, cache, rows, chosen, 576**-0.5
-    attend = SPARSE_BACKENDS["hopper"].forward_cached
+    held = cache
+    if kernels == "triton_fp8":
+        latents = Fp8Latents(512, 64)
+        held = latents.encode(cache)
+        cache = latents.decode(held, torch.bfloat16)
+    inputs = *query, held, rows, chosen, 576**-0.5
+    attend = SPARSE_BACKENDS[kernels.removesuffix("_fp8")].forward_cached
     attend(*inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
