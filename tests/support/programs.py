@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -20,7 +21,7 @@ from tests.support import needs
 from tests.support.environment import without_launcher
 from tests.support.job_server import JobServer
 
-_TIMEOUT = 300
+_TIMEOUT = 600
 # What a launcher tells its processes.
 _OF_RANKS = ("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHELASTIC_")
 
@@ -76,6 +77,7 @@ def _main(variables: str, *command: str) -> None:
     of_rank = {name: value for name, value in os.environ.items() if name.startswith(_OF_RANKS)}
     os.environ.clear()
     os.environ.update(environment | of_rank)
+    gc.freeze()  # what is imported stays, and is shared with the server
     os.chdir(folder)
     sys.argv = list(command)
     sys.path[0] = str(Path(command[0]).parent)
