@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import warnings
@@ -51,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Under torchrun every process would otherwise take all cores.
     if world.size() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: collections that tests ask for need not visit it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -20,10 +20,12 @@ from absorbed_mla.checkpoint.distributed import (
 from tests.distributed.test_oracle_grid import backends
 from tests.support import world
 from tests.support.cases import TINY, config_for
+from tests.support.combinations import few_ranks
 from tests.support.models import BLOCK_SPECS, MIXED, gpt_model, logits
 from tests.support.numerics import relative_error
 from tests.support.refusal import refusal
 
+pytestmark = few_ranks
 BACKENDS = pytest.mark.parametrize("backend", backends())
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from tests.conversion.converted import converted, loaded_logits
 from tests.conversion.models import ARCHITECTURES
 from tests.support import needs
-from tests.support.combinations import grid
+from tests.support.combinations import grid, two_ranks
 
-pytestmark = needs.no_gpu
+# With one rank: tests/conversion/test_logits.py.
+pytestmark = [two_ranks, needs.no_gpu]
 
 # Of the largest logit; float32 sums in another order stay 10 times below.
 TOLERANCE = 1e-4

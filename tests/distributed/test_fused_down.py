@@ -30,6 +30,7 @@ from absorbed_mla.standard_mla import get_standard_mla_layer_spec
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
 from tests.support.cases import TINY, config_for, random_weights
+from tests.support.combinations import few_ranks, grid
 from tests.support.engine import (
     Request,
     assert_generates,
@@ -199,9 +200,15 @@ def test_live_weights_are_those_of_separate_layers(down_projection):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("saved_fused", [True, False])
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("down_projection", ["duplicated", "column_parallel"])
+@few_ranks
+@grid(
+    2,
+    {
+        "saved_fused": (True, False),
+        "stacked": (True, False),
+        "down_projection": ("duplicated", "column_parallel"),
+    },
+)
 def test_distributed_checkpoints_are_those_of_separate_layers(
     saved_fused, stacked, down_projection, folder
 ):

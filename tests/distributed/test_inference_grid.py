@@ -13,7 +13,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from tests import oracle
 from tests.support import world
 from tests.support.cases import TINY, random_weights, shapes
-from tests.support.combinations import grid
+from tests.support.combinations import few_ranks, grid
 from tests.support.harness import (
     Setup,
     build_attention,
@@ -77,6 +77,7 @@ def test_fp64_shapes(shape, form, error_table):
     check(shapes(world.size())[shape], Setup(form=form), "tokens", error_table, shape)
 
 
+@few_ranks
 @pytest.mark.parametrize("resident", [None, 5])
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -85,6 +86,7 @@ def test_precision(dtype, form, resident, error_table):
     check(TINY, setup, "tokens", error_table, "tiny")
 
 
+@few_ranks
 @grid(2, {"cuts": [*CUTS], "form": ("absorbed", "expanded"), "resident": (1, 5, 11)})
 def test_offloaded(resident, form, cuts, error_table):
     """Most of the cache is in host memory, streamed a token or two at a time."""

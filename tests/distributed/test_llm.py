@@ -1,7 +1,8 @@
-"""``LLM`` on checkpoints of every format, at several tensor-parallel sizes, as under torchrun.
+"""``LLM`` on checkpoints of every format, under tensor parallelism, as under torchrun.
 
 Greedy tokens must be those of transformers' ``generate``; in parity mode a request's tokens must
-not depend on what runs beside it, and drafts must change nothing.
+not depend on what runs beside it, and drafts must change nothing. One rank of the same engine is
+tested in tests/unit/generation, and in a process of its own in tests/unit/llm/test_workers.py.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tests.conversion.models import Architecture, make_model, save
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.distributed.whole import shared_folder
 from tests.support import needs, world
-from tests.support.combinations import few_ranks
+from tests.support.combinations import two_ranks
 
-pytestmark = [few_ranks, needs.no_gpu]
+pytestmark = [two_ranks, needs.no_gpu]
 
 NEW = 10
 # Shorter and longer than a block of the cache.

@@ -21,7 +21,7 @@ from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.backends import kernel_cases, kernels_running
 from tests.support.cases import FUSED, TINY, shapes
-from tests.support.combinations import grid
+from tests.support.combinations import few_ranks, grid
 from tests.support.execution import execute
 from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS, grid_layout
@@ -140,6 +140,7 @@ def test_precision(shape, backend, case, form, down_projection, sequence_paralle
     execute(mla, setup, tokens).check(error_table, shape, layout)
 
 
+@few_ranks
 @grid(
     1,
     {

@@ -18,6 +18,7 @@ from tests.distributed.test_engine_pipeline import run as run_stages
 from tests.distributed.test_sparse_logits import LAYERS, weights_of
 from tests.support import needs, world
 from tests.support.cases import TINY
+from tests.support.combinations import few_ranks
 from tests.support.dsa import TINY_DSA, dsa_fields
 from tests.support.dsa_models import DSA, generating_fields
 from tests.support.engine import (
@@ -102,7 +103,7 @@ def test_tokens_of_transformers(dsa, sharing):
 REQUESTS = [Request(prompt(120, seed, shared=70), 12) for seed in range(6)]
 
 
-@needs.processes(1, 2, 4)
+@few_ranks
 @pytest.mark.parametrize(
     ("sequence_parallel", "cache"),
     [(False, "model"), (True, "model"), pytest.param(True, "fp8", marks=needs.processes(2))],

@@ -58,6 +58,10 @@ def thinned() -> bool:
 few_ranks = pytest.mark.skipif(
     thinned() and world.size() > 2, reason=f"needs 1 or 2 processes ({VARIABLE}=1: any)"
 )
+# For those that tests/unit and tests/conversion have in one process.
+two_ranks = pytest.mark.skipif(
+    thinned() and world.size() != 2, reason=f"needs 2 processes ({VARIABLE}=1: any)"
+)
 
 
 def covering(rows: Sequence[tuple[str, ...]], strength: int) -> list[tuple[str, ...]]:

@@ -6,8 +6,6 @@ If these fail, a rollout changes the training that it is a part of, or samples f
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from tests.support.generation import (
     prompts_of,
 )
 from tests.support.models import MIXED
+from tests.support.programs import run_script
 from tests.support.training import Training, differing
 
 RECOMPUTED = {
@@ -84,16 +83,12 @@ class TestTraining:
         assert losses == expected
         assert not differing(training.state(), through.state())
 
-    def test_survives_tables_made_by_a_rollout(self):
-        """A fresh process that generates first: what is cached must serve the backward as well."""
-        path = os.pathsep.join([".", *filter(None, [os.environ.get("PYTHONPATH")])])
-        done = subprocess.run(
-            [sys.executable, "-c", _GENERATE_FIRST],
-            cwd=Path(__file__).resolve().parents[3],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
+    def test_survives_tables_made_by_a_rollout(self, tmp_path):
+        """A process that generates first: what is cached must serve the backward as well."""
+        (tmp_path / "generate_first.py").write_text(_GENERATE_FIRST)
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = run_script(tmp_path / "generate_first.py", PYTHONPATH=path)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "trained" in done.stdout
 

@@ -50,8 +50,8 @@ def chosen_by(name: str, method: str, *operands, **more) -> torch.Tensor:
 @pytest.mark.no_cover
 @pytest.mark.parametrize("relu", [True, False])
 def test_training(relu):
-    index = IndexVectors(numbers(40, 2, HEADS, WIDTH), numbers(70, 2, WIDTH), weights(40, 2, HEADS))
-    spans = Spans([Span(0, 25, 0, 50, causal_offset=25), Span(25, 40, 50, 70, causal_offset=5)])
+    index = IndexVectors(numbers(22, 2, HEADS, WIDTH), numbers(70, 2, WIDTH), weights(22, 2, HEADS))
+    spans = Spans([Span(0, 13, 0, 50, causal_offset=37), Span(13, 22, 50, 70, causal_offset=11)])
     operands = index, spans
     found, expected, unrounded = (
         chosen_by(name, "select", *operands, relu=relu, tp_group=None)

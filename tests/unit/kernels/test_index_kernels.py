@@ -11,6 +11,7 @@ from absorbed_mla.dsa.selection import best_keys, select
 from absorbed_mla.dsa.support import ChosenKeys, VisibleKeys
 from absorbed_mla.dsa.types import IndexVectors
 from tests.support.backends import triton_interpreter
+from tests.support.combinations import grid
 from tests.support.hostile import poisoned_memory
 from tests.support.numerics import relative_error
 
@@ -151,9 +152,14 @@ def test_selection(elements):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["visible", "chosen", "in_order", "wide"])
+@grid(
+    2,
+    {
+        "kind": ("visible", "chosen", "in_order", "wide"),
+        "dtype": (torch.bfloat16, torch.float32),
+        "relu": (True, False),
+    },
+)
 def test_gradients(kind, dtype, relu, monkeypatch):
     """Added to what the keys have; queries and weights of other chunks are left alone."""
     monkeypatch.setattr(index_chosen, "_MOST_HEADS", 16)

@@ -78,7 +78,7 @@ class Case:
 CASES = {
     "one_token_tiles": Case(5, 90, 64, 70, with_lse=True),
     "two_head_blocks": Case(2, 70, 128, 24, batch=2),
-    "four_tokens": Case(7, 150, 16, 40, batch=2, with_lse=True),
+    "four_tokens": Case(7, 90, 16, 40, batch=2, with_lse=True),
     "four_tokens_that_share": Case(9, 150, 16, 70, shared=True),
     "two_tokens": Case(5, 80, 32, 20),
     "odd_heads": Case(6, 40, 3, 12, batch=2),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from benchmarks.kit.arguments import DIMS, dims_of
 from benchmarks.kit.report import Refused, Times
 from benchmarks.peers.attention import PEERS
 from tests.support.numerics import relative_error
+from tests.support.programs import run_script
 
 parse_arguments = AttentionBenchmark.parse
 # Options for a CPU.
@@ -77,13 +77,7 @@ class TestRun:
     def measured(self, tmp_path_factory) -> tuple[AttentionReport, str]:
         """A real run on the CPU: its report and its output."""
         folder = tmp_path_factory.mktemp("attention")
-        done = subprocess.run(
-            [sys.executable, attention.__file__, str(folder), *TINY],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GIT_COMMIT": "abc"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        done = run_script(attention.__file__, folder, *TINY, GIT_COMMIT="abc")
         assert done.returncode == 0, done.stderr
         assert {path.suffix for path in folder.iterdir()} == {".json", ".png"}
         return AttentionReport.read(folder / "attention.json"), done.stdout

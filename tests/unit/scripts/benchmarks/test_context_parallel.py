@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from benchmarks import context_parallel
 from benchmarks.context_parallel import Case, CPBenchmark, CPReport, Row, build, cases
 from benchmarks.kit import layers
+from tests.support.programs import run_script
 
 parse_arguments = CPBenchmark.parse
 OURS = Row(
@@ -133,36 +131,17 @@ class TestReport:
         assert CPReport.read(path).rows == [dataclasses.replace(OURS, ran="")]
 
 
-def run(command: list[str], **environment: str) -> str:
-    """A command's output; torchrun is asked to end, because only then it ends its workers."""
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, problems = process.communicate(timeout=300)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    assert process.returncode == 0, problems
-    return output
-
-
 def test_two_processes(tmp_path):
     """Bytes are of [latent | k_rope] of 48 + 8 numbers in float32, of 32 tokens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", context_parallel.__file__, str(tmp_path)]
+    command = [context_parallel.__file__, tmp_path]
     command += ["--seconds-per-row", "0.01", "--sizes", "64", "--heads", "4"]
     command += ["--layouts", "sbhd,thd", "--documents", "2"]
     command += ["--hidden-size", "32", "--q-lora-rank", "16", "--kv-lora-rank", "48"]
     command += ["--qk-head-dim", "8", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
     command += ["--recompute", "none,mla_up_proj"]
-    output = run(command, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    json.loads(output.splitlines()[-1])
+    done = run_script(*command, ranks=2, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout.splitlines()[-1])
     found = CPReport.read(tmp_path / "context_parallel.json")
     assert found.environment["command"].startswith("torchrun --nproc-per-node=2 ")
     assert len(found.rows) == 12

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from benchmarks.context_parallel_compute import Case, ComputeBenchmark, ComputeReport, Row, cases
 from benchmarks.kit.report import Times
 from benchmarks.together import Measured
-from tests.support.environment import without_launcher
+from tests.support.programs import run_script
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts/benchmarks/context_parallel_compute.py"
 TINY = (
@@ -25,9 +23,8 @@ TINY = (
 def test_a_run_on_a_cpu(tmp_path, capsys):
     """In a process of its own, which is a rank of two; what cannot run leaves the others."""
     file = tmp_path / "compute.json"
-    command = [sys.executable, str(SCRIPT), *TINY.split(), "--json", str(file)]
-    env = without_launcher(CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [SCRIPT, *TINY.split(), "--json", file]
+    done = run_script(*command, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stderr[-2000:]
     [last] = json.loads(done.stdout.splitlines()[-1])
     assert last["environment"]["communication"].startswith("none")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from benchmarks import decode_context_parallel
 from benchmarks.decode_context_parallel import LAYOUTS, Case, Row, SharedReport
-from tests.unit.scripts.benchmarks.test_context_parallel import run
+from tests.support.programs import run_script
 
 SIZES = (
     "--hidden-size 32 --q-lora-rank 16 --kv-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
@@ -17,12 +16,12 @@ SIZES = (
 
 
 def test_two_processes(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", decode_context_parallel.__file__, "--device", "cpu"]
-    command += ["--json", str(tmp_path / "rows.json")]
-    output = run([*command, *SIZES.split()], CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    assert "| best |" in output
-    json.loads(output.splitlines()[-1])
+    command = [decode_context_parallel.__file__, "--device", "cpu", *SIZES.split()]
+    command += ["--json", tmp_path / "rows.json"]
+    done = run_script(*command, ranks=2, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "| best |" in done.stdout
+    json.loads(done.stdout.splitlines()[-1])
     rows = SharedReport.read(tmp_path / "rows.json").rows
     assert [row.case for row in rows] == [Case(layout, 70, 2) for layout in LAYOUTS]
     assert not any(row.error for row in rows) and all(row.seconds > 0 for row in rows)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import decode_steps
 from benchmarks.decode_steps import Case, StepsBenchmark
+from tests.support.programs import run_script
 
 TINY = shlex.split(
     "--device cpu --modes parity --batch 1,2 --draws sampled --prompt 20 --steps 2 --num-layers 1 "
@@ -24,9 +22,7 @@ TINY = shlex.split(
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[dict]:
     file = tmp_path_factory.mktemp("steps") / "out.json"
-    command = [sys.executable, decode_steps.__file__, *TINY, "--json", str(file)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_script(decode_steps.__file__, *TINY, "--json", file)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(file.read_text())["rows"]
 

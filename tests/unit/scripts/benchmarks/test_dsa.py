@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from benchmarks.dsa_decode import DSADecodeBenchmark, DSADecodeReport
 from benchmarks.dsa_inputs import selection, union
 from benchmarks.dsa_layer import DSALayerBenchmark
 from tests.support.backends import triton_interpreter
-from tests.support.environment import without_launcher
+from tests.support.programs import run_script
 
 with triton_interpreter():
     import absorbed_mla.dsa.indexer_backends.triton
@@ -111,9 +109,8 @@ def test_decode_on_a_cpu(tmp_path, capsys, monkeypatch):
 def test_layers_on_a_cpu(tmp_path, capsys):
     """In a process of its own, which leaves its groups."""
     file, script = tmp_path / "layer.json", SCRIPTS / "benchmarks/dsa_layer.py"
-    command = [sys.executable, "-W", "ignore", str(script), *LAYER.split(), "--json", str(file)]
-    env = without_launcher(CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [script, *LAYER.split(), "--json", file]
+    done = run_script(*command, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stderr[-2000:]
     out = done.stdout
     [last] = json.loads(out.splitlines()[-1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ import torch
 from benchmarks.fusions import Case, FusionsBenchmark, cases
 from benchmarks.kit.timing import Repeated, in_turns
 from benchmarks.together import Work, measure_together
-from tests.support.environment import without_launcher
+from tests.support.programs import run_script
 
 SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
 TINY = (
@@ -27,9 +25,8 @@ ON_CPU = SimpleNamespace(on_gpu=False, synchronize=lambda: None)
 def test_a_run_on_a_cpu(tmp_path, capsys):
     """In a process of its own, which leaves its groups."""
     file, script = tmp_path / "fusions.json", SCRIPTS / "benchmarks/fusions.py"
-    command = [sys.executable, str(script), *TINY.split(), "--json", str(file)]
-    env = without_launcher(CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [script, *TINY.split(), "--json", file]
+    done = run_script(*command, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stderr[-2000:]
     [last] = json.loads(done.stdout.splitlines()[-1])
     rows = {row["kind"]: row for row in last["rows"]}

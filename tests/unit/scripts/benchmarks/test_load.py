@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -15,6 +12,7 @@ from benchmarks.load import LoadBenchmark, LoadReport, Row, latencies, missing
 from benchmarks.load_requests import Outcome, Request, longest, run, verdict, workload
 from tests.support import needs
 from tests.support.llm import fake_llm
+from tests.support.programs import run_script
 
 SMALL = shlex.split(
     "--requests 14 --clients 14 --longest-prompt 124 --shared-prefix 66 --longest-output 40 "
@@ -29,10 +27,7 @@ def arguments(*more: str):
 @needs.no_gpu
 def test_on_the_cpu(tmp_path):
     file = tmp_path / "load.json"
-    command = [sys.executable, load.__file__, *SMALL, "--device", "cpu", "--json", str(file)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    done = run_script(load.__file__, *SMALL, "--device", "cpu", "--json", file)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     [report] = json.loads(done.stdout.splitlines()[-1])
     [row] = report["rows"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import prefix_tiers
+from tests.support.programs import run_script
 
 TINY = shlex.split(
     "--device cpu --contexts 512 --suffix 40 --tokens 3 --step-tokens 64 --num-layers 2 "
@@ -22,10 +20,8 @@ TINY = shlex.split(
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("tiers")
-    command = [sys.executable, prefix_tiers.__file__, *TINY, "--json", str(folder / "out.json")]
-    command += ["--prefix-folder", str(folder / "prefixes")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [prefix_tiers.__file__, *TINY, "--json", folder / "out.json"]
+    done = run_script(*command, "--prefix-folder", folder / "prefixes")
     assert done.returncode == 0, done.stderr[-2000:]
     assert list((folder / "prefixes").iterdir()) == []
     content = json.loads((folder / "out.json").read_text())

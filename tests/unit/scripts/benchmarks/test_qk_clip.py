@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
-import subprocess
-import sys
 
 from benchmarks import qk_clip
 from benchmarks.qk_clip import QKClipBenchmark, QKClipReport
 from benchmarks.qk_clip_attention import AttentionCase, AttentionRow
+from tests.support.programs import run_script
 
 TINY = shlex.split(
     "--device cpu --heads 2 --tokens 12 --maxima-tokens 30 --hidden-size 32 --q-lora-rank 16"
@@ -22,12 +20,7 @@ TINY = shlex.split(
 
 def test_a_run_on_a_cpu(tmp_path):
     file = tmp_path / "results.json"
-    done = subprocess.run(
-        [sys.executable, qk_clip.__file__, *TINY, "--json", str(file)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(qk_clip.__file__, *TINY, "--json", file, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     report = QKClipReport.read(file)
     of_suite = {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.environment import without_launcher
+from tests.support.programs import run_script
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts/benchmarks/training_graphs.py"
 TINY = (
@@ -20,9 +18,8 @@ TINY = (
 def test_a_run_on_a_cpu(tmp_path):
     """In a process of its own, which leaves its groups."""
     file = tmp_path / "graphs.json"
-    command = [sys.executable, str(SCRIPT), *TINY.split(), "--json", str(file)]
-    env = without_launcher(CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [SCRIPT, *TINY.split(), "--json", file]
+    done = run_script(*command, CUDA_VISIBLE_DEVICES="", GIT_COMMIT="abc")
     assert done.returncode == 0, done.stderr[-2000:]
     [found] = json.loads(done.stdout.splitlines()[-1])
     assert found["environment"]["layers"] == "local"

@@ -6,8 +6,6 @@ If these fail, the example of reinforcement learning does not learn, or not from
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +25,7 @@ from rollout.run import build_trainer
 from rollout.samples import Sample, SampleBatch
 from tests.support import world
 from tests.support.auxiliary_losses import forget_auxiliary_losses
-from tests.support.environment import without_launcher
+from tests.support.programs import run_script
 from training import distributed
 
 SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "rollout_train.py"
@@ -280,11 +278,6 @@ class TestCommandLine:
 
 
 def _script(options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options.split()],
-        env=without_launcher(),
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(SCRIPT, *options.split())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
