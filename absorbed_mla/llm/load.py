@@ -174,20 +174,38 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
 def _groups_experts(
     config: ModelConfig, options: LLMOptions, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether the model's experts are computed together; logs what was taken."""
+    """Whether the model's experts are computed together; logs what ``"auto"`` took.
+
+    Raises:
+        ValueError: If they must be and cannot.
+    """
+    why_not = _why_not_grouped(config, options, device, dtype)
+    if options.experts != "auto":
+        if options.experts == "grouped" and why_not:
+            raise ValueError(f"experts must be 'sequential' or 'auto', got 'grouped': {why_not}")
+        return options.experts == "grouped"
     if not config.num_experts:
         return False
+    if device.type == "cuda":
+        why_not = why_not or "on a GPU experts='grouped' asks for grouped ones"
+    how = "one after the other" if why_not else "grouped"
+    log_once(_logger, f"experts are computed {how}", why_not or "")
+    return why_not is None
+
+
+def _why_not_grouped(
+    config: ModelConfig, options: LLMOptions, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    if not config.num_experts:
+        return "the model has no experts"
+    if options.parity:
+        return "in parity mode every expert's product is batch-invariant by itself"
     parts = parallel_state.get_expert_tensor_parallel_world_size()
     widths = {
         "hidden_size": config.hidden_size,
         "a rank's channels of an expert": config.moe_ffn_hidden_size // parts,
     }
-    why_not = why_not_grouped(device, dtype, widths)
-    if options.parity:
-        why_not = "in parity mode every expert's product is batch-invariant by itself"
-    how = "one after the other" if why_not else "grouped"
-    log_once(_logger, f"experts are computed {how}", why_not or "")
-    return why_not is None
+    return why_not_grouped(device, dtype, widths)
 
 
 def _megatron_config(

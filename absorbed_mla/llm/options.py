@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cuda", "cpu")
+EXPERTS = ("auto", "grouped", "sequential")
 # With data_parallel_attention.
 _DIVIDED = {
     "pipeline_parallel_size": 1,
@@ -79,6 +80,10 @@ class LLMOptions:
         form: ``"absorbed"``, ``"expanded"`` or ``"auto"``; see ``AbsorbedMLAOptions``.
         latent_cache_dtype: ``"model"``, or ``"fp8"`` for 1.76 times as many tokens in the memory of
             a cache in bf16; see ``AbsorbedMLAOptions``.
+        experts: How the experts of an MoE layer are computed: ``"grouped"``, all in two products (on
+            a GPU: bfloat16, compute capability 9 or 10; not with ``parity``), or ``"sequential"``,
+            one after the other. ``"auto"`` is grouped on a CPU, and on a GPU sequential, since
+            grouped experts have not run on one yet. The model must have experts for ``"grouped"``.
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
 
@@ -109,6 +114,7 @@ class LLMOptions:
     parity: bool = False
     form: str = "auto"
     latent_cache_dtype: str = "model"
+    experts: str = "auto"
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +140,7 @@ class LLMOptions:
             ("device", DEVICES),
             ("form", ("auto", "absorbed", "expanded")),
             ("latent_cache_dtype", LATENT_CACHE_DTYPES),
+            ("experts", EXPERTS),
         ):
             value = getattr(self, name)
             if value not in accepted:
@@ -157,6 +164,8 @@ class LLMOptions:
             )
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
+        if self.parity and self.experts == "grouped":
+            raise ValueError("parity needs experts 'sequential' or 'auto', got 'grouped'")
         if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
             raise ValueError(
                 f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "
@@ -164,11 +173,6 @@ class LLMOptions:
             )
         if self.decode_context_parallel and self.parity:
             raise ValueError("parity needs decode_context_parallel False, got True")
-        if self.decode_context_parallel and self.latent_cache_dtype != "model":
-            raise ValueError(
-                f"latent_cache_dtype must be 'model' with decode_context_parallel, got "
-                f"{self.latent_cache_dtype!r}"
-            )
         if self.decode_context_parallel and self.tensor_parallel_size is not None:
             require_shares(self.tensor_parallel_size, 64)
         if self.data_parallel_attention:

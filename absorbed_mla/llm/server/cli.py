@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absorbed_mla.llm.options import DEVICES, DTYPES, LLMOptions
+from absorbed_mla.llm.options import DEVICES, DTYPES, EXPERTS, LLMOptions
 from absorbed_mla.options import LATENT_CACHE_DTYPES
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--form", choices=("auto", "absorbed", "expanded"), help="of the attention")
     cached = "of cached latents (default: the model's)"
     model.add_argument("--latent-cache-dtype", choices=LATENT_CACHE_DTYPES, help=cached)
+    together = "computed together, or one after the other (default: together on a CPU)"
+    model.add_argument("--experts", choices=EXPERTS, help=together)
     model.add_argument(
         "--prefix-cache-dir", metavar="FOLDER", help="where beginnings of prompts stay cached"
     )

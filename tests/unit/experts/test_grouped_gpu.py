@@ -98,7 +98,7 @@ def test_product(ends):
 
 def generated(folder, graphs: bool) -> tuple[list[list[int]], bool]:
     """Greedy tokens, and whether every step that ran was one of graphs."""
-    with LLM(folder, max_num_seqs=8, cuda_graphs=graphs) as llm:
+    with LLM(folder, max_num_seqs=8, experts="grouped", cuda_graphs=graphs) as llm:
         found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
         done = llm.statistics()
         llm.require_no_leak()

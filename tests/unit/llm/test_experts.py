@@ -14,6 +14,7 @@ from absorbed_mla.llm.load import load_model, open_model
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
 from checkpoint_conversion.lazy_tensor import ReadSession
+from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
 from tests.support import needs
 from tests.support.llm import tiny_folder
 
@@ -63,3 +64,21 @@ def test_parity_mode(checkpoint, caplog):
         assert experts_of(loaded(checkpoint, parity=True)) == {SequentialMLP}
     [message] = [m for m in caplog.messages if m.startswith("experts are computed")]
     assert message.startswith("experts are computed one after the other: in parity mode")
+
+
+def test_sequential(checkpoint):
+    assert experts_of(loaded(checkpoint, experts="sequential")) == {SequentialMLP}
+
+
+def test_grouped_in_parity_mode():
+    """Refused before a model is loaded."""
+    with pytest.raises(ValueError, match="parity needs experts 'sequential' or 'auto', got 'group"):
+        LLMOptions(experts="grouped", parity=True)
+
+
+def test_grouped_without_experts(tmp_path):
+    config = tiny_config(num_hidden_layers=1, first_k_dense_replace=1)
+    tensors = random_tensors(config, torch.float32)
+    dense = open_model(write_hugging_face(tmp_path / "dense", config, tensors))
+    with pytest.raises(ValueError, match="got 'grouped': the model has no experts"):
+        loaded(dense, experts="grouped")

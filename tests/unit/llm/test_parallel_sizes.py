@@ -102,15 +102,6 @@ def test_tensor_parallel_size(given, count, expected):
             "parity needs decode_context_parallel False, got True",
         ),
         (
-            {
-                "decode_context_parallel": True,
-                "tensor_parallel_size": 2,
-                "latent_cache_dtype": "fp8",
-            },
-            None,
-            "latent_cache_dtype must be 'model' with decode_context_parallel, got 'fp8'",
-        ),
-        (
             {"expert_parallel_size": 2, "cuda_graphs": True},
             None,
             "cuda_graphs needs expert_parallel_size 1, got 2",
