@@ -80,10 +80,10 @@ class LLMOptions:
         form: ``"absorbed"``, ``"expanded"`` or ``"auto"``; see ``AbsorbedMLAOptions``.
         latent_cache_dtype: ``"model"``, or ``"fp8"`` for 1.76 times as many tokens in the memory of
             a cache in bf16; see ``AbsorbedMLAOptions``.
-        experts: How the experts of an MoE layer are computed: ``"grouped"``, all in two products (on
-            a GPU: bfloat16, compute capability 9 or 10; not with ``parity``), or ``"sequential"``,
-            one after the other. ``"auto"`` is grouped on a CPU, and on a GPU sequential, since
-            grouped experts have not run on one yet. The model must have experts for ``"grouped"``.
+        experts: How the experts of an MoE layer are computed: ``"grouped"``, all in two products
+            (on a GPU: bfloat16, compute capability 9 or 10; not with ``parity``), or
+            ``"sequential"``, one after the other. ``"auto"`` is grouped on a CPU, and sequential on
+            a GPU, where grouped experts have not run yet.
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
 
