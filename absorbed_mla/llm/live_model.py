@@ -13,7 +13,7 @@ from absorbed_mla.llm.tokenizers import Tokenizer, open_tokenizer
 
 # Options that decide how a model is built.
 _BUILT_WITH = {
-    *("dtype", "device", "form", "latent_cache_dtype", "parity"),
+    *("dtype", "device", "form", "latent_cache_dtype", "experts", "parity"),
     *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
     "data_parallel_attention",
 }

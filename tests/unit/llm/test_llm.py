@@ -432,6 +432,7 @@ def test_prefixes_outlive_the_cache(tmp_path):
         ),
         ({"prefix_cache_bytes": 0}, "prefix_cache_bytes must be an integer of at least 1, got 0"),
         ({"dtype": "bfloat16", "form": "auto"}, "from_model has no option dtype, form"),
+        ({"experts": "grouped"}, "from_model has no option experts: the model has it already"),
         ({"cuda_graphs": True}, "cuda_graphs needs a model that was built for them"),
         (
             {"num_speculative_tokens": 1},
