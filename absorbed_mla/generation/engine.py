@@ -217,7 +217,7 @@ class Engine:
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""
-        if number not in self.results:
+        if number in self._sampling:
             self._to_abort.add(number)
 
     def is_busy(self) -> bool:
@@ -347,7 +347,8 @@ class Engine:
         if not self._to_abort:
             return
         host = self.host
-        self._to_abort -= self.results.keys()
+        # Callers take results away, so these do not say what has ended.
+        self._to_abort &= self._sampling.keys()
         for number in self._to_abort - {host.context.chunked_prefill_request_id}:
             if number not in host.waiting_request_ids:
                 host.stop_word_finished_request_ids.add(number)

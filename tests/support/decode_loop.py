@@ -186,6 +186,7 @@ def check(
         assert case.happened(ours.statistics), ours.statistics
         assert looped, "no step ran in the loop"
         assert case.finished or not all(looped), "Megatron finished every step"
+        assert not ours.host.stop_word_finished_request_ids, "it would finish every step"
         ours.require_no_leak()
 
 

@@ -150,6 +150,26 @@ class TestAbort:
         assert [result.tokens for result in results] == [result.tokens for result in expected]
         assert results[0].finish == "length"
 
+    def test_whose_result_was_taken(self, model):
+        """Megatron would finish every later step of the decode loop for one that it looks for."""
+        with engine_of(model) as engine:
+            for request in GOOD:
+                engine.add_request(request.prompt, request.sampling())
+            for _ in range(2):
+                engine.step()
+            engine.abort(0)
+            while engine.is_busy():
+                for one in engine.step():
+                    if one.result is not None:
+                        engine.results.pop(one.number)
+            engine.abort(1)  # has ended
+            last = engine.add_request(GOOD[0].prompt, GOOD[0].sampling())
+            engine.step()
+            assert not engine.host.stop_word_finished_request_ids
+            while engine.is_busy():
+                engine.step()
+            assert engine.results[last].finish == "length"
+
     def run(self, model, expected, number, after_steps, **options):
         """Results of GOOD while request ``number`` is aborted after some steps."""
         with engine_of(model, **options) as engine:
@@ -162,6 +182,8 @@ class TestAbort:
                 engine.step()
             engine.require_no_leak()
             assert not engine.host.requests
+            # While there are any, Megatron finishes every step of the decode loop.
+            assert not engine.host.stop_word_finished_request_ids
             results = [engine.results[number] for number in range(len(GOOD))]
             # A later request with its number is another one.
             assert_generates(generate(engine, GOOD), expected)
