@@ -186,8 +186,6 @@ def _groups_experts(
         return options.experts == "grouped"
     if not config.num_experts:
         return False
-    if device.type == "cuda":
-        why_not = why_not or "on a GPU experts='grouped' asks for grouped ones"
     how = "one after the other" if why_not else "grouped"
     log_once(_logger, f"experts are computed {how}", why_not or "")
     return why_not is None

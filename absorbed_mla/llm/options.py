@@ -82,8 +82,7 @@ class LLMOptions:
             a cache in bf16; see ``AbsorbedMLAOptions``.
         experts: How the experts of an MoE layer are computed: ``"grouped"``, all in two products
             (on a GPU: bfloat16, compute capability 9 or 10; not with ``parity``), or
-            ``"sequential"``, one after the other. ``"auto"`` is grouped on a CPU, and sequential on
-            a GPU, where grouped experts have not run yet.
+            ``"sequential"``, one after the other. ``"auto"`` is grouped where that is possible.
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
 
