@@ -34,21 +34,22 @@ class PagedKernelBackend:
         batch_invariant: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See ``backends.reference.paged_reference``; the LSE is in fp32."""
+        lists = rows.query_starts, rows.query_lengths, rows.kv_lengths
+        longest = rows.max_query_length, rows.max_kv_length
+        how = key_start, key_end, batch_invariant
+        # Layers differ in the values only.
+        shapes = q_content.shape, q_rope.shape, q_content.dtype, cache.dtype
+        table = rows.tables.get(
+            ("paged schedule", self.name, shapes, how),
+            lambda: operators.paged_schedule(
+                q_content, q_rope, cache, *lists, *longest, *how, self.name
+            ),
+        )
         return operators.paged_attention_forward(
-            q_content,
-            q_rope,
-            cache,
-            rows.query_starts,
-            rows.query_lengths,
-            rows.kv_lengths,
-            rows.block_table,
-            rows.max_query_length,
-            rows.max_kv_length,
-            scale,
-            key_start,
-            key_end,
-            batch_invariant,
-            kernel=self.name,
+            *(q_content, q_rope, cache, *lists, rows.block_table, *longest, scale, *how),
+            None,
+            self.name,
+            *table,
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.caching import DerivedTables
 from absorbed_mla.core_attention.device_table import to_device
 
 
@@ -27,6 +28,7 @@ class Rows:
             used one may be anything. int32 [Q, blocks of the longest row].
         max_query_length: Upper bound of the new tokens of a row.
         max_kv_length: Upper bound of the keys of a row.
+        tables: What kernels derive from these; all layers that have the same rows share it.
     """
 
     query_starts: Tensor
@@ -35,6 +37,9 @@ class Rows:
     block_table: Tensor
     max_query_length: int
     max_kv_length: int
+    tables: DerivedTables = field(
+        default_factory=DerivedTables, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.query_starts)

@@ -123,10 +123,15 @@ def paged_attention_forward(
     batch_invariant: bool,
     num_splits: int | None = None,
     kernel: str = "triton",
+    tiles: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``."""
-    names = ("hopper", "decode") if kernel == "hopper" else ("paged", "forward")
-    module = _kernel_module(*names)
+    """Output [T, N, C] and LSE [T, N] of ``kernels/paged/forward.py`` or ``hopper/decode.py``.
+
+    ``tiles`` and ``starts`` are what :func:`paged_schedule` gave; without them they are made.
+    """
+    module = _paged_module(kernel)
+    table = None if tiles is None else _kernel_module("paged", "schedule").Schedule(tiles, starts)
     with torch.cuda.device_of(q_content):
         return module.forward(
             q_content,
@@ -143,6 +148,7 @@ def paged_attention_forward(
             key_end,
             batch_invariant,
             num_splits,
+            table,
         )
 
 
@@ -150,6 +156,39 @@ def paged_attention_forward(
 def _(q_content, q_rope, cache, *rest):
     lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
+
+
+def paged_schedule(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    query_starts: Tensor,
+    query_lengths: Tensor,
+    kv_lengths: Tensor,
+    max_query_length: int,
+    max_kv_length: int,
+    key_start: int,
+    key_end: int | None,
+    batch_invariant: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor] | tuple[()]:
+    """The tables of ``kernels/paged/schedule.py`` for calls that differ in the values only.
+
+    Empty where there is nothing to attend to.
+    """
+    plan, tables = _kernel_module("paged", "plan"), _kernel_module("paged", "schedule")
+    window, requests = plan.window_of(max_kv_length, key_start, key_end), len(query_starts)
+    if not (len(q_content) and requests and max_query_length and window and cache.numel()):
+        return ()
+    batch = requests, max_query_length, window, batch_invariant, None
+    with torch.cuda.device_of(q_content):
+        division = _paged_module(kernel).divide(q_content, q_rope, cache, *batch)
+        return tables.schedule(query_starts, query_lengths, kv_lengths, key_start, division)
+
+
+def _paged_module(kernel: str):
+    names = ("hopper", "decode") if kernel == "hopper" else ("paged", "forward")
+    return _kernel_module(*names)
 
 
 _SPARSE = {

@@ -16,8 +16,8 @@ from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
+from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import Schedule, schedule
-from absorbed_mla.kernels.triton.common import interpreted
 
 # Keys that one copy loads, at least: 8 would be possible, but are a KiB only.
 LEAST_PAGE = 16
@@ -52,6 +52,7 @@ def forward(
     key_end: int | None,
     batch_invariant: bool,
     num_splits: int | None,
+    table: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their requests; see paged/forward.py.
 
@@ -72,6 +73,8 @@ def forward(
         batch_invariant: No splits: a token's result then depends on its query and keys only, and
             is bitwise that of forward.py.
         num_splits: Splits of the keys of every request; None: the device chooses.
+        table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
+            None: it is made.
 
     Returns:
         Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
@@ -85,18 +88,15 @@ def forward(
     (tokens, heads, _), requests = q_content.shape, len(query_starts)
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
-    window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
+    window = plan.window_of(max_kv_length, key_start, key_end)
     if not (requests and max_query_length and window and cache.numel() and block_table.numel()):
         return out.zero_(), lse.fill_(-math.inf)
     if not tokens:
         return out, lse
-    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, ROWS.value)
-    num_splits = 1 if batch_invariant else num_splits
-    split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
-    lists = (query_starts, query_lengths, kv_lengths)
-    table = schedule(
-        *lists, key_start, window, tiles, split_kv, KEYS.value, out, lse, interpreted()
-    )
+    batch = requests, max_query_length, window
+    division = divide(q_content, q_rope, cache, *batch, batch_invariant, num_splits)
+    tiles, split_kv = division.tiles, division.split_kv
+    table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
     shape = (places(split_kv), tiles.head_blocks, ROWS.value)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     queries = _query_maps(q_content, q_rope, tiles)
@@ -108,8 +108,28 @@ def forward(
     results = (out, lse, *waiting)
     _launch(kernel, queries, keys, table, block_table, results, block_size, scale, tiles, split_kv)
     if split_kv.splits:
-        combine(*waiting, table, tiles, split_kv, (out, lse))
+        combine(*waiting, table, tiles, split_kv, (query_starts, query_lengths), (out, lse))
+    else:
+        clear_padding(query_starts, query_lengths, out, lse)
     return out, lse
+
+
+def divide(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    requests: int,
+    max_query_length: int,
+    window: int,
+    batch_invariant: bool,
+    num_splits: int | None,
+) -> plan.Division:
+    """As ``divide`` of paged/forward.py."""
+    tokens, heads, _ = q_content.shape
+    num_splits = 1 if batch_invariant else num_splits
+    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, ROWS.value)
+    split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
+    return plan.Division(tiles, split_kv, KEYS.value, window)
 
 
 def _query_maps(

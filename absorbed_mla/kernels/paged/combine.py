@@ -1,4 +1,4 @@
-"""Combine the outputs of split-KV by their LSE, in the order of the keys."""
+"""Combine the outputs of split-KV by their LSE, in the order of the keys, and clear padding."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.paged.padding import clear_if_padding, requests_at_a_time
 from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
@@ -20,9 +21,15 @@ _PROGRAMS = 32
 
 
 def combine(
-    split_out: Tensor, split_lse: Tensor, table: Schedule, tiles: Tiles, split_kv: SplitKV, result
+    split_out: Tensor,
+    split_lse: Tensor,
+    table: Schedule,
+    tiles: Tiles,
+    split_kv: SplitKV,
+    requests: tuple[Tensor, Tensor],
+    result: tuple[Tensor, Tensor],
 ) -> None:
-    """Write output and LSE of the tokens whose keys were split.
+    """Write output and LSE of the tokens whose keys were split, and of those in no request.
 
     The places where splits wait share the work of combining, each tile's equally: it takes as long
     for one long request as for many.
@@ -33,27 +40,33 @@ def combine(
         table: Of the batch.
         tiles: Tiles of the queries.
         split_kv: Bounds of the parts.
+        requests: Where each begins on the token axis, and its new tokens; int32 [Q] each.
         result: Output [T, N, C] and LSE [T, N], contiguous.
     """
     out, lse = result
-    heads, kv_lora_rank = out.shape[1:]
+    tokens, heads, kv_lora_rank = out.shape
     columns = min(kv_lora_rank, _COLUMNS)
     # Of a tile in two parts: its rows, in pieces of so many columns.
     share = min(tiles.tokens, tiles.max_tokens) * heads * (kv_lora_rank // columns) // 2
     most = max(_PROGRAMS * split_kv.programs // places(split_kv), 1)
-    programs = min(triton.cdiv(share * _FEW.value, _LOADED.value), most)
-    _combine_kernel[(places(split_kv), max(programs, 1))](
+    programs = max(min(triton.cdiv(share * _FEW.value, _LOADED.value), most), 1)
+    _combine_kernel[(places(split_kv) + triton.cdiv(tokens, programs), programs)](
         split_out,
         split_lse,
         out,
         lse,
         *table,
+        *requests,
+        len(requests[0]),
+        places(split_kv),
+        tokens,
         heads,
         tiles.head_blocks,
         HEADS=tiles.heads,
         TOKENS=tiles.tokens,
         C=kv_lora_rank,
         COLUMNS=columns,
+        REQUESTS=requests_at_a_time(len(requests[0])),
         INTERPRETED=interpreted(),
         num_warps=4,
     )
@@ -64,7 +77,10 @@ def places(split_kv: SplitKV) -> int:
     return 2 * split_kv.parts if split_kv.splits else 0
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_requests", "num_places", "num_tokens"],
+    do_not_specialize_on_alignment=["query_starts_ptr", "lengths_ptr"],
+)
 def _combine_kernel(
     split_out_ptr,
     split_lse_ptr,
@@ -72,14 +88,26 @@ def _combine_kernel(
     lse_ptr,
     tiles_ptr,
     starts_ptr,
+    query_starts_ptr,
+    lengths_ptr,
+    num_requests,
+    num_places,
+    num_tokens,
     heads,
     head_blocks,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REQUESTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    if tl.program_id(0) >= num_places:
+        token = (tl.program_id(0) - num_places) * tl.num_programs(1) + tl.program_id(1)
+        if token < num_tokens:
+            requests = query_starts_ptr, lengths_ptr, num_requests
+            clear_if_padding(requests, out_ptr, lse_ptr, token, heads, REQUESTS, C, INTERPRETED)
+        return
     part, begins = tl.program_id(0) // 2, tl.program_id(0) % 2
     # The tile that is cut where the part begins, or ends.
     cut = starts_ptr + 2 * (part + begins)

@@ -14,7 +14,8 @@ from torch import Tensor
 from absorbed_mla.kernels.fp8_latents import GROUP, decoded_keys, load_fp8_rows
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
-from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, schedule
+from absorbed_mla.kernels.paged.padding import clear_padding
+from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule, schedule
 from absorbed_mla.kernels.triton.common import (
     LN_2,
     LOG2_E,
@@ -25,6 +26,7 @@ from absorbed_mla.kernels.triton.common import (
     store_rows,
 )
 from absorbed_mla.kernels.triton.forward import attend_to_keys, normalised
+from absorbed_mla.kernels.triton.launch import Blocks
 
 
 def forward(
@@ -42,6 +44,7 @@ def forward(
     key_end: int | None,
     batch_invariant: bool,
     num_splits: int | None,
+    table: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of new tokens over the cached latents of their requests.
 
@@ -62,6 +65,8 @@ def forward(
         key_end: One past the last key that is seen, or None.
         batch_invariant: Use the block sizes of training and no splits.
         num_splits: Splits of the keys of every request; None: the device chooses.
+        table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
+            None: it is made.
 
     Returns:
         Output [T, N, C] in the dtype of the query and LSE [T, N] in fp32; 0 and -inf for a token
@@ -71,22 +76,17 @@ def forward(
     (tokens, heads, kv_lora_rank), rope = q_content.shape, q_rope.shape[-1]
     out = torch.empty_like(q_content, memory_format=torch.contiguous_format)
     lse = q_content.new_empty((tokens, heads), dtype=torch.float32)
-    window = max((max_kv_length if key_end is None else min(key_end, max_kv_length)) - key_start, 0)
+    window = plan.window_of(max_kv_length, key_start, key_end)
     if not (len(query_starts) and max_query_length and window and cache.numel()):
         return out.zero_(), lse.fill_(float("-inf"))
     if not tokens:
         return out, lse
-    rows = None if batch_invariant else max_query_length * heads
-    fp8, widths = cache.dtype == torch.uint8, (kv_lora_rank, rope)
-    blocks, warps = plan.blocks_for(q_content.dtype, *widths, q_content.device, rows, fp8)
-    tiles = plan.tiles_for(len(query_starts), heads, tokens, max_query_length, blocks.rows)
-    resident = plan.resident(blocks, kv_lora_rank, rope, q_content.dtype, q_content.device)
-    num_splits = 1 if batch_invariant else num_splits
-    split_kv = plan.split_kv_for(tiles, window, blocks.keys, resident, q_content.device, num_splits)
-    lists = (query_starts, query_lengths, kv_lengths)
-    table = schedule(
-        *lists, key_start, window, tiles, split_kv, blocks.keys, out, lse, interpreted()
-    )
+    batch = len(query_starts), max_query_length, window
+    division = divide(q_content, q_rope, cache, *batch, batch_invariant, num_splits)
+    tiles, split_kv = division.tiles, division.split_kv
+    blocks, warps, resident = _blocks(q_content, q_rope, cache, max_query_length, batch_invariant)
+    table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
+    fp8 = cache.dtype == torch.uint8
     shape = (places(split_kv), tiles.head_blocks, blocks.rows)
     waiting = out.new_empty((*shape, kv_lora_rank), dtype=torch.float32), lse.new_empty(shape)
     parts = keys_of(cache, kv_lora_rank, rope)
@@ -121,8 +121,51 @@ def forward(
         maxnreg=plan.most_registers(resident, warps),
     )
     if split_kv.splits:
-        combine(*waiting, table, tiles, split_kv, (out, lse))
+        combine(*waiting, table, tiles, split_kv, (query_starts, query_lengths), (out, lse))
+    else:
+        clear_padding(query_starts, query_lengths, out, lse)
     return out, lse
+
+
+def divide(
+    q_content: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    requests: int,
+    max_query_length: int,
+    window: int,
+    batch_invariant: bool,
+    num_splits: int | None,
+) -> plan.Division:
+    """How :func:`forward` divides a batch of ``requests`` over ``window`` keys; the rest as there.
+
+    Args:
+        q_content: As there, like all but the next two.
+        q_rope: Likewise.
+        cache: Likewise.
+        requests: Q.
+        max_query_length: Maximum new tokens of a request.
+        window: Keys in the cache that a token may see, at most.
+        batch_invariant: As there.
+        num_splits: As there.
+    """
+    tokens, heads, _ = q_content.shape
+    blocks, _, resident = _blocks(q_content, q_rope, cache, max_query_length, batch_invariant)
+    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, blocks.rows)
+    num_splits = 1 if batch_invariant else num_splits
+    split_kv = plan.split_kv_for(tiles, window, blocks.keys, resident, q_content.device, num_splits)
+    return plan.Division(tiles, split_kv, blocks.keys, window)
+
+
+def _blocks(
+    q_content: Tensor, q_rope: Tensor, cache: Tensor, max_query_length: int, batch_invariant: bool
+) -> tuple[Blocks, int, int]:
+    """Block sizes, warps, and programs that run on a multiprocessor at a time."""
+    dtype, device = q_content.dtype, q_content.device
+    widths = q_content.shape[-1], q_rope.shape[-1]
+    rows = None if batch_invariant else max_query_length * q_content.shape[1]
+    blocks, warps = plan.blocks_for(dtype, *widths, device, rows, cache.dtype == torch.uint8)
+    return blocks, warps, plan.resident(blocks, *widths, dtype, device)
 
 
 def keys_of(cache: Tensor, kv_lora_rank: int, rope: int) -> tuple[Tensor, Tensor, Tensor]:

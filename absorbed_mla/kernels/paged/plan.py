@@ -74,6 +74,28 @@ class SplitKV(NamedTuple):
         return self.num_splits != 1
 
 
+class Division(NamedTuple):
+    """How the work of a batch is divided, as far as the host knows it.
+
+    Attributes:
+        tiles: Of the queries.
+        split_kv: Bounds of the parts.
+        block_keys: Keys that a program loads at a time.
+        window: Keys in the cache that a token may see, at most.
+    """
+
+    tiles: Tiles
+    split_kv: SplitKV
+    block_keys: int
+    window: int
+
+
+def window_of(max_kv_length: int, key_start: int, key_end: int | None) -> int:
+    """Keys from ``key_start`` to ``key_end`` of the longest request; None: to its last."""
+    end = max_kv_length if key_end is None else min(key_end, max_kv_length)
+    return max(end - key_start, 0)
+
+
 @functools.lru_cache(maxsize=256)
 def blocks_for(
     dtype: torch.dtype,

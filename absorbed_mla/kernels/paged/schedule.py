@@ -1,4 +1,4 @@
-"""Tables of the work of each program: its tokens and its keys, made on the device.
+"""Tables of the work of each program: its tokens and its keys, made on the device once a step.
 
 A tile is some tokens of one request. All tiles one after the other are cut into parts
 (split_kv.py), each a range of tiles of which the first may begin, and the last may end, between two
@@ -24,13 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
+from absorbed_mla.kernels.paged.padding import requests_at_a_time
+from absorbed_mla.kernels.paged.plan import Division
 from absorbed_mla.kernels.paged.split_kv import START, ceil_div, choose_step, load_lengths, work
-from absorbed_mla.kernels.triton.common import narrow
 
 TABLE_COLUMNS = tl.constexpr(8)
 _PROGRAMS = 32
-_REQUESTS_AT_A_TIME = 128
 # Entries of the table of parts that are stored at once.
 _STORED = 512
 
@@ -47,43 +46,29 @@ def schedule(
     query_lengths: Tensor,
     kv_lengths: Tensor,
     key_start: int,
-    window: int,
-    tiles: Tiles,
-    split_kv: SplitKV,
-    block_keys: int,
-    out: Tensor,
-    lse: Tensor,
-    interpreted: bool,
+    division: Division,
 ) -> Schedule:
-    """Make the tables, and write output 0 and LSE -inf for tokens that are in no request.
+    """Make the tables.
 
     Args:
         query_starts: As in ``inference.rows.Rows``, like the next two; int32 [Q].
         query_lengths: Int32 [Q].
         kv_lengths: Int32 [Q].
         key_start: First key in the cache.
-        window: Keys in the cache.
-        tiles: Tiles of the queries.
-        split_kv: Bounds of the parts.
-        block_keys: Keys that a program loads at a time.
-        out: [T, N, C], contiguous.
-        lse: [T, N], contiguous.
-        interpreted: Whether this runs in the interpreter.
+        division: Of the batch.
     """
-    tokens, heads, kv_lora_rank = out.shape
-    tile_table = out.new_empty((tiles.max_tiles, TABLE_COLUMNS.value), dtype=torch.int32)
-    starts = out.new_empty((split_kv.parts + 1, 2), dtype=torch.int32)
+    tiles, split_kv, block_keys, window = division
+    tile_table = query_starts.new_empty((tiles.max_tiles, TABLE_COLUMNS.value), dtype=torch.int32)
+    starts = query_starts.new_empty((split_kv.parts + 1, 2), dtype=torch.int32)
     # Several programs share the tiles of long requests.
     tile_programs = min(triton.cdiv(tiles.max_tokens, tiles.tokens), _PROGRAMS)
-    block = min(max(triton.next_power_of_2(len(query_starts)), 16), _REQUESTS_AT_A_TIME)
-    _schedule_kernel[(tile_programs + tokens,)](
+    block = requests_at_a_time(len(query_starts))
+    _schedule_kernel[(tile_programs,)](
         query_starts,
         query_lengths,
         kv_lengths,
         tile_table,
         starts,
-        out,
-        lse,
         len(query_starts),
         key_start,
         window,
@@ -93,13 +78,10 @@ def schedule(
         split_kv.min_blocks,
         split_kv.num_splits,
         tiles.head_blocks,
-        heads,
         TILE_TOKENS=tiles.tokens,
         BLOCK_KEYS=block_keys,
         REQUESTS=block,
         CUTS=_STORED // block,
-        C=kv_lora_rank,
-        INTERPRETED=interpreted,
         num_warps=4,
     )
     return Schedule(tile_table, starts)
@@ -125,8 +107,6 @@ def _schedule_kernel(
     kv_ptr,
     tile_table_ptr,
     starts_ptr,
-    out_ptr,
-    lse_ptr,
     num_requests,
     key_start,
     window,
@@ -136,30 +116,12 @@ def _schedule_kernel(
     min_blocks,
     num_splits,
     head_blocks,
-    heads,
     TILE_TOKENS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,
     CUTS: tl.constexpr,
-    C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program >= tile_programs:
-        token = program - tile_programs
-        _clear_if_in_no_request(
-            query_starts_ptr,
-            lengths_ptr,
-            out_ptr,
-            lse_ptr,
-            num_requests,
-            token,
-            heads,
-            REQUESTS,
-            C,
-            INTERPRETED,
-        )
-        return
     chosen, together, least = 1, num_splits < 0, 1
     if num_splits == 0:
         chosen, together = choose_step(
@@ -243,32 +205,3 @@ def _schedule_kernel(
 def _sum_before(values):
     """Exclusive cumulative sum."""
     return tl.associative_scan(values, 0, tl.standard._sum_combine) - values
-
-
-@triton.jit
-def _clear_if_in_no_request(
-    query_starts_ptr,
-    lengths_ptr,
-    out_ptr,
-    lse_ptr,
-    num_requests,
-    token,
-    heads,
-    REQUESTS: tl.constexpr,
-    C: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    members = 0
-    for first in range(0, num_requests, REQUESTS):
-        index = first + tl.arange(0, REQUESTS)
-        there = index < num_requests
-        start = tl.load(query_starts_ptr + index, mask=there, other=0)
-        length = tl.load(lengths_ptr + index, mask=there, other=0)
-        member = (token >= start) & (token < start + length)
-        members += tl.reduce(member.to(tl.int32), 0, tl.standard._sum_combine)
-    if members == 0:
-        for head in range(heads):
-            row = token.to(tl.int64) * heads + head
-            nothing = narrow(tl.full([C], 0.0, tl.float32), out_ptr.dtype.element_ty, INTERPRETED)
-            tl.store(out_ptr + row * C + tl.arange(0, C), nothing)
-            tl.store(lse_ptr + row, float("-inf"))

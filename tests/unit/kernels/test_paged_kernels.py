@@ -35,9 +35,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 with triton_interpreter():
     import absorbed_mla.kernels.paged.forward  # noqa: F401
     from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.inference.backends.triton import ENTRY as TRITON
     from absorbed_mla.kernels import operators
     from absorbed_mla.kernels.paged import plan
     from absorbed_mla.kernels.paged.combine import places
+    from absorbed_mla.kernels.paged.padding import clear_padding
     from absorbed_mla.kernels.paged.schedule import Schedule, schedule
     from absorbed_mla.kernels.triton.launch import launch_for
 
@@ -194,11 +196,9 @@ class TestSchedule:
     def tables(
         self, rows: Rows, tiles: plan.Tiles, split_kv: plan.SplitKV, window: int = 1000, start=0
     ) -> Tables:
-        out, lse = torch.zeros(20, 2, 16, device=DEVICE), torch.zeros(20, 2, device=DEVICE)
         lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths)
         with poisoned_memory():
-            made = schedule(*lists, start, window, tiles, split_kv, 16, out, lse, not ON_GPU)
-        self.cleared = (lse == -torch.inf).all(1).tolist()
+            made = schedule(*lists, start, plan.Division(tiles, split_kv, 16, window))
         return Tables.read(made, 16)
 
     def test_tiles(self):
@@ -218,7 +218,16 @@ class TestSchedule:
         ]
         keys = [entry[4] for entry in found.tiles]
         assert found.parts == [[(tile, 0, each, -1)] for tile, each in enumerate(keys)]
-        assert self.cleared == [False] * 10 + [True] * 10
+
+    def test_padding_is_cleared(self):
+        """Of tokens in no request alone; ``CASES`` have both ways to do so."""
+        rows = Rows.of(
+            (5, 0, 1, 4), (70, 9, 3, 4), torch.zeros(4, 9, dtype=torch.int32, device=DEVICE)
+        )
+        out, lse = torch.ones(20, 2, 16, device=DEVICE), torch.ones(20, 2, device=DEVICE)
+        clear_padding(rows.query_starts, rows.query_lengths, out, lse)
+        assert out.sum((1, 2)).tolist() == [32] * 10 + [0] * 10
+        assert lse.tolist() == [[1, 1]] * 10 + [[-torch.inf] * 2] * 10
 
     def test_parts_are_equal(self):
         """10, 1 and 41 blocks, of which each tile counts for two more, in six parts of 10."""
@@ -292,9 +301,8 @@ class TestPlan:
         )
         tiles = plan.tiles_for(len(kv), heads, len(kv), 1, rows)
         split_kv = plan.split_kv_for(tiles, max(kv), 64, resident, torch.device("cuda"))
-        out = torch.zeros(len(kv), heads, 16, device=DEVICE)
         lists = (batch.query_starts, batch.query_lengths, batch.kv_lengths)
-        made = schedule(*lists, 0, max(kv), tiles, split_kv, 64, out, out[..., 0], not ON_GPU)
+        made = schedule(*lists, 0, plan.Division(tiles, split_kv, 64, max(kv)))
         found = Tables.read(made, 64).parts
         keys = [[end - begin for _, begin, end, _ in part] for part in found]
         return keys, len(found) * tiles.head_blocks
@@ -407,3 +415,17 @@ def test_opcheck():
     operator = torch.ops.absorbed_mla.paged_attention_forward.default
     # The LSE of padding is no number, of which opcheck compares the gradients.
     torch.library.opcheck(operator, (q_content, q_rope, cache, *lists, *numbers))
+
+
+def test_one_schedule_for_all_layers(monkeypatch):
+    """Each way to read the same rows has its own; other rows have others."""
+    made, schedule_of = [], operators.paged_schedule
+    monkeypatch.setattr(
+        operators, "paged_schedule", lambda *args: made.append(1) or schedule_of(*args)
+    )
+    for count, rows_of in enumerate((MIXED, replace(MIXED, kv_lengths=(70, 30, 9, 110)))):
+        inputs = rows_of.inputs(DEVICE)
+        for number, window in enumerate([(0, None), (0, None), (16, 100), (0, None)]):
+            found = TRITON.forward(*inputs, *window)
+            assert_equals_reference(found, inputs, window)
+            assert len(made) == 2 * count + (1 if number < 2 else 2)
