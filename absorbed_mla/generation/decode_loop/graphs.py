@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from absorbed_mla.inference.whole_step import whole_step
+
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
 
@@ -68,10 +70,12 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with _without_layer_graphs(self._model):
             # Kernels are compiled, and libraries start, outside of a capture.
-            step()
+            with whole_step():
+                step()
             torch.cuda.synchronize()
             # Other threads, NCCL's among them, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+            with capture, whole_step():
                 step()
         return graph
 

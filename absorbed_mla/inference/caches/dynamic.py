@@ -21,6 +21,7 @@ from absorbed_mla.inference.interleaved import InterleavedPart
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.inference.token_shares import TokenShares
+from absorbed_mla.inference.whole_step import this_run
 from absorbed_mla.options import AbsorbedMLAOptions
 
 # Of one forward; its layers ask for a few, and some for each segment of rows.
@@ -82,17 +83,18 @@ class ForwardRows:
     def of(cls, context: Any) -> ForwardRows:
         """Of the forward that the context is initialized for, made by the first layer that asks.
 
-        A CUDA graph has to compute what it reads, so there every layer makes its own.
+        A CUDA graph has to compute what it reads, so in graphs of layers each makes its own.
         """
-        if context.using_cuda_graph_this_step():
+        run = this_run()
+        if run is None and context.using_cuda_graph_this_step():
             return cls._made(context)
-        state = context.active_attn_metadata["mha_metadata"].state_data
         # Megatron makes another dictionary in every step; the decode loop changes its numbers, and
         # counts its steps.
-        former, number, found = vars(context).get("latent_forward", (None, None, None))
-        if found is None or former is not state or number != context.step_count:
+        state = context.active_attn_metadata["mha_metadata"].state_data
+        former, number, of, found = vars(context).get("latent_forward", (None,) * 4)
+        if found is None or former is not state or number != context.step_count or of is not run:
             found = cls._made(context)
-            context.latent_forward = state, context.step_count, found
+            context.latent_forward = state, context.step_count, run, found
         return found
 
     @classmethod

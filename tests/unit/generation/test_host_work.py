@@ -23,6 +23,7 @@ from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.chunked_context import ChunkedContext
+from absorbed_mla.inference.whole_step import whole_step
 from absorbed_mla.rope import RotaryTable
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tokenizers import byte_level
@@ -114,6 +115,28 @@ def test_tables_are_made_once():
     # Of every row, and of the segments in their forms.
     assert few.calls["is_cheaper_expanded"] == 4
     assert few.calls["rows_of"] and few.calls["_spans"]
+
+
+def test_tables_of_graphs():
+    """Graphs of layers each make their own; in one of a whole step the first layer does."""
+    engine = engine_of(generating_model(num_layers=2), num_cuda_graphs=4)
+    with engine, counting() as counts:
+        engine.add_request(prompt(30), SamplingParams(max_tokens=9, temperature=0))
+        engine.step()
+        counts.count(ForwardRows, "_made")
+        for one_graph, expected in ((False, 2), (True, 1), (True, 1), (False, 2)):
+            counts.calls.clear()
+            with whole_step() if one_graph else contextlib.nullcontext():
+                engine.step()
+            assert counts.calls["_made"] == expected
+        while engine.is_busy():
+            engine.step()
+        found = engine.results[0].tokens
+    [result] = engine_of(generating_model(num_layers=2)).generate(
+        [prompt(30)], SamplingParams(max_tokens=9, temperature=0)
+    )
+    assert found == result.tokens
+    engine.close()
 
 
 def test_no_texts_of_ended_requests(monkeypatch):
