@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from absorbed_mla.batch_invariant import is_enabled
+from absorbed_mla.batch_invariant.norms import rms_norm
 from absorbed_mla.graph_capture import SavedByPython
 
 
@@ -55,7 +56,10 @@ class RMSNorm(nn.Module):
         if self._in_graphs and torch.is_grad_enabled():
             x = SavedByPython.apply(x)
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
-        if plain and x.is_cuda and not is_enabled(x.device):
+        invariant = x.is_cuda and is_enabled(x.device)
+        if invariant and x.dtype != torch.float64:
+            return rms_norm(x, self.weight, self.eps, self.zero_centered, self.weight.dtype)
+        if plain and x.is_cuda and not invariant:
             # PyTorch's fused kernel, which computes in fp32 too.
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         compute = torch.promote_types(x.dtype, torch.float32)

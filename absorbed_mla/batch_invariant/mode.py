@@ -1,7 +1,8 @@
 """Switch the operators of this process to batch-invariant ones.
 
-On a GPU they are Megatron's (``megatron.core.transformer.custom_layers.batch_invariant_kernels``)
-and those that it lacks; on the CPU, for which Megatron has none, they are this package's.
+They are this package's. On a GPU Megatron's mode
+(``megatron.core.transformer.custom_layers.batch_invariant_kernels``) installs them, see
+``host_operators.py``, beside a few of its own; for the CPU Megatron has none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import collectives
+from absorbed_mla.batch_invariant import collectives, host_operators
 from absorbed_mla.kernels.invariant import cpu
 from absorbed_mla.kernels.invariant.topk import topk
 
@@ -26,7 +27,8 @@ _replaced: dict[str, torch.library.Library] = {}
 def is_enabled(device: torch.device) -> bool:
     """Whether operators on devices of this type are batch-invariant."""
     if device.type == "cuda":
-        # Perhaps switched on by Megatron's own function; ``require_enabled`` adds what that lacks.
+        # Perhaps switched on by Megatron's own function, with its operators; ``require_enabled``
+        # replaces those and adds what is missing.
         return megatron.is_batch_invariant_mode_enabled()
     return device.type in _replaced
 
@@ -45,7 +47,7 @@ def enable_batch_invariant_mode(device_type: str | None = None) -> None:
     """
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        _enable_megatron()
+        host_operators.enable()
     if device_type not in _replaced:
         _replaced[device_type] = _replace(device_type)
     collectives.sum_in_rank_order()
@@ -55,7 +57,7 @@ def disable_batch_invariant_mode(device_type: str | None = None) -> None:
     """Undo :func:`enable_batch_invariant_mode`."""
     device_type = _device_type(device_type)
     if device_type == "cuda":
-        megatron.disable_batch_invariant_mode()
+        host_operators.disable()
     if device_type in _replaced:
         _replaced.pop(device_type)._destroy()
     if not _replaced:
@@ -79,16 +81,6 @@ def _device_type(device_type: str | None) -> str:
     if chosen not in ("cuda", "cpu"):
         raise ValueError(f"device_type must be None, 'cuda' or 'cpu'; got {device_type!r}")
     return chosen
-
-
-def _enable_megatron() -> None:
-    try:
-        megatron.enable_batch_invariant_mode()
-    except ModuleNotFoundError as error:
-        # Megatron (0.19.2) replaces PyTorch's operators first, then those of TransformerEngine,
-        # which need not be installed.
-        if (error.name or "").split(".")[0] != "transformer_engine":
-            raise
 
 
 def _replace(device_type: str) -> torch.library.Library:

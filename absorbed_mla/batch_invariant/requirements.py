@@ -119,7 +119,7 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
             "torch.use_deterministic_algorithms(True) or moe_permute_fusion=True on a GPU: "
             "Megatron would add up the experts' results in any order"
         )
-    # If Megatron's own function switched the mode on, this adds what that lacks.
+    # If Megatron's own function switched the mode on, its operators are exchanged for ours.
     enable_batch_invariant_mode(device.type)
 
 

@@ -1,0 +1,227 @@
+"""Kernel of a matrix product whose rows get the same bits among any number of rows.
+
+The order of sums is that of ``tiles.py``. Where there are few tiles, each part of a sum has its
+program, which stores it in fp32, and a second kernel adds the parts; otherwise one program computes
+part after part. Both add the same parts in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.invariant.tiles import PART, SUMMANDS, Tile, tile_for
+from absorbed_mla.kernels.scratch import not_filled
+from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
+
+# Tiles of rows that are computed side by side, so that they find the columns in the cache.
+_GROUP = tl.constexpr(8)
+# Elements of a program that adds parts, and parts that it loads together.
+_ADDED, _AT_ONCE = 512, 8
+
+
+def matrix_product(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    tile: Tile | None = None,
+    split: bool | None = None,
+) -> Tensor:
+    """Multiply two matrices in fp32, with an optional bias added before the result is rounded.
+
+    Args:
+        left: [rows, summands], bf16, fp16 or fp32, any strides.
+        right: [summands, columns], in the dtype of ``left``, any strides.
+        bias: What can be expanded to [rows, columns], any floating dtype.
+        dtype: Of the result; None: that of ``left``.
+        tile: Instead of the one of ``tiles.py``; no bit depends on it.
+        split: Whether parts have programs of their own; None: where there are few tiles. No bit
+            depends on it.
+
+    Returns:
+        [rows, columns].
+    """
+    rows, summands = left.shape
+    columns = right.shape[1]
+    assert right.shape[0] == summands and left.dtype == right.dtype
+    with not_filled():
+        result = torch.empty(rows, columns, dtype=dtype or left.dtype, device=left.device)
+    if not result.numel():
+        return result
+    parts = triton.cdiv(summands, PART)
+    tile = tile or tile_for(rows, columns, parts, left.dtype)
+    tiles = tile.count(rows, columns)
+    split = parts > 1 and (tiles < tile.few if split is None else split)
+    bias_ = result if bias is None else bias.expand(rows, columns)
+    # Triton launches on the current device, whatever the tensors' is.
+    with torch.cuda.device_of(left):
+        if not split:
+            _multiply((tiles, 1), left, right, bias_, result, tile, False, bias is not None)
+            return result
+        with not_filled():
+            sums = torch.empty(parts, rows, columns, dtype=torch.float32, device=left.device)
+        _multiply((tiles, parts), left, right, bias_, sums, tile, True, False)
+        _add_kernel[(triton.cdiv(result.numel(), _ADDED),)](
+            sums,
+            bias_,
+            result,
+            result.numel(),
+            columns,
+            parts,
+            *bias_.stride(),
+            BLOCK=_ADDED,
+            AT_ONCE=_AT_ONCE,
+            HAS_BIAS=bias is not None,
+            INTERPRETED=interpreted(),
+        )
+    return result
+
+
+def _multiply(grid, left, right, bias, result, tile: Tile, split: bool, has_bias: bool) -> None:
+    rows, summands = left.shape
+    # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
+    # weights) are loaded in vectors only if it is a multiple. Else one kernel serves all numbers.
+    unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
+    _product_kernel[grid](
+        left,
+        right,
+        bias,
+        result,
+        rows // unit,
+        right.shape[1],
+        summands,
+        *left.stride(),
+        *right.stride(),
+        *bias.stride(),
+        UNIT=unit,
+        BLOCK_R=tile.rows,
+        BLOCK_C=tile.columns,
+        BLOCK_K=SUMMANDS[left.dtype],
+        PART=PART,
+        SPLIT=split,
+        HAS_BIAS=has_bias,
+        PRECISION=precision(left.dtype),
+        INTERPRETED=interpreted(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["row_units"])
+def _product_kernel(
+    left_ptr,
+    right_ptr,
+    bias_ptr,
+    result_ptr,
+    row_units,
+    columns,
+    summands,
+    stride_l_r,
+    stride_l_k,
+    stride_r_k,
+    stride_r_c,
+    stride_b_r,
+    stride_b_c,
+    UNIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PART: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    rows = row_units * UNIT
+    row_tile, column_tile = _place(rows, columns, BLOCK_R, BLOCK_C)
+    first_row, first_column = row_tile * BLOCK_R, column_tile * BLOCK_C
+    # [BLOCK_R], [BLOCK_C]; offsets within a tile fit 32 bits, those of tiles need not.
+    row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    k = tl.arange(0, BLOCK_K)
+    left = left_ptr + first_row.to(tl.int64) * stride_l_r
+    left = left + row[:, None] * stride_l_r + k[None, :] * stride_l_k
+    right = right_ptr + first_column.to(tl.int64) * stride_r_c
+    right = right + k[:, None] * stride_r_k + column[None, :] * stride_r_c
+    row_there = (first_row + row < rows)[:, None]
+    column_there = (first_column + column < columns)[None, :]
+
+    total = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
+    if SPLIT:
+        first, past = tl.program_id(1) * PART, tl.program_id(1) * PART + 1
+        result_ptr += tl.program_id(1).to(tl.int64) * rows * columns
+    else:
+        first, past = 0, summands
+    for start in range(first, past, PART):
+        part = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
+        for step in range(start, tl.minimum(start + PART, summands), BLOCK_K):
+            there = k < summands - step
+            a = tl.load(
+                left + tl.cast(step, tl.int64) * stride_l_k,
+                mask=row_there & there[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                right + tl.cast(step, tl.int64) * stride_r_k,
+                mask=there[:, None] & column_there,
+                other=0.0,
+            )
+            part = product(a, b, part, PRECISION, INTERPRETED)
+        total += part
+    row, column = first_row + row, first_column + column
+    if HAS_BIAS:
+        bias = bias_ptr + row.to(tl.int64)[:, None] * stride_b_r + column[None, :] * stride_b_c
+        total += tl.load(bias, mask=row_there & column_there, other=0.0).to(tl.float32)
+    tl.store(
+        result_ptr + row.to(tl.int64)[:, None] * columns + column[None, :],
+        narrow(total, result_ptr.dtype.element_ty, INTERPRETED),
+        mask=row_there & column_there,
+    )
+
+
+@triton.jit
+def _place(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """This program's tile: rows change first, within groups of tiles of rows."""
+    row_tiles = (rows + BLOCK_R - 1) // BLOCK_R
+    column_tiles = (columns + BLOCK_C - 1) // BLOCK_C
+    group_tiles = _GROUP * column_tiles
+    first = tl.program_id(0) // group_tiles * _GROUP
+    in_group = tl.minimum(row_tiles - first, _GROUP)
+    place = tl.program_id(0) % group_tiles
+    return first + place % in_group, place // in_group
+
+
+@triton.jit
+def _add_kernel(
+    sums_ptr,
+    bias_ptr,
+    result_ptr,
+    count,
+    columns,
+    parts,
+    stride_b_r,
+    stride_b_c,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for first in range(0, parts, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            part = first + i
+            sums = sums_ptr + tl.cast(part, tl.int64) * count + place
+            # What is beyond the last part is +0, which changes no bit of a sum that began with +0.
+            total += tl.load(sums, mask=inside & (part < parts), other=0.0)
+    if HAS_BIAS:
+        row, column = place // columns, place % columns
+        bias = bias_ptr + row.to(tl.int64) * stride_b_r + column * stride_b_c
+        total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        result_ptr + place, narrow(total, result_ptr.dtype.element_ty, INTERPRETED), mask=inside
+    )
