@@ -62,12 +62,6 @@ def settle_options(
         )
     if not causal:
         raise ValueError("batch_invariant=True needs causal attention (attn_mask_type=causal)")
-    if config.gradient_accumulation_fusion and config.transformer_impl == "transformer_engine":
-        raise ValueError(
-            "batch_invariant=True with transformer_impl='transformer_engine' needs "
-            "gradient_accumulation_fusion=False, got True: Megatron's batch-invariant product sets "
-            "main_grad, where it should add to that of earlier micro-batches"
-        )
     if tp_size > 2 and config.transformer_impl == "transformer_engine":
         raise ValueError(
             "batch_invariant=True with transformer_impl='transformer_engine' needs at most 2 "

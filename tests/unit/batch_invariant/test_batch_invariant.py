@@ -202,10 +202,6 @@ class TestRefused:
             requirements.settle_options(options, config, causal=False, tp_size=1)
         with pytest.raises(ValueError, match=r"at most 2 tensor-parallel ranks, got 4"):
             requirements.settle_options(options, config, causal=True, tp_size=4)
-        config.gradient_accumulation_fusion = True
-        with pytest.raises(ValueError, match="gradient_accumulation_fusion=False, got True"):
-            requirements.settle_options(options, config, causal=True, tp_size=2)
-        config.gradient_accumulation_fusion = False
         settled = requirements.settle_options(options, config, causal=True, tp_size=2)
         assert (settled.form, settled.core_attention_backend) == ("absorbed", "auto")
 

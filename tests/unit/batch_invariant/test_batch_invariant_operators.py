@@ -125,7 +125,7 @@ class TestProducts:
         assert torch.allclose(found, (left @ right).expand(batch, 4, 6))
 
     def test_gpus_make_one_product_of_an_expanded_matrix(self):
-        """Megatron's mode has a product for that, and none for batches."""
+        """There is a batch-invariant product for that, and none for batches."""
         left, right = random(3, 4, 5), random(3, 5, 6, seed=1)
         assert torch.allclose(mode._bmm(left, right), left @ right)
         for one in (right[:1].expand(3, -1, -1), right[0].expand(3, -1, -1)):
@@ -195,20 +195,6 @@ class TestSwitch:
     def test_another_device(self):
         with pytest.raises(ValueError, match="device_type must be None, 'cuda' or 'cpu'; got 'xp'"):
             enable_batch_invariant_mode("xp")
-
-    def test_the_hosts_without_transformer_engine(self, monkeypatch):
-        """It has replaced PyTorch's operators when it misses the package."""
-
-        def enable(missing):
-            raise ModuleNotFoundError(name=missing)
-
-        name = "enable_batch_invariant_mode"
-        monkeypatch.setattr(mode.megatron, name, lambda: enable("transformer_engine.pytorch"))
-        enable_batch_invariant_mode("cuda")
-        monkeypatch.setattr(mode.megatron, name, lambda: enable("triton"))
-        with pytest.raises(ModuleNotFoundError):
-            enable_batch_invariant_mode("cuda")
-        disable_batch_invariant_mode("cuda")
 
 
 class TestHeadProduct:

@@ -1,0 +1,167 @@
+"""Parity mode's matrix product: bits that no number of rows and no tile changes, values, strides.
+
+In Triton's interpreter without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import needs, world
+from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.numerics import relative_error
+
+with triton_interpreter():
+    from absorbed_mla.kernels.invariant import matrix_product as kernel
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+    from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, TILES, tile_for
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Beyond the roundings of the result.
+BOUNDS = {BF16: 4e-3, FP16: 5e-4, FP32: 1e-6}
+# More than one tile of columns and more than one part, none of them full.
+ROWS, SUMMANDS, COLUMNS = 70, 150, 130
+SMALL_PART = 64
+dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
+tiles = pytest.mark.parametrize("tile", [*TILES, FP32_TILE], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with triton_interpreter():
+        yield
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Several parts of few summands."""
+    monkeypatch.setattr(kernel, "PART", SMALL_PART)
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return found.to(dtype).to(world.device())
+
+
+class TestBits:
+    @pytest.fixture(autouse=True)
+    def _one_order(self, monkeypatch, small_parts):
+        multiply_in_one_order(monkeypatch)
+
+    @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+    def test_of_all_numbers_of_rows(self, dtype):
+        """Alone, at other places, and in as many rows as take another tile."""
+        x, w = random(ROWS, SUMMANDS, dtype=dtype), random(COLUMNS, SUMMANDS, dtype=dtype, seed=1)
+        whole = matrix_product(x, w.T)
+        for count in (1, 2, 7, 16, 17, 63, 64, 65, 69):
+            for first in {0, min(3, ROWS - count)}:
+                rows = slice(first, first + count)
+                assert torch.equal(matrix_product(x[rows], w.T), whole[rows]), (first, count)
+
+    @tiles
+    @pytest.mark.parametrize("split", [False, True])
+    def test_of_all_tiles(self, tile, split):
+        """Parts in one program and in several, which a second kernel adds."""
+        dtype = FP32 if tile is FP32_TILE else BF16
+        x, w = random(ROWS, SUMMANDS, dtype=dtype), random(COLUMNS, SUMMANDS, dtype=dtype, seed=1)
+        bias = random(COLUMNS, dtype=dtype, seed=2)
+        expected = matrix_product(x, w.T, bias)
+        assert torch.equal(matrix_product(x, w.T, bias, tile=tile, split=split), expected)
+
+    def test_of_many_parts(self):
+        """More than are loaded together."""
+        x, w = random(2, 10 * SMALL_PART, dtype=FP32), random(10 * SMALL_PART, 33, dtype=FP32)
+        assert torch.equal(matrix_product(x, w, split=True), matrix_product(x, w, split=False))
+
+    def test_the_comparison_can_fail(self, monkeypatch):
+        """Sums in other parts have other bits."""
+        x, w = random(ROWS, SUMMANDS, dtype=FP32), random(COLUMNS, SUMMANDS, dtype=FP32, seed=1)
+        expected = matrix_product(x, w.T)
+        monkeypatch.setattr(kernel, "PART", SUMMANDS)
+        assert not torch.equal(matrix_product(x, w.T), expected)
+
+
+class TestValues:
+    @dtypes
+    def test_with_a_bias(self, dtype):
+        """Of one row of numbers and of a whole matrix."""
+        x, w = random(5, SUMMANDS, dtype=dtype), random(SUMMANDS, 40, dtype=dtype, seed=1)
+        for bias in (random(40, dtype=dtype), random(5, 40, dtype=dtype), random(5, 1, dtype=FP32)):
+            found = matrix_product(x, w, bias)
+            assert found.dtype == dtype
+            expected = bias.double() + x.double() @ w.double()
+            assert relative_error(found, expected) < BOUNDS[dtype]
+
+    @pytest.mark.parametrize("split", [False, True])
+    def test_of_parts(self, split):
+        x, w = random(2, 2 * PART + 100, dtype=FP32), random(2 * PART + 100, 33, dtype=FP32, seed=1)
+        expected = x.double() @ w.double()
+        bias = random(33, dtype=FP32)
+        assert relative_error(matrix_product(x, w, split=split), expected) < BOUNDS[FP32]
+        assert relative_error(matrix_product(x, w, bias, split=split), expected + bias) < 1e-6
+
+    def test_in_another_dtype(self):
+        """What is summed in fp32 is not rounded before."""
+        x, w = random(3, SUMMANDS), random(SUMMANDS, 40, seed=1)
+        found = matrix_product(x, w, dtype=FP32)
+        assert found.dtype == FP32
+        assert relative_error(found, x.double() @ w.double()) < BOUNDS[FP32]
+
+    # Of 80 rows, which gradients of weights load in vectors, and of 70.
+    @pytest.mark.parametrize("rows", [70, 80])
+    @pytest.mark.parametrize("layout", ["rows", "columns", "slices", "expanded"])
+    def test_of_strides(self, layout, rows):
+        """Operands are read where they are."""
+        x, w = random(rows, SUMMANDS), random(SUMMANDS, COLUMNS, seed=1)
+        views = {
+            "rows": lambda t: t,
+            "columns": lambda t: t.T.contiguous().T,
+            "slices": lambda t: torch.cat((t, t), 1)[:, ::2],
+            "expanded": lambda t: t[:, :1].expand_as(t),
+        }
+        left, right = views[layout](x), views[layout](w)
+        expected = left.double() @ right.double()
+        assert relative_error(matrix_product(left, right), expected) < BOUNDS[BF16]
+
+    @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 4, 0)])
+    def test_of_nothing(self, shape):
+        rows, summands, columns = shape
+        found = matrix_product(random(rows, summands), random(summands, columns), random(columns))
+        assert torch.equal(found, random(columns).expand(rows, columns))
+
+
+class TestTiles:
+    """Which one is taken: enough programs, and wide ones where rows are read again."""
+
+    def test_one_tile_with_enough_programs(self):
+        few, some, many = (tile_for(rows, 36864, 4, BF16) for rows in (1, 32, 4096))
+        assert few.columns < some.columns and some.rows < many.rows
+        narrow = tile_for(1, 576, 4, BF16)
+        assert narrow == TILES[-1] and narrow.count(1, 576) == 18
+
+    def test_all_tiles_sum_in_one_order(self):
+        """Warp-group instructions need 64 rows and 4 warps."""
+        assert all(t.rows % 64 == t.num_warps % 4 == 0 for t in TILES)
+        assert tile_for(4096, 4096, 1, FP32) is FP32_TILE
+
+
+@needs.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("summands", "columns"), [(7168, 576), (1536, 3072), (18432, 1024)])
+def test_bits_on_a_gpu(dtype, summands, columns):
+    """At widths of DeepSeek-V3, of every tile, in parts and whole."""
+    x = random(300, summands, dtype=dtype)
+    w = random(columns, summands, dtype=dtype, seed=1) * summands**-0.5
+    whole = matrix_product(x, w.T)
+    assert relative_error(whole, x.double() @ w.double().T) < 2 * BOUNDS[dtype]
+    for rows in (1, 8, 16, 17, 64, 65, 128, 299):
+        assert torch.equal(matrix_product(x[:rows], w.T), whole[:rows]), rows
+    for tile in TILES if dtype != FP32 else (FP32_TILE, replace(FP32_TILE, rows=64)):
+        for split in (False, True):
+            found = matrix_product(x[:130], w.T, tile=tile, split=split)
+            assert torch.equal(found, whole[:130]), (str(tile), split)
