@@ -187,7 +187,7 @@ class TestGeneralGemm:
             te_gemm.general_gemm(self.A, self.B, **options)
 
     def test_refused_dtype(self):
-        with pytest.raises(ValueError, match="needs B in bf16, fp16 or fp32; got torch.float64"):
+        with pytest.raises(ValueError, match=r"needs B in bf16, fp16 or fp32; got torch\.float64"):
             te_gemm.general_gemm(self.A, self.B.double())
 
 

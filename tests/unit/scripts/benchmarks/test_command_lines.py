@@ -22,6 +22,7 @@ from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
 from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
+from benchmarks.invariant_products import ProductBenchmark as InvariantProducts
 from benchmarks.latent_attention import LatentBenchmark as LatentAttention
 from benchmarks.load import LoadBenchmark as Load
 from benchmarks.prefix_tiers import TiersBenchmark as PrefixTiers
@@ -124,6 +125,14 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    InvariantProducts: [
+        (["--works", "q_up,other"], "expected q_down, kv_down, q_up, proj, fc1, fc2 or INPUTSxOUT"),
+        (["--rows", "0"], f"argument --rows: {COUNT}"),
+        (["--tiles", "32x64x4x3"], "expected ROWSxCOLUMNSxWARPSxSTAGES with multiples of 64 rows"),
+        (["--seconds-per-row", "nan"], SECONDS),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     LatentAttention: [
         (["--works", "decode"], "expected some of forward, backward"),
         (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
@@ -186,7 +195,8 @@ MISTAKES = {
     ],
 }
 WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
-WITHOUT_FOLDER |= {DecodeSteps, LatentAttention, Serving, SharedCache, TrainingGraphs}
+WITHOUT_FOLDER |= {DecodeSteps, InvariantProducts, LatentAttention, Serving, SharedCache}
+WITHOUT_FOLDER |= {TrainingGraphs}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+"""Measure parity mode's matrix product beside PyTorch's and Megatron's batch-invariant one.
+
+    $ python scripts/benchmarks/invariant_products.py --json docs/inference/products.json
+    $ python scripts/benchmarks/invariant_products.py --works proj --rows 32 --tiles 64x64x4x5
+
+Rows of bf16 times a weight [outputs, inputs], as linear layers have it, of DeepSeek-V3's widths.
+Implementations of an input are repeated in turns; each call takes another copy of the weight, so
+that it comes from memory. Megatron's are its operator for PyTorch's ``mm``, and that for the layers
+of TransformerEngine, which copies the weight. "ratio" is the time divided by PyTorch's.
+
+Every tile, whole and in parts, must give the rows the bits that they have among the most rows;
+"changed" counts what does not, and makes the exit code 1. Output:
+
+    9.1 s  proj, 32 rows: ours: us ..., tbps ..., tflops ..., ratio ..., changed 0
+
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import list_of, parse_sizes
+from benchmarks.kit.plot import Panel, collected
+from benchmarks.kit.report import Refused, Report, Times, reason
+from benchmarks.kit.run import Benchmark
+from console.parser import Parser
+from console.script import leave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from absorbed_mla.kernels.invariant.tiles import Tile
+
+# Inputs and outputs of DeepSeek-V3's layers.
+WORKS = {
+    "q_down": (7168, 1536),
+    "kv_down": (7168, 576),
+    "q_up": (1536, 24576),
+    "proj": (16384, 7168),
+    "fc1": (7168, 36864),
+    "fc2": (18432, 7168),
+}
+TORCH, OURS, MEGATRON, MEGATRON_TE = "torch", "ours", "megatron mm", "megatron TE"
+# Of all copies of a weight: several times the cache of an H200.
+_COPIES_BYTES = 200e6
+# Rows that all tiles are compared in.
+_COMPARED = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        work: Name of the product, or its inputs and outputs.
+        rows: Tokens.
+        implementation: ``"torch"``, ``"ours"``, one of Megatron's, or ours with a tile's name.
+    """
+
+    work: str
+    rows: int
+    implementation: str
+
+    def __str__(self) -> str:
+        return f"{self.work}, {self.rows} rows: {self.implementation}"
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return WORKS.get(self.work) or widths_of(self.work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case, or why there are no figures of it.
+
+    Attributes:
+        case: What was measured.
+        times: Of a call; None after an error.
+        changed: Of ours: what gave other bits, such as a tile.
+        error: Empty, or why figures are missing.
+    """
+
+    case: Case
+    times: Times | None = None
+    changed: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+class ProductReport(Report):
+    """One run."""
+
+    row = Row
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """Microseconds, TB/s of operands and result, TFLOP/s, and the ratio to PyTorch."""
+        assert row.times is not None
+        seconds, rows, (inputs, outputs) = row.times.median, row.case.rows, row.case.widths
+        moved = 2 * (rows * inputs + inputs * outputs + rows * outputs)
+        found = {"us": 1e6 * seconds, "tbps": moved / seconds / 1e12}
+        found["tflops"] = 2 * rows * inputs * outputs / seconds / 1e12
+        peer = replace(row.case, implementation=TORCH)
+        for other in self.measured:
+            if other.case == peer and other is not row:
+                found["ratio"] = seconds / other.times.median
+        if row.case.implementation.startswith(OURS):
+            found["changed"] = len(row.changed)
+        return found
+
+    @classmethod
+    def panels(cls, reports: Sequence[ProductReport]) -> list[Panel]:
+        """Microseconds over the rows."""
+        points = (
+            (f"{row.case.work} [us]", row.case.implementation, row.case.rows, figures["us"])
+            for report in reports
+            for row in report.measured
+            for figures in [report.figures(row)]
+        )
+        return collected(points, "rows", log_y=True)
+
+    @classmethod
+    def notes(cls, reports: Sequence[ProductReport]) -> list[str]:
+        """What gave other bits."""
+        lines = [
+            f"- {row.case}: {', '.join(row.changed)}"
+            for report in reports
+            for row in report.rows
+            if row.changed
+        ]
+        return ["\n".join(["Rows got other bits:", "", *lines])] if lines else []
+
+
+class ProductBenchmark(Benchmark):
+    """All implementations of an input in turns."""
+
+    script, description = "invariant_products.py", __doc__
+    report = ProductReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        arguments.use_device(args.device)
+        from benchmarks.kit.processes import Processes
+
+        self.processes = Processes(args.seed)
+        self._rows: dict[Case, Row] = {}
+        # Of the work at hand: input, copies of the weight, and the result of the most rows.
+        self._work = ""
+        self._operands: tuple[Tensor, list[Tensor], Tensor] | None = None
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, json=None, plot=None, render=None, only=None, device=None)
+        arguments.add_common(parser, seconds_per_row=0.05, time_limit=45.0, seed=1234)
+        works = "products by name, or as INPUTSxOUTPUTS"
+        add("--works", type=list_of(_work), default=",".join(WORKS), help=works)
+        add("--rows", type=parse_sizes, default="1,8,32,128,2k,8k", help="numbers of tokens")
+        tiles = "more tiles to measure ours with, as ROWSxCOLUMNSxWARPSxSTAGES"
+        add("--tiles", type=list_of(_tile), default=None, help=tiles)
+
+    def environment(self) -> dict:
+        """With the rates that the device reaches."""
+        from benchmarks.kit.timing import ceilings
+
+        on_gpu = self.processes.on_gpu
+        return provenance.describe(on_gpu, self.processes.dtype, ceilings=ceilings(on_gpu))
+
+    def cases(self) -> list[Case]:
+        """PyTorch first, which the others are compared with."""
+        ours = [f"{OURS} {tile}" for tile in self._more_tiles()]
+        found = [
+            Case(work, rows, implementation)
+            for work in self.args.works
+            for rows in sorted(self.args.rows)
+            for implementation in (TORCH, OURS, MEGATRON, MEGATRON_TE, *ours)
+        ]
+        return arguments.chosen(found, self.args.only)
+
+    def measure(self, case: Case) -> Row:
+        """Measure all implementations of the input with the first of them.
+
+        Raises:
+            Refused: With the reason of a case that could not be measured.
+        """
+        if case not in self._rows:
+            same = [c for c in self.cases() if (c.work, c.rows) == (case.work, case.rows)]
+            self._rows = self._together(same)
+        row = self._rows[case]
+        if row.error:
+            raise Refused(row.error)
+        return row
+
+    def exit_code(self, report: ProductReport) -> int:
+        """1 if a row got other bits."""
+        return int(any(row.changed for row in report.rows))
+
+    def _more_tiles(self) -> list[Tile]:
+        from absorbed_mla.kernels.invariant.tiles import Tile
+
+        return [Tile(*sizes) for sizes in self.args.tiles or ()]
+
+    def _together(self, cases: Sequence[Case]) -> dict[Case, Row]:
+        """Rows of cases with the same input."""
+        from benchmarks.kit.timing import Repeated, in_turns, repetitions
+
+        rows, works = {}, {}
+        for case in cases:
+            try:
+                run = self._call(case)
+                run()
+                self.processes.synchronize()
+            except Exception as error:  # of any kernel; the others are measured all the same
+                rows[case] = Row(case=case, error=reason(error))
+            else:
+                works[case] = Repeated(run, on_gpu=self.processes.on_gpu)
+        if not works:
+            return rows
+        seconds = sum(work.once() for work in works.values())
+        count = repetitions(seconds, self.args.seconds_per_row * len(works))
+        for case, steps in zip(works, in_turns([*works.values()], count), strict=True):
+            times = Times.of([step for _, _, step in steps])
+            rows[case] = Row(case=case, times=times, changed=self._changed(case))
+        return rows
+
+    def _operands_of(self, case: Case) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Input of the most rows, copies of the weight, and our product of the first."""
+        if self._work != case.work or self._operands is None:
+            from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+            self._operands = None
+            inputs, outputs = case.widths
+            random, size = self.processes.random, self.processes.dtype.itemsize
+            x = random(max(self.args.rows), inputs)
+            weight = random(outputs, inputs) * inputs**-0.5
+            count = 1 + int(_COPIES_BYTES / (size * inputs * outputs))
+            copies = [weight, *(weight.clone() for _ in range(min(count, 64) - 1))]
+            self._work, self._operands = case.work, (x, copies, matrix_product(x, weight.T))
+        return self._operands
+
+    def _call(self, case: Case) -> Callable[[], Tensor]:
+        """What is timed."""
+        import torch
+        from megatron.core.transformer.custom_layers import batch_invariant_kernels as megatron
+
+        x, copies, _ = self._operands_of(case)
+        rows, weights = x[: case.rows], itertools.cycle(copies)
+        if case.implementation == MEGATRON_TE:
+            product = megatron.BatchInvariantTEGemmFn.apply
+            return lambda: product(next(weights), rows, None, None, "TN")
+        products = {TORCH: torch.matmul, MEGATRON: megatron.matmul_persistent}
+        matmul = products.get(case.implementation) or self._ours(case)
+        return lambda: matmul(rows, next(weights).T)
+
+    def _ours(self, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
+        from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+        for tile in self._more_tiles():
+            if case.implementation == f"{OURS} {tile}":
+                return partial(matrix_product, tile=tile)
+        return matrix_product
+
+    def _changed(self, case: Case) -> list[str]:
+        """What gives a row of ours other bits than it has among the most rows."""
+        import torch
+
+        if not case.implementation.startswith(OURS):
+            return []
+        x, [weight, *_], whole = self._operands_of(case)
+        found = self._ours(case)(x[: case.rows], weight.T)
+        changed = [] if torch.equal(found, whole[: case.rows]) else ["number of rows"]
+        if case.implementation == OURS:
+            count = min(case.rows, _COMPARED)
+            for name, product in _variants(x.dtype):
+                if not torch.equal(product(x[:count], weight.T), whole[:count]):
+                    changed.append(name)
+        return changed
+
+
+def _variants(dtype: Any) -> Iterator[tuple[str, Callable]]:
+    """Our product with every tile of a dtype, whole and in parts, by name."""
+    import torch
+
+    from absorbed_mla.kernels.invariant import tiles
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+    for tile in (tiles.FP32_TILE,) if dtype == torch.float32 else tiles.TILES:
+        for split in (False, True):
+            name = f"tile {tile} {'in parts' if split else 'whole'}"
+            yield name, partial(matrix_product, tile=tile, split=split)
+
+
+def widths_of(text: str) -> tuple[int, int]:
+    """Inputs and outputs of ``"7168x1536"``."""
+    inputs, outputs = map(int, text.split("x"))
+    return inputs, outputs
+
+
+def _work(text: str) -> str:
+    name = text.strip()
+    if name not in WORKS and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(WORKS)} or INPUTSxOUTPUTS, got {text!r}"
+        )
+    return name
+
+
+def _tile(text: str) -> tuple[int, ...]:
+    sizes = tuple(map(int, re.findall(r"\d+", text)))
+    if not re.fullmatch(r"\d+x\d+x\d+x\d+", text.strip()) or sizes[0] % 64 or sizes[2] % 4:
+        raise argparse.ArgumentTypeError(
+            "expected ROWSxCOLUMNSxWARPSxSTAGES with multiples of 64 rows and of 4 warps, such as "
+            f"128x128x8x4; got {text!r}"
+        )
+    return sizes
+
+
+if __name__ == "__main__":
+    leave(ProductBenchmark.main())
