@@ -16,6 +16,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -56,8 +57,11 @@ def _compiled_launch(self: JITFunction, grid):
     return launch
 
 
-def _assembled(kernel) -> dict[str, int]:
-    """Bytes of shared memory, and of each thread's stack, where spilled registers go."""
+def _assembled(kernel) -> dict[str, Any]:
+    """Bytes of shared memory, and of each thread's stack, where spilled registers go.
+
+    Besides the kinds of instructions that multiply matrices.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -66,7 +70,8 @@ def _assembled(kernel) -> dict[str, int]:
     [stack] = re.findall(r"STACK:(\d+)", done.stdout)
     [registers] = re.findall(r"REG:(\d+)", done.stdout)
     found = {"shared": kernel.metadata.shared, "stack": int(stack)}
-    return found | {"registers": int(registers)}
+    products = sorted({*re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])})
+    return found | {"registers": int(registers), "products": products}
 
 
 def training_kernels() -> None:
@@ -268,6 +273,23 @@ def loss_kernels() -> None:
             indexer_triton.triton_add_index_gradient(gradient, target, index, support, True)
 
 
+def invariant_kernels() -> None:
+    """Parity mode's products of all tiles, whole and in parts, and its norm."""
+    from absorbed_mla.kernels.invariant import tiles
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+    from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
+
+    for tile in (*tiles.TILES, tiles.FP32_TILE):
+        dtype = torch.float32 if tile is tiles.FP32_TILE else BF16
+        x, weight = torch.zeros(TOKENS, 7168, dtype=dtype), torch.zeros(1536, 7168, dtype=dtype)
+        for split in (False, True):
+            matrix_product(x, weight.T, tile=tile, split=split)
+    x = torch.zeros(TOKENS, 7168, dtype=BF16)
+    matrix_product(x.T, x, split=False)
+    _, scale = rms_norm_forward(x, x[0], 1e-5, False, BF16)
+    rms_norm_backward(x, x, x[0], scale, False)
+
+
 if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
@@ -286,3 +308,4 @@ if __name__ == "__main__":
     index_kernels()
     widest_index_kernels()
     loss_kernels()
+    invariant_kernels()

@@ -1,5 +1,6 @@
 """Products and functions whose result for a row does not depend on the rows beside it.
 
-``cpu.py`` takes the place of PyTorch's operators on the CPU, ``topk.py`` everywhere;
-``product.py`` is a Triton kernel. Importing this module loads none of them.
+``cpu.py`` takes the place of PyTorch's operators on the CPU, ``topk.py`` everywhere. Of Triton:
+``matrix_product.py`` with the tiles of ``tiles.py``, ``product.py`` for heads that have a matrix
+each, ``rms_norm.py``. Importing this module loads none of them.
 """

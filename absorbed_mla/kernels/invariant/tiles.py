@@ -57,7 +57,7 @@ TILES = (
     Tile(64, 32, num_warps=4, num_stages=5),
 )
 # fp32 has no instruction for tiles: products are sums of one element after the other.
-FP32_TILE = Tile(32, 64, num_warps=4, num_stages=2)
+FP32_TILE = Tile(32, 64, num_warps=4, num_stages=3)
 
 
 def tile_for(rows: int, columns: int, parts: int, dtype: torch.dtype) -> Tile:

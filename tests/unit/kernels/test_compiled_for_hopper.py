@@ -43,6 +43,9 @@ def test_kernels(tmp_path):
     for name, count in {"_scores_kernel": 4, "_token_kernel": 3, "_tile_kernel": 2}.items():
         assert names.count(name) == count, f"{name} in bf16, in FP8, and others"
     assert names.count("_chosen_kernel") == 4, "target, scores, and two gradients"
+    # Tiles whose instructions were of two kinds would not have the same bits.
+    products = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_product_kernel"]
+    assert products == 8 * [["wgmma.mma_async"]] + [[], [], ["wgmma.mma_async"]], "fp32 has none"
     # Two programs of decode over FP8 rows share the registers of a multiprocessor.
     [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
