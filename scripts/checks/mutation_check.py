@@ -603,6 +603,26 @@ MUTATIONS = {
         "return not request.batch_invariant or bool(",
         "return True or bool(",
     ),
+    "parts_in_another_order": Mutation(
+        "absorbed_mla/kernels/invariant/matrix_product.py",
+        "            part = first + i\n",
+        "            part = parts - 1 - first - i\n",
+    ),
+    "weight_twice_in_the_norm": Mutation(
+        "absorbed_mla/kernels/invariant/rms_norm.py",
+        "scale * (grad - normed * (",
+        "scale * (grad - weight * normed * (",
+    ),
+    "micro_batches_overwritten": Mutation(
+        "absorbed_mla/batch_invariant/te_gemm.py",
+        "out.add_(result) if accumulate else",
+        "out.copy_(result) if accumulate else",
+    ),
+    "operators_of_the_host_stay": Mutation(
+        "absorbed_mla/batch_invariant/host_operators.py",
+        "        megatron.disable_batch_invariant_mode()\n        for name, ours",
+        "        for name, ours",
+    ),
     "recall_of_one_head": Mutation(
         "absorbed_mla/dsa/indexer_loss.py",
         "part = probabilities(scores, lse).sum(1)",
