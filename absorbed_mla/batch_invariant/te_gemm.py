@@ -53,6 +53,8 @@ def general_gemm(
         ValueError: For other dtypes and layouts, and for functions beside a product.
     """
     _check(A, B, layout, more)
+    if bias is not None and not bias.numel():  # some versions' way to say that there is none
+        bias = None
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
     a, b = A.reshape(-1, A.shape[-1]), B.reshape(-1, B.shape[-1])

@@ -149,7 +149,7 @@ class TestGeneralGemm:
     def test_of_a_router(self):
         """In fp32, without a rounding to bf16 before."""
         found = te_gemm.general_gemm(self.A, self.B, out_dtype=torch.float32)[0]
-        assert relative_error(found, self.B.double() @ self.A.double().T) < 1e-6
+        assert relative_error(found, self.B.double() @ self.A.double().T) < 5e-6
 
     def test_gradient_of_the_input(self):
         grad = random(2, 3, 24, dtype=BF16)
@@ -168,7 +168,7 @@ class TestGeneralGemm:
         )
         assert found is main_grad
         expected = grad.double().T @ x.double() + 2 * accumulate
-        assert relative_error(main_grad, expected) < 1e-6
+        assert relative_error(main_grad, expected) < 5e-6
         assert bias_grad.dtype == BF16
         assert relative_error(bias_grad, grad.double().sum(0)) < 1e-2
 
