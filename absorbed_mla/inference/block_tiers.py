@@ -2,8 +2,8 @@
 
 Megatron's allocator gives out numbers of blocks and knows nothing of this. A block has a slot, on
 the device or in host memory, which changes between steps. A step writes to blocks on the device
-only. It reads the others through two buffers on the device, a window of neighbouring blocks of all
-requests at a time.
+only. It reads the others through a ring of buffers on the device (``staging_ring.py``), a window of
+neighbouring blocks of all requests at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.core_attention.device_table import to_device
-from absorbed_mla.inference.latent_memory import Copies
 from absorbed_mla.inference.rows import Rows
+from absorbed_mla.inference.staging_ring import NUM_BUFFERS, Run, StagingRing
 from absorbed_mla.inference.step import CachePart
 
-# Blocks of a buffer: 8,192 tokens, 9 MiB at DeepSeek-V3's widths.
-STAGED_BLOCKS = 128
 # Positions of blocks that no request of the step reads, and of those that it writes to.
 _FREE, _IDLE, _WRITTEN = -2, -1, 2**31
 
@@ -32,12 +30,12 @@ class Window:
     Attributes:
         start: The first.
         end: One past the last; None: there are no more.
-        runs: What to copy: first block in the buffer, first slot in host memory, and how many.
+        runs: What to copy; some where the step reads anything from host memory, else none.
     """
 
     start: int
     end: int | None
-    runs: tuple[tuple[int, int, int], ...]
+    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,9 @@ class StepPlan:
 
     Attributes:
         windows: In order of position, at least one.
-        tables: For every entry of the block table its block in the memory of the first layer, and
-            by how many blocks that of the next layer lies behind it; int32 [2, rows, columns].
+        tables: For every entry of the block table its block in the memory of the first layer, by
+            the buffer that the first window is in, and by how many blocks that of the next layer
+            lies behind it; int32 [buffers + 1, rows, columns].
         slots: Slot of each new token's block, int64 [T].
     """
 
@@ -66,7 +65,7 @@ class BlockTiers:
         block: Shape of a block, [block_size, C + R].
         dtype: Of the latents.
         device: The device.
-        staged: Blocks of a buffer, at least as many as requests in a step.
+        staged: Blocks of a buffer, at least as many as requests in a step or all in host memory.
 
     Attributes:
         resident: The slots on the device, [layers, device_blocks, block_size, C + R].
@@ -89,7 +88,9 @@ class BlockTiers:
         self._count, self._staged, self._block_size = device_blocks, staged, block[0]
         slots = layers * device_blocks
         # Buffers lie behind the slots, where a block table that begins with any layer reaches them.
-        self._memory = torch.empty((slots + 2 * staged, *block), dtype=dtype, device=device)
+        self._memory = torch.empty(
+            (slots + NUM_BUFFERS * staged, *block), dtype=dtype, device=device
+        )
         self.resident = self._memory[:slots].view(layers, device_blocks, *block)
         pinned = device.type == "cuda"
         self.host = torch.empty((layers, host_blocks, *block), dtype=dtype, pin_memory=pinned)
@@ -98,7 +99,8 @@ class BlockTiers:
         self._slot = (torch.arange(total) - host_blocks) % total
         # Whether a block's latents are of any use.
         self._filled = torch.zeros(total, dtype=torch.bool)
-        self._copies = Copies(device)
+        buffers = self._memory[slots:].view(NUM_BUFFERS, staged, *block)
+        self._ring = StagingRing(buffers, self.host)
         # Blocks of each row of the step that the plan was made for.
         self._planned: Tensor | None = None
 
@@ -134,6 +136,8 @@ class BlockTiers:
         column = position.clone()
         position[token_blocks] = _WRITTEN
         moved = self._move(position)
+        # What changes in the step is read where it is written, never from a copy.
+        assert (self._slot[token_blocks] < self._count).all(), "a step writes to host memory"
         self._filled[token_blocks] = True
         padding = len(self._slot) - 1
         whole = torch.full((num_rows, len(columns)), padding)
@@ -141,15 +145,14 @@ class BlockTiers:
         device = self._memory.device
         if moved or self._planned is None or not torch.equal(self._planned, whole):
             # Else, as in most steps that decode, the last step's are right.
-            windows, number, stride = self._windows(column, len(columns))
-            tables = to_device(
-                lambda: torch.stack((number[whole], stride[whole])).to(torch.int32), device
-            )
+            windows, numbers = self._windows(column, len(columns))
+            tables = to_device(lambda: numbers[:, whole].to(torch.int32), device)
             self._planned = whole
         else:
             windows, tables = self.plan.windows, self.plan.tables
         slots = to_device(lambda: self._slot[token_blocks], device)
         self.plan = StepPlan(windows, tables, slots)
+        self._ring.begin([window.runs for window in windows if window.runs])
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
         """Store the latents of the step's new tokens.
@@ -164,26 +167,20 @@ class BlockTiers:
     def parts(self, layer: int, rows: Rows, end: int | None) -> Iterator[CachePart]:
         """The keys of a layer below position ``end``; see ``InferenceStep.parts``."""
         size = self._block_size
-        windows = [w for w in self.plan.windows if end is None or w.start * size < end]
-
-        def begin(index: int) -> None:
-            first = len(self._memory) - (2 - index % 2) * self._staged
-            for place, slot, count in windows[index].runs:
-                target = self._memory[first + place : first + place + count]
-                self._copies.begin(target, self.host[layer, slot : slot + count])
-
-        begin(0)
-        number, stride = self.plan.tables
-        for index, window in enumerate(windows):
-            self._copies.wait()
-            if index + 1 < len(windows):
-                # Kernels on the current stream may still read this buffer; the copy waits for them.
-                begin(index + 1)
+        *numbers, stride = self.plan.tables
+        for index, window in enumerate(self.plan.windows):
+            if end is not None and window.start * size >= end:
+                break
+            first = 0
+            if window.runs:
+                first = (self._ring.take(layer, index) - index) % NUM_BUFFERS
             part = slice(window.start, window.end)
-            blocks = torch.add(number[:, part], stride[:, part], alpha=layer)
+            blocks = torch.add(numbers[first][:, part], stride[:, part], alpha=layer)
             last = None if window.end is None else window.end * size
             found = replace(rows, block_table=blocks)
             yield CachePart(self._memory, found, window.start * size, last)
+            # Whoever asks for another part has queued what reads this one.
+            self._ring.free()
 
     def read_block(self, block: int) -> Tensor:
         """A copy of a block's latents on the CPU, [layers, block_size, C + R]."""
@@ -201,6 +198,7 @@ class BlockTiers:
             self.resident[:, slot] = latents.to(self._memory.device)
         else:
             self.host[:, slot - self._count] = latents
+            self._ring.forget()
         self._filled[block] = True
 
     def _synchronize(self) -> None:
@@ -251,17 +249,16 @@ class BlockTiers:
                 target.copy_(leaving[place : place + count], non_blocking=far.is_pinned())
             resident[to_slots] = arrived
 
-    def _windows(
-        self, column: Tensor, num_columns: int
-    ) -> tuple[tuple[Window, ...], Tensor, Tensor]:
-        """Windows of the block table, and for every block the two numbers of ``StepPlan.tables``.
+    def _windows(self, column: Tensor, num_columns: int) -> tuple[tuple[Window, ...], Tensor]:
+        """Windows of the block table, and for every block the numbers of ``StepPlan.tables``.
 
         Args:
             column: Of each block in the table, below 0 if in none.
             num_columns: Of the table.
         """
-        slots = len(self._memory) - 2 * self._staged
-        number, stride = self._slot.clone(), torch.full_like(self._slot, self._count)
+        slots = len(self._memory) - NUM_BUFFERS * self._staged
+        numbers = self._slot.repeat(NUM_BUFFERS + 1, 1)
+        numbers[NUM_BUFFERS] = self._count
         far = torch.nonzero((column >= 0) & (self._slot >= self._count)).flatten()
         counts = column[far].bincount(minlength=num_columns).tolist()
         windows = []
@@ -269,11 +266,12 @@ class BlockTiers:
             mine = far[(column[far] >= start) & (column[far] < end)]
             mine = mine[self._slot[mine].argsort()]
             runs = runs_of((self._slot[mine] - self._count).tolist())
-            first = slots + index % 2 * self._staged
-            number[mine] = torch.arange(first, first + len(mine))
-            stride[mine] = 0
+            buffers = (torch.arange(NUM_BUFFERS) + index) % NUM_BUFFERS
+            places = torch.arange(slots, slots + len(mine))
+            numbers[:NUM_BUFFERS, mine] = places + self._staged * buffers[:, None]
+            numbers[NUM_BUFFERS, mine] = 0
             windows.append(Window(start, None if end == num_columns else end, runs))
-        return tuple(windows), number, stride
+        return tuple(windows), numbers
 
 
 def cuts_of(counts: Sequence[int], most: int) -> list[tuple[int, int]]:
@@ -287,9 +285,9 @@ def cuts_of(counts: Sequence[int], most: int) -> list[tuple[int, int]]:
     return [*cuts, (start, len(counts))]
 
 
-def runs_of(slots: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def runs_of(slots: Sequence[int]) -> tuple[Run, ...]:
     """Neighbours among slots: index of the first, its slot, and how many follow each other."""
-    runs: list[tuple[int, int, int]] = []
+    runs: list[Run] = []
     for index, slot in enumerate(slots):
         if runs and sum(runs[-1][1:]) == slot:
             first, start, count = runs[-1]

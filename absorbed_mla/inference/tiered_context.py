@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.inference.block_tiers import STAGED_BLOCKS, BlockTiers
+from absorbed_mla.inference.block_tiers import BlockTiers
+from absorbed_mla.inference.staging_ring import NUM_BUFFERS
+
+# Blocks of a staging buffer: 32,768 tokens, 36 MiB at DeepSeek-V3's widths.
+STAGED_BLOCKS = 512
+# All buffers take at most this share of the device's memory.
+_SHARE = 1 / 64
 
 
 class TieredContext(DynamicInferenceContext):
@@ -38,14 +45,16 @@ class TieredContext(DynamicInferenceContext):
 
     def _allocate_memory_buffer(self) -> None:
         allocator = self.kv_block_allocator
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        block = self.block_size_tokens, self.kv_reduced_dim
         self.tiers = BlockTiers(
             layers=self.num_attention_layers,
             device_blocks=allocator.total_count - self._host_blocks,
             host_blocks=self._host_blocks,
-            block=(self.block_size_tokens, self.kv_reduced_dim),
+            block=block,
             dtype=self.params_dtype,
-            device=torch.empty(0, device=torch.cuda.current_device()).device,
-            staged=max(STAGED_BLOCKS, self.max_requests),
+            device=device,
+            staged=self._staged_blocks(device, math.prod(block) * self.params_dtype.itemsize),
         )
         # What stays on the device.
         self.memory_buffer = self.tiers.resident
@@ -58,6 +67,14 @@ class TieredContext(DynamicInferenceContext):
             return blocks
 
         allocator.allocate_memory_blocks = allocate_empty
+
+    def _staged_blocks(self, device: torch.device, block_bytes: int) -> int:
+        """Blocks of a staging buffer: many, but no more than are there, and few of a small GPU."""
+        most = STAGED_BLOCKS
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+            most = min(most, int(memory * _SHARE) // (NUM_BUFFERS * block_bytes))
+        return min(max(most, self.max_requests), self._host_blocks)
 
     def initialize_attention_state(self, **options: Any) -> Any:
         """As Megatron's; then the step's blocks get their places."""
