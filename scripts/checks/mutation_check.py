@@ -561,6 +561,15 @@ MUTATIONS = {
     "decode_loop_forgets_the_clock": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
     ),
+    "staged_copy_waits_for_no_reader": Mutation(
+        "absorbed_mla/inference/staging_ring.py", "self._streams.await_free(buffer)", "pass"
+    ),
+    "staged_window_is_read_at_once": Mutation(
+        "absorbed_mla/inference/staging_ring.py", "self._streams.await_copied(self._taken)", "pass"
+    ),
+    "staged_copies_before_blocks_move": Mutation(
+        "absorbed_mla/inference/staging_ring.py", "self._streams.begin()", "pass"
+    ),
     "stop_string_shown_too_early": Mutation(
         "absorbed_mla/llm/completion.py",
         "self._text[: len(self._text) - self._held_back()]",

@@ -12,6 +12,7 @@ from absorbed_mla.inference.block_tiers import BlockTiers, cuts_of, runs_of
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import world
+from tests.support.copy_streams import record
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import (
     Request,
@@ -65,6 +66,16 @@ class TestTokens:
         found = generate(engine_of(model, **SMALL), [LONG], log_probs=True)
         assert found.statistics.streamed_blocks > 12 * 6
         assert_generates(found, with_large_cache(model, [LONG]))
+
+    @pytest.mark.parametrize("form", ["absorbed", "expanded"])
+    def test_streams_far_apart(self, form, monkeypatch):
+        """Copies that are late, and attention that is later than the copies after it."""
+        model = generating_model(AbsorbedMLAOptions(form=form, context_chunk_size=100))
+        expected = with_large_cache(model, [LONG, *TWO])
+        streams = record(monkeypatch)
+        found = generate(engine_of(model, **SMALL), [LONG, *TWO], log_probs=True)
+        assert_generates(found, expected)
+        assert len(streams.ahead) > 100
 
     def test_several_requests(self, model):
         """The short one ends first, and blocks of the other return to its place."""
