@@ -185,24 +185,28 @@ class BlockTiers:
     def read_block(self, block: int) -> Tensor:
         """A copy of a block's latents on the CPU, [layers, block_size, C + R]."""
         self._synchronize()
-        slot = int(self._slot[block])
-        if slot < self._count:
-            return self.resident[:, slot].cpu().clone()
-        return self.host[:, slot - self._count].clone()
+        far = self.host_block(block)
+        return self.resident[:, self._slot[block]].cpu().clone() if far is None else far.clone()
 
-    def write_block(self, block: int, latents: Tensor) -> None:
-        """Set a block's latents, [layers, block_size, C + R]."""
-        self._synchronize()
+    def host_block(self, block: int) -> Tensor | None:
+        """A block's latents in host memory, [layers, block_size, C + R]; None: on the device.
+
+        Whoever changes them waits for the device first, and tells :meth:`filled` then.
+        """
         slot = int(self._slot[block])
-        if slot < self._count:
-            self.resident[:, slot] = latents.to(self._memory.device)
-        else:
-            self.host[:, slot - self._count] = latents
-            self._ring.forget()
-        self._filled[block] = True
+        return None if slot < self._count else self.host[:, slot - self._count]
+
+    def slots_of(self, blocks: Sequence[int]) -> Tensor:
+        """Where in :attr:`resident` blocks on the device are, int64."""
+        return self._slot[list(blocks)]
+
+    def filled(self, blocks: Sequence[int]) -> None:
+        """The latents of these blocks were set."""
+        self._filled[list(blocks)] = True
+        self._ring.forget()
 
     def _synchronize(self) -> None:
-        """Let the CPU see host memory as the device left it, and the reverse."""
+        """Let the CPU see host memory as the device left it."""
         if self._memory.is_cuda:
             torch.cuda.current_stream(self._memory.device).synchronize()
 

@@ -25,9 +25,6 @@ from absorbed_mla.generation.prefix.fingerprint import fingerprint
 from absorbed_mla.generation.prefix.folder import PrefixFolder
 from absorbed_mla.generation.ranks import Replicas
 
-# Blocks that are copied from the device together.
-_TOGETHER = 32
-
 
 class StoredPrefixes:
     """The folder of one engine; collective over the ranks that hold the model together.
@@ -77,7 +74,8 @@ class StoredPrefixes:
         evict, check = allocator._deregister_blocks, context.check_availability
 
         def save_and_evict(blocks: Tensor) -> None:
-            self._save(blocks.tolist())
+            # Megatron evicts the last block of a text first.
+            self._save(blocks.tolist()[::-1])
             evict(blocks)
 
         def load_and_check(request: DynamicInferenceRequest) -> tuple[bool, bool, bool]:
@@ -103,29 +101,33 @@ class StoredPrefixes:
         try:
             yield
             allocator = self._context.kv_block_allocator
-            # Parents were registered before their children, and are to be deleted after them.
-            cached = reversed(allocator.kv_hash_to_block_id.values())
+            cached = allocator.kv_hash_to_block_id.values()
             self._save([b for b in cached if not allocator.block_ref_counts[b]])
         finally:
             folder, self._folder = self._folder, None
             folder.close()
+            self._memory.release()
 
     def _save(self, blocks: Sequence[int]) -> None:
-        """Write the blocks that are in the prefix cache and not in the folder."""
+        """Write the blocks that are in the prefix cache and not in the folder.
+
+        Args:
+            blocks: Each after the one before it in its text, so that files hold runs of texts.
+        """
         folder, allocator = self._folder, self._context.kv_block_allocator
         if folder is None or not self._writes:
             return
         known = allocator.kv_hash_to_block_id
         hashes = allocator.block_hashes[blocks].tolist()
         cached = [pair for pair in zip(hashes, blocks) if known.get(pair[0]) == pair[1]]
+        folder.leading([])
         new = [pair for pair in cached if not folder.has(pair[0])]
-        for one, _ in set(cached) - set(new):
-            folder.touch([one])
-        for first in range(0, len(new), _TOGETHER):
-            part = new[first : first + _TOGETHER]
-            contents = self._memory.read([block for _, block in part])
-            for (one, _), tensors in zip(part, contents):
-                folder.write(one, tensors)
+        folder.touch([one for one, _ in cached if folder.has(one)])
+        size = folder.blocks_per_file
+        # A file without the ones before it is of no use: it is the older one, deleted first.
+        for first in reversed(range(0, len(new), size)):
+            hashes, part = zip(*new[first : first + size])
+            folder.write(hashes, self._memory.read(part))
 
     def _load(self, request: DynamicInferenceRequest) -> int:
         """Read the beginning of a request's prompt as far as the folder has it.
@@ -140,8 +142,7 @@ class StoredPrefixes:
         allocator = self._context.kv_block_allocator
         cached, _ = self._context._find_kv_match_count(request, 0, len(hashes))
         missing = hashes[len(cached) :]
-        count = next((i for i, one in enumerate(missing) if not folder.has(one)), len(missing))
-        count = _least(count)
+        count = _least(folder.leading(missing))
         if not count:
             return 0
         # As Megatron does: what is about to be used must not be evicted for the new blocks.
@@ -152,17 +153,26 @@ class StoredPrefixes:
         if blocks is None:
             return 0
         blocks = blocks.clone()  # a view of the allocator's pool
-        done = 0
-        for block, tensors in zip(blocks.tolist(), folder.read(missing[:count])):
-            self._memory.write(block, tensors)
-            done += 1
-        done = _least(done)
+        done = _least(self._read(folder, missing[:count], blocks.tolist()))
         allocator.release_memory_blocks(blocks[done:])
         parents = [*hashes[len(cached) - 1 : len(cached)], *missing] if cached else [0, *missing]
         allocator.register_kv_block_hashes(blocks[:done].tolist(), missing[:done], parents[:done])
         allocator.release_memory_blocks(blocks[:done])  # they stay in the prefix cache
         folder.touch(hashes[: len(cached) + done])
         self.blocks_read += done
+        return done
+
+    def _read(self, folder: PrefixFolder, hashes: Sequence[int], blocks: Sequence[int]) -> int:
+        """Fill blocks of the context from files; how many, up to the first that is refused."""
+        done, together = 0, self._memory.together
+        for first in range(0, len(blocks), together):
+            part = blocks[first : first + together]
+            targets = self._memory.targets(part)
+            found = folder.read(hashes[first : first + together], targets)
+            self._memory.arrived(part, found)
+            done += found
+            if found < len(part):
+                break
         return done
 
 

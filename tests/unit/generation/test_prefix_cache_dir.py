@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -12,9 +12,16 @@ from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.prefix.block_file import BlockLayout, read_block, write_block
+from absorbed_mla.generation.prefix import folder as prefix_folder
+from absorbed_mla.generation.prefix import group_file
 from absorbed_mla.generation.prefix.fingerprint import weights_digest
 from absorbed_mla.generation.prefix.folder import PrefixFolder
+from absorbed_mla.generation.prefix.group_file import (
+    BlockLayout,
+    bytes_of,
+    group_name,
+    write_group,
+)
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support.engine import (
     Request,
@@ -66,7 +73,7 @@ class TestRestart:
     def test_finds_the_prefix(self, model, expected, folder):
         first, computed = run(model, folder)
         assert (computed, first.statistics.disk_blocks) == (150, 0)
-        assert len(files_in(folder)) == 2
+        assert len(files_in(folder)) == 1
         again, computed = run(model, folder)
         assert (computed, again.statistics.disk_blocks) == (150 - 128, 2)
         assert_generates(again, expected)
@@ -76,7 +83,7 @@ class TestRestart:
         run(model, folder)
         longer, computed = run(model, folder, LONGER)
         assert (computed, longer.statistics.disk_blocks) == (210 - 128, 2)
-        assert len(files_in(folder)) == 3
+        assert len(files_in(folder)) == 2
         _, computed = run(model, folder, LONGER, chunked_prefill=True, step_tokens=64)
         assert computed == 210 - 192
 
@@ -149,7 +156,7 @@ class TestRestart:
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         for path in files_in(folder):
             found = load_file(path)
-            assert {n: tuple(t.shape) for n, t in found.items()} == {"latents": (2, 64, width)}
+            assert {n: tuple(t.shape) for n, t in found.items()} == {"latents": (2, 2, 64, width)}
 
 
 class TestOtherModels:
@@ -200,9 +207,9 @@ class TestOtherModels:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("place", [2, 40, -5])
-    def test_flipped_byte(self, model, expected, folder, place, caplog):
-        """In the header's length, in the header, and in the latents."""
+    @pytest.mark.parametrize(("place", "wanted"), [(2, 150), (40, 150), (-5, 150 - 64)])
+    def test_flipped_byte(self, model, expected, folder, place, wanted, caplog):
+        """In the header's length, in the header, and in the latents of the second block."""
         run(model, folder)
         for path in files_in(folder):
             data = bytearray(path.read_bytes())
@@ -210,17 +217,17 @@ class TestDamage:
             path.write_bytes(data)
         with caplog.at_level(logging.WARNING):
             done, computed = run(model, folder)
-        assert computed == 150
+        assert computed == wanted
         assert_generates(done, expected)
         warnings = [r for r in caplog.records if "prefix_cache_dir" in r.getMessage()]
         assert len(warnings) == 1
-        # What was read is written anew; a file behind a damaged one may not have been.
-        computed = [run(model, folder)[1] for _ in range(2)]
-        assert computed[1] == 22
+        # What was computed was written anew.
+        assert run(model, folder)[1] == 22
 
     def test_foreign_files(self, model, expected, folder):
-        """Another block's file under this name, a short one, and files of other programs."""
+        """Other blocks' file under this name, a short one, and files of other programs."""
         run(model, folder)
+        run(model, folder, LONGER)
         first, second = files_in(folder)
         data = first.read_bytes()
         first.write_bytes(second.read_bytes())
@@ -231,67 +238,177 @@ class TestDamage:
         assert_generates(done, expected)
         assert (folder / "notes.txt").exists()
 
-    def test_second_block_damaged(self, model, expected, folder):
-        """Only the blocks before it are used."""
-        run(model, folder)
-        newest = max(files_in(folder), key=os.path.getmtime)
-        [other] = set(files_in(folder)) - {newest}
-        other.write_bytes(other.read_bytes()[:-1])
-        done, computed = run(model, folder)
-        assert (computed, done.statistics.disk_blocks) == (150 - 64, 1)
+    def test_older_format(self, model, expected, folder, caplog):
+        """Removed, with one line."""
+        old = [folder / NAME / f"{number:016x}.safetensors" for number in range(3)]
+        (folder / NAME).mkdir(parents=True)
+        for path in old:
+            path.write_bytes(b"a file of one block")
+        with caplog.at_level(logging.WARNING):
+            done, computed = run(model, folder)
+        assert computed == 150 and not any(path.exists() for path in old)
         assert_generates(done, expected)
+        lines = [r.getMessage() for r in caplog.records if "prefix_cache_dir" in r.getMessage()]
+        assert len(lines) == 1 and "removed 3 files of an older format" in lines[0]
 
 
 LAYOUT = BlockLayout({"latents": (2, 4), "index_keys": (1, 3)}, torch.bfloat16)
 NAME = "0123456789abcdef" * 2
-KEY = {"fingerprint": NAME, "tokens": f"{1:016x}"}
 
 
-def block(value: float) -> dict[str, torch.Tensor]:
-    return {n: torch.full(s, value).bfloat16() for n, s in LAYOUT.shapes.items()}
+def blocks(*values: float) -> dict[str, torch.Tensor]:
+    """[blocks, *shape] by name, all of one value in each block."""
+    whole = torch.tensor(values).bfloat16()
+    return {n: whole[:, None, None].repeat(1, *s) for n, s in LAYOUT.shapes.items()}
+
+
+def write(folder: PrefixFolder, *numbers: int) -> None:
+    folder.write(numbers, blocks(*numbers))
+
+
+def read(folder: PrefixFolder, *numbers: int) -> list[float]:
+    """The values of the blocks that are read."""
+    found = blocks(*[-1.0] * len(numbers))
+    targets = [[[bytes_of(part[i])] for part in found.values()] for i in range(len(numbers))]
+    count = folder.read(numbers, targets)
+    found = {name: tensor[:count] for name, tensor in found.items()}
+    for tensor in found.values():
+        assert all((block == block.flatten()[0]).all() for block in tensor)
+    assert torch.equal(found["latents"][:, 0, 0], found["index_keys"][:, 0, 0])
+    return found["latents"][:, 0, 0].tolist()
+
+
+def held(folder: PrefixFolder, *numbers: int) -> list[int]:
+    folder.leading([])
+    return [number for number in numbers if folder.has(number)]
 
 
 class TestFolder:
+    def test_parts_of_files(self, tmp_path):
+        """Any run of blocks, over several files and in one, each with one or several threads."""
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            write(folder, 1, 2, 3, 4)
+            write(folder, 5, 6)
+            write(folder, 7)
+            folder.flush()
+        for most in (1, 2 * LAYOUT.num_bytes, 2**20):
+            with (
+                pytest.MonkeyPatch.context() as patch,
+                closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder,
+            ):
+                patch.setattr(prefix_folder, "_READ_BYTES", most)
+                patch.setattr(group_file, "_MOST_VIEWS", 3)
+                assert folder.leading([1, 2, 3, 4, 5, 6, 7, 8]) == 7
+                assert read(folder, 1, 2, 3, 4, 5, 6, 7) == [1, 2, 3, 4, 5, 6, 7]
+                assert read(folder, 3, 4, 5) == [3, 4, 5]
+                assert read(folder, 6, 2, 7) == [6, 2, 7]
+                assert read(folder, 1, 9, 3) == [1]
+
+    def test_any_flipped_bit(self, tmp_path):
+        """The file is refused, or its blocks up to the one that has it are right."""
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            write(folder, 1, 2, 3)
+        [path] = files_in(tmp_path)
+        right = path.read_bytes()
+        for place in range(0, len(right), 5):
+            data = bytearray(right)
+            data[place] ^= 1 << place % 8
+            path.write_bytes(data)
+            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+                assert folder.leading([1, 2, 3]) in (0, 3)
+                found = read(folder, 1, 2, 3)
+                assert found == [1.0, 2.0, 3.0][: len(found)] and len(found) < 3
+                assert folder.leading([1, 2, 3]) == 0
+
+    @pytest.mark.parametrize("size", [0, 7, 8, 100, -1])
+    def test_short_files(self, tmp_path, size):
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            write(folder, 1, 2)
+        [path] = files_in(tmp_path)
+        path.write_bytes(path.read_bytes()[:size])
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            assert held(folder, 1, 2) == [] and read(folder, 1) == []
+
+    def test_other_format_or_model(self, tmp_path, monkeypatch):
+        """A right file of another version, fingerprint or layout."""
+        path = tmp_path / NAME / group_name([1])
+        path.parent.mkdir()
+        other = BlockLayout({**LAYOUT.shapes, "latents": (4, 2)}, LAYOUT.dtype)
+        same_bytes = {**blocks(1), "latents": torch.ones(1, 4, 2).bfloat16()}
+        makers = [
+            lambda: write_group(path, [1], same_bytes, other, NAME),
+            lambda: write_group(path, [1], blocks(1), LAYOUT, NAME[::-1]),
+            lambda: write_group(path, [2], blocks(1), LAYOUT, NAME),
+        ]
+        for make in makers:
+            make()
+            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+                assert held(folder, 1) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(group_file, "_FORMAT", "absorbed_mla prefix blocks 4")
+            write_group(path, [1], blocks(1), LAYOUT, NAME)
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            assert held(folder, 1) == []
+
+    def test_newest_file_of_a_block(self, tmp_path):
+        """A damaged file of the same block may still be there."""
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            write(folder, 1, 2)
+            folder.flush()
+            [damaged] = files_in(tmp_path)
+            write(folder, 1)
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+        os.utime(damaged, ns=(1, 1))
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            assert held(folder, 1, 2) == [1, 2]
+            assert read(folder, 1) == [1.0]
+
     def test_bound(self, tmp_path):
-        write_block(one := tmp_path / "one", block(0), LAYOUT, KEY)
+        write_group(one := tmp_path / "one", [0], blocks(0), LAYOUT, NAME)
         size = one.stat().st_size
         folder = PrefixFolder(tmp_path, NAME, LAYOUT, 3 * size)
         for number in (1, 2, 3):
-            folder.write(number, block(number))
+            write(folder, number)
         folder.flush()
         folder.touch([1])
         # Another process, of other weights.
         other = PrefixFolder(tmp_path, NAME[::-1], LAYOUT, 3 * size)
-        other.write(4, block(4))
+        write(other, 4)
         other.close()
-        assert [n for n in (1, 2, 3) if folder.has(n)] == [1, 3] and other.has(4)
-        assert [float(found["latents"][0, 0]) for found in folder.read([1])] == [1.0]
-        assert list(folder.read([2, 3])) == []
+        assert held(folder, 1, 2, 3) == [1, 3] and held(other, 4) == [4]
+        assert read(folder, 1) == [1.0]
+        assert read(folder, 2, 3) == []
         folder.close()
 
     def test_chain_is_deleted_from_its_end(self, tmp_path):
         folder = PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)
-        for number in (1, 2, 3, 4):
-            folder.write(number, block(number))
+        for number in (1, 3, 5, 7):
+            write(folder, number, number + 1)
         folder.flush()
-        folder.touch([1, 2, 3, 4])
+        folder.touch(range(1, 9))
         size = next(tmp_path.glob("*/*.safetensors")).stat().st_size
         small = PrefixFolder(tmp_path, NAME, LAYOUT, 2 * size)
         small.close()
-        assert [folder.has(n) for n in (1, 2, 3, 4)] == [True, True, False, False]
+        assert folder.leading(range(1, 9)) == 4 and held(folder, *range(1, 9)) == [1, 2, 3, 4]
         folder.close()
+
+    def test_files_are_small_beside_the_bound(self, tmp_path):
+        """Or the only one would be deleted for another block."""
+        for limit, most in ((10**12, 2**25), (LAYOUT.num_bytes * 12, LAYOUT.num_bytes * 3)):
+            with closing(PrefixFolder(tmp_path, NAME, LAYOUT, limit)) as folder:
+                assert folder.blocks_per_file == most // LAYOUT.num_bytes
 
     def test_processes_share_it(self, tmp_path):
         """Each writes the same files again and again, and never sees a part of one."""
         folders = [PrefixFolder(tmp_path, NAME, LAYOUT, 10**6) for _ in range(2)]
-        folders[0].write(1, block(1))
+        write(folders[0], 1, 2)
         folders[0].flush()
         for _ in range(100):
             for folder in folders:
-                folder.write(1, block(1))
+                write(folder, 1, 2)
             for folder in folders:
-                [found] = folder.read([1])
-                assert float(found["latents"].sum()) == 8.0
+                assert folder.leading([1, 2]) == 2
+                assert read(folder, 1, 2) == [1.0, 2.0]
         for folder in folders:
             folder.close()
         assert len(list((tmp_path / NAME).iterdir())) == 1
@@ -309,16 +426,21 @@ class TestFolder:
         (tmp_path / NAME).write_text("a file in the folder's place")
         folder = PrefixFolder(tmp_path, NAME, LAYOUT, 100)
         with caplog.at_level(logging.WARNING):
-            folder.write(1, block(1))
-            folder.write(2, block(2))
+            write(folder, 1)
+            write(folder, 2)
             folder.close()
-        assert len(caplog.records) == 1 and not folder.has(1)
+        assert len(caplog.records) == 1 and held(folder, 1) == []
 
     def test_same_bits(self, tmp_path):
-        odd = {"latents": torch.randn(2, 4).bfloat16(), "index_keys": torch.randn(1, 3).bfloat16()}
-        odd["latents"][0, 0] = float("nan")
-        write_block(tmp_path / "one", odd, LAYOUT, KEY)
-        again = read_block(tmp_path / "one", LAYOUT, KEY)
+        odd = {n: torch.randn(1, *s).bfloat16() for n, s in LAYOUT.shapes.items()}
+        odd["latents"][0, 0, 0] = float("nan")
+        again = {name: torch.zeros_like(tensor) for name, tensor in odd.items()}
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            folder.write([1], odd)
+            folder.flush()
+            # In several parts, as memory of several layers is.
+            layers = [bytes_of(layer) for layer in again["latents"][0]]
+            assert folder.read([1], [[layers, [bytes_of(again["index_keys"])]]]) == 1
         for name, tensor in odd.items():
             assert torch.equal(tensor.view(torch.int16), again[name].view(torch.int16))
 
@@ -354,9 +476,3 @@ class TestRefused:
         options = {"prefix_caching": True, "prefix_cache_dir": tmp_path / "file"}
         with pytest.raises(ValueError, match="prefix_cache_dir must be a folder that can be"):
             engine_of(model, **options)
-
-
-def test_without_safetensors(model, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ValueError, match="prefix_cache_dir needs the package safetensors"):
-        engine_of(model, prefix_caching=True, prefix_cache_dir=folder)

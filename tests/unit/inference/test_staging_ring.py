@@ -39,10 +39,16 @@ def filled_tiers() -> BlockTiers:
     )
     for block in range(14):
         layers = torch.arange(LAYERS)[:, None, None]
-        tiers.write_block(block, (100.0 * layers + block).expand(LAYERS, 2, 1))
+        write_block(tiers, block, 100.0 * layers + block)
     begin(tiers)
     assert [len(window.runs) > 0 for window in tiers.plan.windows] == [True] * 4
     return tiers
+
+
+def write_block(tiers, block, values) -> None:
+    far = tiers.host_block(block)
+    (tiers.resident[:, tiers.slots_of([block])[0]] if far is None else far)[:] = values
+    tiers.filled([block])
 
 
 def begin(tiers) -> None:
@@ -115,9 +121,8 @@ def test_a_part_outlives_its_generator(tiers, streams):
 def test_blocks_that_change_after_their_copy_are_copied_again():
     """Where copies are done at once."""
     tiers = filled_tiers()
-    changed = torch.full((LAYERS, 2, 1), -1.0)
     far = next(b for b in range(BLOCKS) if tiers._slot[b] >= 5)
-    tiers.write_block(far, changed)
+    write_block(tiers, far, -1.0)
     for layer in range(LAYERS):
         found = [
             float(part.cache[int(part.rows.block_table[0, place]), 0])
