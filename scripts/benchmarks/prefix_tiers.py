@@ -15,7 +15,9 @@ on the device and the rest in host memory, from where it is then streamed. Outpu
      9.3 s  32768 tokens, disk: first_ms 120, decode_ms 9.1, of_computed 0.2, disk_blocks 512
 
 first_ms is from the request to its first token, decode_ms the time of a token after that,
-of_computed the share of the computed prefix's time. start_ms is the engine's start, which reads all
+of_computed the share of the computed prefix's time. In rows of host memory copy_ms is the time of a
+step's copies while nothing else runs, and decode_ms of the row "device" that of a step without them:
+the longer of both is the least that decode_ms can be. start_ms is the engine's start, which reads all
 weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has an error,
 such as blocks that were not found; the last line of the output is JSON.
 """
@@ -49,10 +51,12 @@ from console.script import leave
 
 if TYPE_CHECKING:
     from absorbed_mla.generation.engine import Engine
+    from absorbed_mla.inference.block_tiers import BlockTiers
 
 # In this order, of which each needs what the ones before left behind.
 PLACES = ("computed", "device", "disk", "disk, cold", "disk to host", "host")
 BLOCK = 64
+COPY_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Row:
         stop_ms: End of the engine, where this request was its last.
         disk_blocks: Blocks read from the folder.
         streamed_blocks: Blocks that the last step streamed from host memory.
+        copy_ms: Time in which as many blocks of all layers are copied from there, and nothing else.
         disk_gbps: GB/s of the files, over the whole time to the first token.
     """
 
@@ -97,6 +102,7 @@ class Row:
     stop_ms: float | None = None
     disk_blocks: int | None = None
     streamed_blocks: int | None = None
+    copy_ms: float | None = None
     disk_gbps: float | None = None
 
 
@@ -281,8 +287,21 @@ class TiersBenchmark(GeneratingBenchmark):
             decode_ms=(times[-1] - times[0]) * 1e3 / (len(times) - 1),
             disk_blocks=found,
             streamed_blocks=None if tiers is None else tiers.num_streamed,
+            copy_ms=None if tiers is None else self._copy_ms(tiers),
             disk_gbps=found * size / (times[0] - start) / 1e9 if found else None,
         )
+
+    def _copy_ms(self, tiers: BlockTiers) -> float:
+        """The best of some rounds over all layers, each a single copy."""
+        sources = tiers.host[:, : tiers.num_streamed]
+        target = sources[0].new_empty(sources.shape[1:], device=tiers.resident.device)
+        rounds = []
+        for _ in range(COPY_ROUNDS):
+            start = self._clock()
+            for source in sources:
+                target.copy_(source, non_blocking=True)
+            rounds.append(self._clock() - start)
+        return min(rounds) * 1e3
 
     def _block_bytes(self, engine: Engine) -> int:
         memory = engine.host.context.memory_buffer

@@ -35,3 +35,4 @@ def test_rows(rows):
     # The cache has 17 blocks, of which 4 are on the device: what one step needs at least is 3.
     assert rows["host"]["streamed_blocks"] >= 5 and rows["device"]["streamed_blocks"] is None
     assert rows["device"]["of_computed"] < 1
+    assert rows["host"]["copy_ms"] > 0 and rows["device"]["copy_ms"] is None
