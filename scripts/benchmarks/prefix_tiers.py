@@ -15,11 +15,11 @@ on the device and the rest in host memory, from where it is then streamed. Outpu
      9.3 s  32768 tokens, disk: first_ms 120, decode_ms 9.1, of_computed 0.2, disk_blocks 512
 
 first_ms is from the request to its first token, decode_ms the time of a token after that,
-of_computed the share of the computed prefix's time. In rows of host memory copy_ms is the time of a
-step's copies while nothing else runs, and decode_ms of the row "device" that of a step without them:
-the longer of both is the least that decode_ms can be. start_ms is the engine's start, which reads all
-weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has an error,
-such as blocks that were not found; the last line of the output is JSON.
+of_computed the share of the computed prefix's time. In rows of host memory copy_ms is the time of
+a step's copies while nothing else runs, and decode_ms of the row "device" that of a step without
+them: the longer of both is the least that decode_ms can be. start_ms is the engine's start, which
+reads all weights for the fingerprint, stop_ms writes what is new. The exit code is 1 if a row has
+an error, such as blocks that were not found; the last line of the output is JSON.
 """
 
 from __future__ import annotations
