@@ -350,6 +350,15 @@ class TestFolder:
         with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
             assert held(folder, 1) == []
 
+    def test_blocks_of_other_tokens(self, tmp_path):
+        """Whose file and header say that they are these."""
+        path = tmp_path / NAME / group_name([1])
+        path.parent.mkdir()
+        write_group(path, [2], blocks(2), LAYOUT, NAME)
+        path.write_bytes(path.read_bytes().replace(b"%016x" % 2, b"%016x" % 1))
+        with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
+            assert held(folder, 1) == [1] and read(folder, 1) == []
+
     def test_newest_file_of_a_block(self, tmp_path):
         """A damaged file of the same block may still be there."""
         with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
@@ -357,7 +366,9 @@ class TestFolder:
             folder.flush()
             [damaged] = files_in(tmp_path)
             write(folder, 1)
-        damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+        data = bytearray(damaged.read_bytes())
+        data[-2 * LAYOUT.num_bytes] ^= 1  # in the first block
+        damaged.write_bytes(data)
         os.utime(damaged, ns=(1, 1))
         with closing(PrefixFolder(tmp_path, NAME, LAYOUT, 10**6)) as folder:
             assert held(folder, 1, 2) == [1, 2]
