@@ -58,19 +58,23 @@ def require_model_fields(config: TransformerConfig) -> None:
         )
 
 
-def engine_fields(num_graphs: int | None, pads_experts: bool) -> dict[str, object]:
+def engine_fields(
+    num_graphs: int | None, pads_experts: bool, *, whole_prefills: bool = False
+) -> dict[str, object]:
     """Fields of Megatron's ``InferenceConfig``.
 
     Args:
         num_graphs: Numbers of tokens to capture steps for; None for no graphs.
         pads_experts: As in :func:`model_fields`.
+        whole_prefills: Whether steps that read prompts have graphs of their own
+            (``prefill_graphs.py``), and none of Megatron's.
     """
     if num_graphs is None:
         return {}
     # In a prefill, experts with room for every token would mostly compute padding.
     return {
         "num_cuda_graphs": num_graphs,
-        "use_cuda_graphs_for_non_decode_steps": not pads_experts,
+        "use_cuda_graphs_for_non_decode_steps": not (pads_experts or whole_prefills),
     }
 
 

@@ -32,6 +32,7 @@ from absorbed_mla.generation.decode_loop.conditions import why_never
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.host import host_engine, inference_mode
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.prefill_graphs import prefill_graphs
 from absorbed_mla.generation.prefix.stored import stored_prefixes
 from absorbed_mla.generation.ranks import Replicas, agree, require_layout, require_shared_cache
 from absorbed_mla.generation.requests import (
@@ -93,6 +94,9 @@ class Engine:
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
         self.decode_loop = self._decode_loop()
+        self._prefill_graphs = prefill_graphs(
+            self.host, model, self.decode_loop, options.prefill_graph_tokens
+        )
         self._passes = 0
         self._forget_requests()
 
@@ -146,7 +150,7 @@ class Engine:
         self.stop()
         if self.decode_loop is not None:
             self.decode_loop.close()
-        self.host = self._stored = self.decode_loop = None
+        self.host = self._stored = self.decode_loop = self._prefill_graphs = None
 
     def generate(
         self,

@@ -65,6 +65,10 @@ class EngineOptions:
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
+        prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
+            the whole model; larger steps run without. Needs ``num_cuda_graphs`` and the decode
+            loop. 0: Megatron's graphs, one for each layer, for up to 512 tokens. See
+            ``prefill_graphs.py``.
         decode_loop: Whether steps that only add a token to each request run without Megatron's
             scheduler. Tokens are the same; with graphs, one holds such a step as a whole.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -89,6 +93,7 @@ class EngineOptions:
     prefix_cache_dir: str | Path | None = None
     prefix_cache_bytes: int = 2**36
     num_cuda_graphs: int | None = None
+    prefill_graph_tokens: int = 0
     decode_loop: bool = True
     inference_config: Mapping[str, object] = field(default_factory=dict)
 
@@ -111,6 +116,7 @@ class EngineOptions:
             raise ValueError(f"cache_tokens must be at least {BLOCK_SIZE}, got {self.cache_tokens}")
         if self.host_cache_tokens:
             self._require_two_tiers()
+        self._require_prefill_graphs()
         if self.prefix_cache_bytes < 1:
             raise ValueError(
                 f"prefix_cache_bytes must be at least 1, got {self.prefix_cache_bytes}"
@@ -137,6 +143,26 @@ class EngineOptions:
             if value != accepted:
                 raise ValueError(
                     f"host_cache_tokens needs inference_config {name}={accepted!r}, got {value!r}"
+                )
+
+    def _require_prefill_graphs(self) -> None:
+        """Refuse graphs of steps that read prompts where there are none of decode steps."""
+        most = self.prefill_graph_tokens
+        if not 0 <= most <= self.step_tokens:
+            raise ValueError(
+                f"prefill_graph_tokens must be from 0 to step_tokens {self.step_tokens}, got {most}"
+            )
+        for name, works in {
+            "num_cuda_graphs": self.num_cuda_graphs is not None,
+            "decode_loop": self.decode_loop,
+            "num_speculative_tokens": not self.num_speculative_tokens,
+            "decode_context_parallel": not self.decode_context_parallel,
+        }.items():
+            if most and not works:
+                raise ValueError(
+                    "prefill_graph_tokens needs num_cuda_graphs, decode_loop=True, "
+                    "num_speculative_tokens=0 and decode_context_parallel=False, got "
+                    f"{name}={getattr(self, name)}"
                 )
 
     def _require_lasting_prefixes(self) -> None:
@@ -203,7 +229,11 @@ class EngineOptions:
             "enable_prefix_caching": self.prefix_caching,
             "materialize_only_last_token_logits": not self.prompt_logprobs,
             "num_speculative_tokens": self.num_speculative_tokens,
-            **engine_fields(self.num_cuda_graphs, config.moe_pad_experts_for_cuda_graph_inference),
+            **engine_fields(
+                self.num_cuda_graphs,
+                config.moe_pad_experts_for_cuda_graph_inference,
+                whole_prefills=self.prefill_graph_tokens > 0,
+            ),
         }
         if self.prefix_cache_dir is not None:
             fields["prefix_caching_eviction_policy"] = _LRU

@@ -85,6 +85,9 @@ class LLMOptions:
             ``"sequential"``, one after the other. ``"auto"`` is grouped where that is possible.
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
+        prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
+            the whole model, captured when a step of its size first runs; at most
+            ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: none.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -115,6 +118,7 @@ class LLMOptions:
     latent_cache_dtype: str = "model"
     experts: str = "auto"
     cuda_graphs: bool = False
+    prefill_graph_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -128,6 +132,7 @@ class LLMOptions:
             ("num_speculative_tokens", 0),
             ("host_cache_tokens", 0),
             ("prefix_cache_bytes", 1),
+            ("prefill_graph_tokens", 0),
         ):
             value = getattr(self, name)
             if value is None and getattr(LLMOptions, name) is None:
@@ -170,6 +175,8 @@ class LLMOptions:
                 f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "
                 f"{self.device!r} and form {self.form!r}"
             )
+        if self.prefill_graph_tokens:
+            self._require_prefill_graphs()
         if self.decode_context_parallel and self.parity:
             raise ValueError("parity needs decode_context_parallel False, got True")
         if self.decode_context_parallel and self.tensor_parallel_size is not None:
@@ -193,6 +200,25 @@ class LLMOptions:
         if unknown:
             raise ValueError(f"LLM has no option {', '.join(unknown)}; it has {', '.join(names)}")
         return cls(**given)
+
+    def _require_prefill_graphs(self) -> None:
+        """Refuse what graphs of steps that read prompts do not go with."""
+        if self.prefill_graph_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                "prefill_graph_tokens must be at most max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}, got {self.prefill_graph_tokens}"
+            )
+        for name, accepted in {
+            "cuda_graphs": True,
+            "num_speculative_tokens": 0,
+            "decode_context_parallel": False,
+            "data_parallel_attention": False,
+        }.items():
+            if getattr(self, name) != accepted:
+                raise ValueError(
+                    f"{name} must be {accepted!r} with prefill_graph_tokens, got "
+                    f"{getattr(self, name)!r}"
+                )
 
     def _require_divided(self) -> None:
         """Refuse what data-parallel attention does not go with."""
@@ -280,6 +306,7 @@ class LLMOptions:
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_cache_bytes=self.prefix_cache_bytes,
             num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,
+            prefill_graph_tokens=self.prefill_graph_tokens,
             # What ended requests leave in the cache is kept until the room is needed.
             inference_config={"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
         )

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole decode steps, captured when a step of their size first runs."""
+"""CUDA graphs of whole steps, captured when a step of their size first runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
 from absorbed_mla.inference.whole_step import whole_step
@@ -32,6 +33,7 @@ class StepGraphs:
         self._last: torch.cuda.CUDAGraph | None = None
         self._pool: tuple[int, int] | None = None
         self._places: Sequence[int] = ()
+        self._buffers: Sequence[int] = ()
         _LIVING.add(self)
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
@@ -58,6 +60,13 @@ class StepGraphs:
         if places != self._places:
             self.clear()
             self._places = places
+
+    def keep_for(self, context: DynamicInferenceContext) -> None:
+        """Delete all graphs if they read another cache, or other tables, than this context's."""
+        buffers = context.memory_buffer.data_ptr(), context.gpu_view._buf.data_ptr()
+        if buffers != self._buffers:
+            self.clear()
+            self._buffers = buffers
 
     def clear(self) -> None:
         """Delete all graphs; they are captured anew where they are needed."""

@@ -192,8 +192,8 @@ class DecodeLoop:
     def _enter(self, state: tuple[int, ...]) -> None:
         """Let Megatron prepare the step, and read what its requests are."""
         host, controller = self._host, self._host.controller
-        if self.graphs is not None and state[2:] != self._state[2:]:
-            self.graphs.clear()
+        if self.graphs is not None:
+            self.graphs.keep_for(host.context)
         controller._dynamic_step_context_init()
         self._rows = ContextRows(host.context)
         self._members = Members(host, self._sampler, self._rows.numbers())
@@ -257,7 +257,7 @@ class DecodeLoop:
         context.prefix_cache_lru_clock += 1
 
     def _read_state(self) -> tuple[int, ...]:
-        """What a step of others would change; from the third number on, what graphs read."""
+        """What a step of others would change."""
         context = self._host.context
         return (
             context.step_count,
