@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
@@ -108,5 +109,13 @@ def why_none(model: GPTModel, loop: DecodeLoop | None) -> str:
         # With room for every token in every expert, most of a prefill would be padding.
         "experts run one after the other": model.config.moe_pad_experts_for_cuda_graph_inference,
         "attention is sparse": bool(indexers(model)),
+        # Its memory would be that of all requests with as many tokens as the step.
+        "FlashMLA pads every request to the longest": _may_take_flash_mla(model),
     }
     return next((reason for reason, holds in conditions.items() if holds), "")
+
+
+def _may_take_flash_mla(model: GPTModel) -> bool:
+    attentions = (layer.self_attention for layer in model.decoder.layers)
+    names = {attention.options.paged_attention_backend for attention in attentions}
+    return "flash_mla" in names or ("auto" in names and find_spec("flash_mla") is not None)

@@ -16,6 +16,7 @@ from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import PrefillGraphs, prefill_sizes, why_none
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.inference.backends import reference
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.options import AbsorbedMLAOptions
@@ -30,6 +31,7 @@ from tests.support.recorded_graphs import RecordedGraph
 
 pytestmark = needs.no_gpu
 
+READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__", "numpy")
 MOST = 128
 OPTIONS = {"num_cuda_graphs": 2, "prefill_graph_tokens": MOST, "blocks": 40}
 GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
@@ -41,17 +43,29 @@ class Recorded(StepGraphs):
     """Graphs that raise at what waits for a GPU, and are operators run again."""
 
     def _captured(self, step):
+        def refuse(*_, **__):
+            raise RuntimeError("a number is read on the host")
+
         graph = RecordedGraph()
         step()
-        with graph:
+        with pytest.MonkeyPatch.context() as patch, graph:
+            for name in READS:
+                patch.setattr(torch.Tensor, name, refuse)
             step()
         return graph
+
+
+def all_keys(self, cache, decode, table, last, max_keys):
+    """Of the reference as on a GPU: on a CPU it reads how many keys there are."""
+    self.cache, self.decode, self.table, self.last = cache, decode, table, last
+    self.tiles = range(0, max_keys, reference.TILE_KEYS)
 
 
 @pytest.fixture
 def graphs(monkeypatch) -> Iterator[Recorded]:
     """Of prompts only: a decode step's wait in pinned memory, and are tested with the loop."""
     own = []
+    monkeypatch.setattr(reference._Keys, "__init__", all_keys)
 
     def made(host, model, loop, most):
         if not most:
@@ -90,7 +104,7 @@ def check(model, graphs, *, batches=BATCHES, **options) -> Engine:
     assert len(found) == sum(map(len, batches))
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens and not one.error
-        assert one.logprobs == pytest.approx(other.logprobs, abs=5e-5)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
     return ours
 
 
@@ -111,7 +125,16 @@ def test_latents_in_fp8(graphs):
     check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), graphs)
 
 
+def without_reads(rows, weights, ends):
+    """``grouped_product`` as on a GPU: on a CPU it reads how many rows an expert has."""
+    expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=ends.dtype), right=True)
+    found = torch.einsum("ri,eoi->reo", rows, weights)
+    chosen = expert.clamp(max=len(weights) - 1)[:, None, None].expand(-1, 1, found.shape[2])
+    return found.gather(1, chosen)[:, 0]
+
+
 def test_grouped_experts(graphs, monkeypatch):
+    monkeypatch.setattr("absorbed_mla.experts.experts.grouped_product", without_reads)
     model = grouped_model(**FEW, cache_mla_latents=True)
     check(model, graphs, batches=BATCHES[:3])
 
@@ -143,7 +166,7 @@ def test_sizes():
     assert len(prefill_sizes(2048, 256)) == 12
 
 
-def test_why_none():
+def test_why_none(monkeypatch):
     model, sparse = generating_model(), OracleDSA(mla=TINY, heads=2, width=16, topk=24)
     loop = DecodeLoop.__new__(DecodeLoop)
     loop.graphs = None
@@ -153,6 +176,15 @@ def test_why_none():
     model.config.moe_pad_experts_for_cuda_graph_inference = True
     assert "one after the other" in why_none(model, loop)
     assert "sparse" in why_none(generating_model(**generating_fields(sparse)), loop)
+    options = AbsorbedMLAOptions(paged_attention_backend="flash_mla")
+    monkeypatch.setattr(prefill_graphs, "find_spec", lambda name: None)
+    model = generating_model()
+    assert not why_none(model, loop)
+    model.decoder.layers[1].self_attention.options = options
+    assert "every request to the longest" in why_none(model, loop)
+    model.decoder.layers[1].self_attention.options = AbsorbedMLAOptions()
+    monkeypatch.setattr(prefill_graphs, "find_spec", lambda name: name == "flash_mla")
+    assert "every request to the longest" in why_none(model, loop)
 
 
 def test_reason_is_logged_once(caplog):
