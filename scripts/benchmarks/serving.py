@@ -270,6 +270,15 @@ class ServingBenchmark(Benchmark):
         step = "most tokens of a step"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
+        captured = "LLM(prefill_graph_tokens=...), of `ours` only"
+        add("--prefill-graph-tokens", type=int, default=0, help=captured)
+        experts = "LLM(experts=...), of `ours` only"
+        add(
+            "--our-experts",
+            type=one_of(("auto", "grouped", "sequential")),
+            default="auto",
+            help=experts,
+        )
         start_limit = "seconds that processes have to start, vLLM's compiler included"
         add("--start-limit", type=seconds, default=240.0, help=start_limit)
         add("--vllm", type=Path, help="folder with vLLM (default: the one that is installed)")
@@ -293,6 +302,12 @@ class ServingBenchmark(Benchmark):
             parser.error(
                 f"--max-num-batched-tokens must be at least the {most} requests of --rows, got "
                 f"{args.max_num_batched_tokens}"
+            )
+        limit = 0 if args.eager else args.max_num_batched_tokens
+        if not 0 <= args.prefill_graph_tokens <= limit:
+            parser.error(
+                "--prefill-graph-tokens must be from 0 to --max-num-batched-tokens, and 0 with "
+                f"--eager, got {args.prefill_graph_tokens}"
             )
         if args.profile:
             args.implementations = ["ours"]
@@ -326,6 +341,8 @@ class ServingBenchmark(Benchmark):
             prefill_tokens=args.prefill_tokens,
             repeats=args.repeats,
             cuda_graphs=self._settings.graphs,
+            prefill_graph_tokens=self._settings.prefill_graph_tokens,
+            our_experts=self._settings.our_experts,
             interleaved="ours and vllm row by row, then the servers row by row",
             checkpoint_write_seconds=self._write_seconds,
             versions={"vllm": vllm_version(args.vllm) or "not installed"},
@@ -471,6 +488,8 @@ def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -
         token_bytes=token_bytes(config),
         sizes=tuple(sorted({size.requests for size in args.rows})),
         graphs=device == "cuda" and not args.eager,
+        prefill_graph_tokens=args.prefill_graph_tokens,
+        our_experts=args.our_experts,
     )
 
 

@@ -45,6 +45,8 @@ class Ours:
             cache_tokens=settings.cache_tokens,
             enable_prefix_caching=False,
             cuda_graphs=settings.graphs,
+            prefill_graph_tokens=settings.prefill_graph_tokens,
+            experts=settings.our_experts,
         )
         self._seen: dict[str, int] = {}
 

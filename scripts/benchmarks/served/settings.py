@@ -23,6 +23,8 @@ class Settings:
         token_bytes: Of one token in the cache, all layers.
         sizes: Numbers of requests of the measured decode steps.
         graphs: Whether decode steps are captured as CUDA graphs.
+        prefill_graph_tokens: Option of ``LLM``, but not of our server.
+        our_experts: Its option ``experts``, likewise.
     """
 
     model: str
@@ -34,6 +36,8 @@ class Settings:
     token_bytes: int
     sizes: tuple[int, ...]
     graphs: bool
+    prefill_graph_tokens: int = 0
+    our_experts: str = "auto"
 
     @classmethod
     def read(cls, text: str) -> Settings:

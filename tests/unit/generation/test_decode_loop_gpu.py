@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from megatron.core.inference import utils as inference_utils
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.cuda_graphs import (
@@ -75,6 +76,26 @@ def test_captured(case, batch_invariant):
     """Greedy, sampled and filtered steps; blocks that run out, requests that come and go."""
     with batch_invariant_mode() if batch_invariant else contextlib.nullcontext():
         check_captured(case, AbsorbedMLAOptions(batch_invariant=batch_invariant))
+
+
+def test_prompts():
+    """Steps that read prompts, each in one graph: of one step, and of chunks beside decoding."""
+    sizes = {"blocks": 40, "num_cuda_graphs": 2, "chunked_prefill": True, "step_tokens": 128}
+    model, results = made(graphs=True), []
+    prompts = [prompt(length, length) for length in (20, 150, 60, 5, 128)]
+    for most in (128, 0):
+        engine = engine_of(model, **sizes, prefill_graph_tokens=most)
+        # Captured, and replayed.
+        results += [engine.generate(prompts, [GREEDY.replace(logprobs=0)] * 5) for _ in range(2)]
+        if most:
+            assert engine.statistics.graph_steps == engine.statistics.steps
+            keys = engine.decode_loop.graphs._graphs
+            assert any(isinstance(key, InferenceBatchDimensions) for key in keys)
+        engine.close()
+    for one, again, *others in zip(*results, strict=True):
+        assert one == again
+        # Other products round bfloat16 otherwise.
+        assert one.log_probs[0] == pytest.approx(others[0].log_probs[0], abs=0.1)
 
 
 def test_sparse_attention():

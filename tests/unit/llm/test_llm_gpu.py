@@ -86,6 +86,18 @@ def test_tokens_of_transformers(folder, expected, tp, graphs):
     assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
 
 
+def test_graphs_of_prompts(folder, expected):
+    """Read in steps that one graph holds, of few sizes; ``graph_steps`` counts all of them."""
+    sizes = {"max_num_seqs": 8, "cuda_graphs": True, "prefill_graph_tokens": 1024}
+    with LLM(folder, **sizes) as llm:
+        for _ in range(2):  # captured, and replayed
+            found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+            assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
+        done = llm.statistics()
+        assert done.graph_steps == done.steps
+        llm.require_no_leak()
+
+
 @pytest.mark.parametrize("tp", SIZES)
 def test_experts(tmp_path, tp):
     path = _saved(tmp_path / "experts", moe=True)
