@@ -81,13 +81,15 @@ def test_captured(case, batch_invariant):
 def test_prompts():
     """Steps that read prompts, each in one graph: of one step, and of chunks beside decoding."""
     sizes = {"blocks": 40, "num_cuda_graphs": 2, "chunked_prefill": True, "step_tokens": 128}
-    model, results = made(graphs=True), []
+    ours, theirs, results = made(graphs=True), made(graphs=False), []
+    theirs.load_state_dict(ours.state_dict())
     prompts = [prompt(length, length) for length in (20, 150, 60, 5, 128)]
-    for most in (128, 0):
-        engine = engine_of(model, **sizes, prefill_graph_tokens=most)
+    eager = {**sizes, "num_cuda_graphs": None}
+    for model, options in ((ours, {**sizes, "prefill_graph_tokens": 128}), (theirs, eager)):
+        engine = engine_of(model, **options)
         # Captured, and replayed.
         results += [engine.generate(prompts, [GREEDY.replace(logprobs=0)] * 5) for _ in range(2)]
-        if most:
+        if model is ours:
             assert engine.statistics.graph_steps == engine.statistics.steps
             keys = engine.decode_loop.graphs._graphs
             assert any(isinstance(key, InferenceBatchDimensions) for key in keys)
