@@ -28,7 +28,7 @@ with triton_interpreter():
 
 SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
 TINY = (
-    "--device cpu --heads 2 --queries 4 --topk 8 --kv 32 --indexer 32 --indexer-heads 2 "
+    "--device cpu --heads 2 --queries 2 --topk 8 --kv 32 --indexer 32 --indexer-heads 2 "
     "--kv-lora-rank 32 --qk-pos-emb-head-dim 16 --seconds-per-row 0.01"
 )
 
