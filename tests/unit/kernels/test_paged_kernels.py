@@ -120,7 +120,8 @@ def test_equals_the_reference(name):
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("name", "num_splits"),
-    [(n, s) for n in ("block_16", "block_64", "decode_16", "window", "long") for s in (1, 2, 7)]
+    [(n, 7) for n in ("block_16", "block_64", "decode_16", "window", "long")]
+    + [("block_16", 1), ("decode_16", 2), ("window", 2)]
     # The interpreter takes seconds for each.
     + [("heads_40", 7), ("heads_128", 2)],
 )

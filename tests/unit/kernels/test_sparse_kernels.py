@@ -78,7 +78,7 @@ class Case:
 CASES = {
     "one_token_tiles": Case(5, 90, 64, 70, with_lse=True),
     "two_head_blocks": Case(2, 70, 128, 24, batch=2),
-    "four_tokens": Case(7, 90, 16, 40, batch=2, with_lse=True),
+    "four_tokens": Case(7, 50, 16, 40, batch=2, with_lse=True),
     "four_tokens_that_share": Case(9, 150, 16, 70, shared=True),
     "two_tokens": Case(5, 80, 32, 20),
     "odd_heads": Case(6, 40, 3, 12, batch=2),
@@ -89,7 +89,7 @@ CASES = {
     "one_key": Case(4, 1, 16, 1),
     "more_than_there_are": Case(4, 20, 16, 64),
     "wide_two_blocks": Case(2, 160, 64, 150, content=512, rope=64, with_lse=True),
-    "wide_union": Case(9, 150, 16, 70, batch=2, content=128, rope=64, shared=True, with_lse=True),
+    "wide_union": Case(6, 90, 16, 70, batch=2, content=128, rope=64, shared=True, with_lse=True),
     "wide_odd_heads": Case(6, 140, 20, 130, content=128, rope=64),
     "several_chunks_of_columns": Case(4, 30, 16, 20, content=256, rope=64),
 }
