@@ -80,8 +80,6 @@ class GroupedDispatcher(MoETokenDispatcher):
         """Sums over each token's experts on this rank, [T, H]."""
         rows = self._rows
         del self._rows
-        if self._first is not None:
-            hidden_states = rows.without_others(hidden_states)
         return rows.summed(hidden_states)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

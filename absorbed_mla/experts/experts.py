@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
@@ -64,10 +65,20 @@ class GroupedExperts(SequentialMLP):
             self._stack()
         assert self._weights is not None
         into, out_of = self._weights
-        gate, up = grouped_product(rows, into, ends).chunk(2, -1)
-        # In place, and each product rounded as Megatron's.
-        inner = self.config.activation_func(gate).mul_(up).mul_(probs.unsqueeze(-1))
+        inner = self._activated(grouped_product(rows, into, ends), probs, ends)
         return grouped_product(inner, out_of, ends), None
+
+    def _activated(self, gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+        """[R, 2 F] to [R, F], times the probabilities."""
+        activation = self.config.activation_func
+        if gate_and_up.is_cuda and activation is F.silu:
+            # Imported here, because machines without a GPU need not have Triton.
+            from absorbed_mla.kernels.experts.swiglu import swiglu
+
+            return swiglu(gate_and_up, probs, ends)
+        gate, up = gate_and_up.chunk(2, -1)
+        # In place, and each product rounded as Megatron's.
+        return activation(gate).mul_(up).mul_(probs.unsqueeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
         """Move or cast, as ``to()`` does."""

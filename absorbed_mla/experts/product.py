@@ -54,6 +54,11 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if rows.is_cuda:
         if not len(rows):
             return rows.new_empty(0, weights.shape[1])
+        # Imported here, because machines without a GPU need not have Triton.
+        from absorbed_mla.kernels.experts.few_rows import MOST_ROWS, few_rows_product
+
+        if len(rows) <= MOST_ROWS:
+            return few_rows_product(rows, weights, ends)
         operator = _operator()
         assert operator is not None, "asked for by why_not_grouped"
         return operator(rows, weights.transpose(1, 2), offs=ends)

@@ -51,10 +51,15 @@ class ExpertRows:
         return x.flatten().index_select(0, self.choices)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sums over the rows of each token, in the order of its choices: [T * K, H] to [T, H]."""
-        return x.index_select(0, self.places.flatten()).unflatten(0, self.places.shape).sum(1)
+        """Sums over the rows of each token, in the order of its choices: [T * K, H] to [T, H].
 
-    def without_others(self, x: Tensor) -> Tensor:
-        """Rows [T * K, H], in place, with zeros where the expert is another rank's."""
-        others = torch.arange(len(x), device=x.device) >= self.ends[-1]
-        return x.masked_fill_(others.unsqueeze(1), 0)
+        Rows of experts of other ranks count for nothing, whatever they hold.
+        """
+        if x.is_cuda:
+            # Imported here, because machines without a GPU need not have Triton.
+            from absorbed_mla.kernels.experts.sums import summed
+
+            return summed(x, self.places, self.ends)
+        others = torch.arange(len(x)) >= self.ends[-1]
+        x = x.masked_fill(others.unsqueeze(1), 0)
+        return x.index_select(0, self.places.flatten()).unflatten(0, self.places.shape).sum(1)

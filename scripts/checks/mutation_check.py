@@ -50,7 +50,10 @@ MUTATIONS = {
         "absorbed_mla/experts/rows.py", "right=True, out_int32=True", "out_int32=True"
     ),
     "grouped_experts_of_other_ranks": Mutation(
-        "absorbed_mla/experts/dispatcher.py", "rows.without_others(hidden_states)", "hidden_states"
+        "absorbed_mla/experts/rows.py", "masked_fill(others.unsqueeze(1), 0)", "clone()"
+    ),
+    "grouped_experts_sums_of_other_ranks": Mutation(
+        "absorbed_mla/kernels/experts/sums.py", "mask=there & (place < end)", "mask=there"
     ),
     "grouped_experts_unstacked": Mutation(
         "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"

@@ -204,9 +204,9 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        *("offloading", "graph_capture", "experts"),
+        *("offloading", "graph_capture"),
     },
-    {"kernels", "sequences", "options", "data_parallel_attention"},
+    {"kernels", "experts", "sequences", "options", "data_parallel_attention"},
     {"batch_invariant"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),

@@ -1,0 +1,98 @@
+"""The product of few rows with the weights of their experts, as fast as the weights can be read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
+
+# Above this number the products of all experts keep the tensor cores busy: PyTorch's is faster.
+MOST_ROWS = 512
+# Rows of a tile: of an expert with more of them the weights are read again.
+_LEAST_ROWS, _MOST_TILE_ROWS = 16, 64
+_COLUMNS, _SUMMANDS = 64, 128
+_STAGES = 4
+
+
+def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e; deterministic.
+
+    Args:
+        rows: [R, K], contiguous, those of an expert together.
+        weights: [E, N, K], contiguous.
+        ends: Int32 [E], the row behind the last one of each expert.
+
+    Returns:
+        [R, N]; rows behind the last end are undefined.
+    """
+    (count, summands), (experts, columns, _) = rows.shape, weights.shape
+    out = rows.new_empty(count, columns)
+    # Twice the mean, since experts are not chosen equally.
+    wanted = triton.next_power_of_2(triton.cdiv(2 * count, experts))
+    with torch.cuda.device_of(out):
+        _product_kernel[(triton.cdiv(columns, _COLUMNS), experts)](
+            rows,
+            weights,
+            ends,
+            out,
+            columns,
+            summands,
+            ROWS=min(max(wanted, _LEAST_ROWS), _MOST_TILE_ROWS),
+            COLUMNS=_COLUMNS,
+            SUMMANDS=_SUMMANDS,
+            EVEN=columns % _COLUMNS == 0 and summands % _SUMMANDS == 0,
+            PRECISION=precision(rows.dtype),
+            INTERPRETED=interpreted(),
+            num_warps=4,
+            num_stages=_STAGES,
+        )
+    return out
+
+
+@triton.jit
+def _product_kernel(
+    rows_ptr,
+    weights_ptr,
+    ends_ptr,
+    out_ptr,
+    columns,
+    summands,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMMANDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    end = tl.load(ends_ptr + expert)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    of_columns = expert.to(tl.int64) * columns * summands + column.to(tl.int64) * summands
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = row < end
+        of_rows = row.to(tl.int64) * summands
+        total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+        for start in range(0, summands, SUMMANDS):
+            summand = start + tl.arange(0, SUMMANDS)
+            left_mask, right_mask = there[:, None], None
+            if not EVEN:
+                left_mask &= (summand < summands)[None, :]
+                right_mask = inside[None, :] & (summand < summands)[:, None]
+            left = tl.load(
+                rows_ptr + of_rows[:, None] + summand[None, :], mask=left_mask, other=0.0
+            )
+            pointers = weights_ptr + of_columns[None, :] + summand[:, None]
+            if EVEN:
+                right = tl.load(pointers)
+            else:
+                right = tl.load(pointers, mask=right_mask, other=0.0)
+            total = product(left, right, total, PRECISION, INTERPRETED)
+        value = narrow(total, out_ptr.dtype.element_ty, INTERPRETED)
+        pointers = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(pointers, value, mask=there[:, None] & inside[None, :])

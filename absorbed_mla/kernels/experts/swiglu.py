@@ -1,0 +1,65 @@
+"""The experts' activation: gate and up to what the second product takes, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.triton.common import interpreted, narrow
+
+_COLUMNS = 2048
+
+
+def swiglu(gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+    """``silu(gate) * up * prob`` of every row, rounded once.
+
+    Args:
+        gate_and_up: [R, 2 F], contiguous; the gate in the first half.
+        probs: [R], any float dtype.
+        ends: Int32 [E], see ``experts.rows.ExpertRows``.
+
+    Returns:
+        [R, F]; rows behind the last end are undefined.
+    """
+    rows, width = len(gate_and_up), gate_and_up.shape[1] // 2
+    out = gate_and_up.new_empty(rows, width)
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    with torch.cuda.device_of(out):
+        _swiglu_kernel[(rows, triton.cdiv(width, columns))](
+            gate_and_up,
+            probs,
+            ends,
+            out,
+            len(ends),
+            width,
+            COLUMNS=columns,
+            INTERPRETED=interpreted(),
+            num_warps=8 if columns == _COLUMNS else 4,
+        )
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr,
+    probs_ptr,
+    ends_ptr,
+    out_ptr,
+    experts,
+    width,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(ends_ptr + experts - 1):
+        return
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < width
+    pointers = gate_ptr + row * (2 * width) + column
+    gate = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(pointers + width, mask=there, other=0.0).to(tl.float32)
+    value = gate / (1 + tl.exp(-gate)) * up * tl.load(probs_ptr + row).to(tl.float32)
+    value = narrow(value, out_ptr.dtype.element_ty, INTERPRETED)
+    tl.store(out_ptr + row * width + column, value, mask=there)
