@@ -55,9 +55,9 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         if not len(rows):
             return rows.new_empty(0, weights.shape[1])
         # Imported here, because machines without a GPU need not have Triton.
-        from absorbed_mla.kernels.experts.few_rows import MOST_ROWS, few_rows_product
+        from absorbed_mla.kernels.experts.few_rows import few_rows_product, is_few
 
-        if len(rows) <= MOST_ROWS:
+        if is_few(len(rows), len(weights)):
             return few_rows_product(rows, weights, ends)
         operator = _operator()
         assert operator is not None, "asked for by why_not_grouped"

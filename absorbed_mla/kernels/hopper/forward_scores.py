@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from absorbed_mla.kernels.hopper.forward_shared import chunk_full
+from absorbed_mla.kernels.hopper.forward_shared import chunk_full, keys_are_there
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
@@ -26,7 +26,7 @@ def finish_scores(shared, s, stage, parity):
         s = _add_chunk(shared, s, stage, parity, column)
     queries = shared.q_rope.reshape([ROWS, shared.R])
     keys = shared.k_rope(stage).reshape([KEYS, shared.R])
-    mbarrier.wait(shared.rope_full.index(stage), parity)
+    keys_are_there(shared, shared.rope_full.index(stage), parity)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
 
 
@@ -37,7 +37,7 @@ def _add_chunk(shared, s, stage, parity, column: gl.constexpr):
     half = shared.left if column < HALF else shared.right
     keys = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, shared.CHUNK, dim=1)
     queries = shared.q_content.reshape([ROWS, shared.C]).slice(column, shared.CHUNK, dim=1)
-    mbarrier.wait(chunk_full(shared, stage, column), parity)
+    keys_are_there(shared, chunk_full(shared, stage, column), parity)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=column > 0, is_async=True)
 
 

@@ -30,6 +30,7 @@ class Shared:
         R: Width of k_rope.
         CHUNK: Columns of the latents that arrive together.
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
+        BY_THREADS: Whether threads write the keys, see ``keys_are_there``.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -50,9 +51,10 @@ class Shared:
     R: gl.constexpr
     CHUNK: gl.constexpr
     ROPE_LAYOUT: gl.constexpr
+    BY_THREADS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT):
+    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, BY_THREADS):
         (
             self.q_content,
             self.q_rope,
@@ -75,6 +77,7 @@ class Shared:
         self.R = gl.constexpr(R)
         self.CHUNK = gl.constexpr(CHUNK)
         self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
+        self.BY_THREADS = gl.constexpr(BY_THREADS)
 
     @gluon.jit
     def probs(self, stage):
@@ -96,7 +99,7 @@ def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr
     LATENT_LAYOUT: gl.constexpr = latent.layout
     ROPE_LAYOUT: gl.constexpr = k_rope.layout
     CHUNK: gl.constexpr = latent.block_shape[2]
-    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT)
+    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT, False)
 
 
 @gluon.jit
@@ -108,6 +111,7 @@ def allocate_blocks(
     CHUNK: gl.constexpr,
     LATENT_LAYOUT: gl.constexpr,
     ROPE_LAYOUT: gl.constexpr,
+    BY_THREADS: gl.constexpr,
 ):
     """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
 
@@ -119,6 +123,7 @@ def allocate_blocks(
         CHUNK: Columns of the latents that arrive together.
         LATENT_LAYOUT: Of [64, 1, columns of the latents].
         ROPE_LAYOUT: Of [64, 1, R].
+        BY_THREADS: Whether threads write the keys, not tensor maps.
     """
     dtype: gl.constexpr = q_content.dtype
     CHUNKS: gl.constexpr = C // CHUNK
@@ -143,7 +148,7 @@ def allocate_blocks(
         new_barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT)
+    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, BY_THREADS)
 
 
 @gluon.jit
@@ -160,6 +165,18 @@ def chunk_full(shared, stage, column: gl.constexpr):
     """The barrier of the chunk that begins at a column."""
     CHUNKS: gl.constexpr = shared.C // shared.CHUNK
     return shared.k_full.index(stage * CHUNKS + column // shared.CHUNK)
+
+
+@gluon.jit
+def keys_are_there(shared, full, parity):
+    """Wait for keys that products are to read.
+
+    What threads have written needs a fence between the writes and the products. It is here, not
+    where they write: there it would wait for all that these threads have under way from memory.
+    """
+    mbarrier.wait(full, parity)
+    if shared.BY_THREADS:
+        fence_async_shared()
 
 
 @gluon.jit

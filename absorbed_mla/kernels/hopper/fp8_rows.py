@@ -30,10 +30,10 @@ from absorbed_mla.kernels.hopper.tile import KEYS
 
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
-VALUE_REGISTERS = gl.constexpr(184)
-LOAD_REGISTERS = gl.constexpr(96)
+VALUE_REGISTERS = gl.constexpr(176)
+LOAD_REGISTERS = gl.constexpr(112)
 # Parts of a block, 64 columns or k_rope, that wait in registers.
-PARTS_AHEAD = gl.constexpr(2)
+PARTS_AHEAD = gl.constexpr(3)
 # Blocks that are on their way to the L2 cache.
 BLOCKS_AHEAD = gl.constexpr(2)
 # Of decoded columns in registers.
@@ -331,7 +331,7 @@ def attend_fp8_decode(
         CHUNK: gl.constexpr = GROUP if GROUP < C // 2 else C // 2
         layout: gl.constexpr = block_layout(C)
         rope_layout: gl.constexpr = block_layout(R)
-        shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout)
+        shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, True)
         empty = new_barriers(1), new_barriers(1)
         units = block_units, row_units, together
         keys = Fp8Rows(words, *units, block_table, table_stride, BLOCK_SIZE)
