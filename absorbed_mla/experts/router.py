@@ -47,6 +47,19 @@ class ChoosingRouter(TopKRouter):
             raise ValueError("grouped experts are for inference: call model.eval() first")
         assert padding_mask is None, "for training"
         config = self.config
+        if logits.is_cuda and self.router_replay is None and self._is_one_pass():
+            # Imported here, because machines without a GPU need not have Triton.
+            from absorbed_mla.kernels.experts.choice import choose_experts
+
+            return choose_experts(
+                logits.flatten(0, -2),
+                self.topk,
+                softmax=self.score_function == "softmax",
+                bias=self.expert_bias,
+                groups=config.moe_router_num_groups,
+                group_topk=config.moe_router_group_topk,
+                scale=config.moe_router_topk_scaling_factor,
+            )
         return topk_routing_with_score_function(
             logits.flatten(0, -2),
             self.topk,
@@ -59,3 +72,9 @@ class ChoosingRouter(TopKRouter):
             router_replay=self.router_replay,
             dense_output=True,
         )
+
+    def _is_one_pass(self) -> bool:
+        """Whether scores are those that ``choose_experts`` knows."""
+        if self.score_function == "softmax":
+            return self.config.moe_router_pre_softmax and self.expert_bias is None
+        return self.score_function == "sigmoid"

@@ -14,12 +14,14 @@ class ExpertRows:
 
     Attributes:
         choices: Int64 [T * K], the choice (token times K, plus its number) that each row is for.
+        tokens: Int64 [T * K], the token of each row.
         places: Int64 [T, K], the row of every choice: the inverse of ``choices``.
         ends: Int32 [E], the row behind the last one of each of this rank's experts. Rows behind
             the last end belong to experts of other ranks.
     """
 
     choices: Tensor
+    tokens: Tensor
     places: Tensor
     ends: Tensor
 
@@ -32,6 +34,12 @@ class ExpertRows:
             count: How many experts this rank has.
             first: Number of its first expert; None if it has all of them.
         """
+        if chosen.is_cuda:
+            # Imported here, because machines without a GPU need not have Triton.
+            from absorbed_mla.kernels.experts.order import MOST_CHOICES, order_by_expert
+
+            if chosen.numel() <= MOST_CHOICES:
+                return cls(*order_by_expert(chosen, count, first or 0))
         experts = chosen.flatten()
         if first is not None:
             experts = experts - first
@@ -40,11 +48,11 @@ class ExpertRows:
         numbers = torch.arange(max(count, len(choices)), device=chosen.device)
         ends = torch.searchsorted(in_order, numbers[:count], right=True, out_int32=True)
         places = torch.empty_like(choices).scatter_(0, choices, numbers[: len(choices)])
-        return cls(choices, places.view_as(chosen), ends)
+        return cls(choices, choices // chosen.shape[1], places.view_as(chosen), ends)
 
     def tokens_of(self, x: Tensor) -> Tensor:
         """The rows' tokens: [T, H] to [T * K, H]."""
-        return x.index_select(0, self.choices // self.places.shape[1])
+        return x.index_select(0, self.tokens)
 
     def choices_of(self, x: Tensor) -> Tensor:
         """The rows' values of choices: [T, K] to [T * K]."""

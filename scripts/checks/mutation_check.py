@@ -55,6 +55,16 @@ MUTATIONS = {
     "grouped_experts_sums_of_other_ranks": Mutation(
         "absorbed_mla/kernels/experts/sums.py", "mask=there & (place < end)", "mask=there"
     ),
+    "grouped_experts_of_all_groups": Mutation(
+        "absorbed_mla/kernels/experts/choice.py",
+        "tl.where(taken[:, None], key",
+        "tl.where(there, key",
+    ),
+    "grouped_experts_order_of_tokens": Mutation(
+        "absorbed_mla/kernels/experts/order.py",
+        "other[None, :] < item[:, None]",
+        "other[None, :] > item[:, None]",
+    ),
     "grouped_experts_unstacked": Mutation(
         "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"
     ),

@@ -290,6 +290,36 @@ def invariant_kernels() -> None:
     rms_norm_backward(x, x, x[0], scale, False)
 
 
+def expert_kernels() -> None:
+    """Of grouped experts, at DeepSeek-V3's routing, for few tokens and many."""
+    from absorbed_mla.kernels.experts.choice import choose_experts
+    from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.order import order_by_expert
+    from absorbed_mla.kernels.experts.sums import summed
+    from absorbed_mla.kernels.experts.swiglu import swiglu
+
+    logits, bias = torch.zeros(32, 256), torch.zeros(256)
+    for softmax in (False, True):
+        choose_experts(
+            logits,
+            8,
+            softmax=softmax,
+            bias=None if softmax else bias,
+            groups=8,
+            group_topk=4,
+            scale=2.5,
+        )
+    chosen = torch.zeros(32, 8, dtype=torch.int64)
+    _, _, places, ends = order_by_expert(chosen, 16, 0)
+    for count in (8, 256, 512, 1024):
+        few_rows_product(
+            torch.zeros(count, 256, dtype=BF16), torch.zeros(16, 128, 256, dtype=BF16), ends
+        )
+    gate_and_up = torch.zeros(256, 4096, dtype=BF16)
+    swiglu(gate_and_up, torch.zeros(256), ends)
+    summed(gate_and_up, places, ends)
+
+
 if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
@@ -309,3 +339,4 @@ if __name__ == "__main__":
     widest_index_kernels()
     loss_kernels()
     invariant_kernels()
+    expert_kernels()

@@ -53,7 +53,7 @@ def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     tile = next((t for t in _TILES if t.rows * experts >= 2 * count), _TILES[-1])
     depth = tile.summands * 2 // rows.element_size()
     with torch.cuda.device_of(out):
-        _product_kernel[(triton.cdiv(columns, tile.columns), experts)](
+        _few_rows_kernel[(triton.cdiv(columns, tile.columns), experts)](
             rows,
             weights,
             ends,
@@ -73,7 +73,7 @@ def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 @triton.jit
-def _product_kernel(
+def _few_rows_kernel(
     rows_ptr,
     weights_ptr,
     ends_ptr,

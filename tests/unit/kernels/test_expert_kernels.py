@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from absorbed_mla.experts.rows import ExpertRows
 from tests.support.backends import triton_interpreter
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
+    from absorbed_mla.kernels.experts.choice import choose_experts
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
     from absorbed_mla.kernels.experts.swiglu import swiglu
 
@@ -76,3 +79,64 @@ def test_few_rows(dtype, ends, columns, summands):
     for weight, begin, end in zip(weights, [0, *ends], ends):
         expected = rows[begin:end].double() @ weight.double().T
         assert error(found[begin:end], expected) < BOUNDS[dtype]
+
+
+# Experts, K, groups, groups that a token may choose from.
+ROUTERS = {
+    "V3": (256, 8, 8, 4),
+    "V2": (160, 6, 8, 3),
+    "no groups": (24, 3, None, None),
+    "all": (8, 8, None, None),
+    "one": (8, 1, None, None),
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize(("softmax", "biased"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("scale", [None, 2.5])
+def test_choice(router, softmax, biased, scale):
+    """The experts and scores of Megatron's router."""
+    experts, topk, groups, group_topk = router
+    logits = random(7, experts)
+    bias = random(experts) / 4 if biased else None
+    common = {"group_topk": group_topk}
+    expected = topk_routing_with_score_function(
+        logits,
+        topk,
+        use_pre_softmax=softmax,
+        num_groups=groups,
+        scaling_factor=scale,
+        score_function="softmax" if softmax else "sigmoid",
+        expert_bias=bias,
+        **common,
+    )[0]
+    scores, chosen = choose_experts(
+        logits, topk, softmax=softmax, bias=bias, groups=groups, scale=scale, **common
+    )
+    assert chosen.shape == scores.shape == (7, topk)
+    found = torch.zeros_like(logits).scatter_(1, chosen, scores)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert (expected != 0).sum() == 7 * topk
+
+
+def test_choice_without_numbers():
+    """NaN chooses experts that exist, of which none is read outside of the weights."""
+    logits = torch.full((3, 24), torch.nan, device=DEVICE)
+    _, chosen = choose_experts(
+        logits, 6, softmax=False, bias=None, groups=8, group_topk=3, scale=None
+    )
+    assert ((chosen >= 0) & (chosen < 24)).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize(("count", "first"), [(16, None), (4, 4), (4, 12), (300, None)])
+def test_order(tokens, count, first):
+    """The rows that sorting gives, also on a rank with some of the experts."""
+    experts = count if first is None else 16
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.randint(experts, (tokens, 3), generator=generator)
+    expected = ExpertRows.of(chosen, count, first)
+    found = ExpertRows(*order_by_expert(chosen.to(DEVICE), count, first or 0))
+    for name, tensor in vars(expected).items():
+        assert torch.equal(getattr(found, name).cpu(), tensor), name
+        assert getattr(found, name).dtype == tensor.dtype, name
