@@ -51,18 +51,24 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [R, N]; rows behind the last end are undefined.
     """
-    if rows.is_cuda:
-        if not len(rows):
-            return rows.new_empty(0, weights.shape[1])
+    if rows.is_cuda and len(rows):
         # Imported here, because machines without a GPU need not have Triton.
         from absorbed_mla.kernels.experts.few_rows import few_rows_product, is_few
 
         if is_few(len(rows), len(weights)):
             return few_rows_product(rows, weights, ends)
-        operator = _operator()
-        assert operator is not None, "asked for by why_not_grouped"
-        return operator(rows, weights.transpose(1, 2), offs=ends)
-    return _one_by_one(rows, weights, ends.tolist())
+    return of_many_rows(rows, weights, ends)
+
+
+def of_many_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As :func:`grouped_product`, by PyTorch's operator, or one by one on a CPU."""
+    if not len(rows):
+        return rows.new_empty(0, weights.shape[1])
+    if not rows.is_cuda:
+        return _one_by_one(rows, weights, ends.tolist())
+    operator = _operator()
+    assert operator is not None, "asked for by why_not_grouped"
+    return operator(rows, weights.transpose(1, 2), offs=ends)
 
 
 def _operator() -> Callable[..., Tensor] | None:

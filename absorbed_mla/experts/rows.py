@@ -40,6 +40,11 @@ class ExpertRows:
 
             if chosen.numel() <= MOST_CHOICES:
                 return cls(*order_by_expert(chosen, count, first or 0))
+        return cls.by_sorting(chosen, count, first)
+
+    @classmethod
+    def by_sorting(cls, chosen: Tensor, count: int, first: int | None = None) -> ExpertRows:
+        """As :meth:`of`, by PyTorch's operators, for any number of choices."""
         experts = chosen.flatten()
         if first is not None:
             experts = experts - first

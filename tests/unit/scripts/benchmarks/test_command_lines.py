@@ -22,6 +22,7 @@ from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
 from benchmarks.engine import EngineBenchmark as Engine
 from benchmarks.fp8_training import TrainingBenchmark as FP8Training
 from benchmarks.fusions import FusionsBenchmark as Fusions
+from benchmarks.grouped_experts import ExpertsBenchmark as GroupedExperts
 from benchmarks.invariant_products import ProductBenchmark as InvariantProducts
 from benchmarks.latent_attention import LatentBenchmark as LatentAttention
 from benchmarks.load import LoadBenchmark as Load
@@ -119,6 +120,13 @@ MISTAKES = {
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
+    GroupedExperts: [
+        (["--cases", "router"], "expected some of choose, order, into, activation, out_of, sums"),
+        (["--topk", "17"], "--topk must be at most --experts=16, got 17"),
+        (["--tokens", "0"], f"argument --tokens: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
     TrainingGraphs: [
         (["--seq-lens", "16q"], f"argument --seq-lens: {COUNT}"),
         (["--rounds", "0"], f"argument --rounds: {COUNT}"),
@@ -194,9 +202,20 @@ MISTAKES = {
         ([*OURS, "--device", "cuda"], NO_GPU),
     ],
 }
-WITHOUT_FOLDER = {DSA, DSADecode, DSALayer, Decode, Engine, Fusions, Load, PrefixTiers, QKClip}
+WITHOUT_FOLDER = {
+    DSA,
+    DSADecode,
+    DSALayer,
+    Decode,
+    Engine,
+    Fusions,
+    GroupedExperts,
+    Load,
+    PrefixTiers,
+    QKClip,
+}
 WITHOUT_FOLDER |= {DecodeSteps, InvariantProducts, LatentAttention, Serving, SharedCache}
-WITHOUT_FOLDER |= {TrainingGraphs}
+WITHOUT_FOLDER |= {GroupedExperts, TrainingGraphs}
 # Whose published results take seconds to draw.
 MANY_PANELS = {Attention, ContextParallel}
 

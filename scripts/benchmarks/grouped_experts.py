@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Measure the parts of a layer of grouped experts, our kernels beside PyTorch's operators.
+
+    $ python scripts/benchmarks/grouped_experts.py --json docs/generation/grouped-experts.json
+    $ python scripts/benchmarks/grouped_experts.py --cases into,out_of --tokens 1,32,128
+
+choose      experts of every token, by Megatron's function and in one launch
+order       choices sorted by expert, by PyTorch's sort and in one launch
+into        rows of every expert to gate and up, by PyTorch's grouped product and ours for few rows
+activation  gate and up to what the second product takes
+out_of      back to the width of the hidden states, as "into"
+sums        of the rows of each token
+
+Widths are DeepSeek-V3's, with the 16 experts of scripts/benchmarks/serving.py. All works of a case
+run in turns; figures are medians. Times are the GPU's, which is kept busy while the host queues a
+turn; "host" is what the host takes to queue one. "difference" compares with PyTorch's result, and
+TB/s count the weights of the chosen experts. A CPU has PyTorch's only.
+
+    12.3 s  into T=32: torch 362.1 us, ours 315.4 us
+
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# A checkout runs without being installed; appended, so that an installed package wins.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.kit import arguments, provenance
+from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes
+from benchmarks.kit.report import Report
+from benchmarks.kit.run import Benchmark
+from benchmarks.kit.tables import markdown_table
+from benchmarks.together import Measured, Work, measure_together
+from console.parser import Parser
+from console.script import leave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KINDS = ("choose", "order", "into", "activation", "out_of", "sums")
+# Groups of experts and how many of them a token may choose from, where there are as many experts.
+_GROUPS = (8, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One part of a layer, for so many tokens."""
+
+    kind: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} T={self.tokens}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case with its works, or with the error that prevented all of them."""
+
+    case: Case
+    works: list[Measured] = field(default_factory=list)
+    error: str = ""
+
+
+class ExpertsReport(Report):
+    """One run."""
+
+    row = Row
+
+    def figures(self, row: Row) -> dict[str, float]:
+        """Of all works, by work and name."""
+        numbers = ((work.name, work.numbers().items()) for work in row.works)
+        return {f"{name} {what}": value for name, found in numbers for what, value in found}
+
+    def line(self, row: Row) -> str:
+        """A row in one line."""
+        steps = [f"{w.name} {w.numbers()['forward_us']:.1f} us" for w in row.works if not w.error]
+        return super().line(row) if row.error else f"{row.case}: {', '.join(steps)}"
+
+    @classmethod
+    def notes(cls, reports: Sequence[ExpertsReport]) -> list[str]:
+        """A table of all works, and why some have no figures."""
+        lines, errors = [], []
+        for report in reports:
+            for row in report.measured:
+                for work in row.works:
+                    if work.error:
+                        errors.append(f"- {row.case}, {work.name}: {work.error}")
+                        continue
+                    found = work.numbers()
+                    rate = f"{found['forward_tbps']:.2f}" if found.get("forward_tbps") else ""
+                    figures = f"{found['forward_us']:.1f}", f"{found['host_us']:.1f}", rate
+                    different = f"{found.get('difference', 0):.1e}"
+                    lines.append([str(row.case), work.name, *figures, different])
+        head = ("case", "work", "us", "host us", "TB/s", "difference")
+        table = markdown_table(head, lines, ("case", "work")) if lines else ""
+        return [table, "\n".join(errors)]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of all parts of a layer with T tokens that choose K of E experts.
+
+    Attributes:
+        logits: [T, E] fp32.
+        bias: [E] fp32.
+        chosen: Int64 [T, K].
+        rows: [T * K, H].
+        into: Weights [E, 2 F, H].
+        out_of: Weights [E, H, F].
+        gate_and_up: [T * K, 2 F].
+        inner: [T * K, F].
+        probs: [T * K] fp32.
+    """
+
+    logits: Tensor
+    bias: Tensor
+    chosen: Tensor
+    rows: Tensor
+    into: Tensor
+    out_of: Tensor
+    gate_and_up: Tensor
+    inner: Tensor
+    probs: Tensor
+
+
+class ExpertsBenchmark(Benchmark):
+    """Works of the same part in turns."""
+
+    script, description = "grouped_experts.py", __doc__
+    report = ExpertsReport
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        arguments.use_device(args.device)
+        from benchmarks.kit.processes import Processes
+
+        self.processes = Processes(args.seed)
+        random, width, channels = self.processes.random, args.hidden_size, args.moe_ffn_hidden_size
+        self._weights_into = random(args.experts, 2 * channels, width) * width**-0.5
+        self._weights_out_of = random(args.experts, width, channels) * channels**-0.5
+
+    @classmethod
+    def add_options(cls, parser: Parser) -> None:
+        """See --help."""
+        add = parser.add_argument
+        arguments.add_common(parser, render=None, json=None, only=None, device=None, seed=1234)
+        arguments.add_common(parser, seconds_per_row=0.1, time_limit=60.0)
+        add("--cases", type=list_of(one_of(KINDS)), default=",".join(KINDS), help="what to measure")
+        add("--tokens", type=parse_sizes, default="1,32,128,1k,8k", help="tokens of a step")
+        add("--experts", type=count, default=16, help="routed experts")
+        add("--topk", type=count, default=8, help="experts of a token")
+        add("--hidden-size", type=count, default=7168, help="width of the hidden states")
+        add("--moe-ffn-hidden-size", type=count, default=2048, help="channels of an expert")
+
+    @classmethod
+    def check(cls, parser: Parser, args: argparse.Namespace) -> None:
+        """A token chooses different experts."""
+        if args.topk > args.experts:
+            parser.error(f"--topk must be at most --experts={args.experts}, got {args.topk}")
+
+    def environment(self) -> dict:
+        """With the rates that the device reaches."""
+        from benchmarks.kit.timing import ceilings
+
+        args, on_gpu = self.args, self.processes.on_gpu
+        sizes = {name: getattr(args, name) for name in ("experts", "topk", "hidden_size")}
+        sizes["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size
+        rates = ceilings(on_gpu)
+        return provenance.describe(on_gpu, self.processes.dtype, **sizes, ceilings=rates)
+
+    def cases(self) -> list[Case]:
+        """By kind, few tokens first."""
+        found = [Case(kind, n) for kind in self.args.cases for n in sorted(self.args.tokens)]
+        return arguments.chosen(found, self.args.only)
+
+    def measure(self, case: Case) -> Row:
+        """The works of a case."""
+        calls = getattr(self, f"_{case.kind}")(self._inputs(case.tokens))
+        works = [self._work(case, name, *call) for name, call in calls.items()]
+        found = measure_together(works, self.processes, self.args.seconds_per_row)
+        return Row(case=case, works=found)
+
+    def _work(self, case: Case, name: str, call: Callable, outputs: Callable | None = None) -> Work:
+        if name != "torch" and not self.processes.on_gpu and not _is_interpreted():
+            return Work(name, error="it needs a GPU")
+        weights = {"into": self._weights_into, "out_of": self._weights_out_of}.get(case.kind)
+        read = 0
+        if weights is not None:
+            chosen = min(case.tokens * self.args.topk, self.args.experts)
+            read = weights[:chosen].numel() * weights.element_size()
+        traffic = (read, 0) if read else None
+        return Work(name, call, outputs=outputs or (lambda found: [found]), traffic=traffic)
+
+    def _inputs(self, tokens: int) -> Inputs:
+        import torch
+
+        args, random = self.args, self.processes.random
+        rows, width, channels = tokens * args.topk, args.hidden_size, args.moe_ffn_hidden_size
+        logits = random(tokens, args.experts).float()
+        return Inputs(
+            logits,
+            random(args.experts).float() / 8,
+            torch.topk(logits, args.topk).indices,
+            random(rows, width),
+            self._weights_into,
+            self._weights_out_of,
+            random(rows, 2 * channels),
+            random(rows, channels),
+            random(rows).float().abs(),
+        )
+
+    def _rows(self, inputs: Inputs):
+        from absorbed_mla.experts.rows import ExpertRows
+
+        return ExpertRows.of(inputs.chosen, self.args.experts)
+
+    def _choose(self, inputs: Inputs) -> dict[str, tuple]:
+        import torch
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        logits, topk, bias = inputs.logits, self.args.topk, inputs.bias
+        groups, most = _GROUPS
+        fits = not self.args.experts % groups and not topk % most
+        limits = {"group_topk": most if fits else None}
+
+        def ours() -> tuple[Tensor, Tensor]:
+            from absorbed_mla.kernels.experts.choice import choose_experts
+
+            found = groups if fits else None
+            return choose_experts(
+                logits, topk, softmax=False, bias=bias, groups=found, scale=2.5, **limits
+            )
+
+        def megatron() -> tuple[Tensor, Tensor]:
+            return topk_routing_with_score_function(
+                logits,
+                topk,
+                num_groups=groups if fits else None,
+                scaling_factor=2.5,
+                score_function="sigmoid",
+                expert_bias=bias,
+                dense_output=True,
+                **limits,
+            )
+
+        def by_expert(found: tuple[Tensor, Tensor]) -> list[Tensor]:
+            return [torch.zeros_like(logits).scatter_(1, found[1], found[0])]
+
+        return {"torch": (megatron, by_expert), "ours": (ours, by_expert)}
+
+    def _order(self, inputs: Inputs) -> dict[str, tuple]:
+        from absorbed_mla.experts.rows import ExpertRows
+
+        chosen, experts = inputs.chosen, self.args.experts
+
+        def ours() -> ExpertRows:
+            from absorbed_mla.kernels.experts.order import order_by_expert
+
+            return ExpertRows(*order_by_expert(chosen, experts, 0))
+
+        def places(found: ExpertRows) -> list[Tensor]:
+            return [found.places.double(), found.ends.double()]
+
+        sort = ExpertRows.by_sorting
+        return {"torch": (lambda: sort(chosen, experts), places), "ours": (ours, places)}
+
+    def _into(self, inputs: Inputs) -> dict[str, tuple]:
+        return self._products(inputs, inputs.rows, inputs.into)
+
+    def _out_of(self, inputs: Inputs) -> dict[str, tuple]:
+        return self._products(inputs, inputs.inner, inputs.out_of)
+
+    def _products(self, inputs: Inputs, x: Tensor, weights: Tensor) -> dict[str, tuple]:
+        from absorbed_mla.experts.product import of_many_rows
+
+        ends = self._rows(inputs).ends
+
+        def ours() -> Tensor:
+            from absorbed_mla.kernels.experts.few_rows import few_rows_product
+
+            return few_rows_product(x, weights, ends)
+
+        return {"torch": (lambda: of_many_rows(x, weights, ends),), "ours": (ours,)}
+
+    def _activation(self, inputs: Inputs) -> dict[str, tuple]:
+        import torch.nn.functional as F
+
+        x, probs, ends = inputs.gate_and_up, inputs.probs, self._rows(inputs).ends
+
+        def torchs() -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return F.silu(gate).mul_(up).mul_(probs.unsqueeze(-1))
+
+        def ours() -> Tensor:
+            from absorbed_mla.kernels.experts.swiglu import swiglu
+
+            return swiglu(x, probs, ends)
+
+        return {"torch": (torchs,), "ours": (ours,)}
+
+    def _sums(self, inputs: Inputs) -> dict[str, tuple]:
+        rows, x = self._rows(inputs), inputs.rows
+
+        def torchs() -> Tensor:
+            return x.index_select(0, rows.places.flatten()).unflatten(0, rows.places.shape).sum(1)
+
+        def ours() -> Tensor:
+            from absorbed_mla.kernels.experts.sums import summed
+
+            return summed(x, rows.places, rows.ends)
+
+        return {"torch": (torchs,), "ours": (ours,)}
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, also on a CPU."""
+    from absorbed_mla.kernels.triton.common import interpreted
+
+    return interpreted()
+
+
+if __name__ == "__main__":
+    leave(ExpertsBenchmark.main())
