@@ -1,4 +1,4 @@
-"""The list of ``scripts/checks/mutation_check.py`` fits the sources, so that the check can run.
+"""The list of ``scripts/checks/mutations`` fits the sources, so that the check can run.
 
 Here nothing is broken. The check itself takes minutes for each mutation, all tests of one process
 and of two until the first fails, on copies of the checkout::
@@ -14,33 +14,21 @@ and of two until the first fails, on copies of the checkout::
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from checks import mutation_check
+from checks.mutations import MUTATIONS
+from checks.mutations.mutation import Mutation
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def load():
-    """The script as a module; its folder is no package."""
-    spec = importlib.util.spec_from_file_location(
-        "mutation_check", ROOT / "scripts" / "checks" / "mutation_check.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load()
-
-
-@pytest.mark.parametrize("name", check.MUTATIONS)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_fits_the_sources(name):
     """Once, or what is broken depends on the order of the file; still Python, or any test fails."""
-    mutation = check.MUTATIONS[name]
+    mutation = MUTATIONS[name]
     source = (ROOT / mutation.file).read_text()
     assert source.count(mutation.right) == 1
     broken = source.replace(mutation.right, mutation.wrong)
@@ -50,7 +38,7 @@ def test_fits_the_sources(name):
 def test_a_stale_line_is_an_error(tmp_path):
     target = tmp_path / "module.py"
     target.write_text("value = 1\n")
-    check.mutate(target, check.Mutation("module.py", "value = 1", "value = 2"))
+    mutation_check.mutate(target, Mutation("module.py", "value = 1", "value = 2"))
     assert target.read_text() == "value = 2\n"
     with pytest.raises(SystemExit, match="update the list"):
-        check.mutate(target, check.Mutation("module.py", "value = 1", "value = 2"))
+        mutation_check.mutate(target, Mutation("module.py", "value = 1", "value = 2"))

@@ -1,0 +1,30 @@
+"""Ways to break the package that tests must notice, a file for each part of it."""
+
+from __future__ import annotations
+
+from checks.mutations import (
+    checkpoint,
+    context_parallel,
+    core_attention,
+    generation,
+    inference,
+    kernels,
+    layer,
+    sparse_attention,
+)
+from checks.mutations.mutation import Mutation
+
+_PARTS = (
+    layer,
+    checkpoint,
+    core_attention,
+    context_parallel,
+    kernels,
+    sparse_attention,
+    inference,
+    generation,
+)
+MUTATIONS: dict[str, Mutation] = {
+    name: mutation for part in _PARTS for name, mutation in part.MUTATIONS.items()
+}
+assert len(MUTATIONS) == sum(len(part.MUTATIONS) for part in _PARTS), "a name is used twice"

@@ -1,0 +1,114 @@
+"""The engine, ``LLM``, and experts."""
+
+from __future__ import annotations
+
+from checks.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "grouped_experts_places": Mutation(
+        "absorbed_mla/experts/rows.py",
+        "scatter_(0, choices, numbers[: len(choices)])",
+        "scatter_(0, numbers[: len(choices)], choices)",
+    ),
+    "grouped_experts_ends": Mutation(
+        "absorbed_mla/experts/rows.py", "right=True, out_int32=True", "out_int32=True"
+    ),
+    "grouped_experts_of_other_ranks": Mutation(
+        "absorbed_mla/experts/rows.py", "masked_fill(others.unsqueeze(1), 0)", "clone()"
+    ),
+    "grouped_experts_unstacked": Mutation(
+        "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"
+    ),
+    "context_parallel_ranks_draw_tokens_each": Mutation(
+        "absorbed_mla/generation/ranks.py",
+        "        dist.broadcast(tokens, dist.get_global_rank(group, 0), group=group)",
+        "        pass",
+    ),
+    "divided_ranks_pad_steps_alone": Mutation(
+        "absorbed_mla/generation/host.py",
+        "use_mpu_process_groups(), ep=exchange.group)",
+        "use_mpu_process_groups())",
+    ),
+    "front_forgets_what_was_generated": Mutation(
+        "absorbed_mla/llm/front.py",
+        "self._tokens[rank][number] += len(progress.tokens)",
+        "pass",
+    ),
+    "seed_is_ignored": Mutation(
+        "absorbed_mla/generation/sampler.py",
+        "uniform(request.seed, position), params.min_p",
+        "uniform(0, position), params.min_p",
+    ),
+    "decode_loop_keeps_the_order_of_rows": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "        if former:\n            self._move(former, places)",
+        "        former = []",
+    ),
+    "decode_loop_moves_no_random_numbers": Mutation(
+        "absorbed_mla/generation/decode_loop/draws.py",
+        "            table[_RANDOM, self._sampled] = self._random\n            table[:, places]",
+        "            table[:, places]",
+    ),
+    "decode_loop_moves_no_records": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "members.move(*moved)", "pass"
+    ),
+    "decode_loop_takes_blocks_that_are_not_there": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "<= allocator.active_count:\n            return True",
+        "> 0:\n            return True",
+    ),
+    "decode_loop_hides_new_blocks": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "self._table_changed = True",
+        "self._table_changed = False",
+    ),
+    "decode_loop_attends_to_former_keys": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "lengths[:n] = positions + 1",
+        "lengths[:n] = positions",
+    ),
+    "decode_loop_admits_nobody": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "if may_admit(host):", "if False:"
+    ),
+    "decode_loop_overlooks_stop_words": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "or members.stops(listed)", "or False"
+    ),
+    "decode_loop_draws_too_early_stop_tokens": Mutation(
+        "absorbed_mla/generation/decode_loop/draws.py",
+        "self._own or self.changes or",
+        "self._own or",
+    ),
+    "decode_loop_forgets_the_clock": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
+    ),
+    "stop_string_shown_too_early": Mutation(
+        "absorbed_mla/llm/completion.py",
+        "self._text[: len(self._text) - self._held_back()]",
+        "self._text",
+    ),
+    "disconnected_client_goes_on": Mutation(
+        "absorbed_mla/llm/server/service.py",
+        "self._commands.put(_Abort([names[i] for i in running]))",
+        "            pass",
+    ),
+    "nobody_hears_of_the_death": Mutation(
+        "absorbed_mla/llm/server/service.py",
+        "            self._on_death()\n",
+        "",
+    ),
+    "any_key_opens": Mutation(
+        "absorbed_mla/llm/server/app.py",
+        """raise HTTPException(401, "the API key is missing or wrong")""",
+        "pass",
+    ),
+    "block_registered_twice": Mutation(
+        "absorbed_mla/generation/blocks.py",
+        "if known[i] != value",
+        "if True",
+    ),
+    "peer_hides_the_killed_rank": Mutation(
+        "absorbed_mla/llm/workers.py",
+        "        if ended:\n            self._die(ended[0])\n",
+        "",
+    ),
+}

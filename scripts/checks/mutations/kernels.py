@@ -1,0 +1,89 @@
+"""Kernels."""
+
+from __future__ import annotations
+
+from checks.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "grouped_experts_sums_of_other_ranks": Mutation(
+        "absorbed_mla/kernels/experts/sums.py", "mask=there & (place < end)", "mask=there"
+    ),
+    "grouped_experts_of_all_groups": Mutation(
+        "absorbed_mla/kernels/experts/choice.py",
+        "tl.where(taken[:, None], key",
+        "tl.where(there, key",
+    ),
+    "grouped_experts_order_of_tokens": Mutation(
+        "absorbed_mla/kernels/experts/order.py",
+        "other[None, :] < item[:, None]",
+        "other[None, :] > item[:, None]",
+    ),
+    "fp8_scale_of_first_group": Mutation(
+        "absorbed_mla/kernels/fp8_latents.py", "* scales[:, :, None]", "* scales[:, :1, None]"
+    ),
+    "fp8_chosen_keys_of_the_next_block": Mutation(
+        "absorbed_mla/kernels/dsa/forward.py",
+        "_, _, seen = keys_of_entries(entry, own, TOKENS)",
+        "_, _, seen = keys_of_entries(following, own, TOKENS)",
+    ),
+    "decode_reuses_a_stage_early": Mutation(
+        "absorbed_mla/kernels/hopper/paged_keys.py",
+        "            mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "",
+    ),
+    "decode_reads_behind_the_table": Mutation(
+        "absorbed_mla/kernels/hopper/paged_keys.py",
+        "gl.minimum(tile.key_start + block * KEYS + page, last)",
+        "tile.key_start + block * KEYS + page",
+    ),
+    "fp8_rows_reuse_a_stage_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "        mbarrier.wait(shared.right_empty.index(stage), parity)\n",
+        "        pass\n",
+    ),
+    "fp8_rows_scaled_by_the_first_group": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "gl.load(rows + first + column // GROUP)",
+        "gl.load(rows + first)",
+    ),
+    "fp8_rows_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_rows.py",
+        "gl.minimum(key, gl.maximum(tile.keys, 1) - 1)",
+        "key",
+    ),
+    "decode_splits_overlap": Mutation(
+        "absorbed_mla/kernels/paged/schedule.py",
+        "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)",
+        "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut - 1), mask=mine)",
+    ),
+    "decode_program_forgets_its_phase": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        blocks += count_blocks(tile)\n        tile = part.tile(index)\n",
+        "        tile = part.tile(index)\n",
+    ),
+    "decode_queries_loaded_early": Mutation(
+        "absorbed_mla/kernels/hopper/decode_kernel.py",
+        "        mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)\n",
+        "",
+    ),
+    "last_split_not_combined": Mutation(
+        "absorbed_mla/kernels/paged/schedule.py",
+        "tl.store(entry + 5, cuts + 1, mask=there)",
+        "tl.store(entry + 5, tl.maximum(cuts, 1), mask=there)",
+    ),
+    "unused_latents_not_cleared": Mutation(
+        "absorbed_mla/kernels/hopper/forward_shared.py",
+        "gl.where(row < count, part.load(layout), 0.0)",
+        "part.load(layout)",
+    ),
+    "parts_in_another_order": Mutation(
+        "absorbed_mla/kernels/invariant/matrix_product.py",
+        "            part = first + i\n",
+        "            part = parts - 1 - first - i\n",
+    ),
+    "weight_twice_in_the_norm": Mutation(
+        "absorbed_mla/kernels/invariant/rms_norm.py",
+        "scale * (grad - normed * (",
+        "scale * (grad - weight * normed * (",
+    ),
+}
