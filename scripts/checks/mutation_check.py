@@ -38,7 +38,7 @@ def pytest(paths: list[str], processes: int = 1) -> list[str]:
     command = [sys.executable, *(torchrun if processes > 1 else [])]
     command += ["-m", "pytest", "-x", "-q", "-W", "ignore", *paths]
     # The tests of the list above would notice whatever is broken.
-    return [*command, "--deselect", "tests/unit/project/test_mutations.py"]
+    return [*command, "--deselect", "tests/unit/scripts/checks/test_mutations.py"]
 
 
 SUITES = {

@@ -22,7 +22,7 @@ from checks import mutation_check
 from checks.mutations import MUTATIONS
 from checks.mutations.mutation import Mutation
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
