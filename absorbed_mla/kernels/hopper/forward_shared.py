@@ -30,7 +30,7 @@ class Shared:
         R: Width of k_rope.
         CHUNK: Columns of the latents that arrive together.
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
-        BY_THREADS: Whether threads write the keys, see ``keys_are_there``.
+        READER_FENCES: See ``keys_are_there``.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -51,10 +51,10 @@ class Shared:
     R: gl.constexpr
     CHUNK: gl.constexpr
     ROPE_LAYOUT: gl.constexpr
-    BY_THREADS: gl.constexpr
+    READER_FENCES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, BY_THREADS):
+    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES):
         (
             self.q_content,
             self.q_rope,
@@ -77,7 +77,7 @@ class Shared:
         self.R = gl.constexpr(R)
         self.CHUNK = gl.constexpr(CHUNK)
         self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
-        self.BY_THREADS = gl.constexpr(BY_THREADS)
+        self.READER_FENCES = gl.constexpr(READER_FENCES)
 
     @gluon.jit
     def probs(self, stage):
@@ -111,7 +111,7 @@ def allocate_blocks(
     CHUNK: gl.constexpr,
     LATENT_LAYOUT: gl.constexpr,
     ROPE_LAYOUT: gl.constexpr,
-    BY_THREADS: gl.constexpr,
+    READER_FENCES: gl.constexpr,
 ):
     """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
 
@@ -123,7 +123,7 @@ def allocate_blocks(
         CHUNK: Columns of the latents that arrive together.
         LATENT_LAYOUT: Of [64, 1, columns of the latents].
         ROPE_LAYOUT: Of [64, 1, R].
-        BY_THREADS: Whether threads write the keys, not tensor maps.
+        READER_FENCES: See ``keys_are_there``.
     """
     dtype: gl.constexpr = q_content.dtype
     CHUNKS: gl.constexpr = C // CHUNK
@@ -148,7 +148,7 @@ def allocate_blocks(
         new_barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, BY_THREADS)
+    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES)
 
 
 @gluon.jit
@@ -171,11 +171,11 @@ def chunk_full(shared, stage, column: gl.constexpr):
 def keys_are_there(shared, full, parity):
     """Wait for keys that products are to read.
 
-    What threads have written needs a fence between the writes and the products. It is here, not
-    where they write: there it would wait for all that these threads have under way from memory.
+    What threads have written needs a fence before the products. Where these threads have loads
+    under way, for which a fence of theirs would wait, the readers fence.
     """
     mbarrier.wait(full, parity)
-    if shared.BY_THREADS:
+    if shared.READER_FENCES:
         fence_async_shared()
 
 

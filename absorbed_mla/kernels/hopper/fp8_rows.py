@@ -25,7 +25,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     new_barriers,
 )
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
-from absorbed_mla.kernels.hopper.sparse_forward_kernel import announce
+from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
 
 LOAD_WARPS = gl.constexpr(4)
@@ -218,11 +218,18 @@ def _write(shared, read, stage, parity, part: gl.constexpr):
         place = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, SWIZZLED, dim=1)
         place.store(_decoded(read, place.dtype))
         if (column + SWIZZLED) % shared.CHUNK == 0:
-            announce(chunk_full(shared, stage, column))
+            _announce(chunk_full(shared, stage, column))
     else:
         place = shared.k_rope(stage).reshape([KEYS, shared.R])
         place.store(_widened(read[0], place.dtype))
-        announce(shared.rope_full.index(stage))
+        _announce(shared.rope_full.index(stage))
+
+
+@gluon.jit
+def _announce(full):
+    """Tell the score role, which fences, what the role's warps have written."""
+    synchronize()
+    mbarrier.arrive(full)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ soon as the products leave room. Rows that are no key are zeros.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
@@ -90,7 +90,8 @@ def gather_columns(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, 
 
 @gluon.jit
 def announce(full):
-    """Tell the other roles, who fence, that the role's warps have copied it."""
+    """Let the products of the other roles see what the role's warps have copied."""
+    fence_async_shared()
     synchronize()
     mbarrier.arrive(full)
 
@@ -169,7 +170,7 @@ def attend_sparse_forward(
     tile = read_sparse_tile(lists, 0, length, queries, batches, heads, HEADS)
     layout: gl.constexpr = block_layout(C)
     rope_layout: gl.constexpr = block_layout(R)
-    shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, True)
+    shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, False)
     strides = latent_s, latent_b, rope_s, rope_b
     entry = tile.batch // splits
     gl.warp_specialize(

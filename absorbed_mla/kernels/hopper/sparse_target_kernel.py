@@ -186,7 +186,6 @@ def _sum_role(tile, shared, lse, out, shape, scale, NUMBER: gl.constexpr):
         rope = shared.rope.index(stage).slice(FIRST, COLUMNS, dim=0)
         s = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         mbarrier.wait(shared.full.index(stage), block // _STAGES & 1)
-        fence_async_shared()  # as in keys_are_there
         s = warpgroup_mma(q_content, content.permute((1, 0)), s, use_acc=False, is_async=True)
         s = warpgroup_mma(q_rope, rope.permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
