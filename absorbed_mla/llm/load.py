@@ -10,11 +10,9 @@ import argparse
 import dataclasses
 import json
 import logging
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -24,26 +22,17 @@ from absorbed_mla.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.data_parallel_attention.model import (
     divide_layers,
     divide_vocabulary,
-    exchange_of,
 )
 from absorbed_mla.experts.layer import group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
-from absorbed_mla.llm.whole_names import whole_names
+from absorbed_mla.llm.weights import set_weights
 from absorbed_mla.log_once import log_once
 from absorbed_mla.options import AbsorbedMLAOptions
 from checkpoint_conversion.formats import open_checkpoint
 from checkpoint_conversion.formats.base import Checkpoint
-from checkpoint_conversion.formats.legacy import as_mapped
-from checkpoint_conversion.layouts import (
-    MegatronLayout,
-    laid_out_tensors,
-    tensor_parallel_rule,
-    with_padding,
-)
-from checkpoint_conversion.lazy_tensor import LazyTensor, ReadSession, concat
-from checkpoint_conversion.mapping import to_megatron, without_mtp_layers
+from checkpoint_conversion.mapping import without_mtp_layers
 from checkpoint_conversion.megatron_args import to_megatron_args
 from checkpoint_conversion.model import DTYPES, ModelConfig
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
@@ -167,7 +156,7 @@ def load_model(checkpoint: Checkpoint, options: LLMOptions, device: torch.device
     if dtype != torch.float32:
         # Rounds the parameters, except those that Megatron keeps in fp32.
         model = Float16Module(megatron_config, model).module
-    _load_weights(model, config, tensors)
+    set_weights(model, config, tensors)
     return model.eval()
 
 
@@ -309,99 +298,3 @@ def _build(
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     return model if exchange is None else divide_vocabulary(model, exchange)
-
-
-@torch.no_grad()
-def _load_weights(model: GPTModel, config: ModelConfig, tensors: dict[str, LazyTensor]) -> None:
-    """Set every weight of this rank's model.
-
-    Args:
-        model: Its weights are set in place.
-        config: Of the whole model.
-        tensors: Under Hugging Face's names.
-
-    Raises:
-        CheckpointError: If the tensors do not fit the config.
-    """
-    state = whole_names(model, model.state_dict()).items()
-    # Live MTP layers have another name than those of checkpoints.
-    own = {as_mapped(name): v for name, v in state if not name.endswith("_extra_state")}
-    mapped = to_megatron(tensors, config)
-    if config.tied_embeddings:
-        # The last of several stages has a copy under this name.
-        mapped["output_layer.weight"] = mapped["embedding.word_embeddings.weight"]
-    exchange = exchange_of(model)
-    group = parallel_state.get_model_parallel_group() if exchange is None else exchange.group
-    whole = _in_layout_of(own, mapped, config, group)
-    whole = with_padding(whole, model.vocab_size)
-    for name, weight in own.items():
-        place = _place(name, exchange)
-        share = _share(name, whole[name], tuple(weight.shape), *place)
-        with ReadSession() as session:
-            weight.copy_(share.load(session))
-
-
-def _in_layout_of(
-    own: Collection[str],
-    tensors: dict[str, LazyTensor],
-    config: ModelConfig,
-    group: dist.ProcessGroup,
-) -> dict[str, LazyTensor]:
-    """Whole tensors under the names of a live model.
-
-    Args:
-        own: Names of the model's weights.
-        tensors: All weights under Megatron's names, in the default layout.
-        config: Of the model.
-        group: Ranks that share the model.
-    """
-    choices = MegatronLayout.recognise(own).choices
-    named: dict[str, LazyTensor] = {}
-    # With TransformerEngine's layers, the norm of the MLP is fused and those of our attention not.
-    for norms in ("separate", "fused"):
-        named |= laid_out_tensors(tensors, MegatronLayout(**{**choices, "norms": norms}), config)
-    found = {name: named[name] for name in own}
-    used = frozenset[str]().union(*(tensor.leaves for tensor in found.values()))
-    used = _of_all_ranks(used, group)
-    unused = frozenset[str]().union(*(tensor.leaves for tensor in tensors.values())) - used
-    assert not unused, f"the model has no place for {sorted(unused)}"
-    return found
-
-
-def _of_all_ranks(names: frozenset[str], group: dist.ProcessGroup) -> frozenset[str]:
-    """Names on any rank of a group."""
-    found: list[frozenset[str]] = [names] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(found, names, group=group)
-    return frozenset[str]().union(*found)
-
-
-def _place(name: str, exchange: TokenExchange | None) -> tuple[int, int]:
-    """This rank's number among those that share a weight, and how many they are.
-
-    With data-parallel attention, whose own weights are whole, it is that among those that divide
-    the others.
-    """
-    if ".experts." in name:
-        return (
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-    if exchange is not None:
-        return exchange.rank, exchange.size
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-
-
-def _share(name: str, tensor: LazyTensor, shape: Sequence[int], rank: int, size: int) -> LazyTensor:
-    """A rank's share, of ``shape``, of a whole tensor."""
-    rule = tensor_parallel_rule(name)
-    if tensor.shape == shape or rule is None:
-        return tensor
-    # Local layers cut down-projections by rows, TransformerEngine's do not cut them.
-    dim = 0 if rule.dim is None else rule.dim
-    whole = sum(rule.stacked)
-    sizes = [tensor.shape[dim] * part // whole for part in rule.stacked]
-    return concat([part.chunk(size, dim)[rank] for part in tensor.split(sizes, dim)], dim)
