@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.serving import ServingReport
-from benchmarks.serving import table as rows_table
+from benchmarks.served.report import ServingReport
+from benchmarks.served.report import table as rows_table
 
 
 def table(docs: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.kit.report import Times
-from benchmarks.serving import ServingReport
+from benchmarks.served.report import ServingReport
 from checks.performance.row import Row, by_input
 
 _PEERS = {"ours": "vllm", "ours-server": "vllm-server"}

@@ -13,8 +13,9 @@ from absorbed_mla.llm.server import cli
 from benchmarks.served import contenders, streams
 from benchmarks.served.burst import Burst, Timeline, percentile
 from benchmarks.served.model import token_bytes, write_model, write_tokenizer
+from benchmarks.served.report import Case, Row, ServingReport, Size, table
 from benchmarks.served.settings import Settings
-from benchmarks.serving import Case, Row, ServingBenchmark, ServingReport, Size, settings, table
+from benchmarks.serving import ServingBenchmark, settings
 from benchmarks.synthetic_checkpoint.models import Choice
 from tests.support import needs
 from tests.support.llm import serving
