@@ -45,25 +45,23 @@ The last line of the output is JSON.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from absorbed_mla.options import PAGED_ATTENTION_BACKENDS
+from benchmarks.decode_cases import FAST, IMPLEMENTATIONS, LENGTHS, Case
+from benchmarks.decode_report import DecodeReport, Ratio, Row
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes
-from benchmarks.kit.plot import Panel, collected
-from benchmarks.kit.report import Refused, Report, Times, reason
+from benchmarks.kit.report import Refused, Times, reason
 from benchmarks.kit.run import Benchmark
 from benchmarks.peers.decode import PEERS, Attend, Inputs
 from console.parser import Parser
@@ -76,113 +74,11 @@ if TYPE_CHECKING:
 
 _WIDTHS = ("kv-lora-rank", "qk-pos-emb-head-dim")
 _PACKAGES = ("flash-mla", "flashinfer-python", "vllm")
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
 # More than any L2 cache.
 _FLUSHED_BYTES = 256 * 2**20
 
-OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "auto")
-_FP8 = ", fp8"
-OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("hopper", "reference", "triton"))
-IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
 # The peer of ratios.
 _PEER = "FlashMLA"
-# The shortest of drawn requests.
-_LEAST_KEYS = 64
-# The reference takes too long at the sizes that are measured on a GPU.
-FAST = tuple(name for name in IMPLEMENTATIONS if "reference" not in name)
-
-
-def _spaced(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    step = (kv - new) / batch
-    lengths = [kv - int(number * step) for number in range(batch)]
-    draw.shuffle(lengths)
-    return lengths
-
-
-def _uniform(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    return [draw.randint(min(_LEAST_KEYS, kv), kv) for _ in range(batch)]
-
-
-def _exponential(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    drawn = [int(draw.expovariate(8 / kv)) for _ in range(batch)]
-    return [min(max(keys, _LEAST_KEYS), kv) for keys in drawn]
-
-
-def _one_long(draw: random.Random, batch: int, kv: int, new: int) -> list[int]:
-    lengths = [kv] + [kv // 64] * (batch - 1)
-    draw.shuffle(lengths)
-    return lengths
-
-
-# Numbers of keys of a batch, by name; see the description.
-LENGTHS: dict[str, Callable[[random.Random, int, int, int], list[int]]] = {
-    "equal": lambda draw, batch, kv, new: [kv] * batch,
-    "spaced": _spaced,
-    "uniform": _uniform,
-    "exponential": _exponential,
-    "one_long": _one_long,
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Requests, and whose attention.
-
-    Attributes:
-        implementation: One of :data:`IMPLEMENTATIONS`.
-        heads: Of one rank.
-        batch: Requests.
-        kv: Keys of each request, or at most, new tokens included.
-        query_length: New tokens of each.
-        block_size: Tokens in a block of the cache.
-        lengths: How many keys the requests have, one of :data:`LENGTHS`.
-    """
-
-    implementation: str
-    heads: int
-    batch: int
-    kv: int
-    query_length: int
-    block_size: int
-    lengths: str = "equal"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.implementation} n={self.heads} b={self.batch} kv={self.keys} "
-            f"s_q={self.query_length} block={self.block_size}"
-        )
-
-    @property
-    def input(self) -> tuple[int | str, ...]:
-        """What cases that are compared have in common."""
-        return self.heads, self.batch, self.keys, self.query_length, self.block_size
-
-    @property
-    def keys(self) -> str:
-        """``kv`` for people; ``"spaced<=8192"`` where not all requests have so many."""
-        return str(self.kv) if self.lengths == "equal" else f"{self.lengths}<={self.kv}"
-
-    @property
-    def kv_lengths(self) -> list[int]:
-        """Keys of each request, new tokens included; the same for the same case."""
-        draw = random.Random(self.batch)
-        lengths = LENGTHS[self.lengths](draw, self.batch, self.kv, self.query_length)
-        return [max(keys, self.query_length) for keys in lengths]
-
-    def flops(self, content: int, rope: int) -> float:
-        """Of scores and values; a token sees its request's keys up to its own."""
-        new = self.query_length
-        pairs = sum(self.kv_lengths) * new - self.batch * (new * (new - 1) / 2)
-        return self.heads * pairs * 2 * (2 * content + rope)
-
-    def latent_bytes(self, content: int, rope: int, itemsize: int) -> int:
-        """Of all keys, read once."""
-        row = (content + rope) * itemsize
-        if self.implementation.endswith(_FP8):
-            from absorbed_mla.fp8_latents import Fp8Latents
-
-            row = Fp8Latents(content, rope).row_bytes
-        return sum(self.kv_lengths) * row
 
 
 def cases(args: argparse.Namespace, device: str) -> list[Case]:
@@ -202,101 +98,6 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
         for implementation in implementations
     ]
     return arguments.chosen(found, args.only)
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Times divided by the peer's of the same turns: the median, and the outer tenths' bounds."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, own: Sequence[float], peer: Sequence[float]) -> Ratio:
-        """Of at least two turns, or of one without a spread."""
-        ratios = [a / b for a, b in zip(own, peer, strict=True)]
-        tenths = quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
-        return cls(median(ratios), tenths[0], tenths[-1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case, or why there are no figures of it.
-
-    Attributes:
-        case: What was measured.
-        times: Of one call; None if it was not measured.
-        graph: Whether the call was a CUDA graph.
-        difference: Relative difference of the output from the reference's in fp32.
-        ratio: To FlashMLA; None for itself, or if it was not measured.
-        error: Empty, or why figures are missing.
-    """
-
-    case: Case
-    times: Times | None = None
-    graph: bool = False
-    difference: float | None = None
-    ratio: Ratio | None = None
-    error: str = ""
-
-
-class DecodeReport(Report):
-    """One run."""
-
-    row = Row
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """Microseconds, TFLOP/s, TB/s of latents read, difference, and the ratio to FlashMLA."""
-        assert row.times is not None
-        content, rope = self.environment["widths"]
-        itemsize = _ITEMSIZE[self.environment["dtype"]]
-        duration = row.times.median
-        ratio = row.ratio
-        beside = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high} if ratio else {}
-        return {
-            "us": round(duration * 1e6, 2),
-            "tflops": row.case.flops(content, rope) / duration / 1e12,
-            "tbps": row.case.latent_bytes(content, rope, itemsize) / duration / 1e12,
-            "graph": row.graph,
-            "difference": row.difference,
-            **beside,
-        }
-
-    @classmethod
-    def notes(cls, reports: Sequence[DecodeReport]) -> list[str]:
-        """The ceilings of each device."""
-        return [
-            f"{report.environment['device']}: product {reached['matmul_tflops']:.3g} TFLOP/s, "
-            f"copy {reached['copy_tbps']:.3g} TB/s"
-            for report in reports
-            for reached in (report.environment["ceilings"],)
-        ]
-
-    @classmethod
-    def panels(cls, reports: Sequence[DecodeReport]) -> list[Panel]:
-        """TFLOP/s, and TB/s of latents, with the ceilings, over the batch."""
-        rates = []
-        for rate, unit, ceiling in (
-            ("tflops", "TFLOP/s", "matmul_tflops"),
-            ("tbps", "TB/s", "copy_tbps"),
-        ):
-            points = (
-                (
-                    f"n={case.heads} kv={case.keys} s_q={case.query_length} "
-                    f"block={case.block_size} [{unit}]",
-                    case.implementation,
-                    case.batch,
-                    report.figures(row)[rate],
-                )
-                for report in reports
-                for row in report.measured
-                for case in (row.case,)
-            )
-            levels = {ceiling: reports[0].environment["ceilings"][ceiling]}
-            rates.append(collected(points, "batch", levels=levels))
-        # Both rates of the same requests beside each other.
-        return [panel for pair in zip(*rates) for panel in pair]
 
 
 class DecodeBenchmark(Benchmark):
@@ -419,7 +220,7 @@ class DecodeBenchmark(Benchmark):
         """
         from benchmarks.kit.timing import Repeated
 
-        if case.implementation.endswith(_FP8):
+        if case.over_fp8:
             inputs, expected = self._over_fp8(inputs)
         attend = self._build(case, inputs)
         out = attend().float()
@@ -437,7 +238,7 @@ class DecodeBenchmark(Benchmark):
             if not self.on_gpu:
                 raise Refused("it needs a GPU")
             return PEERS[case.implementation](inputs)
-        name = case.implementation.removeprefix("ours, ").removesuffix(_FP8)
+        name = case.backend
         request = PagedRequest(
             self.device,
             self.dtype,
@@ -445,7 +246,7 @@ class DecodeBenchmark(Benchmark):
             self.content,
             self.rope,
             case.block_size,
-            latent_cache_dtype="fp8" if case.implementation.endswith(_FP8) else "model",
+            latent_cache_dtype="fp8" if case.over_fp8 else "model",
         )
         try:
             backend = choose(name, request)

@@ -11,15 +11,9 @@ import pytest
 import torch
 
 from absorbed_mla.inference.backends.reference import paged_reference
-from benchmarks.decode import (
-    IMPLEMENTATIONS,
-    OURS,
-    Case,
-    DecodeBenchmark,
-    DecodeReport,
-    Ratio,
-    cases,
-)
+from benchmarks.decode import DecodeBenchmark, cases
+from benchmarks.decode_cases import IMPLEMENTATIONS, OURS, Case
+from benchmarks.decode_report import DecodeReport, Ratio
 from benchmarks.kit.report import Refused
 from benchmarks.peers import decode as decode_peers
 from benchmarks.peers import libraries
