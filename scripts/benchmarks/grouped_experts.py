@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.fusions import FusionsReport
+from benchmarks.fusions import Row as FusionsRow
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes
-from benchmarks.kit.report import Report
 from benchmarks.kit.run import Benchmark
-from benchmarks.kit.tables import markdown_table
-from benchmarks.together import Measured, Work, measure_together
+from benchmarks.together import Work, measure_together
 from console.parser import Parser
 from console.script import leave
 
@@ -63,47 +63,16 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One case with its works, or with the error that prevented all of them."""
+class Row(FusionsRow):
+    """One part, by PyTorch and by us."""
 
     case: Case
-    works: list[Measured] = field(default_factory=list)
-    error: str = ""
 
 
-class ExpertsReport(Report):
+class ExpertsReport(FusionsReport):
     """One run."""
 
     row = Row
-
-    def figures(self, row: Row) -> dict[str, float]:
-        """Of all works, by work and name."""
-        numbers = ((work.name, work.numbers().items()) for work in row.works)
-        return {f"{name} {what}": value for name, found in numbers for what, value in found}
-
-    def line(self, row: Row) -> str:
-        """A row in one line."""
-        steps = [f"{w.name} {w.numbers()['forward_us']:.1f} us" for w in row.works if not w.error]
-        return super().line(row) if row.error else f"{row.case}: {', '.join(steps)}"
-
-    @classmethod
-    def notes(cls, reports: Sequence[ExpertsReport]) -> list[str]:
-        """A table of all works, and why some have no figures."""
-        lines, errors = [], []
-        for report in reports:
-            for row in report.measured:
-                for work in row.works:
-                    if work.error:
-                        errors.append(f"- {row.case}, {work.name}: {work.error}")
-                        continue
-                    found = work.numbers()
-                    rate = f"{found['forward_tbps']:.2f}" if found.get("forward_tbps") else ""
-                    figures = f"{found['forward_us']:.1f}", f"{found['host_us']:.1f}", rate
-                    different = f"{found.get('difference', 0):.1e}"
-                    lines.append([str(row.case), work.name, *figures, different])
-        head = ("case", "work", "us", "host us", "TB/s", "difference")
-        table = markdown_table(head, lines, ("case", "work")) if lines else ""
-        return [table, "\n".join(errors)]
 
 
 @dataclass(frozen=True)
