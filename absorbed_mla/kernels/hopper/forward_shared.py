@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
+from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 # Blocks of keys in shared memory: the one in a stage, and in stage ^ 1 the next.
@@ -99,7 +100,7 @@ def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr
     LATENT_LAYOUT: gl.constexpr = latent.layout
     ROPE_LAYOUT: gl.constexpr = k_rope.layout
     CHUNK: gl.constexpr = latent.block_shape[2]
-    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT, False)
+    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT)
 
 
 @gluon.jit
@@ -111,7 +112,7 @@ def allocate_blocks(
     CHUNK: gl.constexpr,
     LATENT_LAYOUT: gl.constexpr,
     ROPE_LAYOUT: gl.constexpr,
-    READER_FENCES: gl.constexpr,
+    READER_FENCES: gl.constexpr = False,
 ):
     """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
 
@@ -177,6 +178,15 @@ def keys_are_there(shared, full, parity):
     mbarrier.wait(full, parity)
     if shared.READER_FENCES:
         fence_async_shared()
+
+
+@gluon.jit
+def announce(full, READER_FENCES: gl.constexpr = False):
+    """Tell the other roles what the role's warps have written; see ``keys_are_there``."""
+    if not READER_FENCES:
+        fence_async_shared()
+    synchronize()
+    mbarrier.arrive(full)
 
 
 @gluon.jit

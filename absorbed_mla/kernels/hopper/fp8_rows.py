@@ -21,11 +21,11 @@ from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import (
     STAGES,
     allocate_blocks,
+    announce,
     chunk_full,
     new_barriers,
 )
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
-from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
 
 LOAD_WARPS = gl.constexpr(4)
@@ -218,18 +218,11 @@ def _write(shared, read, stage, parity, part: gl.constexpr):
         place = half.index(stage).reshape([KEYS, HALF]).slice(column % HALF, SWIZZLED, dim=1)
         place.store(_decoded(read, place.dtype))
         if (column + SWIZZLED) % shared.CHUNK == 0:
-            _announce(chunk_full(shared, stage, column))
+            announce(chunk_full(shared, stage, column), shared.READER_FENCES)
     else:
         place = shared.k_rope(stage).reshape([KEYS, shared.R])
         place.store(_widened(read[0], place.dtype))
-        _announce(shared.rope_full.index(stage))
-
-
-@gluon.jit
-def _announce(full):
-    """Tell the score role, which fences, what the role's warps have written."""
-    synchronize()
-    mbarrier.arrive(full)
+        announce(shared.rope_full.index(stage), shared.READER_FENCES)
 
 
 @gluon.jit

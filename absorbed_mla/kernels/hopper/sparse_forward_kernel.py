@@ -10,7 +10,7 @@ soon as the products leave room. Rows that are no key are zeros.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
@@ -20,7 +20,12 @@ from absorbed_mla.kernels.hopper.forward_kernel import (
     store_half,
 )
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate_blocks, chunk_full
+from absorbed_mla.kernels.hopper.forward_shared import (
+    STAGES,
+    allocate_blocks,
+    announce,
+    chunk_full,
+)
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
     accumulator_layout,
@@ -28,7 +33,6 @@ from absorbed_mla.kernels.hopper.layouts import (
     row_layout,
 )
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
-from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
 
 # Registers of each thread of a role, as in forward_kernel.py; the score role gets 232.
@@ -86,14 +90,6 @@ def gather_columns(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, 
         place = target.slice(column + part, WIDTH, dim=1)
         async_copy.async_copy_global_to_shared(place, source + part + offset, mask=there[:, None])
     async_copy.commit_group()
-
-
-@gluon.jit
-def announce(full):
-    """Let the products of the other roles see what the role's warps have copied."""
-    fence_async_shared()
-    synchronize()
-    mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -170,7 +166,7 @@ def attend_sparse_forward(
     tile = read_sparse_tile(lists, 0, length, queries, batches, heads, HEADS)
     layout: gl.constexpr = block_layout(C)
     rope_layout: gl.constexpr = block_layout(R)
-    shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, False)
+    shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout)
     strides = latent_s, latent_b, rope_s, rope_b
     entry = tile.batch // splits
     gl.warp_specialize(

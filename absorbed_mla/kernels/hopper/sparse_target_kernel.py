@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
+from absorbed_mla.kernels.hopper.forward_shared import announce, new_barriers
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
     accumulator_layout,
@@ -43,7 +43,6 @@ from absorbed_mla.kernels.hopper.layouts import (
 )
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import (
     LOAD_WARPS,
-    announce,
     gather_columns,
 )
 from absorbed_mla.kernels.hopper.sparse_tile import key_of, read_sparse_tile
