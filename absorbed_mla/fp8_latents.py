@@ -82,20 +82,23 @@ class Fp8Latents:
         return -(-self.kv_lora_rank // GROUP)
 
     @property
+    def used_bytes(self) -> int:
+        """Of a row; those behind them are zero."""
+        return self.kv_lora_rank + self.num_scales * _SCALE_BYTES + self.rope * _ROPE_BYTES
+
+    @property
     def row_bytes(self) -> int:
         """Width of a row."""
-        used = self.kv_lora_rank + self.num_scales * _SCALE_BYTES + self.rope * _ROPE_BYTES
-        return -(-used // _ALIGNMENT) * _ALIGNMENT
+        return -(-self.used_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def parts(self, rows: Tensor) -> Fp8Parts:
         """Views of rows, uint8 [..., row_bytes] of any strides that are multiples of 16."""
         assert rows.dtype == torch.uint8 and rows.shape[-1] == self.row_bytes
         scales = self.kv_lora_rank + self.num_scales * _SCALE_BYTES
-        k_rope = scales + self.rope * _ROPE_BYTES
         return Fp8Parts(
             rows[..., : self.kv_lora_rank],
             rows[..., self.kv_lora_rank : scales].view(torch.float32),
-            rows[..., scales:k_rope].view(torch.bfloat16),
+            rows[..., scales : self.used_bytes].view(torch.bfloat16),
         )
 
     def like(self, kv: Tensor) -> Tensor:
@@ -110,6 +113,8 @@ class Fp8Latents:
         Values are rounded to nearest, ties to even.
         """
         rows = kv.new_empty(*kv.shape[:-1], self.row_bytes, dtype=torch.uint8)
+        if self.used_bytes < self.row_bytes:  # not at DeepSeek's widths
+            rows[..., self.used_bytes :].zero_()
         if kv.is_cuda:
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.fp8_latents import encode

@@ -46,13 +46,13 @@ class ChoosingRouter(TopKRouter):
         if self.training:
             raise ValueError("grouped experts are for inference: call model.eval() first")
         assert padding_mask is None, "for training"
-        config = self.config
+        config, logits = self.config, logits.flatten(0, -2)
         if logits.is_cuda and self.router_replay is None and self._is_one_pass():
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.choice import choose_experts
 
             return choose_experts(
-                logits.flatten(0, -2),
+                logits,
                 self.topk,
                 softmax=self.score_function == "softmax",
                 bias=self.expert_bias,
@@ -61,7 +61,7 @@ class ChoosingRouter(TopKRouter):
                 scale=config.moe_router_topk_scaling_factor,
             )
         return topk_routing_with_score_function(
-            logits.flatten(0, -2),
+            logits,
             self.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups,

@@ -19,10 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
-from absorbed_mla.data_parallel_attention.model import (
-    divide_layers,
-    divide_vocabulary,
-)
+from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
 from absorbed_mla.experts.layer import group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators

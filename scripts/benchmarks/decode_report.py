@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 
 from benchmarks.decode_cases import Case
+from benchmarks.kit import provenance
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report, Times
 
@@ -75,12 +76,7 @@ class DecodeReport(Report):
     @classmethod
     def notes(cls, reports: Sequence[DecodeReport]) -> list[str]:
         """The ceilings of each device."""
-        return [
-            f"{report.environment['device']}: product {reached['matmul_tflops']:.3g} TFLOP/s, "
-            f"copy {reached['copy_tbps']:.3g} TB/s"
-            for report in reports
-            for reached in (report.environment["ceilings"],)
-        ]
+        return [provenance.ceilings_reached(report.environment) for report in reports]
 
     @classmethod
     def panels(cls, reports: Sequence[DecodeReport]) -> list[Panel]:

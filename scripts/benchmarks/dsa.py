@@ -125,12 +125,7 @@ class DSAReport(Report):
     @classmethod
     def notes(cls, reports: Sequence[DSAReport]) -> list[str]:
         """The ceilings of each device."""
-        return [
-            f"{report.environment['device']}: product {reached['matmul_tflops']:.3g} TFLOP/s, "
-            f"copy {reached['copy_tbps']:.3g} TB/s"
-            for report in reports
-            for reached in (report.environment["ceilings"],)
-        ]
+        return [provenance.ceilings_reached(report.environment) for report in reports]
 
     @classmethod
     def panels(cls, reports: Sequence[DSAReport]) -> list[Panel]:

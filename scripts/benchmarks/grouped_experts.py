@@ -84,8 +84,6 @@ class Inputs:
         bias: [E] fp32.
         chosen: Int64 [T, K].
         rows: [T * K, H].
-        into: Weights [E, 2 F, H].
-        out_of: Weights [E, H, F].
         gate_and_up: [T * K, 2 F].
         inner: [T * K, F].
         probs: [T * K] fp32.
@@ -95,8 +93,6 @@ class Inputs:
     bias: Tensor
     chosen: Tensor
     rows: Tensor
-    into: Tensor
-    out_of: Tensor
     gate_and_up: Tensor
     inner: Tensor
     probs: Tensor
@@ -181,8 +177,6 @@ class ExpertsBenchmark(Benchmark):
             random(args.experts).float() / 8,
             torch.topk(logits, args.topk).indices,
             random(rows, width),
-            self._weights_into,
-            self._weights_out_of,
             random(rows, 2 * channels),
             random(rows, channels),
             random(rows).float().abs(),
@@ -244,10 +238,10 @@ class ExpertsBenchmark(Benchmark):
         return {"torch": (lambda: sort(chosen, experts), places), "ours": (ours, places)}
 
     def _into(self, inputs: Inputs) -> dict[str, tuple]:
-        return self._products(inputs, inputs.rows, inputs.into)
+        return self._products(inputs, inputs.rows, self._weights_into)
 
     def _out_of(self, inputs: Inputs) -> dict[str, tuple]:
-        return self._products(inputs, inputs.inner, inputs.out_of)
+        return self._products(inputs, inputs.inner, self._weights_out_of)
 
     def _products(self, inputs: Inputs, x: Tensor, weights: Tensor) -> dict[str, tuple]:
         from absorbed_mla.experts.product import of_many_rows

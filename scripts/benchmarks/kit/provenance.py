@@ -68,6 +68,15 @@ def sentence(about: dict) -> str:
     return measured + "; ".join(filter(None, [*facts, _fact("", about["versions"])])) + "."
 
 
+def ceilings_reached(about: dict) -> str:
+    """The ceilings of the device, as ``timing.ceilings`` found them."""
+    reached = about["ceilings"]
+    return (
+        f"{about['device']}: product {reached['matmul_tflops']:.3g} TFLOP/s, "
+        f"copy {reached['copy_tbps']:.3g} TB/s"
+    )
+
+
 def _fact(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(_fact(f"{key}", one) for key, one in value.items())

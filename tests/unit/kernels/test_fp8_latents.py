@@ -10,7 +10,7 @@ import torch
 from absorbed_mla import fp8_latents
 from absorbed_mla.fp8_latents import E4M3, Fp8Latents
 from absorbed_mla.inference.backends.reference import paged_reference
-from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
 from tests.support.paged import PagedCase, fp8_inputs, naive
 from tests.support.refusal import refusal
 from tests.unit.kernels.paged import (
@@ -78,6 +78,14 @@ class TestRows:
         bound = torch.maximum(kv[:, :width].abs() * 2**-4, scales * 2**-10) * (1 + 1e-5)
         assert ((found - kv)[:, :width].abs() <= bound).all()
         assert torch.equal(found[:, width:], kv[:, width:].bfloat16().double())
+
+    def test_nothing_else_is_in_a_row(self):
+        """What it begins with, here 255 in every byte as PyTorch fills it, is gone."""
+        latents, kv = Fp8Latents(24, 8), latents_of(24, 8)
+        with determinism(True):
+            rows = latents.encode(kv)
+        assert latents.used_bytes == 24 + 4 + 16 < latents.row_bytes == 48
+        assert not rows[:, 44:].any() and torch.equal(rows, latents.encode(kv))
 
     def test_zeros_and_what_is_no_number(self):
         """Nothing hides a NaN or an infinity; other groups and other tokens are as they were."""

@@ -11,7 +11,7 @@ from benchmarks import grouped_experts
 from benchmarks.grouped_experts import KINDS, ExpertsBenchmark, ExpertsReport
 from benchmarks.kit import processes
 from tests.support.backends import triton_interpreter
-from tests.unit.scripts.benchmarks.test_invariant_products import OneCPU
+from tests.support.one_cpu import OneCPU
 
 with triton_interpreter():
     import absorbed_mla.kernels.experts.choice

@@ -12,28 +12,12 @@ from benchmarks.invariant_products import Case, ProductBenchmark, ProductReport,
 from benchmarks.kit import processes
 from benchmarks.kit.report import Times
 from tests.support.backends import multiply_in_one_order, triton_interpreter
+from tests.support.one_cpu import OneCPU
 
 with triton_interpreter():
     import absorbed_mla.kernels.invariant.matrix_product  # noqa: F401
 
 TINY = "--device cpu --works 40x33 --rows 1,70 --seconds-per-row 0.01"
-
-
-class OneCPU:
-    """In place of ``Processes``, without process groups."""
-
-    on_gpu, dtype, device = False, torch.float32, torch.device("cpu")
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
-    def synchronize(self) -> None:
-        pass
-
-    leave = synchronize
 
 
 @pytest.fixture(autouse=True)

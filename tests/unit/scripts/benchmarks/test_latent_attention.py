@@ -18,6 +18,7 @@ from benchmarks.kit import processes
 from benchmarks.kit.report import Times
 from benchmarks.latent_attention import Case, LatentBenchmark, LatentReport, Row
 from benchmarks.peers import libraries
+from tests.support.one_cpu import OneCPU
 
 TINY = (
     "--device cpu --heads 2 --seq-lens 40 --kv-lora-rank 16 --qk-pos-emb-head-dim 8 "
@@ -31,26 +32,6 @@ def attend_as_the_peer(q, k, v, qv, scale, *, cu_seqlens, cu_seqlens_k, max_seql
     inputs = AttentionInputs(qv[:, None], q[:, None], v[:, None], k, None)
     rules = ScoreRules(scale=scale, spans=(Span(0, len(q), 0, len(q), 0),))
     return reference_forward(inputs, rules).out[:, 0]
-
-
-class OneCPU:
-    """In place of ``Processes``, without process groups."""
-
-    on_gpu, dtype, device = False, torch.float32, torch.device("cpu")
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator()
-
-    def reseed(self, seed: int) -> None:
-        self._generator.manual_seed(seed)
-
-    def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
-    def synchronize(self) -> None:
-        pass
-
-    leave = synchronize
 
 
 @pytest.fixture(autouse=True)
