@@ -297,9 +297,10 @@ class Engine:
             return None
         config = self.model.config
         graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
-        # Collectives in a graph of a whole step have not been tried.
-        alone = parallel_state.get_model_parallel_group().size() == 1
-        graphs = graphs and alone and torch.cuda.is_available()
+        # Ranks that hold one model together run the same steps: they capture and replay together.
+        # Context-parallel ones wait for the first of them to draw; stages have no graphs at all.
+        one = parallel_state.get_context_parallel_world_size() == 1
+        graphs = graphs and one and torch.cuda.is_available()
         return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs)
 
     def reseed(self, seed: int) -> None:
