@@ -67,6 +67,27 @@ def softmax(shared, s, top, total, stage, scale):
     Returns:
         The new top and total, and the factor exp2(scale * (old top - new top)), each [64].
     """
+    top, total, factor, p = online_softmax(s, top, total, scale)
+    shared.factor.index(stage).store(factor)
+    shared.probs(stage).store(p.to(shared.rope.dtype))
+    fence_async_shared()
+    mbarrier.arrive(shared.p_full.index(stage))
+    return top, total, factor
+
+
+@gluon.jit
+def online_softmax(s, top, total, scale):
+    """One step of the online softmax (arXiv:2205.14135).
+
+    Args:
+        s: As in ``softmax``, of any block.
+        top: Likewise.
+        total: Likewise.
+        scale: Likewise.
+
+    Returns:
+        What ``softmax`` returns, and P = exp2(scale * (s - new top)), in fp32.
+    """
     old_top = top
     top = gl.maximum(top, gl.max(s, axis=1))
     # -inf - -inf would be NaN in rows that have seen no key yet.
@@ -75,8 +96,4 @@ def softmax(shared, s, top, total, stage, scale):
     # multiply-add of two products does not, and the bits would depend on masked blocks.
     factor = gl.exp2((old_top - base) * scale)
     p = gl.exp2(s * scale - (base * scale)[:, None])
-    shared.factor.index(stage).store(factor)
-    shared.probs(stage).store(p.to(shared.rope.dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.p_full.index(stage))
-    return top, total * factor + gl.sum(p, axis=1), factor
+    return top, total * factor + gl.sum(p, axis=1), factor, p
