@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.support.hostile import fill_with_poison
 from tests.support.gluon_machine import Barriers, Memory, Pointer, Product, Roles, TensorMap
+from tests.support.hostile import fill_with_poison
 
 KERNELS = "absorbed_mla.kernels.hopper"
 

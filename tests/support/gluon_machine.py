@@ -65,7 +65,8 @@ class Roles:
         self.local.number = number
         self.waiting[number][0].acquire()
         try:
-            with self._finished():
+            # A thread has a mode of its own.
+            with torch.no_grad(), self._finished():
                 function(*arguments)
         except BaseException as error:
             self.errors.append(error)

@@ -282,7 +282,9 @@ def _store(out, works, tile, o, HALF: gl.constexpr):
     index, inside = tile.rows(HALF, works, gl.SliceLayout(1, layout))
     column = gl.arange(0, V, gl.SliceLayout(0, layout))
     values = gl.convert_layout(o.to(out.dtype.element_ty), layout)
-    gl.store(out + (index.to(gl.int64) * V)[:, None] + column[None, :], values, mask=inside[:, None])
+    gl.store(
+        out + (index.to(gl.int64) * V)[:, None] + column[None, :], values, mask=inside[:, None]
+    )
 
 
 @gluon.jit(do_not_specialize=["total", "section", "section_works", "groups", "heads"])
