@@ -28,7 +28,7 @@ def forward(
     """Attention with scores ``scale * q . k``.
 
     Args:
-        q: [S_q, B, N, D] in bf16 or fp16; D = 96, 128 or 192, see :func:`content_width`.
+        q: [S_q, B, N, D] in bf16 or fp16; D = 64, 96, 128 or 192.
         k: [S_k, B, N, D].
         v: [S_k, B, N, V]; V = 64 or 128.
         tiles: Of ``query_tiles`` with 128 queries and the length of the query axis, int32
