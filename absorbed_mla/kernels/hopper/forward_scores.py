@@ -67,26 +67,25 @@ def softmax(shared, s, top, total, stage, scale):
     Returns:
         The new top and total, and the factor exp2(scale * (old top - new top)), each [64].
     """
-    top, total, factor, p = online_softmax(s, top, total, scale)
+    top, factor, p = online_softmax(s, top, scale)
     shared.factor.index(stage).store(factor)
     shared.probs(stage).store(p.to(shared.rope.dtype))
     fence_async_shared()
     mbarrier.arrive(shared.p_full.index(stage))
-    return top, total, factor
+    return top, total * factor + gl.sum(p, axis=1), factor
 
 
 @gluon.jit
-def online_softmax(s, top, total, scale):
+def online_softmax(s, top, scale):
     """One step of the online softmax (arXiv:2205.14135).
 
     Args:
         s: As in ``softmax``, of any block.
         top: Likewise.
-        total: Likewise.
         scale: Likewise.
 
     Returns:
-        What ``softmax`` returns, and P = exp2(scale * (s - new top)), in fp32.
+        The new top and the factor, as there, and P = exp2(scale * (s - new top)) in fp32.
     """
     old_top = top
     top = gl.maximum(top, gl.max(s, axis=1))
@@ -96,4 +95,4 @@ def online_softmax(s, top, total, scale):
     # multiply-add of two products does not, and the bits would depend on masked blocks.
     factor = gl.exp2((old_top - base) * scale)
     p = gl.exp2(s * scale - (base * scale)[:, None])
-    return top, total * factor + gl.sum(p, axis=1), factor, p
+    return top, factor, p

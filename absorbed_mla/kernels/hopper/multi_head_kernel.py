@@ -195,7 +195,6 @@ def _attend(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     top = gl.full([ROWS], -float("inf"), gl.float32, rows)
-    total = gl.zeros([ROWS], gl.float32, rows)
     o = gl.zeros([ROWS, V], gl.float32, o_layout)
     open_blocks = tile.open_blocks(HALF)
     last = tile.count_blocks() - 1
@@ -206,7 +205,8 @@ def _attend(
     mbarrier.arrive(shared.k_empty.index(blocks % STAGES))
     if open_blocks == 0:
         s = tile.hide(s, 0, HALF, layout)
-    top, total, factor, p = online_softmax(s, top, total, scale)
+    top, _, p = online_softmax(s, top, scale)
+    total = gl.sum(p, axis=1)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
     for block in range(1, last + 1):
@@ -220,7 +220,8 @@ def _attend(
         mbarrier.arrive(shared.k_empty.index(stage))
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
-        top, total, factor, p = online_softmax(s, top, total, scale)
+        top, factor, p = online_softmax(s, top, scale)
+        total = total * factor + gl.sum(p, axis=1)
         # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)
         o, total = warpgroup_mma_wait(0, deps=[o, total])
