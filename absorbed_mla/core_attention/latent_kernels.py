@@ -88,14 +88,18 @@ class LatentKernelBackend:
         return AttentionInputs(dq_content, dq_rope, dkv[..., :c].unsqueeze(2), dkv[..., c:], None)
 
     def _query_tiles(self, inputs: AttentionInputs, spans: Spans) -> Tensor:
-        size, length = self.query_tile_size(inputs), len(inputs.q_content)
-        device = inputs.q_content.device
-        return in_use(
-            spans.tables.get(
-                ("query tiles", size, length, device),
-                lambda: to_device(lambda: tiles.query_tiles(spans, size, length), device),
-            )
+        query = inputs.q_content
+        return query_tile_table(spans, self.query_tile_size(inputs), len(query), query.device)
+
+
+def query_tile_table(spans: Spans, size: int, length: int, device: torch.device) -> Tensor:
+    """The tile table of queries on the device, of the whole axis."""
+    return in_use(
+        spans.tables.get(
+            ("query tiles", size, length, device),
+            lambda: to_device(lambda: tiles.query_tiles(spans, size, length), device),
         )
+    )
 
 
 def key_tile_table(

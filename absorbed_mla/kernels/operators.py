@@ -1,4 +1,4 @@
-"""The kernels of latent attention as custom operators of PyTorch, without autograd.
+"""The kernels of attention as custom operators of PyTorch, without autograd.
 
 They take tensors and numbers only, so that ``torch.compile`` does not trace into them and a CUDA
 graph records them. Triton is imported with the first call.
@@ -37,15 +37,41 @@ def latent_attention_forward(
         return *module.forward(*inputs, largest if record_largest else None), largest
 
 
-def _largest(q_content: Tensor, recorded: bool) -> Tensor:
-    shape = q_content.shape[:3] if recorded else (0,)
-    return q_content.new_empty(shape, dtype=torch.float32)
+def _largest(query: Tensor, recorded: bool) -> Tensor:
+    shape = query.shape[:3] if recorded else (0,)
+    return query.new_empty(shape, dtype=torch.float32)
 
 
 @latent_attention_forward.register_fake
 def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, record_largest=False):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
+
+
+@torch.library.custom_op("absorbed_mla::multi_head_attention_forward", mutates_args=())
+def multi_head_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_tiles: Tensor,
+    scale: float,
+    record_largest: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [S_q, B, N, V] and LSE [S_q, B, N] of ``kernels/hopper/multi_head.py``.
+
+    The third tensor is that of :func:`latent_attention_forward`.
+    """
+    module = _kernel_module("hopper", "multi_head")
+    largest = _largest(q, record_largest)
+    recorded = largest if record_largest else None
+    with torch.cuda.device_of(q):
+        return *module.forward(q, k, v, query_tiles, scale, recorded), largest
+
+
+@multi_head_attention_forward.register_fake
+def _(q, k, v, query_tiles, scale, record_largest=False):
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, _largest(q, record_largest)
 
 
 @torch.library.custom_op("absorbed_mla::latent_attention_backward", mutates_args=())

@@ -137,6 +137,7 @@ class KernelCase:
 _KERNELS = {
     "flash_attention_4": "expanded",
     "cudnn": "expanded",
+    "hopper_expanded": "expanded",
     "transformer_engine": "expanded",
     "flash_attention_3": "absorbed",
     "hopper": "absorbed",

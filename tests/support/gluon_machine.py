@@ -65,7 +65,8 @@ class Roles:
         self.local.number = number
         self.waiting[number][0].acquire()
         try:
-            with self._finished():
+            # A thread has a mode of its own.
+            with torch.no_grad(), self._finished():
                 function(*arguments)
         except BaseException as error:
             self.errors.append(error)
@@ -200,9 +201,13 @@ class Pointer:
         self.base[offset[mask].long()] = value[mask].to(self.base.dtype)
 
     def add(self, value, mask):
-        offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)
+        """Returns what was there before."""
+        tensors = map(torch.as_tensor, (self.offset, value, mask))
+        offset, value, mask = torch.broadcast_tensors(*tensors)
+        before = self.base[torch.where(mask, offset, 0).long()].clone()
         places = (offset[mask].long(),)
         self.base.index_put_(places, value[mask].to(self.base.dtype), accumulate=True)
+        return before
 
 
 class TensorMap:

@@ -94,6 +94,18 @@ def training_kernels() -> None:
     torch.use_deterministic_algorithms(False)
 
 
+def multi_head_kernels() -> None:
+    """Forward of the expanded form at widths 192 and 128, with and without the largest scores."""
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.kernels import operators
+
+    q = torch.zeros(TOKENS, 1, HEADS, 192, dtype=BF16)
+    tiles = query_tiles([Span(0, TOKENS, 0, TOKENS, 0)], 128, TOKENS)
+    for record in (False, True):
+        operators.multi_head_attention_forward(q, q, q[..., :128], tiles, 0.1, record)
+
+
 def search_kernel() -> None:
     """The scores again, at the widths of the expanded form."""
     from absorbed_mla.core_attention.masks.spans import Span
@@ -324,6 +336,7 @@ if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
     training_kernels()
+    multi_head_kernels()
     search_kernel()
     decode_kernels()
     fp8_cache_kernels()

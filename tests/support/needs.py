@@ -12,6 +12,9 @@ NEEDS_GPU, NEEDS_NO_GPU = "needs a GPU", "needs a machine without a GPU"
 NEEDS_HOPPER = "needs a GPU of compute capability 9.0 (Hopper)"
 
 gpu = pytest.mark.skipif(not HAS_GPU, reason=NEEDS_GPU)
+hopper = pytest.mark.skipif(
+    not HAS_GPU or torch.cuda.get_device_capability() != (9, 0), reason=NEEDS_HOPPER
+)
 no_gpu = pytest.mark.skipif(HAS_GPU, reason=NEEDS_NO_GPU)
 
 

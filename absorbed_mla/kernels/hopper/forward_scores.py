@@ -67,6 +67,26 @@ def softmax(shared, s, top, total, stage, scale):
     Returns:
         The new top and total, and the factor exp2(scale * (old top - new top)), each [64].
     """
+    top, factor, p = online_softmax(s, top, scale)
+    shared.factor.index(stage).store(factor)
+    shared.probs(stage).store(p.to(shared.rope.dtype))
+    fence_async_shared()
+    mbarrier.arrive(shared.p_full.index(stage))
+    return top, total * factor + gl.sum(p, axis=1), factor
+
+
+@gluon.jit
+def online_softmax(s, top, scale):
+    """One step of the online softmax (arXiv:2205.14135).
+
+    Args:
+        s: As in ``softmax``, of any block.
+        top: Likewise.
+        scale: Likewise.
+
+    Returns:
+        The new top and the factor, as there, and P = exp2(scale * (s - new top)) in fp32.
+    """
     old_top = top
     top = gl.maximum(top, gl.max(s, axis=1))
     # -inf - -inf would be NaN in rows that have seen no key yet.
@@ -75,8 +95,4 @@ def softmax(shared, s, top, total, stage, scale):
     # multiply-add of two products does not, and the bits would depend on masked blocks.
     factor = gl.exp2((old_top - base) * scale)
     p = gl.exp2(s * scale - (base * scale)[:, None])
-    shared.factor.index(stage).store(factor)
-    shared.probs(stage).store(p.to(shared.rope.dtype))
-    fence_async_shared()
-    mbarrier.arrive(shared.p_full.index(stage))
-    return top, total * factor + gl.sum(p, axis=1), factor
+    return top, factor, p

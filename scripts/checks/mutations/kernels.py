@@ -26,6 +26,26 @@ MUTATIONS = {
         "_, _, seen = keys_of_entries(entry, own, TOKENS)",
         "_, _, seen = keys_of_entries(following, own, TOKENS)",
     ),
+    "multi_head_values_past_the_keys": Mutation(
+        "absorbed_mla/kernels/hopper/multi_head_kernel.py",
+        "            _clear(shared.value.index((blocks + last) % STAGES), left)\n",
+        "",
+    ),
+    "multi_head_queries_too_early": Mutation(
+        "absorbed_mla/kernels/hopper/multi_head_kernel.py",
+        "    mbarrier.wait(shared.q_empty.index(HALF), (number & 1) ^ 1)\n",
+        "",
+    ),
+    "multi_head_diagonal_of_the_first_half": Mutation(
+        "absorbed_mla/kernels/hopper/multi_head_tile.py",
+        "self.offset + HALF * ROWS + 1",
+        "self.offset + ROWS + 1",
+    ),
+    "multi_head_last_section": Mutation(
+        "absorbed_mla/kernels/hopper/multi_head_tile.py",
+        "section = gl.minimum(self.section, self.groups - first)",
+        "section = self.section",
+    ),
     "decode_reuses_a_stage_early": Mutation(
         "absorbed_mla/kernels/hopper/paged_keys.py",
         "            mbarrier.wait(shared.right_empty.index(stage), parity)\n",

@@ -93,7 +93,7 @@ class TestOptions:
             (
                 "expanded",
                 "hopper",
-                "auto, cudnn, flash_attention_4, reference, transformer_engine",
+                "auto, cudnn, flash_attention_4, hopper_expanded, reference, transformer_engine",
             ),
         ],
     )

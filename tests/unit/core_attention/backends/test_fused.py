@@ -16,6 +16,7 @@ from absorbed_mla.core_attention.backends import flash_attention_4 as fa4
 from absorbed_mla.core_attention.backends import transformer_engine as te
 from absorbed_mla.core_attention.backends.cudnn import CudnnBackend
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
+from absorbed_mla.core_attention.backends.hopper_expanded import HopperExpandedBackend
 from absorbed_mla.core_attention.backends.reference import ReferenceBackend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
 from absorbed_mla.core_attention.masks.scores import ScoreRules
@@ -137,6 +138,7 @@ def _transformer_engine_is_missing() -> str | None:
 
 ON_A_GPU = {
     "cudnn": (CudnnBackend(), needs.gpu),
+    "hopper_expanded": (HopperExpandedBackend(), needs.hopper),
     "flash_attention_4": (
         FlashAttention4Backend(),
         needs.gpu_with("flash-attn-4", fa4.why_not_installed(192, 128)),
@@ -198,6 +200,8 @@ def test_largest_scores_on_a_gpu(backend, spans, batch):
     ("backend", "widths"),
     [
         on_a_gpu("cudnn", NARROW),
+        on_a_gpu("hopper_expanded", {"nope": 64, "rope": 32, "v": 64}),
+        on_a_gpu("hopper_expanded", {"nope": 64, "rope": 64, "v": 128}),
         on_a_gpu("flash_attention_4", {"nope": 32, "rope": 32, "v": 64}),
         on_a_gpu("flash_attention_4", {"nope": 96, "rope": 32, "v": 128}),
     ],

@@ -13,7 +13,7 @@ import torch
 
 from absorbed_mla.context_parallel import strategy
 from absorbed_mla.context_parallel.strategy import LocalKeys
-from absorbed_mla.core_attention.backends import flash_attention_3
+from absorbed_mla.core_attention.backends import flash_attention_3, hopper_expanded
 from absorbed_mla.core_attention.backends.flash_attention_3 import FlashAttention3Backend
 from absorbed_mla.core_attention.backends.flash_attention_4 import FlashAttention4Backend
 from absorbed_mla.core_attention.backends.transformer_engine import TransformerEngineBackend
@@ -22,8 +22,10 @@ from absorbed_mla.core_attention.masks.spans import Span, self_attention_spans
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.support import fake_packages, needs
 from tests.support.backends import KernelCase, kernel_cases, kernels_running, triton_interpreter
-from tests.support.cases import INTERPRETED
+from tests.support.cases import INTERPRETED, WIDE
 from tests.support.execution import execute
+from tests.support.fake_packages.cudnn import PlainCudnn
+from tests.support.gluon_emulation import emulated
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
 
 # Triton decides when a kernel is decorated.
@@ -55,6 +57,17 @@ def flash_attention_4_fake(monkeypatch):
 
 
 @pytest.fixture
+def hopper_expanded_fake(monkeypatch):
+    """Forward by the kernel in an emulation of Gluon."""
+    pytest.importorskip("triton.experimental.gluon")
+    from absorbed_mla.kernels.hopper import multi_head
+
+    monkeypatch.setattr(hopper_expanded, "CUDNN", PlainCudnn())
+    with emulated(multi_head, "attend_multi_head", "multi_head_kernel"):
+        yield hopper_expanded.HopperExpandedBackend()
+
+
+@pytest.fixture
 def transformer_engine_fake(monkeypatch):
     fused = fake_packages.transformer_engine.install(monkeypatch)
     yield TransformerEngineBackend()
@@ -64,8 +77,11 @@ def transformer_engine_fake(monkeypatch):
 FAKES = {
     "flash_attention_3": "absorbed",
     "flash_attention_4": "expanded",
+    "hopper_expanded": "expanded",
     "transformer_engine": "expanded",
 }
+# What a stand-in that computes as the kernel does needs.
+NARROWEST = {"hopper_expanded": (WIDE, torch.bfloat16)}
 
 
 # On a GPU the packages themselves run, if they are there.
@@ -75,7 +91,8 @@ def case(request, monkeypatch):
     name = request.param
     case = CASES.get(name)
     if case is None:
-        case = KernelCase(FAKES[name], name, INTERPRETED, torch.float32, "sbhd", False)
+        shape = NARROWEST.get(name, (INTERPRETED, torch.float32))
+        case = KernelCase(FAKES[name], name, *shape, "sbhd", False)
         backend = request.getfixturevalue(f"{name}_fake")
         monkeypatch.setattr(backend, "why_not", lambda request: None)
         monkeypatch.setitem(ATTENTION_BACKENDS._registered, name, backend)

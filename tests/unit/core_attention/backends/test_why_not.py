@@ -32,10 +32,12 @@ from tests.support.refusal import refusal
 
 CPU = torch.device("cpu")
 DIMS = MLADims.from_config(config_for(TINY), 1)
-FORM = dict.fromkeys(("cudnn", "transformer_engine", "flash_attention_4"), "expanded")
+FUSED = ("cudnn", "transformer_engine", "flash_attention_4", "hopper_expanded")
+FORM = dict.fromkeys(FUSED, "expanded")
 FORM |= dict.fromkeys(("flash_attention_3", "hopper", "triton"), "absorbed")
 # The least compute capability, and whether newer GPUs will do.
-CAPABILITY = dict.fromkeys(("flash_attention_3", "flash_attention_4", "hopper"), ((9, 0), False))
+HOPPER_ONLY = ("flash_attention_3", "flash_attention_4", "hopper", "hopper_expanded")
+CAPABILITY = dict.fromkeys(HOPPER_ONLY, ((9, 0), False))
 CAPABILITY |= dict.fromkeys(("cudnn", "transformer_engine"), ((9, 0), True))
 CAPABILITY["triton"] = (8, 0), True
 ANY_KERNEL = [
@@ -60,6 +62,11 @@ LATENT_WIDTHS = [
 ]
 WIDTHS = {name: EXPANDED_WIDTHS for name, form in FORM.items() if form == "expanded"}
 WIDTHS |= {"hopper": LATENT_WIDTHS, "triton": LATENT_WIDTHS}
+WIDTHS["hopper_expanded"] = [
+    *EXPANDED_WIDTHS,
+    ({"key_width": 256}, "widths 256 (keys) and 128 (values) are not among"),
+    ({"value_width": 256}, "widths 192 (keys) and 256 (values) are not among"),
+]
 WIDTHS["flash_attention_3"] = [
     ({"key_width": 192, "value_width": 128}, "widths 128 (latent) and 64 (rope)"),
     ({"key_width": 544}, "32 (rope) are not among (256, 512) and 64"),
@@ -90,7 +97,7 @@ def _hopper(monkeypatch):
 
 def test_what_can_run():
     for form, expected in {
-        "expanded": {"cudnn", "transformer_engine", "flash_attention_4", "reference"},
+        "expanded": {*FUSED, "reference"},
         "absorbed": {"flash_attention_3", "hopper", "triton", "reference"},
     }.items():
         runnable, _ = ATTENTION_BACKENDS.examine("auto", attention_request(form))
@@ -140,16 +147,18 @@ def test_another_gpu(name, capability, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "2.0.0"])
-@pytest.mark.parametrize("name", ["hopper", "triton"])
+@pytest.mark.parametrize("name", ["hopper", "hopper_expanded", "triton"])
 def test_old_triton(name, version, monkeypatch):
     monkeypatch.setattr("triton.__version__", version)
-    assert f"{version} is installed" in why_not(name, attention_request("absorbed"))
+    assert f"{version} is installed" in why_not(name, attention_request(FORM[name]))
 
 
 def test_deterministic_algorithms():
     with determinism(demanded=True):
         request = attention_request("expanded", deterministic=True)
         assert "not deterministic" in why_not("cudnn", request)
+        reason = why_not("hopper_expanded", request)
+        assert "not deterministic" in reason and "'cudnn', which computes its backward" in reason
         assert why_not("transformer_engine", attention_request("expanded")) is None
 
 
@@ -171,7 +180,7 @@ def test_largest_scores_of_an_old_cudnn(monkeypatch):
 
 def test_who_records_largest_scores():
     """On an H200 the fastest one, unless it must compute all scores again."""
-    able = {"reference", "cudnn", "transformer_engine", "flash_attention_4"}
+    able = {"reference", *FUSED}
     dims = replace(DIMS, num_heads_per_rank=128, kv_lora_rank=512)
     dims = replace(dims, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     work = Work.of(SequenceLayout.dense(8192), 1, 1, causal=True, training=True)
@@ -184,7 +193,7 @@ def test_who_records_largest_scores():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(selection, "machine_name", lambda device: "NVIDIA H200")
             chosen[small] = fastest(found, dims, work)[1].name
-    assert chosen == {False: "flash_attention_4", True: "transformer_engine"}
+    assert chosen == {False: "flash_attention_4", True: "hopper_expanded"}
 
 
 def test_flash_attention_3_needs_its_backward(monkeypatch):

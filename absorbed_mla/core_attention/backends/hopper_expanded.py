@@ -1,0 +1,70 @@
+"""This package's Gluon kernel for the expanded form on Hopper (compute capability 9.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from absorbed_mla.core_attention.backend import AttentionRequest, why_not_fused
+from absorbed_mla.core_attention.backends.cudnn import ENTRY as CUDNN
+from absorbed_mla.core_attention.latent_kernels import (
+    query_tile_table,
+    why_not_device,
+    why_not_triton_version,
+)
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.kernels import operators
+
+# Queries in a tile of the kernel.
+_QUERIES = 128
+_KEY_WIDTHS = (64, 96, 128, 192)
+_VALUE_WIDTHS = (64, 128)
+
+
+class HopperExpandedBackend:
+    """Forward by the kernel, one launch for any spans; backward by the backend ``cudnn``."""
+
+    name = "hopper_expanded"
+    summary = (
+        "this package's forward kernel for Hopper, any layout in one launch; backward of `cudnn`"
+    )
+    forms = ("expanded",)
+    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (590.0, 460.0)}
+    searches_max_logits = False
+
+    def why_not(self, request: AttentionRequest) -> str | None:
+        """See ``AttentionBackend``."""
+        reason = why_not_fused(request)
+        if reason is None and request.deterministic:
+            reason = CUDNN.why_not(request)
+            reason = reason and f"{reason} (as 'cudnn', which computes its backward)"
+        key, value = request.key_width, request.value_width
+        if reason is None and not (key in _KEY_WIDTHS and value in _VALUE_WIDTHS):
+            known = f"{_KEY_WIDTHS} and {_VALUE_WIDTHS}"
+            reason = f"widths {key} (keys) and {value} (values) are not among {known}"
+        reason = reason or why_not_device(request.device, lambda found: found == (9, 0), "9.0")
+        return reason or why_not_triton_version(below=(3, 8))
+
+    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+        """See ``reference_forward``; the output has the dtype of the inputs."""
+        q, k, v = inputs.as_multi_head()
+        record = rules.max_logits is not None
+        tiles = query_tile_table(rules.spans, _QUERIES, len(q), q.device)
+        operands = q, k, v, tiles, rules.scale, record
+        out, lse, largest = operators.multi_head_attention_forward(*operands)
+        if record:
+            rules.record(largest)
+        return AttentionOutput(out, lse)
+
+    def backward(
+        self,
+        grad: OutputGradient,
+        output: AttentionOutput,
+        inputs: AttentionInputs,
+        rules: ScoreRules,
+    ) -> AttentionInputs:
+        """See the backend ``cudnn``."""
+        return CUDNN.backward(grad, output, inputs, rules)
+
+
+ENTRY = HopperExpandedBackend()

@@ -1,0 +1,138 @@
+"""Calls of attention with keys and values of every head, and what they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.masks.tiles import query_tiles
+from tests.support.hostile import amid_nan, poisoned_memory
+from tests.support.numerics import relative_error
+
+# Queries of a tile.
+_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class MultiHeadCase:
+    """One call.
+
+    Attributes:
+        queries: Tokens on the query axis, S_q.
+        keys: Tokens on the key axis, S_k.
+        spans: Which queries see which keys; what is in no span holds NaN.
+        heads: N.
+        batch: B.
+        width: Of queries and keys, D.
+        values: Width of values, V.
+        dtype: Of the operands.
+        magnitude: Standard deviation of queries and keys.
+    """
+
+    queries: int
+    keys: int
+    spans: tuple[Span, ...]
+    heads: int = 2
+    batch: int = 1
+    width: int = 192
+    values: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    magnitude: float = 1.0
+
+    def visible(self) -> Tensor:
+        """Bool [S_q, S_k], pair by pair."""
+        table = torch.zeros(self.queries, self.keys, dtype=torch.bool)
+        for span in self.spans:
+            hidden = torch.zeros(table[span.queries, span.keys].shape, dtype=torch.bool)
+            if span.causal_offset is not None:
+                hidden = torch.ones_like(hidden).triu(span.causal_offset + 1)
+            table[span.queries, span.keys] = ~hidden
+        return table
+
+    def operands(self, device: torch.device) -> list[Tensor]:
+        """Random q, k and v amid NaN; tokens in no span are NaN, too."""
+        torch.manual_seed(self.queries)
+        found = []
+        for length, width, size in (
+            (self.queries, self.width, self.magnitude),
+            (self.keys, self.width, self.magnitude),
+            (self.keys, self.values, 1.0),
+        ):
+            x = torch.randn(length, self.batch, self.heads, width, device=device)
+            found.append((x * size).to(self.dtype))
+        unseen = torch.ones(self.queries).bool(), torch.ones(self.keys).bool()
+        for span in self.spans:
+            unseen[0][span.queries], unseen[1][span.keys] = False, False
+        for x, rows in zip(found, (unseen[0], unseen[1], unseen[1])):
+            x[rows.to(device)] = torch.nan
+        return [amid_nan(x) for x in found]
+
+    def check(self, forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
+        """Compare what ``kernels/hopper/multi_head.py`` gives with the definition."""
+        q, k, v = self.operands(device)
+        scale = self.width**-0.5
+        tiles = query_tiles(self.spans, _TOKENS, self.queries).to(device)
+        largest = torch.full(q.shape[:3], torch.nan, device=device)
+        with poisoned_memory():
+            out, lse = forward(q, k, v, tiles, scale, largest)
+        with poisoned_memory():
+            again = forward(q, k, v, tiles, scale)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse), "recording changes bits"
+        visible = self.visible().to(device)[:, None, None]
+        blind = ~visible.any(-1).expand(lse.shape)
+        double = [x.double().nan_to_num() for x in (q, k, v)]
+        scores = torch.einsum("qbnd,kbnd->qbnk", *double[:2]) * scale
+        scores = scores.masked_fill(~visible, -torch.inf)
+        expected_lse = scores.logsumexp(-1)
+        probs = (scores - expected_lse[..., None]).exp().masked_fill(~visible, 0.0).nan_to_num()
+        expected = torch.einsum("qbnk,kbnv->qbnv", probs, double[2])
+        plain = torch.einsum("qbnk,kbnv->qbnv", probs.to(self.dtype).double(), double[2])
+        assert (lse[blind] == -torch.inf).all() and (out[blind] == 0).all()
+        assert torch.isfinite(out).all() and torch.isfinite(lse[~blind]).all()
+        if not self.keys:
+            assert blind.all() and (largest == -torch.inf).all()
+            return
+        top = scores.amax(-1)
+        assert (largest[blind] == -torch.inf).all()
+        if blind.all():
+            return
+        assert relative_error(largest[~blind], top[~blind]) < 1e-5
+        assert relative_error(lse[~blind], expected_lse[~blind]) < 1e-5
+        error = relative_error(out, expected)
+        # The output is rounded as the probabilities are.
+        limit = 2 * relative_error(plain, expected) + torch.finfo(self.dtype).eps / 2
+        assert error <= limit, f"{error:.2e}, at most {limit:.2e}"
+
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = {
+    "causal": MultiHeadCase(300, 300, (Span(0, 300, 0, 300, 0),)),
+    "causal_of_whole_blocks": MultiHeadCase(256, 256, (Span(0, 256, 0, 256, 0),), heads=1),
+    "bottom_right": MultiHeadCase(70, 333, (Span(0, 70, 0, 333, 263),), heads=1),
+    "more_queries_than_keys": MultiHeadCase(200, 150, (Span(0, 200, 0, 150, -50),), heads=1),
+    "rectangle": MultiHeadCase(129, 257, (Span(0, 129, 0, 257, None),), heads=1, batch=2),
+    "one_query": MultiHeadCase(1, 129, (Span(0, 1, 0, 129, None),), heads=3),
+    "pack": MultiHeadCase(
+        300,
+        310,
+        (Span(0, 1, 0, 1, 0), Span(3, 150, 4, 151, 0), Span(150, 290, 160, 300, 0)),
+        batch=2,
+    ),
+    "halves_of_context_parallelism": MultiHeadCase(
+        200, 400, (Span(0, 100, 0, 100, 0), Span(100, 200, 0, 400, 300)), heads=1
+    ),
+    "width_128_fp16": MultiHeadCase(
+        140, 300, (Span(0, 140, 0, 300, 160),), width=128, dtype=FP16, magnitude=3.0
+    ),
+    "width_96": MultiHeadCase(140, 140, (Span(0, 140, 0, 140, 0),), width=96, values=64),
+    "width_192_values_64": MultiHeadCase(64, 70, (Span(0, 64, 0, 70, 6),), values=64),
+    "sharp": MultiHeadCase(140, 140, (Span(0, 140, 0, 140, 0),), heads=1, magnitude=8.0),
+    "nobody_sees_anything": MultiHeadCase(5, 9, (Span(1, 3, 0, 9, -8),)),
+    "no_spans": MultiHeadCase(3, 9, ()),
+    "no_keys": MultiHeadCase(5, 0, ()),
+    "no_queries": MultiHeadCase(0, 5, ()),
+}
