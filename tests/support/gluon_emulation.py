@@ -33,7 +33,7 @@ class Emulation:
 
     def __init__(self, seed: int = 0):
         self.roles = Roles(seed)
-        self.program = (0, 0, 0)
+        self.program, self.grid = (0, 0, 0), (1, 1, 1)
 
     def load(self, module: str) -> ModuleType:
         """A new copy of a module of the kernels package, not shared with other code."""
@@ -99,6 +99,7 @@ class Emulation:
             "atomic_add": lambda pointer, value, mask, sem: pointer.add(value, mask),
             "convert_layout": lambda values, layout, assert_trivial=False: values,
             "exp2": torch.exp2,
+            "bfloat16": torch.bfloat16,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "inline_asm_elementwise": _assembly,
@@ -114,6 +115,7 @@ class Emulation:
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
             "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
             "num_warps": lambda: 4,
+            "num_programs": lambda axis: self.grid[axis],
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "split": lambda values: values.unbind(-1),
             "static_range": range,
@@ -168,7 +170,8 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
-            values = tuple(product.value for product in deps)
+            # Before a loop there may be a number in place of a product.
+            values = tuple(p.value if isinstance(p, Product) else p for p in deps)
             return values if len(values) > 1 else values[0]
 
         barriers = SimpleNamespace(
@@ -188,6 +191,7 @@ class Emulation:
                 tensor_descriptor=TensorMap,
             ),
             "warpgroup_mma": product,
+            "warpgroup_mma_init": lambda values: values,
             "warpgroup_mma_wait": wait,
         }
 
@@ -216,7 +220,16 @@ class Emulation:
 
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
-    """What the instructions that have a result make: the four values in e4m3 of each word."""
+    """What the instructions that have a result make.
+
+    They are the product of 16-bit numbers, a number of all threads, and the four values in e4m3 of
+    each word.
+    """
+    if assembly.startswith("mul"):
+        left, right = arguments
+        return left * right
+    if assembly.startswith("shfl"):
+        return arguments[0]
     if "e4m3x2" not in assembly:
         return None
     [words] = arguments
@@ -243,6 +256,7 @@ class _Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps, **constants):
             device = [_argument(each) for each in args]
+            self.emulation.grid = grid
             for program in itertools.product(*map(range, grid)):
                 self.emulation.program = program
                 with self.emulation.roles.alone():

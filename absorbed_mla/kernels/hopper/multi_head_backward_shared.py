@@ -26,7 +26,9 @@ class Shared:
         lse, delta: What scores and dP start from, fp32 [3, 1, 64]; see multi_head_backward_rows.py.
         grad_scores: dS^T, [1, 128, 64].
         keys_full: The tile's keys and values are there.
-        rows_full: Queries are there; one for each stage.
+        q_content_full, q_rope_full, grad_out_full, lse_full, delta_full: What a block of queries
+            has is there; one for each stage. They are so many because between two copies that
+            arrive at barriers of one allocation the compiler synchronizes all warps.
         CONTENT: D.
         R: Width of the rope part.
         V: Width of values.
@@ -43,7 +45,11 @@ class Shared:
     delta: gl.shared_memory_descriptor
     grad_scores: gl.shared_memory_descriptor
     keys_full: gl.shared_memory_descriptor
-    rows_full: gl.shared_memory_descriptor
+    q_content_full: gl.shared_memory_descriptor
+    q_rope_full: gl.shared_memory_descriptor
+    grad_out_full: gl.shared_memory_descriptor
+    lse_full: gl.shared_memory_descriptor
+    delta_full: gl.shared_memory_descriptor
     CONTENT: gl.constexpr
     R: gl.constexpr
     V: gl.constexpr
@@ -62,7 +68,14 @@ class Shared:
             self.delta,
             self.grad_scores,
         ) = operands
-        self.keys_full, self.rows_full = barriers
+        (
+            self.keys_full,
+            self.q_content_full,
+            self.q_rope_full,
+            self.grad_out_full,
+            self.lse_full,
+            self.delta_full,
+        ) = barriers
         self.CONTENT = gl.constexpr(CONTENT)
         self.R = gl.constexpr(R)
         self.V = gl.constexpr(V)
@@ -89,7 +102,14 @@ def allocate(q_content, q_rope, grad_out, lse):
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], PLAIN),
         allocate_operand(dtype, KEYS, QUERIES),
     )
-    barriers = (new_barriers(1), new_barriers(STAGES))
+    barriers = (
+        new_barriers(1),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(STAGES),
+    )
     fence_async_shared()
     synchronize()
     return Shared(operands, barriers, CONTENT, R, V, dtype)
@@ -114,24 +134,22 @@ def load_keys(tile, shared, k_content, k_rope, value):
 def load_rows(tile, shared, q_content, q_rope, grad_out, lse, delta, block):
     """Begin to copy what a block of queries has, when nobody needs what is in its stage."""
     stage = block % STAGES
-    full = shared.rows_full.index(stage)
-    nbytes: gl.constexpr = (
-        q_content.block_type.nbytes
-        + q_rope.block_type.nbytes
-        + grad_out.block_type.nbytes
-        + lse.block_type.nbytes
-        + delta.block_type.nbytes
-    )
-    mbarrier.expect(full, nbytes)
+    mbarrier.expect(shared.q_content_full.index(stage), q_content.block_type.nbytes)
+    mbarrier.expect(shared.q_rope_full.index(stage), q_rope.block_type.nbytes)
+    mbarrier.expect(shared.grad_out_full.index(stage), grad_out.block_type.nbytes)
+    mbarrier.expect(shared.lse_full.index(stage), lse.block_type.nbytes)
+    mbarrier.expect(shared.delta_full.index(stage), delta.block_type.nbytes)
     query = tile.first + block * QUERIES
     position = [query, tile.batch, tile.head, 0]
-    _copy(q_content, position, full, shared.q_content, stage)
-    _copy(grad_out, position, full, shared.grad_out, stage)
+    _copy(q_content, position, shared.q_content_full.index(stage), shared.q_content, stage)
+    _copy(grad_out, position, shared.grad_out_full.index(stage), shared.grad_out, stage)
     position = [query, tile.batch, tile.head, shared.CONTENT]
-    _copy(q_rope, position, full, shared.q_rope, stage)
-    row = tile.batch * gl.num_programs(1) + tile.head
-    tma.async_copy_global_to_shared(lse, [row, query], full, shared.lse.index(stage))
-    tma.async_copy_global_to_shared(delta, [row, query], full, shared.delta.index(stage))
+    _copy(q_rope, position, shared.q_rope_full.index(stage), shared.q_rope, stage)
+    row = [tile.batch * gl.num_programs(1) + tile.head, query]
+    full = shared.lse_full.index(stage)
+    tma.async_copy_global_to_shared(lse, row, full, shared.lse.index(stage))
+    full = shared.delta_full.index(stage)
+    tma.async_copy_global_to_shared(delta, row, full, shared.delta.index(stage))
 
 
 @gluon.jit
@@ -143,15 +161,16 @@ def _copy(source, position, barrier, operand, stage):
 
 @gluon.jit
 def wait_for_keys(tile, shared):
-    """Wait for keys and values; those that are not the tile's become zeros.
+    """Wait for keys and values; those that are not the tile's, or that nobody sees, become zeros.
 
     P and dS are zero there, but 0 * NaN is not.
     """
     mbarrier.wait(shared.keys_full.index(0), 0)
-    if tile.keys < KEYS:
-        _clear(shared.k_content, 0, 0, tile.keys)
-        _clear(shared.k_rope, 0, 0, tile.keys)
-        _clear(shared.value, 0, 0, tile.keys)
+    seen = gl.where(tile.query_start < tile.query_end, tile.keys, 0)
+    if seen < KEYS:
+        _clear(shared.k_content, 0, 0, seen)
+        _clear(shared.k_rope, 0, 0, seen)
+        _clear(shared.value, 0, 0, seen)
         fence_async_shared()
         synchronize()
 
@@ -160,7 +179,12 @@ def wait_for_keys(tile, shared):
 def wait_for_rows(tile, shared, block):
     """Wait for a block of queries, likewise."""
     stage = block % STAGES
-    mbarrier.wait(shared.rows_full.index(stage), block // STAGES & 1)
+    parity = block // STAGES & 1
+    mbarrier.wait(shared.q_content_full.index(stage), parity)
+    mbarrier.wait(shared.q_rope_full.index(stage), parity)
+    mbarrier.wait(shared.grad_out_full.index(stage), parity)
+    mbarrier.wait(shared.lse_full.index(stage), parity)
+    mbarrier.wait(shared.delta_full.index(stage), parity)
     if tile.has_others(block):
         first = tile.first + block * QUERIES
         before, end = tile.query_start - first, tile.query_end - first
