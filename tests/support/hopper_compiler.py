@@ -94,6 +94,17 @@ def training_kernels() -> None:
     torch.use_deterministic_algorithms(False)
 
 
+def multi_head_kernels() -> None:
+    """The backward over keys and values of every head, at the widths of the expanded form."""
+    from absorbed_mla.core_attention.masks.spans import Span
+    from absorbed_mla.core_attention.masks.tiles import key_tiles
+    from absorbed_mla.kernels.hopper.multi_head_backward import backward
+
+    q, v = (torch.zeros(TOKENS, 1, 16, width, dtype=BF16) for width in (192, 128))
+    tiles = key_tiles([Span(0, TOKENS, 0, TOKENS, 0)], 128, TOKENS)
+    backward(v, None, q, q, v, v, torch.zeros(TOKENS, 1, 16), tiles, 1, 128, 0.1)
+
+
 def search_kernel() -> None:
     """The scores again, at the widths of the expanded form."""
     from absorbed_mla.core_attention.masks.spans import Span
@@ -324,6 +335,7 @@ if __name__ == "__main__":
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
     training_kernels()
+    multi_head_kernels()
     search_kernel()
     decode_kernels()
     fp8_cache_kernels()

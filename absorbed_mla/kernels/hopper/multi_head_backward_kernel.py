@@ -187,12 +187,12 @@ def attend_multi_head_backward(
         values = at_step(shared.value, block, 1)
         dp = warpgroup_mma(values, rows_out.permute((1, 0)), dp, is_async=True)
         dv_right = warpgroup_mma(p, rows_out.slice(HALF, HALF, dim=1), dv_right, is_async=True)
-        dp, dv_left = warpgroup_mma_wait(1, deps=[dp, dv_left])
-        ds = _multiply(gl.convert_layout(p, tall_layout(QUERIES)), dp.to(dtype))
         # Both warpgroups are done with all products of the last block.
         synchronize()
         if block + 2 < tile.blocks:
             load_rows(tile, shared, *rows, block + 2)
+        dp, dv_left = warpgroup_mma_wait(1, deps=[dp, dv_left])
+        ds = _multiply(gl.convert_layout(p, tall_layout(QUERIES)), dp.to(dtype))
         at_step(shared.grad_scores, block, 1).store(ds)
         fence_async_shared()
         synchronize()
@@ -207,11 +207,11 @@ def attend_multi_head_backward(
         dq_content, dv_right = warpgroup_mma_wait(1, deps=[dq_content, dv_right])
         add_fragments(dq_content, target)
         dq_rope = warpgroup_mma(grad_scores, k_rope_2, zero_rope, use_acc=False, is_async=True)
-        dq_rope, dk_rope = warpgroup_mma_wait(0, deps=[dq_rope, dk_rope])
-        add_fragments(dq_rope, target + QUERIES * CONTENT)
         # After the last block its scores once more.
         following = gl.minimum(block + 1, tile.blocks - 1)
         wait_for_rows(tile, shared, following)
+        dq_rope, dk_rope = warpgroup_mma_wait(0, deps=[dq_rope, dk_rope])
+        add_fragments(dq_rope, target + QUERIES * CONTENT)
         s = _start_scores(shared, following)
         dk_content = warpgroup_mma(ds, shared.q_content.index(stage), dk_content, is_async=True)
         target += QUERIES * (CONTENT + R)
