@@ -17,8 +17,8 @@ So products are always queued behind those that a thread waits for. LSE and delt
 but where the sums S^T and dP^T start from (multi_head_backward_rows.py). dS is computed of P as
 rounded for the product: both in fp32 would not fit into the 255 registers.
 
-dQ lies in memory in the order of the accumulators' fragments (multi_head_backward_fragments.py). Programs
-arrive in any order, so its last bits differ between runs.
+dQ lies in memory in the order of the accumulators' fragments (multi_head_backward_fragments.py).
+Programs arrive in any order, so its last bits differ between runs.
 """
 
 from triton.experimental import gluon

@@ -67,7 +67,7 @@ class KeyTile:
     def hides_some(self, block):
         """Whether any query of a block does not see any of the 128 keys."""
         first = self.first + block * QUERIES
-        past_diagonal = KEYS - 1 > first - self.query_start + self.offset
+        past_diagonal = first - self.query_start + self.offset < KEYS - 1
         return self.has_others(block) | past_diagonal | (self.keys < KEYS)
 
     @gluon.jit

@@ -17,7 +17,7 @@ from absorbed_mla.core_attention.backends.reference import reference_backward, r
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.masks.tiles import key_tiles
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from absorbed_mla.core_attention.types import AttentionInputs, OutputGradient
 from tests.support import needs
 from tests.support.backends import interpret_kernel
 from tests.support.gluon_emulation import Emulation
