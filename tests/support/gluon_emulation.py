@@ -100,6 +100,7 @@ class Emulation:
             "atomic_add": lambda pointer, value, mask=True, sem=None: pointer.add(value, mask),
             "convert_layout": lambda values, layout, assert_trivial=False: values,
             "exp2": torch.exp2,
+            "bfloat16": torch.bfloat16,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "inline_asm_elementwise": _assembly,
@@ -170,6 +171,7 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
+            # Before a loop there may be a number in place of a product.
             values = tuple(x.value if isinstance(x, Product) else x for x in deps)
             return values if len(values) > 1 else values[0]
 
@@ -190,6 +192,7 @@ class Emulation:
                 tensor_descriptor=TensorMap,
             ),
             "warpgroup_mma": product,
+            "warpgroup_mma_init": lambda values: values,
             "warpgroup_mma_wait": wait,
         }
 
@@ -218,7 +221,16 @@ class Emulation:
 
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
-    """What the instructions that have a result make: the four values in e4m3 of each word."""
+    """What the instructions that have a result make.
+
+    They are the product of 16-bit numbers, a number of all threads, and the four values in e4m3 of
+    each word.
+    """
+    if assembly.startswith("mul"):
+        left, right = arguments
+        return left * right
+    if assembly.startswith("shfl"):
+        return arguments[0]
     if "e4m3x2" not in assembly:
         return None
     [words] = arguments

@@ -57,9 +57,14 @@ def test_kernels(tmp_path):
     # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
     [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]
     assert decode["stack"] <= 48
+    # So do a few addresses of the multi-head backward; more would leave its products no registers,
+    # and the compiler would wait for each.
+    [backward] = [k for k in kernels if k["kernel"] == "attend_multi_head_backward"]
+    assert backward["stack"] <= 64
     # In tiles of 64 rows numbers wait on the stack, of one token and of four.
     sparse = [k for k in kernels if k["kernel"] == "_forward_kernel" and k["fp8_rows"]]
     assert [k["stack"] <= most for k, most in zip(sparse, (0, 640, 640), strict=True)] == [True] * 3
-    others = (kernel for kernel in kernels if kernel not in (fp8, decode, *sparse, *multi_head))
+    known = (fp8, decode, backward, *sparse, *multi_head)
+    others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT
