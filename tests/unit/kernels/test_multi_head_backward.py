@@ -1,7 +1,7 @@
 """The multi-head backward for Hopper, emulated: products, waits, masks, and what goes where.
 
 What the emulation cannot run is the instruction that adds four numbers to memory; where they go is
-written out here once more.
+written out once more in tests/support/multi_head_backward.py.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.masks.tiles import key_tiles
 from absorbed_mla.core_attention.types import AttentionInputs, OutputGradient
 from tests.support import needs
-from tests.support.backends import interpret_kernel
-from tests.support.gluon_emulation import Emulation
 from tests.support.hostile import poisoned_memory
+from tests.support.multi_head_backward import emulate_backward
 
 pytest.importorskip("triton.experimental.gluon")
 pytestmark = [pytest.mark.no_cover, pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")]
 
-from absorbed_mla.kernels.hopper import multi_head_backward, multi_head_backward_rows  # noqa: E402
+from absorbed_mla.kernels.hopper import multi_head_backward  # noqa: E402
 
 SCALE = 0.11
 
@@ -75,31 +74,9 @@ CASES = {
 }
 
 
-def add_fragments(part: Tensor, target) -> None:
-    """``add_fragments`` in PyTorch: groups of 8 columns, warpgroups, warps, rows, pairs, .."""
-    # warp, half of its rows, row, warpgroup, group, pair, column
-    numbers = part.view(4, 2, 8, 2, -1, 4, 2).permute(4, 3, 0, 2, 5, 1, 6).flatten()
-    (target + torch.arange(len(numbers))).add(numbers, torch.tensor(True))
-
-
-def starts(grad_out, grad_lse, out, lse, scale):
-    """What the function of this name computes."""
-    delta = (out.float() * grad_out.float()).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
-    seen = lse != -torch.inf
-    both = torch.where(seen, -lse / scale, -torch.inf), torch.where(seen, -delta, 0)
-    rows = (torch.nn.functional.pad(x.flatten(1), (0, 0, 0, -len(x) % 4)) for x in both)
-    return [x.t().contiguous()[:, : len(lse)] for x in rows]
-
-
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
-    kernel = Emulation().load("multi_head_backward_kernel").attend_multi_head_backward
-    monkeypatch.setitem(kernel.function.__globals__, "add_fragments", add_fragments)
-    monkeypatch.setattr(multi_head_backward, "attend_multi_head_backward", kernel)
-    monkeypatch.setattr(multi_head_backward, "starts", starts)
-    interpret_kernel(monkeypatch, multi_head_backward_rows, "_query_gradient_kernel")
+    emulate_backward(monkeypatch)
 
 
 def operands(case: Case) -> SimpleNamespace:
@@ -152,7 +129,6 @@ def test_gradients(name):
             x.lse,
             tiles,
             buffers,
-            case.content,
             SCALE,
         )
     bound = 8e-3 if case.dtype == torch.bfloat16 else 1e-3
