@@ -74,7 +74,7 @@ class Emulation:
         def allocate(dtype, shape, layout):
             if layout == "barriers":
                 return Barriers(self.roles, shape[0])
-            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+            return Memory.unset(shape, dtype)
 
         layouts = {
             name: lambda *_, **__: None
@@ -134,7 +134,7 @@ class Emulation:
 
         def copy(tensor_map, start, barrier, target):
             assert target.shape == tensor_map.block_shape
-            target.data.fill_(torch.nan)
+            target.spoil()
 
             def arrives():
                 target.data.copy_(tensor_map.box(start))
@@ -196,7 +196,7 @@ class Emulation:
         local = self.roles.local
 
         def copy(target, pointer, mask):
-            target.data.fill_(torch.nan)
+            target.spoil()
             source = pointer.load(mask, 0.0)
             local.rows.append(lambda: target.data.copy_(source))
 
@@ -216,11 +216,13 @@ class Emulation:
 
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
-    """What the instructions that have a result make: the four values in e4m3 of each word."""
+    """What the instructions that have a result make of e4m3: four values of each word, or products."""
     if "e4m3x2" not in assembly:
         return None
-    [words] = arguments
-    values = words.contiguous().view(torch.float8_e4m3fn).float()
+    values = arguments[0].contiguous().view(torch.float8_e4m3fn).float()
+    if len(arguments) > 1:  # times scales in bf16, two in a word
+        products = (values * arguments[1]).bfloat16().view(torch.int32)
+        return products.unflatten(-1, (-1, 2)).unbind(-1)
     return tuple(values.unflatten(-1, (-1, 4)).unbind(-1))
 
 

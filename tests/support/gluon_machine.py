@@ -142,6 +142,16 @@ class Memory:
     def __init__(self, data: Tensor):
         self.data, self.dtype, self.shape = data, data.dtype, list(data.shape)
 
+    @classmethod
+    def unset(cls, shape, dtype):
+        memory = cls(torch.empty(shape, dtype=dtype))
+        memory.spoil()
+        return memory
+
+    def spoil(self) -> None:
+        """Make it NaN; so are bytes of ones, in e4m3."""
+        self.data.fill_(torch.nan if self.dtype.is_floating_point else 0xFF)
+
     def index(self, index):
         return Memory(self.data[int(index)])
 
@@ -156,7 +166,7 @@ class Memory:
 
     def _reinterpret(self, dtype, shape, layout):
         size = torch.Size(shape).numel()
-        return Memory(self.data.reshape(-1).view(-1)[:size].view(shape))
+        return Memory(self.data.view(-1).view(dtype)[:size].view(shape))
 
     def load(self, layout):
         return self.data.clone()

@@ -26,7 +26,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     new_barriers,
 )
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
-from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
@@ -325,7 +325,7 @@ def attend_fp8_decode(
         R: As there.
         SPLIT: As there.
     """
-    part = Part(tiles, starts, head_blocks, HEADS)
+    part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
         CHUNK: gl.constexpr = GROUP if GROUP < C // 2 else C // 2

@@ -58,12 +58,20 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, see
     q_content, q_rope, cache, rows, scale = inputs
     lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
     lengths = (rows.max_query_length, rows.max_kv_length)
-    fp8 = cache.dtype == torch.uint8
-    kernel = ("fp8_decode", seed, "fp8_rows") if fp8 else ("decode", seed)
-    with run(decode, *kernel), poisoned_memory():
-        return decode.forward(
-            q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, num_splits
-        )
+    few = run(decode, "few_rows", seed)
+    with run(decode, "decode", seed), run(decode, "fp8_decode", seed, "fp8_rows"), few:
+        with poisoned_memory():
+            return decode.forward(
+                q_content,
+                q_rope,
+                cache,
+                *lists,
+                *lengths,
+                scale,
+                *window,
+                batch_invariant,
+                num_splits,
+            )
 
 
 def check(case: PagedCase, **how) -> None:
