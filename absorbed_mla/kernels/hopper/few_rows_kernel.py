@@ -48,7 +48,7 @@ from absorbed_mla.kernels.hopper.tile import KEYS
 
 # Registers of each thread of a role. At launch four warpgroups (the load role's warp counts as one)
 # have 128 each.
-_DECODE_REGISTERS = gl.constexpr(112)
+_DECODE_REGISTERS = gl.constexpr(104)
 _LOAD_REGISTERS = gl.constexpr(40)
 
 

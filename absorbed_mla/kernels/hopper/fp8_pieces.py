@@ -87,32 +87,38 @@ def _wait_until_decoded(shared, piece):
 
 @gluon.jit
 def decode_role(part, shared, FIRST: gl.constexpr):
-    """Decode every other piece of the part's blocks, whatever tiles they are of.
+    """Decode every other piece of all blocks.
 
     Args:
         part: Of the work.
         shared: What ``allocate_few_rows`` gave.
         FIRST: Piece of a block, of those which the role decodes.
     """
-    GROUPS: gl.constexpr = shared.C // GROUP
     begin, end = part.range()
     blocks = gl.to_tensor(0)
     for index in range(begin, end):
-        blocks += count_blocks(part.tile(index))
-    for number in range(blocks):
-        stage = number % STAGES
-        for group in gl.static_range(FIRST, GROUPS, DECODE_ROLES):
-            words, scale = _read(shared, number, group)
-            if group == FIRST:
-                mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)
-            # As pairs of columns.
-            latents = shared.latents.index(stage)._reinterpret(
-                gl.int32, [KEYS, shared.C // 2], _PAIRS
-            )
-            latents.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(_decoded(words, scale))
-            fence_async_shared()
-            synchronize()
-            mbarrier.arrive(shared.latents_full.index(stage * GROUPS + group))
+        count = count_blocks(part.tile(index))
+        for block in range(count):
+            _decode_block(shared, blocks + block, FIRST)
+        blocks += count
+
+
+@gluon.jit
+def _decode_block(shared, number, FIRST: gl.constexpr):
+    GROUPS: gl.constexpr = shared.C // GROUP
+    stage = number % STAGES
+    for group in gl.static_range(FIRST, GROUPS, DECODE_ROLES):
+        words, scale = _read(shared, number, group)
+        if group == FIRST:
+            mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)
+        # As pairs of columns.
+        latents = shared.latents.index(stage)._reinterpret(
+            gl.int32, [KEYS, shared.C // 2], _PAIRS
+        )
+        latents.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(_decoded(words, scale))
+        fence_async_shared()
+        synchronize()
+        mbarrier.arrive(shared.latents_full.index(stage * GROUPS + group))
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ def test_kernels(tmp_path):
     names = [kernel["kernel"] for kernel in kernels]
     assert names.count("attend_forward") == 2, "with and without the largest scores"
     assert {"attend_backward", "attend_backward_stored"} <= {*names}
+    assert names.count("attend_few_rows") == 4, "of 16 rows and of 32, in splits and whole"
     assert {"attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
     assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
