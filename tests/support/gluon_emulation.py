@@ -216,7 +216,7 @@ class Emulation:
 
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
-    """What the instructions that have a result make of e4m3: four values of each word, or products."""
+    """What instructions make of words of e4m3: the four values of each, or products."""
     if "e4m3x2" not in assembly:
         return None
     values = arguments[0].contiguous().view(torch.float8_e4m3fn).float()

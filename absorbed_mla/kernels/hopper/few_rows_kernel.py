@@ -6,8 +6,8 @@ keys, or columns of the latents, and the tile's rows are columns:
 
     S^T [64 keys, rows] = K [64, C + R] (Q^T)        O^T [C, rows] += V^T [C, 64] P^T [64, rows]
 
-K and V are the same block in shared memory, read along its rows and along its columns. Queries and P
-take little room, which FP8 rows get that are on their way (fp8_pieces.py). Tiles, parts of the work
+K and V are the same block in shared memory, read along its rows and along its columns. Queries and
+P take little room; the rest is for FP8 rows on their way (fp8_pieces.py). Tiles, parts of the work
 and what is written are those of decode_kernel.py. Roles:
 
 * ``load_role``, one warp: copies queries and rows to shared memory by tensor maps (TMA).

@@ -112,9 +112,7 @@ def _decode_block(shared, number, FIRST: gl.constexpr):
         if group == FIRST:
             mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)
         # As pairs of columns.
-        latents = shared.latents.index(stage)._reinterpret(
-            gl.int32, [KEYS, shared.C // 2], _PAIRS
-        )
+        latents = shared.latents.index(stage)._reinterpret(gl.int32, [KEYS, shared.C // 2], _PAIRS)
         latents.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(_decoded(words, scale))
         fence_async_shared()
         synchronize()
