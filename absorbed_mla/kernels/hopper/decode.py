@@ -29,6 +29,8 @@ _CHUNKS = 4
 # Rows of tiles in which keys are the rows of the products, and how many pieces of FP8 rows fit into
 # shared memory beside their queries.
 _FEW_ROWS = {16: 7, 32: 4}
+# Blocks of keys that these ask for before, as far as the L2 cache.
+_BLOCKS_AHEAD = 1
 
 
 def page_size(block_size: int, window: int) -> int:
@@ -109,8 +111,8 @@ def forward(
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
     if rows in _FEW_ROWS:
-        kernel, keys = attend_few_rows, _fp8_maps(cache, *widths, page)
-        constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows]}
+        kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *_fp8_keys(cache))
+        constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
     elif cache.dtype == torch.uint8:
         kernel, keys = attend_fp8_decode, _fp8_keys(cache)
     else:
@@ -198,15 +200,16 @@ def _fp8_maps(
 
 
 def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
-    """What ``attend_fp8_decode`` takes of FP8 rows, from ``words`` to ``together``."""
+    """What kernels take of FP8 rows, from ``words`` to ``together``."""
     if not has_map(cache):
         raise ValueError(
             f"paged_attention_backend='hopper' needs a cache of FP8 rows whose blocks and rows lie "
             f"multiples of 16 bytes apart; got {tuple(cache.shape)} with strides {cache.stride()}"
         )
     words = cache.view(torch.int32)
-    together = KEYS.value * cache.shape[2] if cache.stride(1) == cache.shape[2] else 0
-    return words, *(stride // UNIT.value for stride in words.stride()[:2]), together
+    together = cache.stride(1) == cache.shape[2] and cache.shape[1] % KEYS.value == 0
+    size = KEYS.value * cache.shape[2] if together else 0
+    return words, *(stride // UNIT.value for stride in words.stride()[:2]), size
 
 
 def _launch(

@@ -191,13 +191,27 @@ def _store(tile, o, top, total, whole, split, heads, scale, SPLIT: gl.constexpr)
     gl.store(pointers, o.to(whole[0].dtype.element_ty), mask=inside[None, :])
 
 
-@gluon.jit(do_not_specialize=["block_size", "table_stride", "heads", "head_blocks"])
+@gluon.jit(
+    do_not_specialize=[
+        "block_units",
+        "row_units",
+        "together",
+        "block_size",
+        "table_stride",
+        "heads",
+        "head_blocks",
+    ]
+)
 def attend_few_rows(
     q_content,
     q_rope,
     values,
     k_rope,
     scales,
+    words,
+    block_units,
+    row_units,
+    together,
     tiles,
     starts,
     block_table,
@@ -216,16 +230,21 @@ def attend_few_rows(
     SPLIT: gl.constexpr,
     ROWS: gl.constexpr,
     PIECES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """As ``attend_decode``, over rows in FP8, in tiles of ``ROWS`` rows.
 
     Args:
-        q_content: As there, in boxes of ROWS rows, like all that follows but the next three.
+        q_content: As there, in boxes of ROWS rows, like all that follows but the next seven.
         q_rope: Likewise.
         values: Tensor map of [block_size, blocks, C / 4] int32, four values in a word, in boxes
             [keys that lie together, 1, 32].
         k_rope: Of [block_size, blocks, R] in boxes [keys that lie together, 1, R].
         scales: Of [block_size, blocks, C / 128] fp32, likewise.
+        words: As ``Fp8Pieces`` has it, like the next three.
+        block_units: Likewise.
+        row_units: Likewise.
+        together: Likewise.
         tiles: As there.
         starts: As there.
         block_table: As there.
@@ -244,12 +263,14 @@ def attend_few_rows(
         SPLIT: As there.
         ROWS: Of a tile.
         PIECES: Pieces that are on their way.
+        AHEAD: Blocks that are on their way to the L2 cache.
     """
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
         shared = allocate_few_rows(q_content, q_rope, values, scales, k_rope, C, R, ROWS, PIECES)
-        pieces = Fp8Pieces(PagedKeys(values, k_rope, block_table, block_size, table_stride), scales)
+        keys = PagedKeys(values, k_rope, block_table, block_size, table_stride)
+        pieces = Fp8Pieces(keys, scales, words, block_units, row_units, together, AHEAD)
         queries = q_content, q_rope
         whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(

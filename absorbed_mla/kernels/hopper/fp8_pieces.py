@@ -2,8 +2,10 @@
 
 Rows are those of ``absorbed_mla/fp8_latents.py``, and so are the bits. A piece is the 128 columns
 of a block of 64 keys that share their scales, 8 KiB. The copy engine keeps the ring full, so that
-bytes are always under way; two roles decode pieces by turns, one while the other waits, and write
-bf16 where products read it. k_rope, which is bf16 in rows, is loaded to where it is read.
+bytes are always under way; whole blocks are asked for before, as far as the L2 cache, because what
+lies together comes from memory faster than a piece of every row. Two roles decode pieces by turns,
+one while the other waits, and write bf16 where products read it. k_rope, which is bf16 in rows, is
+loaded to where it is read.
 """
 
 from triton.experimental import gluon
@@ -14,6 +16,8 @@ from triton.language.core import _aggregate as aggregate  # as in tile.py
 from absorbed_mla.kernels.hopper.few_rows_shared import GROUP, SCALES
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES
+from absorbed_mla.kernels.hopper.fp8_rows import UNIT
+from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys, load_pages
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
@@ -38,15 +42,30 @@ class Fp8Pieces:
             in a word, and of k_rope.
         scales: Tensor map of [block_size, blocks, C / 128] fp32 in boxes [keys that lie together,
             1, C / 128].
+        words: Pointer to the first row, int32.
+        block_units: From a block of the cache to the next, in units of 16 bytes.
+        row_units: From a row of a block to the next, likewise.
+        together: Bytes of 64 rows, 0 if these may not lie together.
+        AHEAD: Blocks that are asked for before the one that is loaded.
     """
 
     keys: PagedKeys
     scales: tma.tensor_descriptor
+    words: gl.tensor
+    block_units: gl.tensor
+    row_units: gl.tensor
+    together: gl.tensor
+    AHEAD: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, keys, scales):
+    def __init__(self, keys, scales, words, block_units, row_units, together, AHEAD):
         self.keys = keys
         self.scales = scales
+        self.words = words
+        self.block_units = block_units
+        self.row_units = row_units
+        self.together = together
+        self.AHEAD = gl.constexpr(AHEAD)
 
     @gluon.jit
     def load(self, tile, shared, blocks):
@@ -58,10 +77,18 @@ class Fp8Pieces:
             blocks: Of the tiles before.
         """
         GROUPS: gl.constexpr = shared.C // GROUP
+        found = ()
+        for block in gl.static_range(self.AHEAD + 1):
+            found += (self.keys.find_pages(tile, block),)  # type: ignore[assignment]  # unrolled
+        for block in gl.static_range(self.AHEAD):
+            self.prefetch(tile, block, found[block])
         for block in range(count_blocks(tile)):
             number = blocks + block
             stage = number % STAGES
-            pages = self.keys.find_pages(tile, block)
+            pages = found[0]
+            self.prefetch(tile, block + self.AHEAD, found[self.AHEAD])
+            found = found[1:]
+            found += (self.keys.find_pages(tile, block + self.AHEAD + 1),)
             for column in gl.static_range(0, shared.C, GROUP):
                 piece = number * GROUPS + column // GROUP
                 place = piece % shared.PIECES
@@ -76,6 +103,18 @@ class Fp8Pieces:
             mbarrier.wait(shared.rope_empty.index(stage), (number // STAGES & 1) ^ 1)
             full = shared.rope_full.index(stage)
             load_pages(self.keys.k_rope, pages, 0, full, shared.k_rope.index(stage))
+
+    @gluon.jit
+    def prefetch(self, tile, block, pages):
+        """Ask for the rows of a block to come to the L2 cache, if they lie together."""
+        PAGE: gl.constexpr = self.keys.k_rope.block_shape[0]
+        if PAGE == KEYS:
+            cache_block, slot = pages[0]
+            # The table of a tile without keys may have any blocks.
+            size = gl.where(block * KEYS < tile.keys, self.together, 0)
+            cache_block = gl.where(size > 0, cache_block, 0)
+            unit = cache_block.to(gl.int64) * self.block_units + slot.to(gl.int64) * self.row_units
+            prefetch(self.words + unit * UNIT, size, 1)
 
 
 @gluon.jit

@@ -119,6 +119,15 @@ def test_any_order(heads):
         assert_same_bits(attend(inputs, num_splits=1, seed=seed), expected)
 
 
+def test_rows_together_and_apart():
+    """Where nothing lies between rows they are asked for ahead; the result has the same bits."""
+    q_content, q_rope, cache, batch, scale = fp8_inputs(BASE, DEVICE)
+    together = cache.contiguous()
+    assert cache.stride(1) > cache.shape[2] == together.stride(1)
+    found = attend((q_content, q_rope, together, batch, scale))
+    assert_same_bits(found, attend((q_content, q_rope, cache, batch, scale)))
+
+
 def test_other_kernels_take_what_it_cannot(rows):
     """Parity mode, where it would depend on the number of tokens; fp16; blocks of odd sizes."""
     case = replace(BASE, query_lengths=(6,), kv_lengths=(6,), heads=4, padding=0)
