@@ -10,7 +10,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from absorbed_mla.fp8_latents import GROUP, Fp8Latents
+from absorbed_mla.kernels.fp8_latents import GROUP
 from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
 from absorbed_mla.kernels.hopper.few_rows_kernel import attend_few_rows
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
@@ -19,6 +19,7 @@ from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
+from absorbed_mla.kernels.paged.forward import keys_of
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import Schedule, schedule
 
@@ -155,9 +156,9 @@ def _has_pieces(q_content: Tensor, q_rope: Tensor, cache: Tensor, window: int) -
     """Whether the cache has FP8 rows that fp8_pieces.py can load."""
     if cache.dtype != torch.uint8 or q_content.dtype != torch.bfloat16 or not has_map(cache):
         return False
-    latents = Fp8Latents(q_content.shape[-1], q_rope.shape[-1])
-    scales, k_rope = latents.parts(cache)[1:]
-    whole = latents.kv_lora_rank % GROUP == 0 and has_map(k_rope) and has_map(scales)
+    kv_lora_rank = q_content.shape[-1]
+    _, scales, k_rope = keys_of(cache, kv_lora_rank, q_rope.shape[-1])
+    whole = kv_lora_rank % GROUP == 0 and has_map(k_rope) and has_map(scales)
     return whole and page_size(cache.shape[1], window) >= LEAST_PAGE
 
 
@@ -194,8 +195,9 @@ def _fp8_maps(
     cache: Tensor, kv_lora_rank: int, rope: int, page: int
 ) -> tuple[TensorDescriptor, ...]:
     """Tensor maps of values, k_rope and scales of FP8 rows."""
-    values, scales, k_rope = Fp8Latents(kv_lora_rank, rope).parts(cache.transpose(0, 1))
-    boxes = (values.view(torch.int32), GROUP // 4), (k_rope, rope), (scales, scales.shape[-1])
+    rows, scales, k_rope = keys_of(cache.transpose(0, 1), kv_lora_rank, rope)
+    words = rows[..., :kv_lora_rank].view(torch.int32)
+    boxes = (words, GROUP // 4), (k_rope, rope), (scales, scales.shape[-1])
     return tuple(tensor_map(part, (page, 1, width)) for part, width in boxes)
 
 

@@ -51,6 +51,26 @@ MUTATIONS = {
         "gl.minimum(key, gl.maximum(tile.keys, 1) - 1)",
         "key",
     ),
+    "few_rows_reuse_a_piece_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "                if before >= 0:\n",
+        "                if before < 0:\n",
+    ),
+    "few_rows_reuse_a_block_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)",
+        "pass",
+    ),
+    "few_rows_scaled_by_the_first_group": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "scales.slice(group, 1, dim=1)",
+        "scales.slice(0, 1, dim=1)",
+    ),
+    "few_rows_of_nan_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/few_rows_kernel.py",
+        "    if tile.keys - last * KEYS < KEYS:\n",
+        "    if tile.keys - last * KEYS < KEYS - 1:\n",
+    ),
     "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",
         "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)",

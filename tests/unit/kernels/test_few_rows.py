@@ -24,7 +24,7 @@ from tests.unit.kernels.paged import (
 )
 from tests.unit.kernels.test_paged_hopper import FP16, attend, decode
 
-BASE = PagedCase((1, 1, 0, 1), (200, 1, 9, 128), 16, 64, 512, 64, padding=2)
+BASE = PagedCase((1, 1, 0, 1), (200, 1, 9, 127), 16, 64, 512, 64, padding=2)
 CASES = {
     "block_64": BASE,
     "block_16": replace(BASE, block_size=16),
