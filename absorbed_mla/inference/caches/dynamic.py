@@ -237,7 +237,7 @@ class DynamicStep:
 
 
 def _ranks(context: Any) -> CacheRanks | None:
-    """Those that share the latents, in an ``InterleavedContext``."""
+    """Those that share the latents, in an ``interleaved_context``."""
     return getattr(context, "cache_ranks", None)
 
 
