@@ -217,6 +217,9 @@ class Emulation:
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
     """What instructions make of words of e4m3: the four values of each, or products."""
+    if "prefetch" in assembly:
+        pointer, size = arguments
+        pointer.prefetch(size)
     if "e4m3x2" not in assembly:
         return None
     values = arguments[0].contiguous().view(torch.float8_e4m3fn).float()

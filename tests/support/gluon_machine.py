@@ -28,14 +28,20 @@ class Roles:
         self.errors: list[BaseException] = []
         self.local = threading.local()
 
+    @property
+    def known(self) -> dict[Barrier, int]:
+        """How many phases of barriers the role that runs knows to be over."""
+        return self.local.__dict__.setdefault("known", {})
+
     def run(self, roles) -> None:
+        known = dict(self.known)
         self.left, self.copies, self.waiting, self.errors = len(roles), [], {}, []
         self.done = threading.Event()
         for number in range(len(roles)):
             self.waiting[number] = (threading.Semaphore(0), lambda: True)
         for number, (function, arguments) in enumerate(roles):
             thread = threading.Thread(
-                target=self._role, args=(number, function, arguments), daemon=True
+                target=self._role, args=(number, function, arguments, known), daemon=True
             )
             thread.start()
         self._next()
@@ -61,8 +67,8 @@ class Roles:
         assert not self.local.rows + self.local.groups, "copies that nobody waited for"
         assert not self.local.stores, "stores that nobody waited for"
 
-    def _role(self, number, function, arguments) -> None:
-        self.local.number = number
+    def _role(self, number, function, arguments, known) -> None:
+        self.local.number, self.local.known = number, dict(known)
         self.waiting[number][0].acquire()
         try:
             with self._finished():
@@ -101,10 +107,17 @@ class Roles:
 
 
 class Barrier:
-    """An mbarrier: a phase ends with its arrivals and the bytes announced."""
+    """An mbarrier: a phase ends with its arrivals and the bytes announced.
+
+    A wait tells phases by their parity. So who waits must know, from waits of its own and of those
+    who arrived there, that the phase before last is over; else the wait could be for that.
+    """
 
     def __init__(self, roles: Roles):
         self.roles, self.count, self.phase = roles, None, 0
+        # What those who arrived know, and what one knows who has waited for the last phase.
+        self.arrived: dict[Barrier, int] = {}
+        self.over: dict[Barrier, int] = {}
 
     def start(self, count: int) -> None:
         self.count = self.arrivals = count
@@ -114,11 +127,26 @@ class Barrier:
         self.arrivals -= arrivals
         self.bytes += amount
         assert self.arrivals >= 0, "more arrivals than a phase has"
+        if arrivals:
+            _learn(self.arrived, self.roles.known)
         if not self.arrivals and not self.bytes:
             self.phase, self.arrivals = self.phase + 1, self.count
+            self.over = self.arrived | {self: self.phase}
+            if arrivals == self.count:
+                _learn(self.roles.known, self.over)
 
     def wait(self, parity: int) -> None:
-        self.roles.pause(lambda: self.phase % 2 != int(parity))
+        known, parity = self.roles.known, int(parity)
+        self.roles.pause(lambda: self.phase % 2 != parity)
+        first = known.get(self, 0)
+        first += first % 2 == parity
+        assert self.phase == first, "a wait that two phases end"
+        _learn(known, self.over)
+
+
+def _learn(known: dict[Barrier, int], more: dict[Barrier, int]) -> None:
+    for barrier, phase in more.items():
+        known[barrier] = max(phase, known.get(barrier, 0))
 
 
 class Barriers:
@@ -204,6 +232,15 @@ class Pointer:
             return self.base[offset]
         found = self.base[torch.where(mask, offset, 0)]
         return torch.where(mask, found, torch.tensor(other, dtype=self.base.dtype))
+
+    def prefetch(self, size) -> None:
+        """Ask for bytes to come to a cache: all must be there, or the GPU stops."""
+        width = self.base.element_size()
+        first, size = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, size)))
+        first = first.long() * width
+        assert not ((first | size) % 16)[size != 0].any(), "not a multiple of 16 bytes"
+        inside = (first >= 0) & (size >= 0) & (first + size <= len(self.base) * width)
+        assert (inside | (size == 0)).all(), "asked for beyond the tensor"
 
     def store(self, value, mask):
         offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)

@@ -10,6 +10,8 @@ from absorbed_mla.kernels.hopper.forward_shared import STAGES, new_barriers
 from absorbed_mla.kernels.hopper.layouts import operand_layout
 from absorbed_mla.kernels.hopper.tile import KEYS
 
+# Roles that decode pieces, by turns.
+DECODE_ROLES = gl.constexpr(2)
 # Columns with one scale: of a piece of a block.
 GROUP = gl.constexpr(fp8_latents.GROUP)
 # Blocks whose scales are there. Those of a block take the place of scales that no piece in the ring
@@ -30,7 +32,10 @@ class FewRowsShared:
         pieces: 128 columns each of blocks, in FP8, four in a word, [PIECES, 64, 1, 32] int32.
         scales: Fp32 [3, 64, 1, C / 128].
         q_full, q_empty: One barrier.
-        piece_full: One for each place of the ring.
+        piece_full: One for each turn of the ring and the roles that decode: a barrier is waited for
+            by one role, in every phase. Copies may end in any order, and parity does not tell a
+            phase from the one before last; a role that had skipped a phase, as it was for the other
+            role, could go on before that was over.
         scale_full: One for each of ``scales``.
         latents_full: One for each stage and 128 columns.
         latents_empty, rope_full, rope_empty: One for each stage.
@@ -38,6 +43,7 @@ class FewRowsShared:
         R: Width of k_rope.
         ROWS: Of a tile.
         PIECES: Places of the ring.
+        TURNS: Pieces from one to the next that has its place and its role.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -59,6 +65,7 @@ class FewRowsShared:
     R: gl.constexpr
     ROWS: gl.constexpr
     PIECES: gl.constexpr
+    TURNS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, buffers, barriers, C, R, ROWS, PIECES):
@@ -85,6 +92,7 @@ class FewRowsShared:
         self.R = gl.constexpr(R)
         self.ROWS = gl.constexpr(ROWS)
         self.PIECES = gl.constexpr(PIECES)
+        self.TURNS = gl.constexpr(PIECES * DECODE_ROLES)
 
 
 @gluon.jit
@@ -118,7 +126,7 @@ def allocate_few_rows(
     barriers = (
         new_barriers(1),
         new_barriers(1),
-        new_barriers(PIECES),
+        new_barriers(PIECES * DECODE_ROLES),
         new_barriers(SCALES),
         new_barriers(STAGES * GROUPS),
         new_barriers(STAGES),

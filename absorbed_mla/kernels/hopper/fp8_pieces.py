@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.few_rows_shared import GROUP, SCALES
+from absorbed_mla.kernels.hopper.few_rows_shared import DECODE_ROLES, GROUP, SCALES
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT
@@ -22,8 +22,7 @@ from absorbed_mla.kernels.hopper.paged_keys import PagedKeys, load_pages
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
 
-# Roles that decode, and warps of each.
-DECODE_ROLES = gl.constexpr(2)
+# Of each role that decodes.
 DECODE_WARPS = gl.constexpr(4)
 # Of a piece in registers, four values in a word. A thread has 16 neighbouring bytes; eight lanes
 # have those of eight rows, which the swizzle of shared memory has put into different banks, as it
@@ -98,7 +97,7 @@ class Fp8Pieces:
                 if column == 0:
                     full = shared.scale_full.index(number % SCALES)
                     load_pages(self.scales, pages, 0, full, shared.scales.index(number % SCALES))
-                full = shared.piece_full.index(place)
+                full = shared.piece_full.index(piece % shared.TURNS)
                 load_pages(self.keys.latent, pages, column // 4, full, shared.pieces.index(place))
             mbarrier.wait(shared.rope_empty.index(stage), (number // STAGES & 1) ^ 1)
             full = shared.rope_full.index(stage)
@@ -169,10 +168,10 @@ def _read(shared, number, group: gl.constexpr):
     """
     GROUPS: gl.constexpr = shared.C // GROUP
     piece = number * GROUPS + group
-    place = piece % shared.PIECES
+    turn = piece % shared.TURNS
     mbarrier.wait(shared.scale_full.index(number % SCALES), number // SCALES & 1)
-    mbarrier.wait(shared.piece_full.index(place), piece // shared.PIECES & 1)
-    words = shared.pieces.index(place).reshape([KEYS, GROUP // 4]).load(_LAYOUT)
+    mbarrier.wait(shared.piece_full.index(turn), piece // shared.TURNS & 1)
+    words = shared.pieces.index(piece % shared.PIECES).reshape([KEYS, GROUP // 4]).load(_LAYOUT)
     scales = shared.scales.index(number % SCALES).reshape([KEYS, GROUPS])
     return words, scales.slice(group, 1, dim=1).load(_LAYOUT)
 

@@ -56,6 +56,16 @@ MUTATIONS = {
         "                if before >= 0:\n",
         "                if before < 0:\n",
     ),
+    "few_rows_skip_a_phase_of_a_piece": Mutation(
+        "absorbed_mla/kernels/hopper/few_rows_shared.py",
+        "gl.constexpr(PIECES * DECODE_ROLES)",
+        "gl.constexpr(PIECES)",
+    ),
+    "few_rows_ask_for_blocks_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "size = gl.where(block * KEYS < tile.keys, self.together, 0)",
+        "size = self.together",
+    ),
     "few_rows_reuse_a_block_early": Mutation(
         "absorbed_mla/kernels/hopper/fp8_pieces.py",
         "mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)",

@@ -41,6 +41,13 @@ CASES = {
     "many_rows": replace(
         BASE, query_lengths=(1,) * 9, kv_lengths=tuple(range(1, 300, 35)), heads=4, padding=0
     ),
+    "long_and_short_rows": replace(
+        BASE,
+        query_lengths=(1,) * 7,
+        kv_lengths=(3, 700, 65, 1, 450, 128, 191),
+        heads=4,
+        padding=0,
+    ),
     "window": replace(BASE, window=(37, 140)),
 }
 
@@ -119,9 +126,16 @@ def test_any_order(heads):
         assert_same_bits(attend(inputs, num_splits=1, seed=seed), expected)
 
 
-def test_rows_together_and_apart():
-    """Where nothing lies between rows they are asked for ahead; the result has the same bits."""
-    q_content, q_rope, cache, batch, scale = fp8_inputs(BASE, DEVICE)
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("name", ["block_64", "many_rows", "long_and_short_rows"])
+def test_rows_together_and_apart(name, block_size):
+    """Where nothing lies between rows they are asked for ahead; the result has the same bits.
+
+    Also where a program goes from row to row, and begins within one; amid blocks that are not
+    there, which it may not ask for.
+    """
+    case = replace(CASES[name], block_size=block_size)
+    q_content, q_rope, cache, batch, scale = fp8_inputs(case, DEVICE)
     together = cache.contiguous()
     assert cache.stride(1) > cache.shape[2] == together.stride(1)
     found = attend((q_content, q_rope, together, batch, scale))
