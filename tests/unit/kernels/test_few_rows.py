@@ -127,19 +127,19 @@ def test_any_order(heads):
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
-@pytest.mark.parametrize("name", ["block_64", "many_rows", "long_and_short_rows"])
+@pytest.mark.parametrize("name", ["block_64", "many_rows", "long_and_short_rows", "window"])
 def test_rows_together_and_apart(name, block_size):
     """Where nothing lies between rows they are asked for ahead; the result has the same bits.
 
-    Also where a program goes from row to row, and begins within one; amid blocks that are not
-    there, which it may not ask for.
+    Also where a program goes from row to row, begins within one, or has one without keys; amid
+    blocks that are not there, which it may not ask for.
     """
     case = replace(CASES[name], block_size=block_size)
     q_content, q_rope, cache, batch, scale = fp8_inputs(case, DEVICE)
-    together = cache.contiguous()
+    together, window = cache.contiguous(), case.window or (0, None)
     assert cache.stride(1) > cache.shape[2] == together.stride(1)
-    found = attend((q_content, q_rope, together, batch, scale))
-    assert_same_bits(found, attend((q_content, q_rope, cache, batch, scale)))
+    found = attend((q_content, q_rope, together, batch, scale), window)
+    assert_same_bits(found, attend((q_content, q_rope, cache, batch, scale), window))
 
 
 def test_other_kernels_take_what_it_cannot(rows):
