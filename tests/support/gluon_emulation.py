@@ -3,8 +3,9 @@
 One role runs at a time; at every barrier and copy a seeded choice says who goes on: a role whose
 wait is over, or a copy under way. What the hardware leaves open is taken at its worst: shared
 memory is NaN before it is written, the target of a copy from when the copy is asked for until it is
-done, and a product's operands must be the same when it is queued and when it is waited for. Layouts
-mean nothing here, nor do fences.
+done, and a product's operands must be the same when it is queued and when it is waited for. In any
+order a wait is an error that the end of an earlier phase of the same parity could end. Layouts mean
+nothing here, nor do fences.
 """
 
 from __future__ import annotations
