@@ -147,14 +147,18 @@ def fp8_cache_kernels() -> None:
     fp8_latents.decode(*latents.parts(rows), kv)
     fp8_decode("triton", 16)
     fp8_decode("hopper", HEADS)
+    # Tiles of 16 rows and of 32, in splits and whole.
+    for requests in (2, 128):
+        for heads in (16, 32):
+            fp8_decode("hopper", heads, requests)
 
 
-def fp8_decode(kernel: str, heads: int) -> None:
-    """One new token of each of 128 requests."""
+def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
+    """One new token of each request."""
     from absorbed_mla.fp8_latents import Fp8Latents
     from absorbed_mla.kernels import operators
 
-    requests, length, width = 128, 8192, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
+    length, width = 8192, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
     cache = torch.zeros(length // 64, 64, width, dtype=torch.uint8)
     lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
     table = torch.zeros(requests, length // 64, dtype=torch.int32)

@@ -9,7 +9,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.int32: gl.int32,
+}
 # Bytes that addresses and strides must be multiples of.
 _ALIGNMENT = 16
 
@@ -18,7 +23,7 @@ def tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     """The map of a tensor, or of a copy where the tensor lies as no map can describe.
 
     Args:
-        x: bf16 or fp16, not empty; its last axis a multiple of 16 bytes.
+        x: Of one of these dtypes, not empty; its last axis a multiple of 16 bytes.
         block: Elements of each axis that a copy loads; beyond the end of the tensor it loads zeros.
     """
     if not has_map(x):

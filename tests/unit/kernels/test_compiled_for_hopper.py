@@ -35,6 +35,7 @@ def test_kernels(tmp_path):
     multi_head = [kernel for kernel in kernels if kernel["kernel"] == "attend_multi_head"]
     assert [k["stack"] <= 8 for k in multi_head] == [True] * 2, "as attend_forward"
     assert {"attend_backward", "attend_backward_stored"} <= {*names}
+    assert names.count("attend_few_rows") == 4, "of 16 rows and of 32, in splits and whole"
     assert {"attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
     assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
