@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tests.support.gluon_machine import Barriers, Memory, Pointer, Product, Roles, TensorMap
+from tests.support.hostile import fill_with_poison
 
 KERNELS = "absorbed_mla.kernels.hopper"
 
@@ -33,7 +34,7 @@ class Emulation:
 
     def __init__(self, seed: int = 0):
         self.roles = Roles(seed)
-        self.program = (0, 0, 0)
+        self.program, self.grid = (0, 0, 0), (1, 1, 1)
 
     def load(self, module: str) -> ModuleType:
         """A new copy of a module of the kernels package, not shared with other code."""
@@ -74,7 +75,7 @@ class Emulation:
         def allocate(dtype, shape, layout):
             if layout == "barriers":
                 return Barriers(self.roles, shape[0])
-            return Memory(torch.full(shape, torch.nan, dtype=dtype))
+            return Memory(fill_with_poison(torch.empty(shape, dtype=dtype)))
 
         layouts = {
             name: lambda *_, **__: None
@@ -113,6 +114,7 @@ class Emulation:
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
             "minimum": lambda a, b: torch.minimum(tensor(a), tensor(b)),
+            "num_programs": lambda axis: self.grid[axis],
             "num_warps": lambda: 4,
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "split": lambda values: values.unbind(-1),
@@ -168,7 +170,7 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
-            values = tuple(product.value for product in deps)
+            values = tuple(x.value if isinstance(x, Product) else x for x in deps)
             return values if len(values) > 1 else values[0]
 
         barriers = SimpleNamespace(
@@ -243,6 +245,7 @@ class _Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps, **constants):
             device = [_argument(each) for each in args]
+            self.emulation.grid = grid
             for program in itertools.product(*map(range, grid)):
                 self.emulation.program = program
                 with self.emulation.roles.alone():
