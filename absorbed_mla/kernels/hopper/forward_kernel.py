@@ -17,7 +17,9 @@ What the two compute for blocks 0, 1, ..; products queued together run one after
     value role                                    | PV 0 right |                | PV 1 right | ..
 
 PV right could begin beside PV left, but then it would delay S and the tensor cores would idle while
-a softmax is computed. So it waits until all of S but k_rope's part is done, and runs meanwhile.
+a softmax is computed. So it waits until all of S but k_rope's part is done, and runs meanwhile. The
+kernels over paged and listed keys, which share this code, let it begin at once (``RIGHT_WAITS``):
+their keys take longer to come, and PV right of a block would wait for the next block's.
 
 The factor is 1 but where a row's largest score has grown much (see ``online_softmax``); O is
 multiplied only by factors of which some are not 1.
@@ -185,9 +187,10 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
         o = warpgroup_mma_wait(1, deps=[o])
         mbarrier.arrive(shared.left_empty.index(stage))
         s = finish_scores(shared, s, q_rope, stage ^ 1, parity)
-        # Likewise k_rope's part.
-        o = warpgroup_mma_wait(1, deps=[o])
-        mbarrier.arrive(shared.right_go.index(stage))
+        if shared.RIGHT_WAITS:
+            # Likewise k_rope's part.
+            o = warpgroup_mma_wait(1, deps=[o])
+            mbarrier.arrive(shared.right_go.index(stage))
         s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(shared.q_empty.index(0))
     stage = (blocks + last) % STAGES
@@ -198,7 +201,8 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
     if RECORD:
         most = gl.maximum(most, gl.max(s, axis=1))
     top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
-    mbarrier.arrive(shared.right_go.index(stage))
+    if shared.RIGHT_WAITS:
+        mbarrier.arrive(shared.right_go.index(stage))
     norm = gl.where(total > 0, 1 / total, 0.0)
     mbarrier.wait(shared.norm_empty.index(0), (tiles & 1) ^ 1)
     shared.norm.store(norm)
@@ -259,7 +263,8 @@ def compute_right(tile, shared, tiles=0, blocks=0):
             clear_rows(values, tile.keys - last * KEYS)
         if some_change(shared, stage):
             o = o * shared.factor.index(stage).load(gl.SliceLayout(1, layout))[:, None]
-        mbarrier.wait(shared.right_go.index(stage), parity)
+        if shared.RIGHT_WAITS:
+            mbarrier.wait(shared.right_go.index(stage), parity)
         o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(shared.right_empty.index(stage))
@@ -320,7 +325,7 @@ def attend_forward(
         RECORD: Whether the largest score of every row is wanted.
     """
     # The largest scores take the registers that queries might have.
-    shared = allocate(q_content, q_rope, latent, k_rope, C, R, 1 if RECORD else 2)
+    shared = allocate(q_content, q_rope, latent, k_rope, C, R, 1 if RECORD else 2, True)
     work = ProgramTiles(tiles, total, batches, heads, HEADS)
     gl.warp_specialize(
         [

@@ -38,6 +38,7 @@ class Shared:
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
         IN_REGISTERS: Operands that the score role has in registers: 1: P; 2: k_rope's queries, too.
+        RIGHT_WAITS: Whether ``right_go`` is used.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -64,9 +65,21 @@ class Shared:
     ROPE_LAYOUT: gl.constexpr
     READER_FENCES: gl.constexpr
     IN_REGISTERS: gl.constexpr
+    RIGHT_WAITS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES, IN_REGISTERS):
+    def __init__(
+        self,
+        buffers,
+        barriers,
+        C,
+        R,
+        CHUNK,
+        ROPE_LAYOUT,
+        READER_FENCES,
+        IN_REGISTERS,
+        RIGHT_WAITS,
+    ):
         (
             self.q_content,
             self.q_rope,
@@ -95,6 +108,7 @@ class Shared:
         self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
         self.READER_FENCES = gl.constexpr(READER_FENCES)
         self.IN_REGISTERS = gl.constexpr(IN_REGISTERS)
+        self.RIGHT_WAITS = gl.constexpr(RIGHT_WAITS)
 
     @gluon.jit
     def probs(self, stage):
@@ -118,6 +132,7 @@ def allocate(
     C: gl.constexpr,
     R: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
+    RIGHT_WAITS: gl.constexpr = False,
 ):
     """All shared memory, for the boxes of these tensor maps."""
     # By name: Triton 3.6 takes a layout for a constant only if it is declared one.
@@ -125,7 +140,15 @@ def allocate(
     ROPE_LAYOUT: gl.constexpr = k_rope.layout
     CHUNK: gl.constexpr = latent.block_shape[2]
     return allocate_blocks(
-        q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT, False, IN_REGISTERS
+        q_content,
+        q_rope,
+        C,
+        R,
+        CHUNK,
+        LATENT_LAYOUT,
+        ROPE_LAYOUT,
+        IN_REGISTERS=IN_REGISTERS,
+        RIGHT_WAITS=RIGHT_WAITS,
     )
 
 
@@ -140,6 +163,7 @@ def allocate_blocks(
     ROPE_LAYOUT: gl.constexpr,
     READER_FENCES: gl.constexpr = False,
     IN_REGISTERS: gl.constexpr = 0,
+    RIGHT_WAITS: gl.constexpr = False,
 ):
     """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
 
@@ -153,6 +177,7 @@ def allocate_blocks(
         ROPE_LAYOUT: Of [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
         IN_REGISTERS: As ``Shared`` has it.
+        RIGHT_WAITS: Likewise.
     """
     dtype: gl.constexpr = q_content.dtype
     CHUNKS: gl.constexpr = C // CHUNK
@@ -181,7 +206,17 @@ def allocate_blocks(
         new_barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES, IN_REGISTERS)
+    return Shared(
+        buffers,
+        barriers,
+        C,
+        R,
+        CHUNK,
+        ROPE_LAYOUT,
+        READER_FENCES,
+        IN_REGISTERS,
+        RIGHT_WAITS,
+    )
 
 
 @gluon.jit
