@@ -82,7 +82,7 @@ def softmax(shared, s, top, total, stage, scale):
     Returns:
         The new top and total, the factor, as ``online_softmax`` has them, and P in 16 bits.
     """
-    top, factor, p = online_softmax(s, top, scale)
+    top, factor, p = online_softmax(s, top, scale, _GROWTH)
     changes = (factor != 1.0).to(gl.int32).reshape([4, ROWS // 4])
     shared.changes.index(stage).store(gl.max(changes, axis=1))
     shared.factor.index(stage).store(factor)
@@ -94,17 +94,18 @@ def softmax(shared, s, top, total, stage, scale):
 
 
 @gluon.jit
-def online_softmax(s, top, scale):
+def online_softmax(s, top, scale, GROWTH: gl.constexpr = 0.0):
     """One step of the online softmax (arXiv:2205.14135), rescaled where it matters.
 
     A row's reference, from which exponents are counted, is the largest product at first and
-    whenever that has grown by more than ``_GROWTH``. Every row decides for itself: its bits do not
+    whenever that, scaled, has grown by more than GROWTH. Every row decides for itself: its bits do not
     depend on others.
 
     Args:
         s: As in ``softmax``, of any block.
         top: Likewise.
         scale: Likewise.
+        GROWTH: With 0 the reference is the largest product so far.
 
     Returns:
         The new top, the factor exp2(scale * (old top - new top)), exactly 1 where the reference
@@ -112,7 +113,7 @@ def online_softmax(s, top, scale):
     """
     largest = gl.max(s, axis=1)
     # -inf - -inf is NaN, which is not greater: rows that have seen no key yet.
-    grows = (largest - top) * scale > _GROWTH
+    grows = (largest - top) * scale > GROWTH
     old_top = top
     top = gl.where(grows, largest, top)
     factor = gl.where(grows, gl.exp2((old_top - top) * scale), 1.0)
