@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from absorbed_mla.inference.whole_step import this_run
+from absorbed_mla.whole_step import this_run
 
 
 class TokenExchange:
