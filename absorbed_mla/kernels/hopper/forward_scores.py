@@ -98,8 +98,8 @@ def online_softmax(s, top, scale, GROWTH: gl.constexpr = 0.0):
     """One step of the online softmax (arXiv:2205.14135), rescaled where it matters.
 
     A row's reference, from which exponents are counted, is the largest product at first and
-    whenever that, scaled, has grown by more than GROWTH. Every row decides for itself: its bits do not
-    depend on others.
+    whenever that, scaled, has grown by more than GROWTH. Every row decides for itself: its bits do
+    not depend on others.
 
     Args:
         s: As in ``softmax``, of any block.
