@@ -278,7 +278,7 @@ def attend_few_rows(
                 (_attend_role, (part, shared, whole, waiting, heads, scale, SPLIT)),
                 (decode_role, (part, shared, 0)),
                 (decode_role, (part, shared, 1)),
-                (load_role, (part, shared, (shared.q_empty,), queries, pieces)),
+                (load_role, (part, shared, queries, pieces)),
             ],
             # Warps of the roles but the first, which has the launch's four.
             [DECODE_WARPS, DECODE_WARPS, 1],
