@@ -40,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.forward_scores import online_softmax
 from absorbed_mla.kernels.hopper.forward_shared import announce
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
@@ -49,6 +48,21 @@ from absorbed_mla.kernels.hopper.layouts import (
     sector_layout,
 )
 from absorbed_mla.kernels.hopper.multi_head_shared import STAGES, allocate
+from absorbed_mla.kernels.hopper.multi_head_softmax import (
+    add_sums,
+    block_sums,
+    first_sums,
+    lazy_softmax,
+    rescale,
+    row_sums,
+)
+from absorbed_mla.kernels.hopper.multi_head_stages import (
+    KEYS_EMPTY,
+    VALUES_EMPTY,
+    await_empty,
+    drain_empty,
+    release,
+)
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, Works
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 
@@ -62,38 +76,42 @@ _CLEARED = gl.constexpr(16)
 
 
 @gluon.jit
-def _load_role(works, shared, q_content, q_rope, k_content, k_rope, value):
+def _load_role(
+    works, shared, q_content, q_rope, k_content, k_rope, value, NAMED: gl.constexpr
+):
     """Load what every work needs: keys a block ahead of values, each when its stage is free."""
     number, blocks, cleared = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     work, upcoming = gl.program_id(0), works.second()
     while work < works.total:
         tile = works.tile(work)
         last = tile.count_blocks() - 1
-        _load_keys(tile, shared, k_content, k_rope, 0, blocks)
+        _load_keys(tile, shared, k_content, k_rope, 0, blocks, NAMED)
         # Both roles have read what was there: they were done with the queries of that work.
         shared.tell(number, upcoming)
         synchronize()
         _load_queries(tile, shared, q_content, q_rope, 0, number)
         _load_queries(tile, shared, q_content, q_rope, 1, number)
         for block in range(last):
-            _load_keys(tile, shared, k_content, k_rope, block + 1, blocks)
+            _load_keys(tile, shared, k_content, k_rope, block + 1, blocks, NAMED)
             full = shared.v_full.index((blocks + block) % STAGES)
-            _load_values(tile, shared, value, block, blocks, full)
+            _load_values(tile, shared, value, block, blocks, full, NAMED)
         full = shared.v_full.index((blocks + last) % STAGES)
         left = tile.keys - last * BLOCK
         if left < BLOCK:
             landed = shared.landed.index(0)
-            _load_values(tile, shared, value, last, blocks, landed)
+            _load_values(tile, shared, value, last, blocks, landed, NAMED)
             mbarrier.wait(landed, cleared & 1)
             cleared += 1
             _clear(shared.value.index((blocks + last) % STAGES), left)
             announce(full)
         else:
-            _load_values(tile, shared, value, last, blocks, full)
+            _load_values(tile, shared, value, last, blocks, full, NAMED)
         number += 1
         blocks += last + 1
         work = upcoming
         upcoming = works.draw()
+    drain_empty(KEYS_EMPTY, blocks, NAMED)
+    drain_empty(VALUES_EMPTY, blocks, NAMED)
 
 
 @gluon.jit
@@ -110,10 +128,10 @@ def _load_queries(tile, shared, q_content, q_rope, HALF: gl.constexpr, number):
 
 
 @gluon.jit
-def _load_keys(tile, shared, k_content, k_rope, block, blocks):
+def _load_keys(tile, shared, k_content, k_rope, block, blocks, NAMED: gl.constexpr):
     """Load the keys of a block when both roles are done with those of the block before last."""
     stage, parity = _place(blocks + block)
-    mbarrier.wait(shared.k_empty.index(stage), parity ^ 1)
+    await_empty(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, k_content.block_type.nbytes + k_rope.block_type.nbytes)
     key = tile.key_start + block * BLOCK
@@ -124,10 +142,10 @@ def _load_keys(tile, shared, k_content, k_rope, block, blocks):
 
 
 @gluon.jit
-def _load_values(tile, shared, value, block, blocks, full):
+def _load_values(tile, shared, value, block, blocks, full, NAMED: gl.constexpr):
     """Load the values of a block, likewise; ``full`` is passed when they have come."""
     stage, parity = _place(blocks + block)
-    mbarrier.wait(shared.v_empty.index(stage), parity ^ 1)
+    await_empty(shared.v_empty, VALUES_EMPTY, blocks + block, NAMED)
     mbarrier.expect(full, value.block_type.nbytes)
     position = [tile.key_start + block * BLOCK, tile.batch, tile.head, 0]
     tma.async_copy_global_to_shared(value, position, full, shared.value.index(stage))
@@ -156,7 +174,22 @@ def _clear(values, count):
 
 @gluon.jit
 def _attend_role(
-    works, shared, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr, TURNS
+    works,
+    shared,
+    out,
+    lse,
+    largest,
+    scale,
+    HALF: gl.constexpr,
+    RECORD: gl.constexpr,
+    TURNS: gl.constexpr,
+    SUM: gl.constexpr,
+    TREE: gl.constexpr,
+    LATE: gl.constexpr,
+    LAZY: gl.constexpr,
+    EARLY: gl.constexpr,
+    NAMED: gl.constexpr,
+    POLY: gl.constexpr,
 ):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
@@ -167,7 +200,26 @@ def _attend_role(
         upcoming = shared.told(number)
         # What the next work is arrives while this one is done.
         next_tile = works.tile(upcoming)
-        _attend(works, tile, shared, blocks, out, lse, largest, scale, HALF, RECORD, TURNS)
+        _attend(
+            works,
+            tile,
+            shared,
+            blocks,
+            out,
+            lse,
+            largest,
+            scale,
+            HALF,
+            RECORD,
+            TURNS,
+            SUM,
+            TREE,
+            LATE,
+            LAZY,
+            EARLY,
+            NAMED,
+            POLY,
+        )
         number += 1
         blocks += tile.count_blocks()
         work, tile = upcoming, next_tile
@@ -186,6 +238,13 @@ def _attend(
     HALF: gl.constexpr,
     RECORD: gl.constexpr,
     TURNS: gl.constexpr,
+    SUM: gl.constexpr,
+    TREE: gl.constexpr,
+    LATE: gl.constexpr,
+    LAZY: gl.constexpr,
+    EARLY: gl.constexpr,
+    NAMED: gl.constexpr,
+    POLY: gl.constexpr,
 ):
     """Attention of half of the queries of a work, before which the program did so many blocks."""
     V: gl.constexpr = shared.V
@@ -199,46 +258,64 @@ def _attend(
     open_blocks = tile.open_blocks(HALF)
     last = tile.count_blocks() - 1
     _await_turn(shared, blocks, HALF, TURNS)
+    _await_keys(shared, blocks)
     s = _start_scores(shared, blocks, HALF, layout)
     _pass_turn(shared, HALF, TURNS)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(shared.k_empty.index(blocks % STAGES))
+    release(shared.k_empty, KEYS_EMPTY, blocks, NAMED)
     if open_blocks == 0:
         s = tile.hide(s, 0, HALF, layout)
-    top, _, p = online_softmax(s, top, scale)
-    total = gl.sum(p, axis=1)
+    true_top = top
+    top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, TREE, LAZY, RECORD, POLY)
+    total = first_sums(p, SUM)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
+    if EARLY:
+        if last > 0:
+            _await_keys(shared, blocks + 1)
     for block in range(1, last + 1):
         stage, before = (blocks + block) % STAGES, (blocks + block - 1) % STAGES
         _await_turn(shared, blocks + block, HALF, TURNS)
+        if not EARLY:
+            _await_keys(shared, blocks + block)
         s = _start_scores(shared, blocks + block, HALF, layout)
+        if LATE:
+            o = rescale(o, factor, o_layout, LAZY)
         o = warpgroup_mma(p, shared.values(before), o, is_async=True)
         _pass_turn(shared, HALF, TURNS)
         # One product, the one with values, may be unfinished: the scores' before it are not.
         s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(shared.k_empty.index(stage))
+        release(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
-        top, factor, p = online_softmax(s, top, scale)
-        total = total * factor + gl.sum(p, axis=1)
+        top, true_top, factor, p = lazy_softmax(
+            s, top, true_top, scale, TREE, LAZY, RECORD, POLY
+        )
+        total = add_sums(total, factor, block_sums(p, SUM), SUM)
         # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)
+        if EARLY:
+            if block < last:
+                _await_keys(shared, blocks + block + 1)
         o, total = warpgroup_mma_wait(0, deps=[o, total])
-        mbarrier.arrive(shared.v_empty.index(before))
-        o = o * gl.convert_layout(factor, o_rows)[:, None]
+        release(shared.v_empty, VALUES_EMPTY, blocks + block - 1, NAMED)
+        if not LATE:
+            o = rescale(o, factor, o_layout, LAZY)
         p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     mbarrier.arrive(shared.q_empty.index(HALF))
     stage = (blocks + last) % STAGES
+    if LATE:
+        o = rescale(o, factor, o_layout, LAZY)
     o = warpgroup_mma(p, shared.values(stage), o, is_async=True)
+    total = row_sums(total, rows, SUM)
     index, inside = tile.rows(HALF, works, rows)
     least = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, least, mask=inside)
     if RECORD:
-        gl.store(largest + index, top * (scale * LN_2), mask=inside)
+        gl.store(largest + index, true_top * (scale * LN_2), mask=inside)
     norm = gl.where(total > 0, 1 / total, 0.0)
     o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(shared.v_empty.index(stage))
+    release(shared.v_empty, VALUES_EMPTY, blocks + last, NAMED)
     o = o * gl.convert_layout(norm, o_rows)[:, None]
     _store(out, works, tile, o, HALF)
 
@@ -259,14 +336,19 @@ def _pass_turn(shared, HALF: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def _start_scores(shared, index, HALF: gl.constexpr, layout: gl.constexpr):
-    """Queue S = Q K^T with a block, [64, 128] fp32, when its keys have come."""
-    stage, parity = _place(index)
-    mbarrier.wait(shared.k_full.index(stage), parity)
+    """Queue S = Q K^T with a block, [64, 128] fp32."""
+    stage, _ = _place(index)
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     queries, keys = shared.contents(HALF, stage)
     s = warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     queries, keys = shared.ropes(HALF, stage)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _await_keys(shared, index):
+    stage, parity = _place(index)
+    mbarrier.wait(shared.k_full.index(stage), parity)
 
 
 @gluon.jit
@@ -308,6 +390,13 @@ def attend_multi_head(
     scale,
     RECORD: gl.constexpr,
     TURNS: gl.constexpr,
+    SUM: gl.constexpr = False,
+    TREE: gl.constexpr = False,
+    LATE: gl.constexpr = False,
+    LAZY: gl.constexpr = False,
+    EARLY: gl.constexpr = False,
+    NAMED: gl.constexpr = False,
+    POLY: gl.constexpr = False,
 ):
     """Attention of every tile of queries, by any number of programs.
 
@@ -330,14 +419,61 @@ def attend_multi_head(
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
         TURNS: Whether the attend roles queue products by turns.
+        SUM: Every thread sums what it has of a row; threads are summed at the end.
+        TREE: The largest of a row by quarters of a block.
+        LATE: O is rescaled while the next scores are computed.
+        LAZY: See ``lazy_softmax``.
+        EARLY: The next keys are waited for during the softmax.
+        NAMED: See multi_head_stages.py.
+        POLY: See ``lazy_softmax``.
     """
     works = Works(tiles, drawn, total, section, section_works, groups, heads)
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [
-            (_attend_role, (works, shared, out, lse, largest, scale, 0, RECORD, TURNS)),
-            (_attend_role, (works, shared, out, lse, largest, scale, 1, RECORD, TURNS)),
-            (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value)),
+            (
+                _attend_role,
+                (
+                    works,
+                    shared,
+                    out,
+                    lse,
+                    largest,
+                    scale,
+                    0,
+                    RECORD,
+                    TURNS,
+                    SUM,
+                    TREE,
+                    LATE,
+                    LAZY,
+                    EARLY,
+                    NAMED,
+                    POLY,
+                ),
+            ),
+            (
+                _attend_role,
+                (
+                    works,
+                    shared,
+                    out,
+                    lse,
+                    largest,
+                    scale,
+                    1,
+                    RECORD,
+                    TURNS,
+                    SUM,
+                    TREE,
+                    LATE,
+                    LAZY,
+                    EARLY,
+                    NAMED,
+                    POLY,
+                ),
+            ),
+            (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value, NAMED)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four
         [ATTEND_REGISTERS, LOAD_REGISTERS],
