@@ -51,7 +51,6 @@ from absorbed_mla.kernels.hopper.multi_head_shared import STAGES, allocate
 from absorbed_mla.kernels.hopper.multi_head_softmax import (
     add_sums,
     block_sums,
-    first_sums,
     lazy_softmax,
     rescale,
     row_sums,
@@ -76,9 +75,7 @@ _CLEARED = gl.constexpr(16)
 
 
 @gluon.jit
-def _load_role(
-    works, shared, q_content, q_rope, k_content, k_rope, value, NAMED: gl.constexpr
-):
+def _load_role(works, shared, q_content, q_rope, k_content, k_rope, value, NAMED: gl.constexpr):
     """Load what every work needs: keys a block ahead of values, each when its stage is free."""
     number, blocks, cleared = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     work, upcoming = gl.program_id(0), works.second()
@@ -267,7 +264,7 @@ def _attend(
         s = tile.hide(s, 0, HALF, layout)
     true_top = top
     top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, TREE, LAZY, RECORD, POLY)
-    total = first_sums(p, SUM)
+    total = block_sums(p, SUM)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
     if EARLY:
@@ -283,14 +280,16 @@ def _attend(
             o = rescale(o, factor, o_layout, LAZY)
         o = warpgroup_mma(p, shared.values(before), o, is_async=True)
         _pass_turn(shared, HALF, TURNS)
+        if NAMED:
+            # The compiler wants the threads together before they wait for barriers. Here they have
+            # time.
+            synchronize()
         # One product, the one with values, may be unfinished: the scores' before it are not.
         s = warpgroup_mma_wait(1, deps=[s])
         release(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
-        top, true_top, factor, p = lazy_softmax(
-            s, top, true_top, scale, TREE, LAZY, RECORD, POLY
-        )
+        top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, TREE, LAZY, RECORD, POLY)
         total = add_sums(total, factor, block_sums(p, SUM), SUM)
         # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)

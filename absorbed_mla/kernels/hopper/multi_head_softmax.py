@@ -127,9 +127,7 @@ def lazy_softmax(
         factor = gl.where(grows, factor, 1.0)
     x = s * scale - (base * scale)[:, None]
     if POLY:
-        p = gl.inline_asm_elementwise(
-            _MIXED_EXP2, "=f,=f,=f,=f,f,f,f,f", [x], gl.float32, True, 4
-        )
+        p = gl.inline_asm_elementwise(_MIXED_EXP2, "=f,=f,=f,=f,f,f,f,f", [x], gl.float32, True, 4)
     else:
         p = gl.exp2(x)
     return top, true_top, factor, p
@@ -144,11 +142,6 @@ def block_sums(p, SUM: gl.constexpr):
     else:
         sums = gl.sum(p, axis=1)
     return sums
-
-
-@gluon.jit
-def first_sums(p, SUM: gl.constexpr):
-    return block_sums(p, SUM)
 
 
 @gluon.jit
