@@ -127,7 +127,7 @@ def _load_queries(tile, shared, q_content, q_rope, HALF: gl.constexpr, number):
 @gluon.jit
 def _load_keys(tile, shared, k_content, k_rope, block, blocks, NAMED: gl.constexpr):
     """Load the keys of a block when both roles are done with those of the block before last."""
-    stage, parity = _place(blocks + block)
+    stage = (blocks + block) % STAGES
     await_empty(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, k_content.block_type.nbytes + k_rope.block_type.nbytes)
@@ -141,7 +141,7 @@ def _load_keys(tile, shared, k_content, k_rope, block, blocks, NAMED: gl.constex
 @gluon.jit
 def _load_values(tile, shared, value, block, blocks, full, NAMED: gl.constexpr):
     """Load the values of a block, likewise; ``full`` is passed when they have come."""
-    stage, parity = _place(blocks + block)
+    stage = (blocks + block) % STAGES
     await_empty(shared.v_empty, VALUES_EMPTY, blocks + block, NAMED)
     mbarrier.expect(full, value.block_type.nbytes)
     position = [tile.key_start + block * BLOCK, tile.batch, tile.head, 0]
@@ -267,7 +267,7 @@ def _attend(
     total = block_sums(p, SUM)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
-    if EARLY:
+    if EARLY:  # noqa: SIM102
         if last > 0:
             _await_keys(shared, blocks + 1)
     for block in range(1, last + 1):
@@ -293,7 +293,7 @@ def _attend(
         total = add_sums(total, factor, block_sums(p, SUM), SUM)
         # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)
-        if EARLY:
+        if EARLY:  # noqa: SIM102
             if block < last:
                 _await_keys(shared, blocks + block + 1)
         o, total = warpgroup_mma_wait(0, deps=[o, total])

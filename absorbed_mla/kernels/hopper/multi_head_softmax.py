@@ -155,7 +155,7 @@ def add_sums(total, factor, sums, SUM: gl.constexpr):
 
 @gluon.jit
 def row_sums(total, rows: gl.constexpr, SUM: gl.constexpr):
-    """[64]"""
+    """Sums of rows, [64]."""
     if SUM:
         total = gl.convert_layout(gl.sum(total, axis=1), rows)
     return total
