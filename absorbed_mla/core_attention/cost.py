@@ -146,7 +146,14 @@ def rates_on(machine: str, backend: Rated) -> tuple[float, float]:
     return backend.rates.get(machine, backend.rates.get(kind, (1.0, 1.0)))
 
 
+# The same processor with other memory: what bounds backends is the same, and their order.
+_SAME_PROCESSOR = {"NVIDIA H100 80GB HBM3": MEASURED_GPU}
+
+
 @functools.cache
 def machine_name(device: torch.device) -> str:
     """The name by which backends declare their rates."""
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    return _SAME_PROCESSOR.get(name, name)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from absorbed_mla.whole_step import this_run
+
 
 class TokenExchange:
     """The ranks that weights are divided over, each with tokens of its own.
@@ -30,7 +32,12 @@ class TokenExchange:
         self.tokens: Sequence[int] = [0] * self.size
 
     def counts(self, count: int) -> list[int]:
-        """``count`` of every rank; waits for the device."""
+        """``count`` of every rank; waits for the device, but in a step that becomes a CUDA graph.
+
+        All ranks take the graph of the same step: they have equally many tokens, padding included.
+        """
+        if this_run() is not None:
+            return [count] * self.size
         own = torch.tensor([count], device=torch.cuda.current_device())
         found = own.new_empty(self.size)
         dist.all_gather_into_tensor(found, own, group=self.group)

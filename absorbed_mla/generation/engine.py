@@ -27,6 +27,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import require_no_leak
 from absorbed_mla.generation.decode_loop.conditions import why_never
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
@@ -283,24 +284,30 @@ class Engine:
     def _run(self) -> tuple[list[Progress] | None, dict]:
         """A step: progress if the decode loop did all of it, else what Megatron's step returns."""
         loop = self.decode_loop
-        if loop is None or not loop.applies():
+        if loop is None or self._replicas.any(not loop.applies()):
             if loop is not None:
                 loop.interrupt()
             return None, self.host.step_modern()
-        loop.forward()
+        loop.forward(self._replicas.any(loop.is_new()))
+        # A graph calls no hook.
+        self._passes = 1
         progress = loop.go_on()
         return progress, {} if progress is not None else loop.finish()
 
     def _decode_loop(self) -> DecodeLoop | None:
-        """None where replicas share experts, too: each step then asks all of them."""
-        if not self.options.decode_loop or self._replicas.several or why_never(self.host):
+        """None where replicas share experts as Megatron has it: each step then asks all of them."""
+        together = self._replicas.several
+        if not self.options.decode_loop or why_never(self.host):
+            return None
+        if together and exchange_of(self.model) is None:
             return None
         config = self.model.config
         graphs = config.cuda_graph_impl == "local" and self.options.num_cuda_graphs is not None
-        # Collectives in a graph of a whole step have not been tried.
-        alone = parallel_state.get_model_parallel_group().size() == 1
-        graphs = graphs and alone and torch.cuda.is_available()
-        return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs)
+        # Ranks that hold one model together run the same steps: they capture and replay together.
+        # Context-parallel ones wait for the first of them to draw; stages have no graphs at all.
+        one = parallel_state.get_context_parallel_world_size() == 1
+        graphs = graphs and one and torch.cuda.is_available()
+        return DecodeLoop(self.host, self.model, self._sampler, graphs=graphs, together=together)
 
     def reseed(self, seed: int) -> None:
         """Begin anew with the seeds of requests that have none; data-parallel ranks differ."""

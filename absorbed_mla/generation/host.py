@@ -36,7 +36,7 @@ from absorbed_mla.generation.ranks import require_divided
 from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference.host_buffers import drop_inference_buffers
 from absorbed_mla.inference.index_keys import allocate_index_keys
-from absorbed_mla.inference.interleaved_context import InterleavedContext
+from absorbed_mla.inference.interleaved_context import interleaved_context
 from absorbed_mla.inference.tiered_context import TieredContext
 from absorbed_mla.inference.token_shares import dividing_prefill
 
@@ -110,7 +110,7 @@ def _context(
         ValueError: If it is to have them and the model cannot attend to a part of its keys.
     """
     if options.decode_context_parallel:
-        return InterleavedContext(of_cache, config)
+        return interleaved_context(of_cache, config)
     if not options.host_blocks:
         return DynamicInferenceContext(of_cache, config)
     got = f"got {options.host_cache_tokens}"

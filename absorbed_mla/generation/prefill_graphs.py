@@ -106,6 +106,7 @@ def why_none(model: GPTModel, loop: DecodeLoop | None) -> str:
     """Why a model's steps that read prompts cannot be in graphs, or ``""``."""
     conditions = {
         "no CUDA graph holds whole decode steps here": loop is None or loop.graphs is None,
+        "ranks read prompts of their own": loop is not None and loop.together,
         # With room for every token in every expert, most of a prefill would be padding.
         "experts run one after the other": model.config.moe_pad_experts_for_cuda_graph_inference,
         "attention is sparse": bool(indexers(model)),

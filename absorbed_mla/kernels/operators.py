@@ -74,6 +74,31 @@ def _(q, k, v, query_tiles, scale, record_largest=False):
     return q.new_empty(*q.shape[:3], v.shape[3]), lse, _largest(q, record_largest)
 
 
+@torch.library.custom_op("absorbed_mla::multi_head_attention_backward", mutates_args=())
+def multi_head_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_tiles: Tensor,
+    num_buffers: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of ``kernels/hopper/multi_head_backward.py``."""
+    module = _kernel_module("hopper", "multi_head_backward")
+    saved = (grad_out, grad_lse, q, k, v, out, lse)
+    with torch.cuda.device_of(q):
+        return module.backward(*saved, key_tiles, num_buffers, scale)
+
+
+@multi_head_attention_backward.register_fake
+def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 @torch.library.custom_op("absorbed_mla::latent_attention_backward", mutates_args=())
 def latent_attention_backward(
     grad_out: Tensor,

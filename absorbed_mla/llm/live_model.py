@@ -7,8 +7,9 @@ from typing import Any
 
 from absorbed_mla.generation import cuda_graphs
 from absorbed_mla.generation.ranks import Replicas, require_layout, require_shared_cache
+from absorbed_mla.llm.cache_size import engine_options
 from absorbed_mla.llm.options import LLMOptions
-from absorbed_mla.llm.runner import LocalRunner, fitting_tokens
+from absorbed_mla.llm.runner import LocalRunner
 from absorbed_mla.llm.tokenizers import Tokenizer, open_tokenizer
 
 # Options that decide how a model is built.
@@ -43,7 +44,7 @@ def runner_of(
     vocab_size = model.vocab_size
     if found is not None:
         vocab_size = min(vocab_size, found.vocab_size)
-    sizes = given.engine_options(longest, vocab_size, fitting_tokens(model, given))
+    sizes = engine_options(model, given, longest, vocab_size)
     return LocalRunner(model, sizes), found
 
 
@@ -64,7 +65,7 @@ def _require_generating(model: Any, given: LLMOptions) -> None:
     if given.cuda_graphs:
         cuda_graphs.require_model_fields(model.config)
     require_layout(model, Replicas(), cuda_graphs=given.cuda_graphs)
-    if given.decode_context_parallel:
+    if given.decode_context_parallel is True:
         require_shared_cache(model, given.num_speculative_tokens)
     layers = model.config.mtp_num_layers or 0
     if given.num_speculative_tokens and not layers:

@@ -67,6 +67,8 @@ class LLMOptions:
         decode_context_parallel: Whether the tensor-parallel processes share the cache, each with
             its part of every request's tokens, instead of having all of it: it holds
             ``tensor_parallel_size`` times the tokens in the same memory. Not with ``parity``.
+            ``"auto"``: where ``max_num_seqs`` requests of ``max_model_len`` tokens do not fit
+            beside the model otherwise, and nothing else asked for is against it.
         data_parallel_attention: Whether each of the tensor-parallel processes has whole attention,
             for requests and a cache of its own, and divides all other weights with the others.
             ``max_num_seqs``, ``max_num_batched_tokens`` and ``cache_tokens`` are then those of each
@@ -108,7 +110,7 @@ class LLMOptions:
     prefix_cache_dir: str | Path | None = None
     prefix_cache_bytes: int = 2**36
     enable_chunked_prefill: bool = True
-    decode_context_parallel: bool = False
+    decode_context_parallel: bool | str = False
     data_parallel_attention: bool = False
     prompt_logprobs: bool = False
     num_speculative_tokens: int = 0
@@ -145,10 +147,12 @@ class LLMOptions:
             ("form", ("auto", "absorbed", "expanded")),
             ("latent_cache_dtype", LATENT_CACHE_DTYPES),
             ("experts", EXPERTS),
+            ("decode_context_parallel", (False, True, "auto")),
         ):
             value = getattr(self, name)
             if value not in accepted:
-                raise ValueError(f"{name} must be one of {', '.join(accepted)}, got {value!r}")
+                known = ", ".join(map(str, accepted))
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 "gpu_memory_utilization must be above 0 and at most 1, got "
@@ -177,9 +181,9 @@ class LLMOptions:
             )
         if self.prefill_graph_tokens:
             self._require_prefill_graphs()
-        if self.decode_context_parallel and self.parity:
+        if self.decode_context_parallel is True and self.parity:
             raise ValueError("parity needs decode_context_parallel False, got True")
-        if self.decode_context_parallel and self.tensor_parallel_size is not None:
+        if self.decode_context_parallel is True and self.tensor_parallel_size is not None:
             require_shares(self.tensor_parallel_size, 64)
         if self.data_parallel_attention:
             self._require_divided()
@@ -214,7 +218,7 @@ class LLMOptions:
             "decode_context_parallel": False,
             "data_parallel_attention": False,
         }.items():
-            if getattr(self, name) != accepted:
+            if getattr(self, name) not in (accepted, "auto"):
                 raise ValueError(
                     f"{name} must be {accepted!r} with prefill_graph_tokens, got "
                     f"{getattr(self, name)!r}"
@@ -224,7 +228,7 @@ class LLMOptions:
         """Refuse what data-parallel attention does not go with."""
         for name, accepted in _DIVIDED.items():
             value = getattr(self, name)
-            if value != accepted:
+            if value not in (accepted, "auto"):
                 raise ValueError(
                     f"{name} must be {accepted!r} with data_parallel_attention, got {value!r}"
                 )
@@ -264,6 +268,13 @@ class LLMOptions:
         assert self.tensor_parallel_size is not None
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def useful_tokens(self, longest: int) -> int:
+        """Tokens that ``max_num_seqs`` requests of ``longest`` tokens keep in the cache."""
+        from absorbed_mla.generation.options import cached_tokens
+
+        each = cached_tokens(longest, self.num_speculative_tokens)
+        return self.max_num_seqs * -(-each // 64) * 64
+
     def engine_options(
         self, max_model_len: int, vocab_size: int | None, fitting_tokens: int | None
     ) -> EngineOptions:
@@ -280,15 +291,14 @@ class LLMOptions:
         from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
         from absorbed_mla.generation.cuda_graphs import NUM_CUDA_GRAPHS
-        from absorbed_mla.generation.options import EngineOptions, cached_tokens
+        from absorbed_mla.generation.options import EngineOptions
 
         longest = self.max_model_len or max_model_len
         if longest > max_model_len:
             raise ValueError(
                 f"max_model_len must be at most the model's {max_model_len}, got {longest}"
             )
-        each = cached_tokens(longest, self.num_speculative_tokens)
-        useful = self.max_num_seqs * -(-each // 64) * 64
+        useful = self.useful_tokens(longest)
         fitting = _CPU_CACHE_TOKENS if fitting_tokens is None else fitting_tokens
         return EngineOptions(
             max_sequence_length=longest,

@@ -10,18 +10,15 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.batch_invariant import enable_batch_invariant_mode
-from absorbed_mla.data_parallel_attention.model import exchange_of
-from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.generation.cuda_graphs import delete_graphs
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.ranks import cache_shares
 from absorbed_mla.generation.requests import Progress, Statistics
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.llm.cache_size import engine_options
 from absorbed_mla.llm.load import load_model, open_model, require_model
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.ranks import join
@@ -105,10 +102,8 @@ class LocalRunner:
         if options.parity:
             enable_batch_invariant_mode(device.type)
         model = load_model(checkpoint, options, device)
-        sizes = options.engine_options(
-            model.max_sequence_length,
-            checkpoint.config.vocab_size,
-            fitting_tokens(model, options),
+        sizes = engine_options(
+            model, options, model.max_sequence_length, checkpoint.config.vocab_size
         )
         runner = cls(model, sizes)
         runner.wake()
@@ -178,41 +173,3 @@ class LocalRunner:
     def _awake(self) -> Engine:
         assert self._engine is not None
         return self._engine
-
-
-def fitting_tokens(model: GPTModel, options: LLMOptions) -> int | None:
-    """Tokens whose latents and index keys fit beside the model on every rank.
-
-    Args:
-        model: On its device.
-        options: Say what share of the memory to use.
-
-    Returns:
-        None on a CPU, and where ``cache_tokens`` is given.
-
-    Raises:
-        ValueError: If not one block fits.
-    """
-    device = next(model.parameters()).device
-    if device.type != "cuda" or options.cache_tokens is not None:
-        return None
-    utilization = options.gpu_memory_utilization
-    free, total = torch.cuda.mem_get_info(device)
-    room = free - (1 - utilization) * total
-    shares = cache_shares() if options.decode_context_parallel else 1
-    tokens = int(room * shares // all_block_bytes(model)) * BLOCK_SIZE
-    least = torch.tensor(tokens, device=device)
-    exchange = exchange_of(model)
-    groups = [
-        parallel_state.get_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        *([] if exchange is None else [exchange.group]),
-    ]
-    for group in groups:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    if least < BLOCK_SIZE:
-        raise ValueError(
-            f"gpu_memory_utilization {utilization} leaves no memory for a cache: of "
-            f"{total / 2**30:.0f} GiB, {free / 2**30:.1f} are free beside the model"
-        )
-    return int(least)

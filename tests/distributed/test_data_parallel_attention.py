@@ -16,8 +16,12 @@ from absorbed_mla.data_parallel_attention.model import (
     divide_vocabulary,
     exchange_of,
 )
+from absorbed_mla.generation.cuda_graphs import delete_graphs, graph_fields
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs, world
+from tests.support.cases import WIDE
+from tests.support.decode_graphs import FEW_GRAPHS, decode_graphs  # noqa: F401
+from tests.support.decode_loop import count_calls
 from tests.support.divided import divided_model, divided_world
 from tests.support.engine import Request, engine_of, generate, generating_model, prompt
 from tests.support.models import MIXED
@@ -74,10 +78,11 @@ def test_crowded(name, experts, loads):
     """Chunks, shared prefixes and a cache that is too small, on ranks of different loads."""
     with divided_world(experts):
         engine = engine_of(divided_model(**MODELS[name]), **CROWDED)
-        numbers = loads[world.rank()]
+        numbers, looped = loads[world.rank()], count_calls(engine)
         found = generate(engine, [REQUESTS[i] for i in numbers], log_probs=True)
     assert_same(found, alone(name), numbers)
     done = found.statistics
+    assert bool(looped) == (loads is EVEN), "a rank without requests needs Megatron's step"
     if len(numbers) > 3:
         assert done.chunks and done.prefix_blocks and done.evicted + done.most_paused
 
@@ -105,6 +110,24 @@ def test_sizes_of_graphs(name, experts, monkeypatch):
     others = [None] * world.size()
     dist.all_gather_object(others, steps)
     assert others == [steps] * world.size()
+
+
+@needs.gpu
+@pytest.mark.usefixtures("decode_graphs")
+def test_captured():
+    """The model of a step in a graph, its exchanges too; each rank draws its own tokens."""
+    numbers, results = EVEN[world.rank()], []
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, "inference_rng_tracker": True}
+    with divided_world():
+        for graphs in (True, False):
+            scope = graph_fields("layer" if graphs else None)
+            engine = engine_of(divided_model(**fields, **scope), blocks=40, **FEW_GRAPHS)
+            results.append(generate(engine, [REQUESTS[i] for i in numbers], log_probs=True))
+            captured = engine.decode_loop.graphs
+            assert graphs == bool(captured is not None and captured._graphs)
+            engine.close()
+            delete_graphs()
+    assert results[0] == results[1]
 
 
 def test_llm_of_a_live_model():

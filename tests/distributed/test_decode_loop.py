@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.support import needs
+from tests.support.decode_graphs import check_captured, decode_graphs  # noqa: F401
 from tests.support.decode_loop import CASES, check
 from tests.support.engine import generating_model
 
@@ -24,3 +25,17 @@ def test_shared_cache():
     case = CASES["everything"]
     options = {**case.options, "decode_context_parallel": True}
     check(generating_model(num_layers=1), dataclasses.replace(case, options=options))
+
+
+@needs.gpu
+@pytest.mark.usefixtures("decode_graphs")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_captured(shared, sequence_parallel):
+    """The exchanges of a step are in its graph."""
+    check_captured(
+        "everything",
+        engine={"decode_context_parallel": shared},
+        sequence_parallel=sequence_parallel,
+        num_layers=2,
+    )

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
+from absorbed_mla.generation.cuda_graphs import graph_fields
 from absorbed_mla.llm.whole_names import whole_names
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
+from tests.oracle import OracleMLA
 from tests.support import world
 from tests.support.cases import TINY, config_for
 from tests.support.engine import generating_model
@@ -32,10 +34,19 @@ def divided_world(experts: int = 1) -> Iterator[None]:
         yield
 
 
-def divided_model(options: AbsorbedMLAOptions | None = None, **fields) -> GPTModel:
+def divided_model(
+    options: AbsorbedMLAOptions | None = None,
+    *,
+    mla: OracleMLA = TINY,
+    dtype: torch.dtype = torch.float32,
+    **fields,
+) -> GPTModel:
     """Like ``generating_model`` in one process, over the ranks of :func:`divided_world`."""
+    # Its graphs would be joined with those of the model that generates.
+    plain = {name: value for name, value in fields.items() if name not in graph_fields(None)}
     with world.parallel(tp=1):
-        whole = dict(generating_model(options, **fields).named_parameters())
+        one = generating_model(options, mla=mla, dtype=dtype, **plain)
+    whole = dict(one.named_parameters())
     ep = parallel_state.get_expert_model_parallel_world_size()
     sizes = {
         "expert_model_parallel_size": ep if fields.get("num_moe_experts") else 1,
@@ -43,10 +54,10 @@ def divided_model(options: AbsorbedMLAOptions | None = None, **fields) -> GPTMod
     }
     exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
     fields = {"num_layers": 2, "cache_mla_latents": True, **fields, **sizes}
-    config = config_for(TINY, torch.float32, **fields)
+    config = config_for(mla, dtype, **fields)
     spec = get_absorbed_mla_decoder_block_spec(config, backend="local", options=options)
-    built = gpt_model(dtype=torch.float32, spec=divide_layers(spec, exchange), **fields)
-    model = divide_vocabulary(built, exchange).to(world.device(), torch.float32).eval()
+    built = gpt_model(mla=mla, dtype=dtype, spec=divide_layers(spec, exchange), **fields)
+    model = divide_vocabulary(built, exchange).to(world.device(), dtype).eval()
     _copy(whole, model, exchange)
     return model
 

@@ -3,8 +3,9 @@
 One role runs at a time; at every barrier and copy a seeded choice says who goes on: a role whose
 wait is over, or a copy under way. What the hardware leaves open is taken at its worst: shared
 memory is NaN before it is written, the target of a copy from when the copy is asked for until it is
-done, and a product's operands must be the same when it is queued and when it is waited for. Layouts
-mean nothing here, nor do fences.
+done, and a product's operands must be the same when it is queued and when it is waited for. In any
+order a wait is an error that the end of an earlier phase of the same parity could end. Layouts mean
+nothing here, nor do fences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tests.support.gluon_machine import Barriers, Memory, Pointer, Product, Roles, TensorMap
-from tests.support.hostile import fill_with_poison
 
 KERNELS = "absorbed_mla.kernels.hopper"
 
@@ -75,7 +75,7 @@ class Emulation:
         def allocate(dtype, shape, layout):
             if layout == "barriers":
                 return Barriers(self.roles, shape[0])
-            return Memory(fill_with_poison(torch.empty(shape, dtype=dtype)))
+            return Memory.unset(shape, dtype)
 
         layouts = {
             name: lambda *_, **__: None
@@ -100,6 +100,7 @@ class Emulation:
             "atomic_add": lambda pointer, value, mask=True, sem=None: pointer.add(value, mask),
             "convert_layout": lambda values, layout, assert_trivial=False: values,
             "exp2": torch.exp2,
+            "bfloat16": torch.bfloat16,
             "float32": torch.float32,
             "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             "inline_asm_elementwise": _assembly,
@@ -136,7 +137,7 @@ class Emulation:
 
         def copy(tensor_map, start, barrier, target):
             assert target.shape == tensor_map.block_shape
-            target.data.fill_(torch.nan)
+            target.spoil()
 
             def arrives():
                 target.data.copy_(tensor_map.box(start))
@@ -170,6 +171,7 @@ class Emulation:
             queue = roles.local.products
             while len(queue) > pending:
                 queue.pop(0).finish()
+            # Before a loop there may be a number in place of a product.
             values = tuple(x.value if isinstance(x, Product) else x for x in deps)
             return values if len(values) > 1 else values[0]
 
@@ -190,6 +192,7 @@ class Emulation:
                 tensor_descriptor=TensorMap,
             ),
             "warpgroup_mma": product,
+            "warpgroup_mma_init": lambda values: values,
             "warpgroup_mma_wait": wait,
         }
 
@@ -198,7 +201,7 @@ class Emulation:
         local = self.roles.local
 
         def copy(target, pointer, mask):
-            target.data.fill_(torch.nan)
+            target.spoil()
             source = pointer.load(mask, 0.0)
             local.rows.append(lambda: target.data.copy_(source))
 
@@ -218,11 +221,25 @@ class Emulation:
 
 
 def _assembly(assembly, constraints, arguments, dtype, **_):
-    """What the instructions that have a result make: the four values in e4m3 of each word."""
+    """What the instructions that have a result make.
+
+    They are the product of 16-bit numbers, a number of all threads, and the four values in e4m3 of
+    each word, or their products.
+    """
+    if assembly.startswith("mul"):
+        left, right = arguments
+        return left * right
+    if assembly.startswith("shfl"):
+        return arguments[0]
+    if "prefetch" in assembly:
+        pointer, size = arguments
+        pointer.prefetch(size)
     if "e4m3x2" not in assembly:
         return None
-    [words] = arguments
-    values = words.contiguous().view(torch.float8_e4m3fn).float()
+    values = arguments[0].contiguous().view(torch.float8_e4m3fn).float()
+    if len(arguments) > 1:  # times scales in bf16, two in a word
+        products = (values * arguments[1]).bfloat16().view(torch.int32)
+        return products.unflatten(-1, (-1, 2)).unbind(-1)
     return tuple(values.unflatten(-1, (-1, 4)).unbind(-1))
 
 

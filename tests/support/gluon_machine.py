@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from tests.support.hostile import fill_with_poison
+
 
 class Deadlock(RuntimeError):
     """All roles wait, and no copy is under way."""
@@ -28,14 +30,20 @@ class Roles:
         self.errors: list[BaseException] = []
         self.local = threading.local()
 
+    @property
+    def known(self) -> dict[Barrier, int]:
+        """How many phases of barriers the role that runs knows to be over."""
+        return self.local.__dict__.setdefault("known", {})
+
     def run(self, roles) -> None:
+        known = dict(self.known)
         self.left, self.copies, self.waiting, self.errors = len(roles), [], {}, []
         self.done = threading.Event()
         for number in range(len(roles)):
             self.waiting[number] = (threading.Semaphore(0), lambda: True)
         for number, (function, arguments) in enumerate(roles):
             thread = threading.Thread(
-                target=self._role, args=(number, function, arguments), daemon=True
+                target=self._role, args=(number, function, arguments, known), daemon=True
             )
             thread.start()
         self._next()
@@ -61,8 +69,8 @@ class Roles:
         assert not self.local.rows + self.local.groups, "copies that nobody waited for"
         assert not self.local.stores, "stores that nobody waited for"
 
-    def _role(self, number, function, arguments) -> None:
-        self.local.number = number
+    def _role(self, number, function, arguments, known) -> None:
+        self.local.number, self.local.known = number, dict(known)
         self.waiting[number][0].acquire()
         try:
             # A thread has a mode of its own.
@@ -102,10 +110,17 @@ class Roles:
 
 
 class Barrier:
-    """An mbarrier: a phase ends with its arrivals and the bytes announced."""
+    """An mbarrier: a phase ends with its arrivals and the bytes announced.
+
+    A wait tells phases by their parity. So who waits must know, from waits of its own and of those
+    who arrived there, that the phase before last is over; else the wait could be for that.
+    """
 
     def __init__(self, roles: Roles):
         self.roles, self.count, self.phase = roles, None, 0
+        # What those who arrived know, and what one knows who has waited for the last phase.
+        self.arrived: dict[Barrier, int] = {}
+        self.over: dict[Barrier, int] = {}
 
     def start(self, count: int) -> None:
         self.count = self.arrivals = count
@@ -115,11 +130,26 @@ class Barrier:
         self.arrivals -= arrivals
         self.bytes += amount
         assert self.arrivals >= 0, "more arrivals than a phase has"
+        if arrivals:
+            _learn(self.arrived, self.roles.known)
         if not self.arrivals and not self.bytes:
             self.phase, self.arrivals = self.phase + 1, self.count
+            self.over = self.arrived | {self: self.phase}
+            if arrivals == self.count:
+                _learn(self.roles.known, self.over)
 
     def wait(self, parity: int) -> None:
-        self.roles.pause(lambda: self.phase % 2 != int(parity))
+        known, parity = self.roles.known, int(parity)
+        self.roles.pause(lambda: self.phase % 2 != parity)
+        first = known.get(self, 0)
+        first += first % 2 == parity
+        assert self.phase == first, "a wait that two phases end"
+        _learn(known, self.over)
+
+
+def _learn(known: dict[Barrier, int], more: dict[Barrier, int]) -> None:
+    for barrier, phase in more.items():
+        known[barrier] = max(phase, known.get(barrier, 0))
 
 
 class Barriers:
@@ -143,6 +173,16 @@ class Memory:
     def __init__(self, data: Tensor):
         self.data, self.dtype, self.shape = data, data.dtype, list(data.shape)
 
+    @classmethod
+    def unset(cls, shape, dtype):
+        memory = cls(torch.empty(shape, dtype=dtype))
+        memory.spoil()
+        return memory
+
+    def spoil(self) -> None:
+        """Make it NaN; so are bytes of ones, in e4m3."""
+        fill_with_poison(self.data)
+
     def index(self, index):
         return Memory(self.data[int(index)])
 
@@ -157,7 +197,7 @@ class Memory:
 
     def _reinterpret(self, dtype, shape, layout):
         size = torch.Size(shape).numel()
-        return Memory(self.data.reshape(-1).view(-1)[:size].view(shape))
+        return Memory(self.data.view(-1).view(dtype)[:size].view(shape))
 
     def load(self, layout):
         return self.data.clone()
@@ -195,6 +235,15 @@ class Pointer:
             return self.base[offset]
         found = self.base[torch.where(mask, offset, 0)]
         return torch.where(mask, found, torch.tensor(other, dtype=self.base.dtype))
+
+    def prefetch(self, size) -> None:
+        """Ask for bytes to come to a cache: all must be there, or the GPU stops."""
+        width = self.base.element_size()
+        first, size = torch.broadcast_tensors(*map(torch.as_tensor, (self.offset, size)))
+        first = first.long() * width
+        assert not ((first | size) % 16)[size != 0].any(), "not a multiple of 16 bytes"
+        inside = (first >= 0) & (size >= 0) & (first + size <= len(self.base) * width)
+        assert (inside | (size == 0)).all(), "asked for beyond the tensor"
 
     def store(self, value, mask):
         offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)

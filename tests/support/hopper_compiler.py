@@ -95,15 +95,18 @@ def training_kernels() -> None:
 
 
 def multi_head_kernels() -> None:
-    """Forward of the expanded form at widths 192 and 128, with and without the largest scores."""
+    """Forward of the expanded form, with and without the largest scores, and its backward."""
     from absorbed_mla.core_attention.masks.spans import Span
-    from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
     from absorbed_mla.kernels import operators
 
-    q = torch.zeros(TOKENS, 1, HEADS, 192, dtype=BF16)
-    tiles = query_tiles([Span(0, TOKENS, 0, TOKENS, 0)], 128, TOKENS)
+    q, v = (torch.zeros(TOKENS, 1, HEADS, width, dtype=BF16) for width in (192, 128))
+    spans = [Span(0, TOKENS, 0, TOKENS, 0)]
+    tiles = query_tiles(spans, 128, TOKENS)
     for record in (False, True):
-        operators.multi_head_attention_forward(q, q, q[..., :128], tiles, 0.1, record)
+        out, lse, _ = operators.multi_head_attention_forward(q, q, v, tiles, 0.1, record)
+    tiles = key_tiles(spans, 128, TOKENS)
+    operators.multi_head_attention_backward(out, None, out, lse, q, q, v, tiles, 1, 0.1)
 
 
 def search_kernel() -> None:
@@ -144,14 +147,18 @@ def fp8_cache_kernels() -> None:
     fp8_latents.decode(*latents.parts(rows), kv)
     fp8_decode("triton", 16)
     fp8_decode("hopper", HEADS)
+    # Tiles of 16 rows and of 32, in splits and whole.
+    for requests in (2, 128):
+        for heads in (16, 32):
+            fp8_decode("hopper", heads, requests)
 
 
-def fp8_decode(kernel: str, heads: int) -> None:
-    """One new token of each of 128 requests."""
+def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
+    """One new token of each request."""
     from absorbed_mla.fp8_latents import Fp8Latents
     from absorbed_mla.kernels import operators
 
-    requests, length, width = 128, 8192, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
+    length, width = 8192, Fp8Latents(KV_LORA_RANK, ROPE).row_bytes
     cache = torch.zeros(length // 64, 64, width, dtype=torch.uint8)
     lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
     table = torch.zeros(requests, length // 64, dtype=torch.int32)

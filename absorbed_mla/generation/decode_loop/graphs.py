@@ -11,7 +11,7 @@ import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from torch import Tensor, nn
 
-from absorbed_mla.inference.whole_step import whole_step
+from absorbed_mla.whole_step import whole_step
 
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()

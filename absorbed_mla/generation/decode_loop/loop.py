@@ -31,9 +31,13 @@ class DecodeLoop:
         model: Generates.
         sampler: Of the engine.
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
+        together: Whether ranks with requests of their own compute each step together. What depends
+            on a rank's requests, drawing among it, then stays out of the graphs, and nothing is
+            launched ahead.
 
     Attributes:
         graphs: Of whole steps; None if they are not captured.
+        together: As given.
         launches_ahead: Whether a step is launched before the tokens of the one before it are
             handed out, where neither depends on the other.
         waited: Seconds that the host has waited for the device in :meth:`forward`.
@@ -46,8 +50,9 @@ class DecodeLoop:
         sampler: RequestSampler,
         *,
         graphs: bool,
+        together: bool = False,
     ) -> None:
-        self._host, self._sampler = host, sampler
+        self._host, self._sampler, self.together = host, sampler, together
         self.graphs = StepGraphs(model) if graphs else None
         context, controller = host.context, host.controller
         # Context-parallel ranks go on with the tokens of the first of them.
@@ -63,7 +68,7 @@ class DecodeLoop:
         self._waiting: int | None = None
         # Whether the next step runs on the device already.
         self._ahead = False
-        self.launches_ahead = self.graphs is not None
+        self.launches_ahead = self.graphs is not None and not together
         self.waited = 0.0
 
     def begin(self) -> None:
@@ -102,13 +107,20 @@ class DecodeLoop:
             self._waiting = first
         return True
 
+    def is_new(self) -> bool:
+        """Whether Megatron has to prepare the next step, because its requests are others."""
+        return self._rows is None or self._read_state() != self._state
+
     @torch.inference_mode()
-    def forward(self) -> None:
-        """Run the model and draw the tokens, unless that was launched ahead; wait for them."""
-        state = self._read_state()
-        if self._rows is None or state != self._state:
+    def forward(self, new: bool) -> None:
+        """Run the model and draw the tokens, unless that was launched ahead; wait for them.
+
+        Args:
+            new: Whether Megatron prepares the step: :meth:`is_new`, of any rank that computes it.
+        """
+        if new:
             self.interrupt()
-            self._enter(state)
+            self._enter()
             self._start()
         elif not self._ahead:
             self._rows.publish()
@@ -189,9 +201,9 @@ class DecodeLoop:
         self._count_step()
         return host._run_coroutine_sync(host.async_bookkeep(done, before, 0.0))
 
-    def _enter(self, state: tuple[int, ...]) -> None:
+    def _enter(self) -> None:
         """Let Megatron prepare the step, and read what its requests are."""
-        host, controller = self._host, self._host.controller
+        host, controller, state = self._host, self._host.controller, self._read_state()
         if self.graphs is not None:
             self.graphs.keep_for(host.context)
         controller._dynamic_step_context_init()
@@ -225,13 +237,20 @@ class DecodeLoop:
             self._run(count, kind)
             return
         sizes, padded = context.padded_batch_dimensions, context.padded_active_request_count
-        self.graphs.run((sizes, kind), partial(self._run, padded, kind))
+        captured = None if self.together else kind
+        self.graphs.run((sizes, captured), partial(self._run, padded, captured))
+        if captured is not kind:
+            self._draw(count, kind)
 
     def _run(self, count: int, kind: Kind | None) -> None:
         """Run the model; draw the tokens of the first ``count`` rows unless the sampler has to."""
         controller, context = self._host.controller, self._host.context
         controller._dynamic_step_forward_logits(*context.current_input_and_position_ids())
+        self._draw(count, kind)
+
+    def _draw(self, count: int, kind: Kind | None) -> None:
         if kind is not None:
+            controller = self._host.controller
             logits = controller._all_logits_cuda[0, :count]
             controller._sampled_tokens_cuda[:count].copy_(self._draws.draw(logits, kind))
 

@@ -21,8 +21,8 @@ from absorbed_mla.inference.interleaved import InterleavedPart
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.inference.token_shares import TokenShares
-from absorbed_mla.inference.whole_step import this_run
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.whole_step import this_run
 
 # Of one forward; its layers ask for a few, and some for each segment of rows.
 _MOST_TABLES = 256
@@ -237,7 +237,7 @@ class DynamicStep:
 
 
 def _ranks(context: Any) -> CacheRanks | None:
-    """Those that share the latents, in an ``InterleavedContext``."""
+    """Those that share the latents, in an ``interleaved_context``."""
     return getattr(context, "cache_ranks", None)
 
 

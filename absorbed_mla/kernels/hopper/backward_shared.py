@@ -74,9 +74,11 @@ def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
 
 
 @gluon.jit
-def allocate_operand(dtype: gl.constexpr, LENGTH: gl.constexpr, COLUMNS: gl.constexpr):
-    """An operand [1, LENGTH, COLUMNS]; its first axis is for ``at_step``."""
-    return gl.allocate_shared_memory(dtype, [1, LENGTH, COLUMNS], operand_layout(COLUMNS))
+def allocate_operand(
+    dtype: gl.constexpr, LENGTH: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr = 1
+):
+    """An operand [STAGES, LENGTH, COLUMNS]; one stage has an axis, too, for ``at_step``."""
+    return gl.allocate_shared_memory(dtype, [STAGES, LENGTH, COLUMNS], operand_layout(COLUMNS))
 
 
 @gluon.jit

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 
 import torch
+import triton
 from torch import Tensor
 from triton import JITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from absorbed_mla.kernels.fp8_latents import GROUP
 from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
+from absorbed_mla.kernels.hopper.few_rows_kernel import attend_few_rows
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
+from absorbed_mla.kernels.paged.forward import keys_of
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import Schedule, schedule
 
@@ -23,6 +27,11 @@ from absorbed_mla.kernels.paged.schedule import Schedule, schedule
 LEAST_PAGE = 16
 # As in forward.py, where all keys of a copy's block lie together.
 _CHUNKS = 4
+# Rows of tiles in which keys are the rows of the products, and how many pieces of FP8 rows fit into
+# shared memory beside their queries.
+_FEW_ROWS = {16: 7, 32: 4}
+# Blocks of keys that these ask for before, as far as the L2 cache.
+_BLOCKS_AHEAD = 1
 
 
 def page_size(block_size: int, window: int) -> int:
@@ -97,16 +106,22 @@ def forward(
     division = divide(q_content, q_rope, cache, *batch, batch_invariant, num_splits)
     tiles, split_kv = division.tiles, division.split_kv
     table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
-    shape = (places(split_kv), tiles.head_blocks, ROWS.value)
+    shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
     waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
-    if cache.dtype == torch.uint8:
+    rows, page, constants = shape[-1], page_size(block_size, window), {}
+    if rows in _FEW_ROWS:
+        kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *_fp8_keys(cache))
+        constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
+    elif cache.dtype == torch.uint8:
         kernel, keys = attend_fp8_decode, _fp8_keys(cache)
     else:
-        kernel, keys = attend_decode, _key_maps(cache, *widths, page_size(block_size, window))
-    results = (out, lse, *waiting)
-    _launch(kernel, queries, keys, table, block_table, results, block_size, scale, tiles, split_kv)
+        kernel, keys = attend_decode, _key_maps(cache, *widths, page)
+    results, division = (out, lse, *waiting), (tiles, split_kv)
+    _launch(
+        kernel, queries, keys, table, block_table, results, block_size, scale, division, constants
+    )
     if split_kv.splits:
         combine(*waiting, table, tiles, split_kv, (query_starts, query_lengths), (out, lse))
     else:
@@ -127,9 +142,24 @@ def divide(
     """As ``divide`` of paged/forward.py."""
     tokens, heads, _ = q_content.shape
     num_splits = 1 if batch_invariant else num_splits
-    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, ROWS.value)
+    rows = ROWS.value
+    # In parity mode a token's result must not depend on how many there are.
+    if not batch_invariant and _has_pieces(q_content, q_rope, cache, window):
+        wanted = triton.next_power_of_2(heads) * max_query_length
+        rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
+    tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     return plan.Division(tiles, split_kv, KEYS.value, window)
+
+
+def _has_pieces(q_content: Tensor, q_rope: Tensor, cache: Tensor, window: int) -> bool:
+    """Whether the cache has FP8 rows that fp8_pieces.py can load."""
+    if cache.dtype != torch.uint8 or q_content.dtype != torch.bfloat16 or not has_map(cache):
+        return False
+    kv_lora_rank = q_content.shape[-1]
+    _, scales, k_rope = keys_of(cache, kv_lora_rank, q_rope.shape[-1])
+    whole = kv_lora_rank % GROUP == 0 and has_map(k_rope) and has_map(scales)
+    return whole and page_size(cache.shape[1], window) >= LEAST_PAGE
 
 
 def _query_maps(
@@ -161,16 +191,27 @@ def _key_maps(
     )
 
 
+def _fp8_maps(
+    cache: Tensor, kv_lora_rank: int, rope: int, page: int
+) -> tuple[TensorDescriptor, ...]:
+    """Tensor maps of values, k_rope and scales of FP8 rows."""
+    rows, scales, k_rope = keys_of(cache.transpose(0, 1), kv_lora_rank, rope)
+    words = rows[..., :kv_lora_rank].view(torch.int32)
+    boxes = (words, GROUP // 4), (k_rope, rope), (scales, scales.shape[-1])
+    return tuple(tensor_map(part, (page, 1, width)) for part, width in boxes)
+
+
 def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
-    """What ``attend_fp8_decode`` takes of FP8 rows, from ``words`` to ``together``."""
+    """What kernels take of FP8 rows, from ``words`` to ``together``."""
     if not has_map(cache):
         raise ValueError(
             f"paged_attention_backend='hopper' needs a cache of FP8 rows whose blocks and rows lie "
             f"multiples of 16 bytes apart; got {tuple(cache.shape)} with strides {cache.stride()}"
         )
     words = cache.view(torch.int32)
-    together = KEYS.value * cache.shape[2] if cache.stride(1) == cache.shape[2] else 0
-    return words, *(stride // UNIT.value for stride in words.stride()[:2]), together
+    together = cache.stride(1) == cache.shape[2] and cache.shape[1] % KEYS.value == 0
+    size = KEYS.value * cache.shape[2] if together else 0
+    return words, *(stride // UNIT.value for stride in words.stride()[:2]), size
 
 
 def _launch(
@@ -182,10 +223,11 @@ def _launch(
     results: tuple[Tensor, ...],
     block_size: int,
     scale: float,
-    tiles: plan.Tiles,
-    split_kv: plan.SplitKV,
+    division: tuple[plan.Tiles, plan.SplitKV],
+    constants: dict[str, int],
 ) -> None:
     """Run a kernel; its arguments are described there."""
+    tiles, split_kv = division
     heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -205,4 +247,5 @@ def _launch(
         R=queries[1].block_shape[-1],
         SPLIT=split_kv.splits,
         num_warps=4,
+        **constants,
     )

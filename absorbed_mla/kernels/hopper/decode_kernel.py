@@ -36,7 +36,7 @@ from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, new_barriers
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
-from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def attend_decode(
         R: Width of k_rope.
         SPLIT: Whether a tile may be in several parts.
     """
-    part = Part(tiles, starts, head_blocks, HEADS)
+    part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
         shared = allocate(q_content, q_rope, latent, k_rope, C, R)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, open_until, sees_until
+from absorbed_mla.kernels.hopper.tile import KEYS, open_until, sees_until
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
 
 _COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
@@ -23,19 +23,22 @@ class Part:
         head_blocks: Tiles for all heads of a token. The program's varies fastest, so that
             neighbours read the same keys.
         HEADS: Heads in a tile.
+        ROWS: Of a tile, tokens times heads.
     """
 
     tiles: gl.tensor
     starts: gl.tensor
     head_blocks: gl.tensor
     HEADS: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, starts, head_blocks, HEADS):
+    def __init__(self, tiles, starts, head_blocks, HEADS, ROWS):
         self.tiles = tiles
         self.starts = starts
         self.head_blocks = head_blocks
         self.HEADS = gl.constexpr(HEADS)
+        self.ROWS = gl.constexpr(ROWS)
 
     @gluon.jit
     def range(self):
@@ -68,6 +71,7 @@ class Part:
             gl.where(gl.load(entry + 5) > 1, place * self.head_blocks + head_block, -1),
             head_block * self.HEADS,
             self.HEADS,
+            self.ROWS,
         )
 
 
@@ -85,6 +89,7 @@ class DecodeTile:
             there are none.
         head: First head.
         HEADS: Heads per token. Row r is token r // HEADS and head r % HEADS.
+        ROWS: How many there are.
     """
 
     request: gl.tensor
@@ -96,10 +101,11 @@ class DecodeTile:
     place: gl.tensor
     head: gl.tensor
     HEADS: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, request, query_start, query_end, key_start, keys, offset, place, head, HEADS
+        self, request, query_start, query_end, key_start, keys, offset, place, head, HEADS, ROWS
     ):
         self.request = request
         self.query_start = query_start
@@ -110,11 +116,12 @@ class DecodeTile:
         self.place = place
         self.head = head
         self.HEADS = gl.constexpr(HEADS)
+        self.ROWS = gl.constexpr(ROWS)
 
     @gluon.jit
     def rows(self, batches, heads, layout: gl.constexpr):
         """As ``Tile.rows``, with tokens of all requests on one axis: [T, 1, N]."""
-        row = gl.arange(0, ROWS, layout)
+        row = gl.arange(0, self.ROWS, layout)
         token = self.query_start + row // self.HEADS
         head = self.head + row % self.HEADS
         index = token.to(gl.int64) * heads + head
@@ -126,18 +133,25 @@ class DecodeTile:
 
         Products with zeros take less power, which limits the speed.
         """
-        token = self.query_start + gl.arange(0, ROWS, layout) // self.HEADS
+        token = self.query_start + gl.arange(0, self.ROWS, layout) // self.HEADS
         return gl.where(token < self.query_end, -float("inf"), 1e30)
 
     @gluon.jit
     def place_rows(self, layout: gl.constexpr):
         """Where the rows' results wait, int64; negative if they do not."""
-        return self.place.to(gl.int64) * ROWS + gl.arange(0, ROWS, layout)
+        return self.place.to(gl.int64) * self.ROWS + gl.arange(0, self.ROWS, layout)
 
     @gluon.jit
     def sees(self, block, layout: gl.constexpr):
         """As ``Tile.sees``."""
         return sees_until(self, block, layout)
+
+    @gluon.jit
+    def is_seen(self, block, layout: gl.constexpr):
+        """Which key of a block which row sees, [64, ROWS] in ``layout``."""
+        key = block * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+        token = gl.arange(0, self.ROWS, gl.SliceLayout(0, layout)) // self.HEADS
+        return key[:, None] <= gl.minimum(token + self.offset, self.keys - 1)[None, :]
 
     @gluon.jit
     def open_blocks(self):

@@ -25,8 +25,9 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     chunk_full,
     new_barriers,
 )
+from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
-from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 LOAD_WARPS = gl.constexpr(4)
 # Registers of each thread of a role, of 504; the score role gets what the others leave.
@@ -38,12 +39,6 @@ PARTS_AHEAD = gl.constexpr(3)
 BLOCKS_AHEAD = gl.constexpr(2)
 # Of decoded columns in registers.
 _LAYOUT = gl.constexpr(row_layout(SWIZZLED.value, LOAD_WARPS.value))
-# Of the numbers of the role's warps.
-_WARP = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [], [[0]] * 5, [[1], [2], [4]][: LOAD_WARPS.value // 4 + 1], [], [LOAD_WARPS.value]
-    )
-)
 # Values with one scale.
 GROUP = gl.constexpr(fp8_latents.GROUP)
 # Words of 16 bytes, of which rows begin at multiples.
@@ -148,23 +143,7 @@ class Fp8Rows:
             size = gl.where(block * KEYS < tile.keys, self.together, 0)
             slot = _within(tile, block * KEYS) % self.BLOCK_SIZE
             first = self._place(tile, found, slot)
-            # A thread of each warp asks for its share, by an instruction that only one may run.
-            share = size // LOAD_WARPS
-            warp = gl.arange(0, LOAD_WARPS, _WARP)
-            gl.inline_asm_elementwise(
-                """{
-                .reg .pred wanted;
-                elect.sync _|wanted, 0xffffffff;
-                setp.ne.and.s32 wanted, $2, 0, wanted;
-                @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-                mov.u32 $0, 0;
-                }""",
-                "=r,l,r",
-                [first + warp * (share // 4), share],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            prefetch(first, size, LOAD_WARPS)
 
 
 @gluon.jit
@@ -325,7 +304,7 @@ def attend_fp8_decode(
         R: As there.
         SPLIT: As there.
     """
-    part = Part(tiles, starts, head_blocks, HEADS)
+    part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
         CHUNK: gl.constexpr = GROUP if GROUP < C // 2 else C // 2

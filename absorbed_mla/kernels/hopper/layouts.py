@@ -21,8 +21,17 @@ def accumulator_layout(columns, warpgroups):
 
 
 @gluon.constexpr_function
-def sector_layout(columns):
-    """Of [64, columns] in the four warps of a warpgroup, to store 16-bit numbers.
+def tall_layout(columns):
+    """What products leave of [128, columns] in fp32; each of two warpgroups has 64 of the rows.
+
+    Within a warpgroup's rows numbers are where ``accumulator_layout`` has them.
+    """
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def sector_layout(columns, rows=64):
+    """Of [rows, columns] in warps that have 16 rows each, to store 16-bit numbers.
 
     Rows are in the same lanes as in the accumulator's layout, but a thread has four neighbouring
     columns, and the four lanes of a row 16: a whole sector of memory, 32 bytes.
@@ -31,8 +40,8 @@ def sector_layout(columns):
     registers = [[0, 1], [0, 2], [8, 0]]
     registers += [[0, 1 << bit] for bit in range(4, columns.bit_length() - 1)]
     lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
-    warps = [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, columns])
+    warps = [[1 << bit, 0] for bit in range(4, rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows, columns])
 
 
 @gluon.constexpr_function

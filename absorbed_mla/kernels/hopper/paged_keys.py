@@ -57,13 +57,13 @@ class PagedKeys:
             for column in gl.static_range(0, HALF, shared.CHUNK):
                 full = chunk_full(shared, stage, column)
                 chunk = shared.left.index(stage).slice(column, shared.CHUNK, dim=2)
-                _load_pages(self.latent, pages, column, full, chunk)
+                load_pages(self.latent, pages, column, full, chunk)
             mbarrier.wait(shared.right_empty.index(stage), parity)
             for column in gl.static_range(HALF, shared.C, shared.CHUNK):
                 full = chunk_full(shared, stage, column)
                 chunk = shared.right.index(stage).slice(column - HALF, shared.CHUNK, dim=2)
-                _load_pages(self.latent, pages, column, full, chunk)
-            _load_pages(self.k_rope, pages, 0, shared.rope_full.index(stage), shared.k_rope(stage))
+                load_pages(self.latent, pages, column, full, chunk)
+            load_pages(self.k_rope, pages, 0, shared.rope_full.index(stage), shared.k_rope(stage))
 
     @gluon.jit
     def find_pages(self, tile, block):
@@ -85,7 +85,7 @@ class PagedKeys:
 
 
 @gluon.jit
-def _load_pages(keys, pages, column: gl.constexpr, full, place):
+def load_pages(keys, pages, column: gl.constexpr, full, place):
     """Load columns of a block of keys to their place, [64, 1, columns]."""
     PAGE: gl.constexpr = keys.block_shape[0]
     mbarrier.expect(full, KEYS // PAGE * keys.block_type.nbytes)

@@ -97,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in _SWITCHES:
         model.add_argument(f"--{name}", action="store_true", help=text)
     model.add_argument(
+        "--decode-context-parallel-auto",
+        dest="decode_context_parallel",
+        action="store_const",
+        const="auto",
+        help="share it where not all requests would fit otherwise",
+    )
+    model.add_argument(
         "--no-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",

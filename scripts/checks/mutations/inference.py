@@ -72,7 +72,7 @@ MUTATIONS = {
     ),
     "shared_cache_memory": Mutation(
         "absorbed_mla/inference/interleaved_context.py",
-        "self.block_size_tokens = whole // self.cache_ranks.size",
+        "context.block_size_tokens = whole // context.cache_ranks.size",
         "pass",
     ),
     "divided_prompt_tokens_by_rank": Mutation(

@@ -71,6 +71,36 @@ MUTATIONS = {
         "gl.minimum(key, gl.maximum(tile.keys, 1) - 1)",
         "key",
     ),
+    "few_rows_reuse_a_piece_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "                if before >= 0:\n",
+        "                if before < 0:\n",
+    ),
+    "few_rows_skip_a_phase_of_a_piece": Mutation(
+        "absorbed_mla/kernels/hopper/few_rows_shared.py",
+        "gl.constexpr(PIECES * DECODE_ROLES)",
+        "gl.constexpr(PIECES)",
+    ),
+    "few_rows_ask_for_blocks_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "size = gl.where(block * KEYS < tile.keys, self.together, 0)",
+        "size = self.together",
+    ),
+    "few_rows_reuse_a_block_early": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "mbarrier.wait(shared.latents_empty.index(stage), (number // STAGES & 1) ^ 1)",
+        "pass",
+    ),
+    "few_rows_scaled_by_the_first_group": Mutation(
+        "absorbed_mla/kernels/hopper/fp8_pieces.py",
+        "scales.slice(group, 1, dim=1)",
+        "scales.slice(0, 1, dim=1)",
+    ),
+    "few_rows_of_nan_behind_the_last_key": Mutation(
+        "absorbed_mla/kernels/hopper/few_rows_kernel.py",
+        "    if tile.keys - last * KEYS < KEYS:\n",
+        "    if tile.keys - last * KEYS < KEYS - 1:\n",
+    ),
     "decode_splits_overlap": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",
         "tl.store(entries + 1, tl.where(behind | (cut < least), 0, cut), mask=mine)",

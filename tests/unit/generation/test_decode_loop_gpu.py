@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import pytest
 import torch
@@ -11,28 +10,19 @@ from megatron.core.inference import utils as inference_utils
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from absorbed_mla.generation.cuda_graphs import (
-    delete_graphs,
-    deleting_graphs,
-    graph_fields,
-    seed_generators,
-)
+from absorbed_mla.generation.cuda_graphs import delete_graphs
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support import needs
 from tests.support.cases import WIDE
+from tests.support.decode_graphs import FEW_GRAPHS, check_captured, decode_graphs, made  # noqa: F401
 from tests.support.decode_loop import CASES, GREEDY, check, sampled
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
 
-pytestmark = needs.gpu
+pytestmark = [needs.gpu, pytest.mark.usefixtures("decode_graphs")]
 
-# Of decode steps; others run without.
-FEW_GRAPHS = {
-    "num_cuda_graphs": 2,
-    "inference_config": {"use_cuda_graphs_for_non_decode_steps": False},
-}
 SIZES = {"blocks": 40, **FEW_GRAPHS}
 # Most tokens see more keys than they attend to.
 SPARSE = OracleDSA(mla=WIDE, heads=4, width=64, topk=64)
@@ -41,32 +31,6 @@ PADDED_EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_pad_experts_for_cuda_graph_inference": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def _graphs():
-    """The random-number tracker that graphs need, and the usual one afterwards."""
-    with deleting_graphs(True):
-        seed_generators(0, graphs=True)
-        yield
-    seed_generators(1234, graphs=False)
-
-
-def made(*, graphs: bool, options: AbsorbedMLAOptions | None = None, **fields):
-    """A model in bf16, whose layers Megatron captures one by one if ``graphs``."""
-    fields = {"mla": WIDE, "dtype": torch.bfloat16, "inference_rng_tracker": True, **fields}
-    return generating_model(options, **fields, **graph_fields("layer" if graphs else None))
-
-
-def check_captured(case: str, options: AbsorbedMLAOptions | None = None, **fields) -> None:
-    """The other engine runs steps of the same sizes from the host.
-
-    Megatron would join the graphs of two models in one process.
-    """
-    ours, theirs = (made(graphs=graphs, options=options, **fields) for graphs in (True, False))
-    theirs.load_state_dict(ours.state_dict())
-    found = dataclasses.replace(CASES[case], options={**CASES[case].options, **FEW_GRAPHS})
-    check(ours, found, ahead=True, other=theirs)
 
 
 @pytest.mark.parametrize(

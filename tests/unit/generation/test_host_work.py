@@ -23,8 +23,8 @@ from absorbed_mla.generation.tokenizer import IntegerTokenizer
 from absorbed_mla.inference import attention
 from absorbed_mla.inference.caches.dynamic import ForwardRows
 from absorbed_mla.inference.chunked_context import ChunkedContext
-from absorbed_mla.inference.whole_step import whole_step
 from absorbed_mla.rope import RotaryTable
+from absorbed_mla.whole_step import whole_step
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tokenizers import byte_level
 

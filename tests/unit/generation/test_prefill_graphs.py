@@ -169,10 +169,13 @@ def test_sizes():
 def test_why_none(monkeypatch):
     model, sparse = generating_model(), OracleDSA(mla=TINY, heads=2, width=16, topk=24)
     loop = DecodeLoop.__new__(DecodeLoop)
-    loop.graphs = None
+    loop.graphs, loop.together = None, False
     assert "whole decode steps" in why_none(model, None) == why_none(model, loop)
     loop.graphs = StepGraphs(model)
     assert not why_none(model, loop)
+    loop.together = True
+    assert "prompts of their own" in why_none(model, loop)
+    loop.together = False
     model.config.moe_pad_experts_for_cuda_graph_inference = True
     assert "one after the other" in why_none(model, loop)
     assert "sparse" in why_none(generating_model(**generating_fields(sparse)), loop)

@@ -1,5 +1,7 @@
 """The decode kernel for Hopper over rows in FP8; what it has in common is in test_paged_hopper.py.
 
+Few rows of the widths here have a kernel of their own where C is 512 (test_few_rows.py).
+
 Without a GPU its source is run by PyTorch, as there.
 """
 
@@ -32,7 +34,7 @@ CASES = {
     "more_tokens_than_keys": replace(MIXED, query_lengths=(5, 2), kv_lengths=(3, 2)),
     "many_rows": replace(MIXED, query_lengths=(1,) * 9, kv_lengths=tuple(range(1, 300, 35))),
     "width_512": replace(
-        MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), kv_lora_rank=512, rope=64
+        MIXED, query_lengths=(1, 2), kv_lengths=(140, 66), heads=64, kv_lora_rank=512, rope=64
     ),
     "width_256": replace(
         MIXED, query_lengths=(1,), kv_lengths=(140,), block_size=16, kv_lora_rank=256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,31 @@ class TestBarrier:
         with pytest.raises(AssertionError, match="more arrivals"):
             barrier.change(1, 0)
 
+    @pytest.mark.parametrize("waits_for_all", [True, False])
+    def test_a_wait_that_an_earlier_phase_could_end(self, waits_for_all):
+        """Of a role that has left out a phase; unless another barrier tells that it is over."""
+        roles = Roles(0)
+        barrier, other = (Barriers(roles, 1).index(0) for _ in range(2))
+        barrier.start(1)
+        other.start(1)
+
+        def listen():
+            roles.pause(lambda: barrier.phase == 2)  # by chance: nobody told it
+            if waits_for_all:
+                other.wait(0)
+            barrier.wait(1)
+
+        def speak():
+            barrier.change(1, 0)
+            barrier.change(1, 0)
+            other.change(1, 0)
+
+        how = contextlib.nullcontext()
+        if not waits_for_all:
+            how = pytest.raises(AssertionError, match="a wait that two phases end")
+        with how:
+            roles.run([(speak, ()), (listen, ())])
+
     @pytest.mark.parametrize("seed", range(5))
     def test_a_message(self, seed):
         roles, seen = Roles(seed), []
@@ -81,3 +107,15 @@ def test_copies_beyond_the_end_are_zero():
 def test_reads_beyond_the_end():
     with pytest.raises(AssertionError, match="read beyond"):
         (Pointer.to(torch.zeros(4)[2:]) + 2).load()
+
+
+def test_prefetches_beyond_the_end():
+    pointer = Pointer.to(torch.zeros(8)) + torch.tensor([0, 4])
+    pointer.prefetch(torch.tensor([32, 16]))
+    (pointer + 2**40).prefetch(0)
+    with pytest.raises(AssertionError, match="beyond the tensor"):
+        pointer.prefetch(32)
+    with pytest.raises(AssertionError, match="beyond the tensor"):
+        (pointer + -4).prefetch(16)
+    with pytest.raises(AssertionError, match="16 bytes"):
+        (pointer + 1).prefetch(16)

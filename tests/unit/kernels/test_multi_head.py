@@ -19,6 +19,7 @@ from tests.support.differentiable import HEADS, operands, outcome
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.gluon_emulation import emulated
 from tests.support.multi_head import CASES, MultiHeadCase
+from tests.support.multi_head_backward import emulate_backward
 from tests.support.spans import SPANS
 
 pytest.importorskip("triton.experimental.gluon")
@@ -69,6 +70,7 @@ def test_scale_must_be_positive():
 def test_backend(spans, batch, monkeypatch):
     """Gradients from its output and LSE, and the largest scores, as the reference's."""
     monkeypatch.setattr(hopper_expanded, "CUDNN", PlainCudnn())
+    emulate_backward(monkeypatch)
     leaves = operands(torch.bfloat16, batch, {"nope": 64, "rope": 32, "v": 64})
     wide = [x.detach().double().requires_grad_() for x in leaves]
     results, found = [], []
@@ -96,3 +98,7 @@ def test_shapes_without_data():
         assert out.shape == (5, 2, 3, 128) and out.dtype == torch.float16
         assert lse.shape == (5, 2, 3) and lse.dtype == torch.float32
         assert largest.shape == (lse.shape if record else (0,))
+    k = torch.empty(7, 2, 3, 192, dtype=torch.float16, device="meta")
+    saved = out, None, out, lse, q, k, v
+    grads = operators.multi_head_attention_backward(*saved, tiles, 1, 1.0)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]

@@ -58,12 +58,21 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, see
     q_content, q_rope, cache, rows, scale = inputs
     lists = (rows.query_starts, rows.query_lengths, rows.kv_lengths, rows.block_table)
     lengths = (rows.max_query_length, rows.max_kv_length)
-    fp8 = cache.dtype == torch.uint8
-    kernel = ("fp8_decode", seed, "fp8_rows") if fp8 else ("decode", seed)
-    with run(decode, *kernel), poisoned_memory():
+    with decode_kernels(cache.dtype == torch.uint8, seed), poisoned_memory():
         return decode.forward(
             q_content, q_rope, cache, *lists, *lengths, scale, *window, batch_invariant, num_splits
         )
+
+
+@contextlib.contextmanager
+def decode_kernels(fp8: bool, seed: int):
+    """Within, the launcher's kernels over rows in FP8, or over latents, run."""
+    if fp8:
+        with run(decode, "fp8_decode", seed, "fp8_rows"), run(decode, "few_rows", seed):
+            yield
+    else:
+        with run(decode, "decode", seed):
+            yield
 
 
 def check(case: PagedCase, **how) -> None:

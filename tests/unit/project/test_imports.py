@@ -204,7 +204,7 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        *("offloading", "graph_capture"),
+        *("offloading", "graph_capture", "whole_step"),
     },
     {"kernels", "experts", "sequences", "options", "data_parallel_attention"},
     {"batch_invariant"},

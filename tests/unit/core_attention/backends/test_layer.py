@@ -27,6 +27,7 @@ from tests.support.execution import execute
 from tests.support.fake_packages.cudnn import PlainCudnn
 from tests.support.gluon_emulation import emulated
 from tests.support.layouts import LAYOUTS, dense, grid_layout, packed
+from tests.support.multi_head_backward import emulate_backward
 
 # Triton decides when a kernel is decorated.
 with triton_interpreter():
@@ -58,11 +59,12 @@ def flash_attention_4_fake(monkeypatch):
 
 @pytest.fixture
 def hopper_expanded_fake(monkeypatch):
-    """Forward by the kernel in an emulation of Gluon."""
+    """The kernels in an emulation of Gluon."""
     pytest.importorskip("triton.experimental.gluon")
     from absorbed_mla.kernels.hopper import multi_head
 
     monkeypatch.setattr(hopper_expanded, "CUDNN", PlainCudnn())
+    emulate_backward(monkeypatch)
     with emulated(multi_head, "attend_multi_head", "multi_head_kernel"):
         yield hopper_expanded.HopperExpandedBackend()
 

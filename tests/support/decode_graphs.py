@@ -1,0 +1,61 @@
+"""Models whose decode steps are captured in CUDA graphs, beside the same steps from the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from absorbed_mla.generation.cuda_graphs import deleting_graphs, graph_fields, seed_generators
+from absorbed_mla.options import AbsorbedMLAOptions
+from tests.support.cases import WIDE
+from tests.support.decode_loop import CASES, check
+from tests.support.engine import generating_model
+
+# Of decode steps; others run without.
+FEW_GRAPHS = {
+    "num_cuda_graphs": 2,
+    "inference_config": {"use_cuda_graphs_for_non_decode_steps": False},
+}
+
+
+@pytest.fixture
+def decode_graphs() -> Iterator[None]:
+    """The random-number tracker that graphs need, and the usual one afterwards."""
+    with deleting_graphs(True):
+        seed_generators(0, graphs=True)
+        yield
+    seed_generators(1234, graphs=False)
+
+
+def made(*, graphs: bool, options: AbsorbedMLAOptions | None = None, **fields) -> GPTModel:
+    """A model in bf16, whose layers Megatron captures one by one if ``graphs``."""
+    fields = {"mla": WIDE, "dtype": torch.bfloat16, "inference_rng_tracker": True, **fields}
+    return generating_model(options, **fields, **graph_fields("layer" if graphs else None))
+
+
+def check_captured(
+    case: str,
+    options: AbsorbedMLAOptions | None = None,
+    engine: dict[str, object] | None = None,
+    **fields,
+) -> None:
+    """Check the decode loop with graphs; the other engine runs steps of the same sizes.
+
+    That runs them from the host: Megatron would join the graphs of two models in one process.
+
+    Args:
+        case: Name in ``CASES``.
+        options: Of the models.
+        engine: More options of the engines.
+        fields: Of the models.
+    """
+    ours, theirs = (made(graphs=graphs, options=options, **fields) for graphs in (True, False))
+    theirs.load_state_dict(ours.state_dict())
+    found = dataclasses.replace(
+        CASES[case], options={**CASES[case].options, **FEW_GRAPHS, **(engine or {})}
+    )
+    check(ours, found, ahead=True, other=theirs)
