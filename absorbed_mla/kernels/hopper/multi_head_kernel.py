@@ -5,15 +5,18 @@ The warps have three roles:
 
 * ``_load_role``, one warp: copies queries, keys and values to shared memory by tensor maps (TMA),
   also those of the next work while this one is being finished, and draws works.
-* ``_attend_role``, twice four warps: scores S = Q K^T, online softmax (arXiv:2205.14135) and
+* ``_attend_role``, twice four warps: scores S = Q K^T, online softmax (multi_head_softmax.py) and
   O = O * factor + P V of 64 of the queries. S, P and O stay in registers.
 
-What an attend role computes for blocks 0, 1, ..; products queued together run one after the other:
+What an attend role does for blocks 0, 1, ..; products queued together run one after the other:
 
-    S 0 | softmax 0 | S 1, PV 0 | softmax 1 (while PV 0 runs) | S 2, PV 1 | ..
+    products    S 0 |           | S 1          | PV 0      | S 2          | PV 1      | ..
+    the warps       | softmax 0 | O * factor 0 | softmax 1 | O * factor 1 | softmax 2 | ..
 
-With ``TURNS`` the two roles queue products by turns, so that one computes its softmax while the
-other's products run (arXiv:2407.08608).
+So O is rescaled while the next scores are computed and a softmax computed while the product before
+it runs; before they queue, the warps have waited for the keys during the softmax. While a role has
+nothing queued the other's products run: the two come apart by themselves, without barriers between
+them.
 
 Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no longer needed:
 
@@ -23,7 +26,6 @@ Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no l
 * ``k_empty``, ``v_empty`` (per block): both attend roles are done with them.
 * ``landed`` (per last block that keys do not fill): its values have come; they are announced by
   ``v_full`` when those past the keys have been cleared.
-* ``turn`` (per block, of an attend role): it may queue products.
 
 A wait names the parity of the phase that it waits for: the program's block i is phase i // 2 of its
 stage. The phase before the first, which is named for what was not used yet, counts as passed.
@@ -50,17 +52,10 @@ from absorbed_mla.kernels.hopper.layouts import (
 from absorbed_mla.kernels.hopper.multi_head_shared import STAGES, allocate
 from absorbed_mla.kernels.hopper.multi_head_softmax import (
     add_sums,
-    block_sums,
     lazy_softmax,
+    partial_sums,
     rescale,
     row_sums,
-)
-from absorbed_mla.kernels.hopper.multi_head_stages import (
-    KEYS_EMPTY,
-    VALUES_EMPTY,
-    await_empty,
-    drain_empty,
-    release,
 )
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, Works
 from absorbed_mla.kernels.hopper.synchronize import synchronize
@@ -75,40 +70,38 @@ _CLEARED = gl.constexpr(16)
 
 
 @gluon.jit
-def _load_role(works, shared, q_content, q_rope, k_content, k_rope, value, NAMED: gl.constexpr):
+def _load_role(works, shared, q_content, q_rope, k_content, k_rope, value):
     """Load what every work needs: keys a block ahead of values, each when its stage is free."""
     number, blocks, cleared = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     work, upcoming = gl.program_id(0), works.second()
     while work < works.total:
         tile = works.tile(work)
         last = tile.count_blocks() - 1
-        _load_keys(tile, shared, k_content, k_rope, 0, blocks, NAMED)
+        _load_keys(tile, shared, k_content, k_rope, 0, blocks)
         # Both roles have read what was there: they were done with the queries of that work.
         shared.tell(number, upcoming)
         synchronize()
         _load_queries(tile, shared, q_content, q_rope, 0, number)
         _load_queries(tile, shared, q_content, q_rope, 1, number)
         for block in range(last):
-            _load_keys(tile, shared, k_content, k_rope, block + 1, blocks, NAMED)
+            _load_keys(tile, shared, k_content, k_rope, block + 1, blocks)
             full = shared.v_full.index((blocks + block) % STAGES)
-            _load_values(tile, shared, value, block, blocks, full, NAMED)
+            _load_values(tile, shared, value, block, blocks, full)
         full = shared.v_full.index((blocks + last) % STAGES)
         left = tile.keys - last * BLOCK
         if left < BLOCK:
             landed = shared.landed.index(0)
-            _load_values(tile, shared, value, last, blocks, landed, NAMED)
+            _load_values(tile, shared, value, last, blocks, landed)
             mbarrier.wait(landed, cleared & 1)
             cleared += 1
             _clear(shared.value.index((blocks + last) % STAGES), left)
             announce(full)
         else:
-            _load_values(tile, shared, value, last, blocks, full, NAMED)
+            _load_values(tile, shared, value, last, blocks, full)
         number += 1
         blocks += last + 1
         work = upcoming
         upcoming = works.draw()
-    drain_empty(KEYS_EMPTY, blocks, NAMED)
-    drain_empty(VALUES_EMPTY, blocks, NAMED)
 
 
 @gluon.jit
@@ -125,10 +118,10 @@ def _load_queries(tile, shared, q_content, q_rope, HALF: gl.constexpr, number):
 
 
 @gluon.jit
-def _load_keys(tile, shared, k_content, k_rope, block, blocks, NAMED: gl.constexpr):
+def _load_keys(tile, shared, k_content, k_rope, block, blocks):
     """Load the keys of a block when both roles are done with those of the block before last."""
-    stage = (blocks + block) % STAGES
-    await_empty(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
+    stage, parity = _place(blocks + block)
+    mbarrier.wait(shared.k_empty.index(stage), parity ^ 1)
     full = shared.k_full.index(stage)
     mbarrier.expect(full, k_content.block_type.nbytes + k_rope.block_type.nbytes)
     key = tile.key_start + block * BLOCK
@@ -139,10 +132,10 @@ def _load_keys(tile, shared, k_content, k_rope, block, blocks, NAMED: gl.constex
 
 
 @gluon.jit
-def _load_values(tile, shared, value, block, blocks, full, NAMED: gl.constexpr):
+def _load_values(tile, shared, value, block, blocks, full):
     """Load the values of a block, likewise; ``full`` is passed when they have come."""
-    stage = (blocks + block) % STAGES
-    await_empty(shared.v_empty, VALUES_EMPTY, blocks + block, NAMED)
+    stage, parity = _place(blocks + block)
+    mbarrier.wait(shared.v_empty.index(stage), parity ^ 1)
     mbarrier.expect(full, value.block_type.nbytes)
     position = [tile.key_start + block * BLOCK, tile.batch, tile.head, 0]
     tma.async_copy_global_to_shared(value, position, full, shared.value.index(stage))
@@ -179,14 +172,6 @@ def _attend_role(
     scale,
     HALF: gl.constexpr,
     RECORD: gl.constexpr,
-    TURNS: gl.constexpr,
-    SUM: gl.constexpr,
-    TREE: gl.constexpr,
-    LATE: gl.constexpr,
-    LAZY: gl.constexpr,
-    EARLY: gl.constexpr,
-    NAMED: gl.constexpr,
-    POLY: gl.constexpr,
 ):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
@@ -197,26 +182,7 @@ def _attend_role(
         upcoming = shared.told(number)
         # What the next work is arrives while this one is done.
         next_tile = works.tile(upcoming)
-        _attend(
-            works,
-            tile,
-            shared,
-            blocks,
-            out,
-            lse,
-            largest,
-            scale,
-            HALF,
-            RECORD,
-            TURNS,
-            SUM,
-            TREE,
-            LATE,
-            LAZY,
-            EARLY,
-            NAMED,
-            POLY,
-        )
+        _attend(works, tile, shared, blocks, out, lse, largest, scale, HALF, RECORD)
         number += 1
         blocks += tile.count_blocks()
         work, tile = upcoming, next_tile
@@ -234,14 +200,6 @@ def _attend(
     scale,
     HALF: gl.constexpr,
     RECORD: gl.constexpr,
-    TURNS: gl.constexpr,
-    SUM: gl.constexpr,
-    TREE: gl.constexpr,
-    LATE: gl.constexpr,
-    LAZY: gl.constexpr,
-    EARLY: gl.constexpr,
-    NAMED: gl.constexpr,
-    POLY: gl.constexpr,
 ):
     """Attention of half of the queries of a work, before which the program did so many blocks."""
     V: gl.constexpr = shared.V
@@ -254,59 +212,43 @@ def _attend(
     o = gl.zeros([ROWS, V], gl.float32, o_layout)
     open_blocks = tile.open_blocks(HALF)
     last = tile.count_blocks() - 1
-    _await_turn(shared, blocks, HALF, TURNS)
     _await_keys(shared, blocks)
     s = _start_scores(shared, blocks, HALF, layout)
-    _pass_turn(shared, HALF, TURNS)
     s = warpgroup_mma_wait(0, deps=[s])
-    release(shared.k_empty, KEYS_EMPTY, blocks, NAMED)
+    mbarrier.arrive(shared.k_empty.index(blocks % STAGES))
     if open_blocks == 0:
         s = tile.hide(s, 0, HALF, layout)
     true_top = top
-    top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, TREE, LAZY, RECORD, POLY)
-    total = block_sums(p, SUM)
+    top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
+    total = partial_sums(p)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
-    if EARLY:  # noqa: SIM102
-        if last > 0:
-            _await_keys(shared, blocks + 1)
+    if last > 0:
+        _await_keys(shared, blocks + 1)
     for block in range(1, last + 1):
         stage, before = (blocks + block) % STAGES, (blocks + block - 1) % STAGES
-        _await_turn(shared, blocks + block, HALF, TURNS)
-        if not EARLY:
-            _await_keys(shared, blocks + block)
         s = _start_scores(shared, blocks + block, HALF, layout)
-        if LATE:
-            o = rescale(o, factor, o_layout, LAZY)
+        o = rescale(o, factor, o_layout)
         o = warpgroup_mma(p, shared.values(before), o, is_async=True)
-        _pass_turn(shared, HALF, TURNS)
-        if NAMED:
-            # The compiler wants the threads together before they wait for barriers. Here they have
-            # time.
-            synchronize()
         # One product, the one with values, may be unfinished: the scores' before it are not.
         s = warpgroup_mma_wait(1, deps=[s])
-        release(shared.k_empty, KEYS_EMPTY, blocks + block, NAMED)
+        mbarrier.arrive(shared.k_empty.index(stage))
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
-        top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, TREE, LAZY, RECORD, POLY)
-        total = add_sums(total, factor, block_sums(p, SUM), SUM)
-        # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
+        top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
+        total = add_sums(total, factor, partial_sums(p))
+        # Here, and the next wait with the sums, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)
-        if EARLY:  # noqa: SIM102
-            if block < last:
-                _await_keys(shared, blocks + block + 1)
+        if block < last:
+            _await_keys(shared, blocks + block + 1)
         o, total = warpgroup_mma_wait(0, deps=[o, total])
-        release(shared.v_empty, VALUES_EMPTY, blocks + block - 1, NAMED)
-        if not LATE:
-            o = rescale(o, factor, o_layout, LAZY)
+        mbarrier.arrive(shared.v_empty.index(before))
         p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     mbarrier.arrive(shared.q_empty.index(HALF))
     stage = (blocks + last) % STAGES
-    if LATE:
-        o = rescale(o, factor, o_layout, LAZY)
+    o = rescale(o, factor, o_layout)
     o = warpgroup_mma(p, shared.values(stage), o, is_async=True)
-    total = row_sums(total, rows, SUM)
+    total = row_sums(total, rows)
     index, inside = tile.rows(HALF, works, rows)
     least = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, least, mask=inside)
@@ -314,28 +256,14 @@ def _attend(
         gl.store(largest + index, true_top * (scale * LN_2), mask=inside)
     norm = gl.where(total > 0, 1 / total, 0.0)
     o = warpgroup_mma_wait(0, deps=[o])
-    release(shared.v_empty, VALUES_EMPTY, blocks + last, NAMED)
+    mbarrier.arrive(shared.v_empty.index(stage))
     o = o * gl.convert_layout(norm, o_rows)[:, None]
     _store(out, works, tile, o, HALF)
 
 
 @gluon.jit
-def _await_turn(shared, index, HALF: gl.constexpr, TURNS: gl.constexpr):
-    """Wait until the other role has queued its products: half 0 begins."""
-    if TURNS:
-        mbarrier.wait(shared.turn.index(HALF), (index & 1) ^ 1 ^ HALF)
-
-
-@gluon.jit
-def _pass_turn(shared, HALF: gl.constexpr, TURNS: gl.constexpr):
-    """Let the other role queue its products."""
-    if TURNS:
-        mbarrier.arrive(shared.turn.index(1 - HALF))
-
-
-@gluon.jit
 def _start_scores(shared, index, HALF: gl.constexpr, layout: gl.constexpr):
-    """Queue S = Q K^T with a block, [64, 128] fp32."""
+    """Queue S = Q K^T with a block whose keys have come, [64, 128] fp32."""
     stage, _ = _place(index)
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     queries, keys = shared.contents(HALF, stage)
@@ -388,14 +316,6 @@ def attend_multi_head(
     heads,
     scale,
     RECORD: gl.constexpr,
-    TURNS: gl.constexpr,
-    SUM: gl.constexpr = False,
-    TREE: gl.constexpr = False,
-    LATE: gl.constexpr = False,
-    LAZY: gl.constexpr = False,
-    EARLY: gl.constexpr = False,
-    NAMED: gl.constexpr = False,
-    POLY: gl.constexpr = False,
 ):
     """Attention of every tile of queries, by any number of programs.
 
@@ -417,62 +337,14 @@ def attend_multi_head(
         heads: N.
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
-        TURNS: Whether the attend roles queue products by turns.
-        SUM: Every thread sums what it has of a row; threads are summed at the end.
-        TREE: The largest of a row by quarters of a block.
-        LATE: O is rescaled while the next scores are computed.
-        LAZY: See ``lazy_softmax``.
-        EARLY: The next keys are waited for during the softmax.
-        NAMED: See multi_head_stages.py.
-        POLY: See ``lazy_softmax``.
     """
     works = Works(tiles, drawn, total, section, section_works, groups, heads)
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [
-            (
-                _attend_role,
-                (
-                    works,
-                    shared,
-                    out,
-                    lse,
-                    largest,
-                    scale,
-                    0,
-                    RECORD,
-                    TURNS,
-                    SUM,
-                    TREE,
-                    LATE,
-                    LAZY,
-                    EARLY,
-                    NAMED,
-                    POLY,
-                ),
-            ),
-            (
-                _attend_role,
-                (
-                    works,
-                    shared,
-                    out,
-                    lse,
-                    largest,
-                    scale,
-                    1,
-                    RECORD,
-                    TURNS,
-                    SUM,
-                    TREE,
-                    LATE,
-                    LAZY,
-                    EARLY,
-                    NAMED,
-                    POLY,
-                ),
-            ),
-            (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value, NAMED)),
+            (_attend_role, (works, shared, out, lse, largest, scale, 0, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, scale, 1, RECORD)),
+            (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four
         [ATTEND_REGISTERS, LOAD_REGISTERS],
