@@ -22,9 +22,12 @@ The last line of the output is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +56,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PEER = "FlashAttention-3"
+# The same kernels' results to the bit in every run, see torch.use_deterministic_algorithms.
+_DETERMINISTIC = "ours, hopper, deterministic"
 IMPLEMENTATIONS = {
     "forward": ("ours, hopper", "ours, triton", "ours, reference", _PEER),
-    "backward": ("ours, hopper", "ours, triton", "ours, reference"),
+    "backward": ("ours, hopper", _DETERMINISTIC, "ours, triton", "ours, reference"),
 }
+EVERY = tuple(dict.fromkeys(name for names in IMPLEMENTATIONS.values() for name in names))
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,8 @@ class LatentBenchmark(Benchmark):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
+        # cuBLAS reads it when it starts; products are deterministic only with it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         arguments.use_device(args.device)
         from benchmarks.kit.processes import Processes
 
@@ -159,6 +167,9 @@ class LatentBenchmark(Benchmark):
         add("--seq-lens", type=parse_sizes, default="8k,16k,32k", help="tokens of the sequence")
         works = tuple(IMPLEMENTATIONS)
         add("--works", type=list_of(one_of(works)), default=",".join(works), help="what to measure")
+        whose = "whose, separated by ;"
+        kind = list_of(one_of(EVERY), separator=";")
+        add("--implementations", type=kind, default=";".join(EVERY), help=whose)
         arguments.add_dims(parser, DIMS)
 
     def environment(self) -> dict:
@@ -180,6 +191,7 @@ class LatentBenchmark(Benchmark):
             for heads in self.args.heads
             for tokens in sorted(self.args.seq_lens)
             for implementation in IMPLEMENTATIONS[work]
+            if implementation in self.args.implementations
         ]
         return arguments.chosen(found, self.args.only)
 
@@ -248,11 +260,17 @@ class LatentBenchmark(Benchmark):
         processes.reseed(self.args.seed)
         if case.implementation == _PEER:
             return self._peer(core)
-        attention = build_core(core, self.args, processes)
+        name = case.implementation.removesuffix(", deterministic")
+        attention = build_core(dataclasses.replace(core, implementation=name), self.args, processes)
         if case.work == "forward":
             return lambda: attention.forward().out
         attended = attention.forward()
-        return lambda: attention.backward(attended).k_content
+
+        def backward() -> Tensor:
+            with deterministic(case.implementation == _DETERMINISTIC):
+                return attention.backward(attended).k_content
+
+        return backward
 
     def _peer(self, core: CoreCase) -> Callable[[], Tensor]:
         import torch
@@ -272,6 +290,18 @@ class LatentBenchmark(Benchmark):
             max_seqlen=core.tokens,
             num_splits=1,
         )[:, None]
+
+
+@contextlib.contextmanager
+def deterministic(demanded: bool) -> Iterator[None]:
+    """Demand deterministic algorithms of PyTorch inside the block, or demand nothing."""
+    import torch
+
+    torch.use_deterministic_algorithms(demanded)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 if __name__ == "__main__":

@@ -256,7 +256,7 @@ def attend_backward(
         R: Width of k_rope.
         HEADS: Heads in a tile.
     """
-    tile = read_tile(tiles, batches, heads, HEADS)
+    tile = read_tile(tiles, gl.program_id(0), batches, heads, HEADS)
     shared = allocate(latent.dtype, C, R)
     block = tile.key_start // KEYS
     blocks = (tile.key_end + KEYS - 1) // KEYS - block

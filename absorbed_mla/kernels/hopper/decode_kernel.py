@@ -5,22 +5,14 @@ Roles, shared memory, barriers and arithmetic are those of forward_kernel.py: a 
 
 * where keys are: in blocks of the cache, where paged_keys.py finds them, or fp8_rows.py if they are
   rows in FP8.
-* who does what: a program goes through a part of all the work, some tiles one after the other, of
-  which the first and the last may lie in other parts, too; paged/schedule.py makes the parts equal.
-  Stages and phases are counted on from tile to tile, and the load role runs ahead into the next
-  tile while the others finish one.
+* who does what: of a program's tiles the first and the last may lie in parts of other programs,
+  too; paged/schedule.py makes the parts equal.
 * what is written: the output where a tile is in one part, else its output in fp32 with its LSE to
   base 2, which paged/combine.py combines.
-
-Two more barriers, each of one phase per tile:
-
-* ``q_empty``: the scores are done with the queries, so that the next tile's can be loaded.
-* ``norm_empty``: the value role has read the reciprocals of the denominators.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from absorbed_mla.kernels.hopper.decode_tile import Part
 from absorbed_mla.kernels.hopper.forward_kernel import (
@@ -33,50 +25,34 @@ from absorbed_mla.kernels.hopper.forward_kernel import (
     store_half,
 )
 from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import STAGES, allocate, new_barriers
+from absorbed_mla.kernels.hopper.forward_shared import allocate, load_queries
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
 @gluon.jit
-def load_role(part, shared, empty, queries, keys):
+def load_role(part, shared, queries, keys):
     """Load each tile's queries, then its blocks, as soon as there is room."""
     begin, end = part.range()
     blocks = gl.to_tensor(0)
     for index in range(begin, end):
         tile = part.tile(index)
-        mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)
-        _load_queries(tile, shared, queries)
+        load_queries(tile, 0, shared, queries[0], queries[1], index - begin)
         keys.load(tile, shared, blocks)
         blocks += count_blocks(tile)
 
 
 @gluon.jit
-def _load_queries(tile, shared, queries):
-    q_content, q_rope = queries
-    full = shared.q_full.index(0)
-    mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
-    position = [tile.query_start, 0, tile.head, 0]
-    tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
-    tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
-
-
-@gluon.jit
-def score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.constexpr):
+def score_role(part, shared, whole, split, heads, scale, SPLIT: gl.constexpr):
     """Compute each tile's scores, its LSE and the left half of its output."""
-    q_empty, norm_empty = empty
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     begin, end = part.range()
     blocks = gl.to_tensor(0)
     for index in range(begin, end):
         tile = part.tile(index)
-        done = index - begin
-        # Before this tile's are written, which may be soon.
-        mbarrier.wait(norm_empty.index(0), (done & 1) ^ 1)
-        o, top, total, norm = start_left(tile, shared, scale, done, blocks)
-        mbarrier.arrive(q_empty.index(0))
+        o, top, total, norm, _ = start_left(tile, shared, scale, index - begin, blocks)
         blocks += count_blocks(tile)
         tile = part.tile(index)
         bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
@@ -85,20 +61,18 @@ def score_role(part, shared, empty, whole, split, heads, scale, SPLIT: gl.conste
             gl.store(split[1] + tile.place_rows(rows), bits, mask=inside & (tile.place >= 0))
             inside &= tile.place < 0
         gl.store(whole[1] + row, bits * LN_2, mask=inside)
-        o = finish_left(o, norm)
-        mbarrier.arrive(shared.left_empty.index((blocks - 1) % STAGES))
+        o = finish_left(shared, o, norm, blocks)
         _store(tile, o, whole[0], split[0], heads, 0, SPLIT)
 
 
 @gluon.jit
-def value_role(part, shared, empty, whole, split, heads, SPLIT: gl.constexpr):
+def value_role(part, shared, whole, split, heads, SPLIT: gl.constexpr):
     """Compute the right half of each tile's output."""
     begin, end = part.range()
     blocks = gl.to_tensor(0)
     for index in range(begin, end):
         tile = part.tile(index)
         o = compute_right(tile, shared, index - begin, blocks)
-        mbarrier.arrive(empty[1].index(0))
         blocks += count_blocks(tile)
         _store(tile, o, whole[0], split[0], heads, shared.C // 2, SPLIT)
 
@@ -182,16 +156,15 @@ def attend_decode(
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
-        shared = allocate(q_content, q_rope, latent, k_rope, C, R)
-        empty = new_barriers(1), new_barriers(1)
+        shared = allocate(q_content, q_rope, latent, k_rope, C, R, 1)
         keys = PagedKeys(latent, k_rope, block_table, block_size, table_stride)
         queries = q_content, q_rope
         whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(
             [
-                (score_role, (part, shared, empty, whole, waiting, heads, scale, SPLIT)),
-                (value_role, (part, shared, empty, whole, waiting, heads, SPLIT)),
-                (load_role, (part, shared, empty, queries, keys)),
+                (score_role, (part, shared, whole, waiting, heads, scale, SPLIT)),
+                (value_role, (part, shared, whole, waiting, heads, SPLIT)),
+                (load_role, (part, shared, queries, keys)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four
             [VALUE_REGISTERS, LOAD_REGISTERS],

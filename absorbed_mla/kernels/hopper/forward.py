@@ -11,6 +11,7 @@ from absorbed_mla.kernels.hopper.forward_kernel import attend_forward
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.paged.plan import processors
 
 # The latents of a block of keys arrive in so many chunks of columns, or fewer where these would be
 # too narrow: two for each half, of which the first is enough to begin.
@@ -57,11 +58,12 @@ def forward(
             largest.fill_(-math.inf)
         return out.zero_(), lse.fill_(-math.inf)
     tokens, packed = tile_shape(heads)
-    programs = len(tiles) * batch * (heads // packed)
-    if not programs:
+    total = len(tiles) * batch * (heads // packed)
+    if not total:
         return out, lse
     chunk = max(kv_lora_rank // _CHUNKS, SWIZZLED.value)
-    attend_forward[(programs,)](
+    # One program takes all shared memory of a multiprocessor.
+    attend_forward[(min(total, processors(q_content.device)),)](
         tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
         tensor_map(latent, (KEYS.value, 1, chunk)),
@@ -70,6 +72,7 @@ def forward(
         out,
         lse,
         lse if largest is None else largest,
+        total,
         batch,
         heads,
         scale / math.log(2),

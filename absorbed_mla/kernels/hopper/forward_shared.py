@@ -2,7 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout, row_layout
@@ -23,15 +27,18 @@ class Shared:
         left, right: Halves of the latents' columns, [2, 64, 1, C / 2].
         rope: k_rope, then P of the same block: [2, 64, 64].
         factor: What the accumulators are multiplied by before a block is added, [2, 64] fp32.
+        changes: For every 16 rows whether a factor is not 1, int32 [2, 4].
         norm: Reciprocal of the denominators, [64] fp32.
-        q_full, norm_full: One barrier.
-        rope_full, p_full, left_empty, right_empty: One for each stage.
+        q_full, q_empty, norm_full, norm_empty: One barrier.
+        rope_full, p_full, right_go, left_empty, right_empty: One for each stage.
         k_full: One for each stage and chunk, see ``chunk_full``.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
         CHUNK: Columns of the latents that arrive together.
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
+        IN_REGISTERS: Operands that the score role has in registers: 1: P; 2: k_rope's queries, too.
+        RIGHT_WAITS: Whether ``right_go`` is used.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -40,22 +47,39 @@ class Shared:
     right: gl.shared_memory_descriptor
     rope: gl.shared_memory_descriptor
     factor: gl.shared_memory_descriptor
+    changes: gl.shared_memory_descriptor
     norm: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     rope_full: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
+    right_go: gl.shared_memory_descriptor
     left_empty: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
     norm_full: gl.shared_memory_descriptor
+    norm_empty: gl.shared_memory_descriptor
     C: gl.constexpr
     R: gl.constexpr
     CHUNK: gl.constexpr
     ROPE_LAYOUT: gl.constexpr
     READER_FENCES: gl.constexpr
+    IN_REGISTERS: gl.constexpr
+    RIGHT_WAITS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES):
+    def __init__(
+        self,
+        buffers,
+        barriers,
+        C,
+        R,
+        CHUNK,
+        ROPE_LAYOUT,
+        READER_FENCES,
+        IN_REGISTERS,
+        RIGHT_WAITS,
+    ):
         (
             self.q_content,
             self.q_rope,
@@ -63,22 +87,28 @@ class Shared:
             self.right,
             self.rope,
             self.factor,
+            self.changes,
             self.norm,
         ) = buffers
         (
             self.q_full,
+            self.q_empty,
             self.k_full,
             self.rope_full,
             self.p_full,
+            self.right_go,
             self.left_empty,
             self.right_empty,
             self.norm_full,
+            self.norm_empty,
         ) = barriers
         self.C = gl.constexpr(C)
         self.R = gl.constexpr(R)
         self.CHUNK = gl.constexpr(CHUNK)
         self.ROPE_LAYOUT = gl.constexpr(ROPE_LAYOUT)
         self.READER_FENCES = gl.constexpr(READER_FENCES)
+        self.IN_REGISTERS = gl.constexpr(IN_REGISTERS)
+        self.RIGHT_WAITS = gl.constexpr(RIGHT_WAITS)
 
     @gluon.jit
     def probs(self, stage):
@@ -94,13 +124,32 @@ class Shared:
 
 
 @gluon.jit
-def allocate(q_content, q_rope, latent, k_rope, C: gl.constexpr, R: gl.constexpr):
+def allocate(
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    C: gl.constexpr,
+    R: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    RIGHT_WAITS: gl.constexpr = False,
+):
     """All shared memory, for the boxes of these tensor maps."""
     # By name: Triton 3.6 takes a layout for a constant only if it is declared one.
     LATENT_LAYOUT: gl.constexpr = latent.layout
     ROPE_LAYOUT: gl.constexpr = k_rope.layout
     CHUNK: gl.constexpr = latent.block_shape[2]
-    return allocate_blocks(q_content, q_rope, C, R, CHUNK, LATENT_LAYOUT, ROPE_LAYOUT)
+    return allocate_blocks(
+        q_content,
+        q_rope,
+        C,
+        R,
+        CHUNK,
+        LATENT_LAYOUT,
+        ROPE_LAYOUT,
+        IN_REGISTERS=IN_REGISTERS,
+        RIGHT_WAITS=RIGHT_WAITS,
+    )
 
 
 @gluon.jit
@@ -113,6 +162,8 @@ def allocate_blocks(
     LATENT_LAYOUT: gl.constexpr,
     ROPE_LAYOUT: gl.constexpr,
     READER_FENCES: gl.constexpr = False,
+    IN_REGISTERS: gl.constexpr = 0,
+    RIGHT_WAITS: gl.constexpr = False,
 ):
     """All shared memory, for the boxes of the queries and blocks of keys of these layouts.
 
@@ -125,6 +176,8 @@ def allocate_blocks(
         LATENT_LAYOUT: Of [64, 1, columns of the latents].
         ROPE_LAYOUT: Of [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
+        IN_REGISTERS: As ``Shared`` has it.
+        RIGHT_WAITS: Likewise.
     """
     dtype: gl.constexpr = q_content.dtype
     CHUNKS: gl.constexpr = C // CHUNK
@@ -137,19 +190,33 @@ def allocate_blocks(
         gl.allocate_shared_memory(dtype, half, LATENT_LAYOUT),
         gl.allocate_shared_memory(dtype, [STAGES, ROWS, KEYS], operand_layout(KEYS)),
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain),
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
     )
     barriers = (
+        new_barriers(1),
         new_barriers(1),
         new_barriers(STAGES * CHUNKS),
         new_barriers(STAGES),
         new_barriers(STAGES),
         new_barriers(STAGES),
         new_barriers(STAGES),
+        new_barriers(STAGES),
+        new_barriers(1),
         new_barriers(1),
     )
     fence_async_shared()
-    return Shared(buffers, barriers, C, R, CHUNK, ROPE_LAYOUT, READER_FENCES)
+    return Shared(
+        buffers,
+        barriers,
+        C,
+        R,
+        CHUNK,
+        ROPE_LAYOUT,
+        READER_FENCES,
+        IN_REGISTERS,
+        RIGHT_WAITS,
+    )
 
 
 @gluon.jit
@@ -159,6 +226,26 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     for index in gl.static_range(COUNT):
         mbarrier.init(barriers.index(index), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def load_queries(tile, entry, shared, q_content, q_rope, tiles=0):
+    """Load a tile's queries when the scores are done with those of the tile before.
+
+    Args:
+        tile: The tile.
+        entry: Of the batch.
+        shared: What ``allocate`` gave.
+        q_content: Tensor map.
+        q_rope: Tensor map.
+        tiles: How many the program has had before.
+    """
+    mbarrier.wait(shared.q_empty.index(0), (tiles & 1) ^ 1)
+    full = shared.q_full.index(0)
+    mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
+    position = [tile.query_start, entry, tile.head, 0]
+    tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
+    tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     allocate_blocks,
     announce,
     chunk_full,
-    new_barriers,
 )
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
@@ -311,16 +310,15 @@ def attend_fp8_decode(
         layout: gl.constexpr = block_layout(C)
         rope_layout: gl.constexpr = block_layout(R)
         shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, True)
-        empty = new_barriers(1), new_barriers(1)
         units = block_units, row_units, together
         keys = Fp8Rows(words, *units, block_table, table_stride, BLOCK_SIZE)
         queries = q_content, q_rope
         whole, waiting = (out, lse), (split_out, split_lse)
         gl.warp_specialize(
             [
-                (score_role, (part, shared, empty, whole, waiting, heads, scale, SPLIT)),
-                (value_role, (part, shared, empty, whole, waiting, heads, SPLIT)),
-                (load_role, (part, shared, empty, queries, keys)),
+                (score_role, (part, shared, whole, waiting, heads, scale, SPLIT)),
+                (value_role, (part, shared, whole, waiting, heads, SPLIT)),
+                (load_role, (part, shared, queries, keys)),
             ],
             [4, LOAD_WARPS],  # warps of the roles but the first, which has the launch's four
             [VALUE_REGISTERS, LOAD_REGISTERS],

@@ -61,3 +61,9 @@ def operand_layout(columns):
 def block_layout(columns):
     """Of a block of keys in shared memory that products read, [64, 1, columns]."""
     return gl.NVMMASharedLayout(2 * min(columns, SWIZZLED.value), 16, rank=3)
+
+
+@gluon.constexpr_function
+def every_thread_layout():
+    """Of [4] in the four warps of a warpgroup: each thread has all."""
+    return gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [4])

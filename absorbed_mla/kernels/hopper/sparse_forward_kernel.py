@@ -10,7 +10,7 @@ soon as the products leave room. Rows that are no key are zeros.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
@@ -25,6 +25,7 @@ from absorbed_mla.kernels.hopper.forward_shared import (
     allocate_blocks,
     announce,
     chunk_full,
+    load_queries,
 )
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
@@ -46,11 +47,7 @@ def _load_role(tile, shared, entry, q_content, q_rope, latent, k_rope, strides):
     """Load the queries, then each block as soon as the block before last is done with its stage."""
     HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = row_layout(SWIZZLED, LOAD_WARPS)
-    full = shared.q_full.index(0)
-    mbarrier.expect(full, q_content.block_type.nbytes + q_rope.block_type.nbytes)
-    position = [tile.query_start, entry, tile.head, 0]
-    tma.async_copy_global_to_shared(q_content, position, full, shared.q_content)
-    tma.async_copy_global_to_shared(q_rope, position, full, shared.q_rope)
+    load_queries(tile, entry, shared, q_content, q_rope)
     latent_s, latent_b, rope_s, rope_b = strides
     latent += entry.to(gl.int64) * latent_b
     k_rope += entry.to(gl.int64) * rope_b
@@ -96,11 +93,11 @@ def gather_columns(target, column: gl.constexpr, COLUMNS: gl.constexpr, source, 
 def _score_role(tile, shared, out, lse, batches, heads, scale):
     """Compute all scores, the LSE, and the left half of the output."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
-    o, top, total, norm = start_left(tile, shared, scale)
+    o, top, total, norm, _ = start_left(tile, shared, scale)
     index, inside = tile.rows(batches, heads, gl.SliceLayout(1, layout))
     value = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, value, mask=inside)
-    store_half(out, tile, finish_left(o, norm), batches, heads, 0)
+    store_half(out, tile, finish_left(shared, o, norm, count_blocks(tile)), batches, heads, 0)
 
 
 @gluon.jit

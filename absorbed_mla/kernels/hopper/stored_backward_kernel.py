@@ -255,7 +255,7 @@ def attend_backward_stored(
         R: Width of k_rope.
         HEADS: Heads in a tile.
     """
-    tile = read_tile(tiles, batches, heads, HEADS)
+    tile = read_tile(tiles, gl.program_id(0), batches, heads, HEADS)
     shared = _allocate(latent.dtype, C, R)
     blocks = (tile.key_end + KEYS - 1) // KEYS - first_block
     # A tile without keys still stores zeros.

@@ -123,18 +123,18 @@ def open_until(tile):
 
 
 @gluon.jit
-def read_tile(tiles, batches, heads, HEADS: gl.constexpr):
-    """The program's tile: heads vary fastest, so that neighbours read the same keys.
+def read_tile(tiles, number, batches, heads, HEADS: gl.constexpr):
+    """A tile: heads vary fastest, so that neighbours read the same keys.
 
     Args:
         tiles: int32 [tiles, 5], contiguous.
+        number: Of the tile, among those of all entries of the batch and groups of heads.
         batches: B.
         heads: N.
         HEADS: Heads in a tile.
     """
     groups = heads // HEADS
-    program = gl.program_id(0)
-    row = tiles + program // (groups * batches) * _TABLE_COLUMNS
+    row = tiles + number // (groups * batches) * _TABLE_COLUMNS
     query_start, query_end = gl.load(row), gl.load(row + 1)
     key_start, key_end = gl.load(row + 2), gl.load(row + 3)
     return Tile(
@@ -144,7 +144,7 @@ def read_tile(tiles, batches, heads, HEADS: gl.constexpr):
         key_end,
         key_end - key_start,
         gl.load(row + 4),
-        program // groups % batches,
-        program % groups * HEADS,
+        number // groups % batches,
+        number % groups * HEADS,
         HEADS,
     )

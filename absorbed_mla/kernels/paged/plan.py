@@ -166,7 +166,7 @@ def split_kv_for(
         device: Where the kernels run.
         num_splits: Splits of every request; None: the device chooses.
     """
-    concurrent = _processors(device) * resident
+    concurrent = processors(device) * resident
     min_blocks = max(_MIN_SPLIT_KEYS // block_keys, 1) if device.type == "cuda" else 1
     if num_splits is None and tiles.max_tiles * tiles.head_blocks >= _ENOUGH * concurrent:
         num_splits = 1
@@ -220,7 +220,9 @@ def _few_rows_bytes(
     return blocks.rows * (key_bytes + result_bytes + blocks.keys * dtype.itemsize) + streamed
 
 
-def _processors(device: torch.device) -> int:
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where kernels are interpreted."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

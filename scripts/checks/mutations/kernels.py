@@ -117,9 +117,34 @@ MUTATIONS = {
         "        tile = part.tile(index)\n",
     ),
     "decode_queries_loaded_early": Mutation(
-        "absorbed_mla/kernels/hopper/decode_kernel.py",
-        "        mbarrier.wait(empty[0].index(0), (index - begin & 1) ^ 1)\n",
+        "absorbed_mla/kernels/hopper/forward_shared.py",
+        "    mbarrier.wait(shared.q_empty.index(0), (tiles & 1) ^ 1)\n",
         "",
+    ),
+    "forward_never_rescaled": Mutation(
+        "absorbed_mla/kernels/hopper/forward_scores.py",
+        "(factor != 1.0).to(gl.int32)",
+        "(factor > 1.0).to(gl.int32)",
+    ),
+    "forward_reference_may_be_far_below": Mutation(
+        "absorbed_mla/kernels/hopper/forward_scores.py",
+        "_GROWTH = gl.constexpr(8.0)",
+        "_GROWTH = gl.constexpr(800.0)",
+    ),
+    "forward_largest_is_the_reference": Mutation(
+        "absorbed_mla/kernels/hopper/forward_kernel.py",
+        "gl.store(largest + index, most * (scale * LN_2), mask=inside)",
+        "gl.store(largest + index, top * (scale * LN_2), mask=inside)",
+    ),
+    "forward_norm_overwritten_early": Mutation(
+        "absorbed_mla/kernels/hopper/forward_kernel.py",
+        "    mbarrier.wait(shared.norm_empty.index(0), (tiles & 1) ^ 1)\n",
+        "",
+    ),
+    "forward_tiles_dealt_twice": Mutation(
+        "absorbed_mla/kernels/hopper/forward_tiles.py",
+        "gl.where(turn % 2 == 0, program, programs - 1 - program)",
+        "gl.where(turn % 2 == 0, program, programs - 1)",
     ),
     "last_split_not_combined": Mutation(
         "absorbed_mla/kernels/paged/schedule.py",

@@ -296,7 +296,7 @@ class TestPlan:
 
     def parts(self, monkeypatch, kv: list[int], heads: int, resident=1, rows=64):
         """Keys of each piece of each part, and programs."""
-        monkeypatch.setattr(plan, "_processors", lambda device: 132)
+        monkeypatch.setattr(plan, "processors", lambda device: 132)
         batch = Rows.of(
             [1] * len(kv), kv, torch.zeros(len(kv), 1, dtype=torch.int32, device=DEVICE)
         )
