@@ -223,10 +223,10 @@ class Emulation:
 def _assembly(assembly, constraints, arguments, dtype, **_):
     """What the instructions that have a result make.
 
-    They are the product of 16-bit numbers, a number of all threads, and the four values in e4m3 of
-    each word, or their products.
+    They are the product of 16-bit numbers, numbers times factors that need not be multiplied if
+    all are 1, a number of all threads, and the four values in e4m3 of each word, or their products.
     """
-    if assembly.startswith("mul"):
+    if assembly.startswith("mul") or "vote" in assembly:
         left, right = arguments
         return left * right
     if assembly.startswith("shfl"):

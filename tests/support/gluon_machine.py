@@ -73,16 +73,17 @@ class Roles:
         self.local.number, self.local.known = number, dict(known)
         self.waiting[number][0].acquire()
         try:
-            # A thread has a mode of its own.
-            with torch.no_grad(), self._finished():
-                function(*arguments)
+            # A thread has a mode of its own, also for the copies that end when the role has.
+            with torch.no_grad():
+                with self._finished():
+                    function(*arguments)
+                self.left -= 1
+                if self.left and not self.errors:
+                    self._next()
+                    return
         except BaseException as error:
             self.errors.append(error)
-        self.left -= 1
-        if self.errors or not self.left:
-            self.done.set()
-        else:
-            self._next()
+        self.done.set()
 
     def pause(self, over=lambda: True) -> None:
         """Let others go on, until a condition holds."""

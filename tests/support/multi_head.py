@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from tests.support.numerics import relative_error
 
 # Queries of a tile.
 _TOKENS = 128
+# Half of the rows of a warp: a thread has a row of each half.
+_ROWS_OF_A_GROWTH = 8
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class MultiHeadCase:
         values: Width of values, V.
         dtype: Of the operands.
         magnitude: Standard deviation of queries and keys.
+        growth: How much scores grow from 128 keys to the next, as exponents of 2: of queries
+            0 .. 7, of queries 8 .. 15, .., from the beginning again when there are more queries.
     """
 
     queries: int
@@ -42,6 +47,7 @@ class MultiHeadCase:
     values: int = 128
     dtype: torch.dtype = torch.bfloat16
     magnitude: float = 1.0
+    growth: tuple[float, ...] = ()
 
     def visible(self) -> Tensor:
         """Bool [S_q, S_k], pair by pair."""
@@ -64,12 +70,32 @@ class MultiHeadCase:
         ):
             x = torch.randn(length, self.batch, self.heads, width, device=device)
             found.append((x * size).to(self.dtype))
+        if self.growth:
+            rows = torch.arange(self.queries, device=device) // _ROWS_OF_A_GROWTH
+            growth = torch.tensor(self.growth, device=device)[rows % len(self.growth)]
+            found[0][..., 0] = (growth * math.log(2) * self.width**0.5)[:, None, None]
+            found[1][..., 0] = (torch.arange(self.keys, device=device) // 128)[:, None, None]
         unseen = torch.ones(self.queries).bool(), torch.ones(self.keys).bool()
         for span in self.spans:
             unseen[0][span.queries], unseen[1][span.keys] = False, False
         for x, rows in zip(found, (unseen[0], unseen[1], unseen[1])):
             x[rows.to(device)] = torch.nan
         return [amid_nan(x) for x in found]
+
+    def check_rows(
+        self, forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device
+    ) -> None:
+        """The bits of a query are the same when the scores of all others grow otherwise."""
+        q, k, v = self.operands(device)
+        tiles = query_tiles(self.spans, _TOKENS, self.queries).to(device)
+        out, lse = forward(q, k, v, tiles, self.width**-0.5)
+        for kept in range(0, self.queries, _ROWS_OF_A_GROWTH + 1):
+            for growth in (0.0, -30.0, 30.0):
+                other = torch.full_like(q, growth)
+                other[kept] = q[kept]
+                found = forward(other, k, v, tiles, self.width**-0.5)
+                assert torch.equal(found[0][kept], out[kept]), f"query {kept}, {growth}"
+                assert torch.equal(found[1][kept], lse[kept]), f"query {kept}, {growth}"
 
     def check(self, forward: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
         """Compare what ``kernels/hopper/multi_head.py`` gives with the definition."""
@@ -131,6 +157,14 @@ CASES = {
     "width_96": MultiHeadCase(140, 140, (Span(0, 140, 0, 140, 0),), width=96, values=64),
     "width_192_values_64": MultiHeadCase(64, 70, (Span(0, 64, 0, 70, 6),), values=64),
     "sharp": MultiHeadCase(140, 140, (Span(0, 140, 0, 140, 0),), heads=1, magnitude=8.0),
+    # By less than a reference may be exceeded (8), in two blocks by more, and by more in each; in
+    # warps no row, some rows, or all.
+    "growing": MultiHeadCase(
+        128, 520, (Span(0, 128, 0, 520, None),), heads=1, growth=(0.0, 0.0, 5.0, 11.0, 20.0)
+    ),
+    "growing_fp16": MultiHeadCase(
+        70, 520, (Span(0, 70, 0, 520, 450),), heads=1, dtype=FP16, growth=(7.9, 8.1, -9.0, 3.0)
+    ),
     "nobody_sees_anything": MultiHeadCase(5, 9, (Span(1, 3, 0, 9, -8),)),
     "no_spans": MultiHeadCase(3, 9, ()),
     "no_keys": MultiHeadCase(5, 0, ()),

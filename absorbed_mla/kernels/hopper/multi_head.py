@@ -13,8 +13,6 @@ from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 
 # Keys and values of so many bytes stay in the L2 cache (50 MB) while a section of heads needs them.
 _SECTION_BYTES = 24 * 2**20
-# Whether the attend roles queue products by turns, see multi_head_kernel.py.
-_TURNS = True
 
 
 def forward(
@@ -81,7 +79,6 @@ def forward(
         heads,
         scale / math.log(2),
         RECORD=largest is not None,
-        TURNS=_TURNS,
         num_warps=4,
     )
     return out, lse

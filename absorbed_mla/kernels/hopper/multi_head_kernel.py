@@ -5,15 +5,18 @@ The warps have three roles:
 
 * ``_load_role``, one warp: copies queries, keys and values to shared memory by tensor maps (TMA),
   also those of the next work while this one is being finished, and draws works.
-* ``_attend_role``, twice four warps: scores S = Q K^T, online softmax (arXiv:2205.14135) and
+* ``_attend_role``, twice four warps: scores S = Q K^T, online softmax (multi_head_softmax.py) and
   O = O * factor + P V of 64 of the queries. S, P and O stay in registers.
 
-What an attend role computes for blocks 0, 1, ..; products queued together run one after the other:
+What an attend role does for blocks 0, 1, ..; products queued together run one after the other:
 
-    S 0 | softmax 0 | S 1, PV 0 | softmax 1 (while PV 0 runs) | S 2, PV 1 | ..
+    products    S 0 |           | S 1          | PV 0      | S 2          | PV 1      | ..
+    the warps       | softmax 0 | O * factor 0 | softmax 1 | O * factor 1 | softmax 2 | ..
 
-With ``TURNS`` the two roles queue products by turns, so that one computes its softmax while the
-other's products run (arXiv:2407.08608).
+So O is rescaled while the next scores are computed and a softmax computed while the product before
+it runs; before they queue, the warps have waited for the keys during the softmax. While a role has
+nothing queued the other's products run: the two come apart by themselves, without barriers between
+them.
 
 Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no longer needed:
 
@@ -23,7 +26,6 @@ Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no l
 * ``k_empty``, ``v_empty`` (per block): both attend roles are done with them.
 * ``landed`` (per last block that keys do not fill): its values have come; they are announced by
   ``v_full`` when those past the keys have been cleared.
-* ``turn`` (per block, of an attend role): it may queue products.
 
 A wait names the parity of the phase that it waits for: the program's block i is phase i // 2 of its
 stage. The phase before the first, which is named for what was not used yet, counts as passed.
@@ -40,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from absorbed_mla.kernels.hopper.forward_scores import online_softmax
 from absorbed_mla.kernels.hopper.forward_shared import announce
 from absorbed_mla.kernels.hopper.layouts import (
     SWIZZLED,
@@ -49,6 +50,13 @@ from absorbed_mla.kernels.hopper.layouts import (
     sector_layout,
 )
 from absorbed_mla.kernels.hopper.multi_head_shared import STAGES, allocate
+from absorbed_mla.kernels.hopper.multi_head_softmax import (
+    add_sums,
+    lazy_softmax,
+    partial_sums,
+    rescale,
+    row_sums,
+)
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS, Works
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 
@@ -156,7 +164,14 @@ def _clear(values, count):
 
 @gluon.jit
 def _attend_role(
-    works, shared, out, lse, largest, scale, HALF: gl.constexpr, RECORD: gl.constexpr, TURNS
+    works,
+    shared,
+    out,
+    lse,
+    largest,
+    scale,
+    HALF: gl.constexpr,
+    RECORD: gl.constexpr,
 ):
     """Attention of half of the queries of every work."""
     number, blocks = gl.to_tensor(0), gl.to_tensor(0)
@@ -167,7 +182,7 @@ def _attend_role(
         upcoming = shared.told(number)
         # What the next work is arrives while this one is done.
         next_tile = works.tile(upcoming)
-        _attend(works, tile, shared, blocks, out, lse, largest, scale, HALF, RECORD, TURNS)
+        _attend(works, tile, shared, blocks, out, lse, largest, scale, HALF, RECORD)
         number += 1
         blocks += tile.count_blocks()
         work, tile = upcoming, next_tile
@@ -185,7 +200,6 @@ def _attend(
     scale,
     HALF: gl.constexpr,
     RECORD: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Attention of half of the queries of a work, before which the program did so many blocks."""
     V: gl.constexpr = shared.V
@@ -198,44 +212,48 @@ def _attend(
     o = gl.zeros([ROWS, V], gl.float32, o_layout)
     open_blocks = tile.open_blocks(HALF)
     last = tile.count_blocks() - 1
-    _await_turn(shared, blocks, HALF, TURNS)
+    _await_keys(shared, blocks)
     s = _start_scores(shared, blocks, HALF, layout)
-    _pass_turn(shared, HALF, TURNS)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(shared.k_empty.index(blocks % STAGES))
     if open_blocks == 0:
         s = tile.hide(s, 0, HALF, layout)
-    top, _, p = online_softmax(s, top, scale)
-    total = gl.sum(p, axis=1)
+    true_top = top
+    top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
+    total = partial_sums(p)
     p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     _await_values(shared, blocks)
+    if last > 0:
+        _await_keys(shared, blocks + 1)
     for block in range(1, last + 1):
         stage, before = (blocks + block) % STAGES, (blocks + block - 1) % STAGES
-        _await_turn(shared, blocks + block, HALF, TURNS)
         s = _start_scores(shared, blocks + block, HALF, layout)
+        o = rescale(o, factor, o_layout)
         o = warpgroup_mma(p, shared.values(before), o, is_async=True)
-        _pass_turn(shared, HALF, TURNS)
         # One product, the one with values, may be unfinished: the scores' before it are not.
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(shared.k_empty.index(stage))
         if block >= open_blocks:
             s = tile.hide(s, block, HALF, layout)
-        top, factor, p = online_softmax(s, top, scale)
-        total = total * factor + gl.sum(p, axis=1)
-        # Here, and the next wait with the sum, or the compiler would compute the softmax after it.
+        top, true_top, factor, p = lazy_softmax(s, top, true_top, scale, RECORD)
+        total = add_sums(total, factor, partial_sums(p))
+        # Here, and the next wait with the sums, or the compiler would compute the softmax after it.
         _await_values(shared, blocks + block)
+        if block < last:
+            _await_keys(shared, blocks + block + 1)
         o, total = warpgroup_mma_wait(0, deps=[o, total])
         mbarrier.arrive(shared.v_empty.index(before))
-        o = o * gl.convert_layout(factor, o_rows)[:, None]
         p = gl.convert_layout(p.to(shared.DTYPE), p_layout)
     mbarrier.arrive(shared.q_empty.index(HALF))
     stage = (blocks + last) % STAGES
+    o = rescale(o, factor, o_layout)
     o = warpgroup_mma(p, shared.values(stage), o, is_async=True)
+    total = row_sums(total, rows)
     index, inside = tile.rows(HALF, works, rows)
     least = gl.where(total > 0, (top * scale + gl.log2(total)) * LN_2, -float("inf"))
     gl.store(lse + index, least, mask=inside)
     if RECORD:
-        gl.store(largest + index, top * (scale * LN_2), mask=inside)
+        gl.store(largest + index, true_top * (scale * LN_2), mask=inside)
     norm = gl.where(total > 0, 1 / total, 0.0)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(shared.v_empty.index(stage))
@@ -244,29 +262,20 @@ def _attend(
 
 
 @gluon.jit
-def _await_turn(shared, index, HALF: gl.constexpr, TURNS: gl.constexpr):
-    """Wait until the other role has queued its products: half 0 begins."""
-    if TURNS:
-        mbarrier.wait(shared.turn.index(HALF), (index & 1) ^ 1 ^ HALF)
-
-
-@gluon.jit
-def _pass_turn(shared, HALF: gl.constexpr, TURNS: gl.constexpr):
-    """Let the other role queue its products."""
-    if TURNS:
-        mbarrier.arrive(shared.turn.index(1 - HALF))
-
-
-@gluon.jit
 def _start_scores(shared, index, HALF: gl.constexpr, layout: gl.constexpr):
-    """Queue S = Q K^T with a block, [64, 128] fp32, when its keys have come."""
-    stage, parity = _place(index)
-    mbarrier.wait(shared.k_full.index(stage), parity)
+    """Queue S = Q K^T with a block whose keys have come, [64, 128] fp32."""
+    stage, _ = _place(index)
     s = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     queries, keys = shared.contents(HALF, stage)
     s = warpgroup_mma(queries, keys.permute((1, 0)), s, use_acc=False, is_async=True)
     queries, keys = shared.ropes(HALF, stage)
     return warpgroup_mma(queries, keys.permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _await_keys(shared, index):
+    stage, parity = _place(index)
+    mbarrier.wait(shared.k_full.index(stage), parity)
 
 
 @gluon.jit
@@ -307,7 +316,6 @@ def attend_multi_head(
     heads,
     scale,
     RECORD: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Attention of every tile of queries, by any number of programs.
 
@@ -329,14 +337,13 @@ def attend_multi_head(
         heads: N.
         scale: Of the scores, positive, times log2(e).
         RECORD: Whether the largest score of every row is wanted.
-        TURNS: Whether the attend roles queue products by turns.
     """
     works = Works(tiles, drawn, total, section, section_works, groups, heads)
     shared = allocate(q_content, q_rope, k_content, k_rope, value)
     gl.warp_specialize(
         [
-            (_attend_role, (works, shared, out, lse, largest, scale, 0, RECORD, TURNS)),
-            (_attend_role, (works, shared, out, lse, largest, scale, 1, RECORD, TURNS)),
+            (_attend_role, (works, shared, out, lse, largest, scale, 0, RECORD)),
+            (_attend_role, (works, shared, out, lse, largest, scale, 1, RECORD)),
             (_load_role, (works, shared, q_content, q_rope, k_content, k_rope, value)),
         ],
         [4, 1],  # warps of the roles but the first, which has the launch's four

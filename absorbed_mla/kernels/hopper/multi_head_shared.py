@@ -25,7 +25,6 @@ class MultiHeadShared:
         k_full, v_full: One for each stage.
         k_empty, v_empty: Likewise, which both attend roles pass together.
         landed: One barrier.
-        turn: One for each attend role.
         CONTENT: D, width of the part of query and key before the rope part.
         R: Width of the rope part.
         V: Width of values.
@@ -45,7 +44,6 @@ class MultiHeadShared:
     k_empty: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     landed: gl.shared_memory_descriptor
-    turn: gl.shared_memory_descriptor
     CONTENT: gl.constexpr
     R: gl.constexpr
     V: gl.constexpr
@@ -69,7 +67,6 @@ class MultiHeadShared:
             self.k_empty,
             self.v_empty,
             self.landed,
-            self.turn,
         ) = barriers
         self.CONTENT = gl.constexpr(CONTENT)
         self.R = gl.constexpr(R)
@@ -136,7 +133,6 @@ def allocate(q_content, q_rope, k_content, k_rope, value):
         new_barriers(STAGES, 2),
         new_barriers(STAGES, 2),
         new_barriers(1),
-        new_barriers(2),
     )
     fence_async_shared()
     return MultiHeadShared(buffers, barriers, CONTENT, R, V, dtype)

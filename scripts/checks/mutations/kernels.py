@@ -41,6 +41,11 @@ MUTATIONS = {
         "self.offset + HALF * ROWS + 1",
         "self.offset + ROWS + 1",
     ),
+    "multi_head_reference_moves_without_rescaling": Mutation(
+        "absorbed_mla/kernels/hopper/multi_head_softmax.py",
+        "top = gl.where(grows, highest, top)",
+        "top = gl.maximum(top, highest)",
+    ),
     "multi_head_last_section": Mutation(
         "absorbed_mla/kernels/hopper/multi_head_tile.py",
         "section = gl.minimum(self.section, self.groups - first)",

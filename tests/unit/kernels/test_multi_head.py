@@ -40,11 +40,14 @@ def test_against_definition(name):
     run(CASES[name])
 
 
-@pytest.mark.parametrize("turns", [False, True])
+def test_rows_do_not_depend_on_others():
+    with emulated(multi_head, "attend_multi_head", "multi_head_kernel"):
+        CASES["growing"].check_rows(multi_head.forward, CPU)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_roles_and_copies(seed, turns, monkeypatch):
+def test_any_order_of_roles_and_copies(seed, monkeypatch):
     """Works of one block and of several, last blocks that keys fill and that they do not."""
-    monkeypatch.setattr(multi_head, "_TURNS", turns)
     monkeypatch.setattr(multi_head, "_processors", lambda device: 1)
     spans = (Span(0, 130, 0, 256, 126), Span(130, 160, 256, 300, None))
     run(MultiHeadCase(160, 300, spans, heads=1, width=96, values=64), seed)

@@ -47,9 +47,9 @@ def test_against_definition(name):
     CASES[name].check(multi_head.forward, DEVICE)
 
 
-def test_without_turns(monkeypatch):
-    monkeypatch.setattr(multi_head, "_TURNS", False)
-    CASES["pack"].check(multi_head.forward, DEVICE)
+def test_rows_do_not_depend_on_others():
+    """Whether other rows of a warp are rescaled, or none."""
+    CASES["growing"].check_rows(multi_head.forward, DEVICE)
 
 
 @pytest.mark.parametrize("section_bytes", [1, 2**40])
