@@ -110,13 +110,13 @@ SECTIONS = (
         drawn=({"tokens": (8 * K,), "recompute": (False,)},),
     ),
     Section(
-        "The same, cuDNN's attention in both",
-        ("attention/layer-16-heads-cudnn.json",),
+        "Attention layer, without flash-attn-4",
+        ("attention/layer-hopper-expanded.json",),
         layer_rows,
-        drawn=(),
+        drawn=({"tokens": (8 * K,), "heads": (128,)},),
     ),
     Section(
-        "The same, FP8",
+        "Attention layer, FP8",
         ("fp8/layer.json",),
         fp8_rows,
         drawn=({"precision": ("blockwise",), "recompute": (False,), "heads": (128,)},),
@@ -130,7 +130,7 @@ SECTIONS = (
     ),
     Section(
         "Attention over the latent, forward",
-        ("kernels/latent.json", "kernels/latent-before.json"),
+        ("kernels/latent.json",),
         latent_rows,
         drawn=({"tokens": (8 * K,), "heads": (128,)},),
     ),
@@ -146,6 +146,12 @@ SECTIONS = (
         ring_rows,
         shown=({"tokens": (32 * K,)}, {"tokens": (128 * K,), "heads": (128,)}),
         drawn=({"tokens": (128 * K,), "heads": (128,), "recompute": ("mla_up_proj",)},),
+    ),
+    Section(
+        "Context parallelism, without flash-attn-4",
+        ("context-parallel/h100-x2-hopper-expanded.json",),
+        ring_rows,
+        drawn=({"tokens": (32 * K,), "heads": (128,), "cp_comm_type": ("all_gather",)},),
     ),
     Section(
         "Pretraining in Megatron's loop",
