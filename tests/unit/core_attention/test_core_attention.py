@@ -231,7 +231,7 @@ class TestAuto:
             assert min(entry.rates["NVIDIA H200"]) > 0, entry.name
 
     def test_training_expands_on_a_known_gpu(self, monkeypatch, not_deterministic):
-        """Also where only cuDNN is installed; an explicit backend decides the form."""
+        """Also where flash-attn-4 is not installed; an explicit backend decides the form."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         monkeypatch.setattr(choice, "machine_name", lambda _: "NVIDIA H200")
         # It asks for the shared memory of a real device.
@@ -243,7 +243,7 @@ class TestAuto:
         }
         work = Work.of(SequenceLayout.dense(8192), 1, 1, True, True)
         form, found = choose(requests, "auto", V3, work)
-        assert form == "expanded" and found.name in ("flash_attention_4", "cudnn")
+        assert form == "expanded" and found.name in ("flash_attention_4", "hopper_expanded")
         assert choose(requests, "cudnn", V3, work)[0] == "expanded"
         assert choose(requests, "triton", V3, work)[0] == "absorbed"
         with refusal("core_attention_backend='cudnn'", "cannot run here", "form='expanded'"):
