@@ -65,8 +65,22 @@ class Fragments:
 @gluon.jit
 def reduce_fragments(part, target):
     """Add an accumulator [64, W] of two warpgroups to W * 64 numbers at ``target``."""
-    W: gl.constexpr = part.shape[1]
-    GROUPS: gl.constexpr = W // 16  # of each warpgroup
+    # The second warpgroup's groups of columns follow those of the first.
+    WARPGROUP: gl.constexpr = part.shape[1] // 16 * _GROUP
+    reduce_groups(part, target, WARPGROUP, _GROUP)
+
+
+@gluon.jit
+def reduce_groups(part, target, WARPGROUP: gl.constexpr, GROUP: gl.constexpr):
+    """Add an accumulator [64, W] of two warpgroups to W * 64 numbers at ``target``.
+
+    Args:
+        part: The accumulator.
+        target: Pointer to the numbers.
+        WARPGROUP: Bytes from the first group of 8 columns of a warpgroup to that of the other.
+        GROUP: Bytes from a warpgroup's group to its next.
+    """
+    GROUPS: gl.constexpr = part.shape[1] // 16  # of each warpgroup
     # [warps, halves of its rows, rows, warpgroups, groups, pairs, columns]
     #   -> [warps, rows, warpgroups, groups, pairs, halves, columns]
     part = part.reshape(4, 2, 8, 2, GROUPS, 4, 2).permute(0, 2, 3, 4, 5, 1, 6)
@@ -76,7 +90,7 @@ def reduce_fragments(part, target):
     layout: gl.constexpr = x0.type.layout
     # The thread's part of the address is one register, the group's a number in the instruction.
     thread = (
-        _offsets(layout, 2, 2, GROUPS * _GROUP)
+        _offsets(layout, 2, 2, WARPGROUP)
         + _offsets(layout, 0, 4, _WARP)
         + _offsets(layout, 1, 8, _ROW)
         + _offsets(layout, 4, 4, _FRAGMENT)
@@ -84,13 +98,19 @@ def reduce_fragments(part, target):
     gl.inline_asm_elementwise(
         "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0;",
         "=r,l,f,f,f,f",
-        [target.to(gl.uint64) + thread + _offsets(layout, 3, GROUPS, _GROUP), x0, x1, x2, x3],
+        [target.to(gl.uint64) + thread + _offsets(layout, 3, GROUPS, GROUP), x0, x1, x2, x3],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
     # Else ptxas moves these reductions behind the next product, whose accumulator then needs
     # registers of its own.
+    keep_order()
+
+
+@gluon.jit
+def keep_order():
+    """Keep ptxas from moving what reads or writes memory across; the registers do not suffice."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
     )

@@ -30,9 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from absorbed_mla.kernels.hopper.backward_fragments import keep_order
 from absorbed_mla.kernels.hopper.backward_shared import at_step
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout, tall_layout
-from absorbed_mla.kernels.hopper.multi_head_backward_fragments import add_fragments, keep_order
+from absorbed_mla.kernels.hopper.multi_head_backward_fragments import add_fragments
 from absorbed_mla.kernels.hopper.multi_head_backward_shared import (
     STAGES,
     allocate,
