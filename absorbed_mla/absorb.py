@@ -26,6 +26,8 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     """
     if _needs_own_product(q_nope):
         return _HeadProduct.apply(q_nope, w_uk)
+    if _generates(q_nope):
+        return _head_product(q_nope, w_uk)
     return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
 
 
@@ -41,7 +43,25 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
     """
     if _needs_own_product(o_latent):
         return _HeadProduct.apply(o_latent, w_uv.transpose(1, 2))
+    if _generates(o_latent):
+        return _head_product(o_latent, w_uv.transpose(1, 2))
     return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
+
+
+def _head_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [S, B, N, K] times ``weight`` [N, K, C] for every head, contiguous [S, B, N, C].
+
+    ``torch.einsum`` leaves heads first, which the next layer copies.
+    """
+    tokens, batch, heads, _ = x.shape
+    result = x.new_empty(tokens * batch, heads, weight.shape[2])
+    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=result.transpose(0, 1))
+    return result.view(tokens, batch, heads, weight.shape[2])
+
+
+def _generates(x: Tensor) -> bool:
+    """Whether no gradient is wanted, and no operator of parity mode, which replaces plain ones."""
+    return not (torch.is_grad_enabled() or is_enabled(x.device))
 
 
 def _needs_own_product(x: Tensor) -> bool:

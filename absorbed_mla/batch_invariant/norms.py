@@ -39,7 +39,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps, zero_centered, dtype) -> Tensor:
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_forward
 
-        rows = _rows(x)
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
         result, scale = rms_norm_forward(rows, weight, eps, zero_centered, dtype)
         ctx.save_for_backward(x, weight, scale)
         ctx.zero_centered = zero_centered

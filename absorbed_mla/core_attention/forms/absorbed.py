@@ -8,7 +8,7 @@ from torch import Tensor
 from absorbed_mla.absorb import absorb_query, up_project_value
 from absorbed_mla.core_attention.forms.base import BlockGradients, Query
 from absorbed_mla.core_attention.types import AttentionInputs
-from absorbed_mla.rope import apply_rope
+from absorbed_mla.rope import rotate_tail
 
 
 class AbsorbedForm:
@@ -18,10 +18,12 @@ class AbsorbedForm:
     """
 
     def query(self, q, w_uk, cos, sin):
-        """See ``Form``."""
+        """The absorbed query, and q_rope, rotated in place."""
         heads, nope, _ = w_uk.shape
-        q = q.unflatten(-1, (heads, -1))
-        return absorb_query(q[..., :nope], w_uk), apply_rope(q[..., nope:], cos, sin)
+        width = q.shape[-1] // heads
+        rotated = rotate_tail(q, cos, sin, heads).view(*q.shape[:2], heads, width)
+        q_nope, q_rope = rotated.split((nope, width - nope), dim=-1)
+        return absorb_query(q_nope, w_uk), q_rope
 
     def weights(self, w_uk, w_uv):
         """None: W_UK is in the query, and W_UV is applied to the output."""

@@ -21,7 +21,7 @@ def rms_norm_forward(
     """Normalise rows in fp32.
 
     Args:
-        x: [rows, width], bf16, fp16 or fp32, contiguous.
+        x: [rows, width], bf16, fp16 or fp32, the last axis contiguous.
         weight: [width].
         eps: Added to the mean square.
         zero_centered: Whether 1 is added to the weight.
@@ -42,6 +42,7 @@ def rms_norm_forward(
                 result,
                 scale,
                 width,
+                x.stride(0),
                 eps,
                 BLOCK=triton.next_power_of_2(width),
                 ZERO_CENTERED=zero_centered,
@@ -97,6 +98,7 @@ def _forward_kernel(
     result_ptr,
     scale_ptr,
     width,
+    stride,
     eps,
     BLOCK: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -105,7 +107,7 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(_sum(x * x) / width + eps)
     weight = _weight(weight_ptr + column, inside, ZERO_CENTERED)
     result = narrow(x * scale * weight, result_ptr.dtype.element_ty, INTERPRETED)
