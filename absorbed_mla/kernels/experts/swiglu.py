@@ -1,4 +1,4 @@
-"""The experts' activation: gate and up to what the second product takes, in one pass."""
+"""The activation of MLPs and experts: gate and up to what the second product takes, in one pass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,27 @@ def swiglu(gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [R, F]; rows behind the last end are undefined.
     """
+    return _launch(gate_and_up, probs, ends)
+
+
+def gated(gate_and_up: Tensor) -> Tensor:
+    """``silu(gate) * up``, rounded once.
+
+    Args:
+        gate_and_up: [..., 2 F]; the gate in the first half.
+
+    Returns:
+        [..., F].
+    """
+    rows = gate_and_up.reshape(-1, gate_and_up.shape[-1]).contiguous()
+    return _launch(rows).view(*gate_and_up.shape[:-1], -1)
+
+
+def _launch(gate_and_up: Tensor, probs: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
     rows, width = len(gate_and_up), gate_and_up.shape[1] // 2
     out = gate_and_up.new_empty(rows, width)
+    if not out.numel():
+        return out
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     with torch.cuda.device_of(out):
         _swiglu_kernel[(rows, triton.cdiv(width, columns))](
@@ -32,9 +51,10 @@ def swiglu(gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
             probs,
             ends,
             out,
-            len(ends),
+            0 if ends is None else len(ends),
             width,
             COLUMNS=columns,
+            ROUTED=ends is not None,
             INTERPRETED=interpreted(),
             num_warps=8 if columns == _COLUMNS else 4,
         )
@@ -50,16 +70,20 @@ def _swiglu_kernel(
     experts,
     width,
     COLUMNS: tl.constexpr,
+    ROUTED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(ends_ptr + experts - 1):
+    end = tl.load(ends_ptr + experts - 1) if ROUTED else row + 1
+    if row >= end:
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < width
     pointers = gate_ptr + row * (2 * width) + column
     gate = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
     up = tl.load(pointers + width, mask=there, other=0.0).to(tl.float32)
-    value = gate / (1 + tl.exp(-gate)) * up * tl.load(probs_ptr + row).to(tl.float32)
+    value = gate / (1 + tl.exp(-gate)) * up
+    if ROUTED:
+        value *= tl.load(probs_ptr + row).to(tl.float32)
     value = narrow(value, out_ptr.dtype.element_ty, INTERPRETED)
     tl.store(out_ptr + row * width + column, value, mask=there)

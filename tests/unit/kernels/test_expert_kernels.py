@@ -16,7 +16,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
-    from absorbed_mla.kernels.experts.swiglu import swiglu
+    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 1e-6}
@@ -55,6 +55,16 @@ def test_swiglu(dtype, ends, width):
     expected = F.silu(gate) * up * probs.double()[:, None]
     found = swiglu(x, probs, table(ends))
     assert error(found[: ends[-1]], expected[: ends[-1]]) < BOUNDS[dtype]
+
+
+@dtypes
+def test_gated(dtype):
+    """Of tokens that nobody routes."""
+    x = random(5, 1, 80, dtype=dtype)
+    gate, up = x.double().chunk(2, -1)
+    found = gated(x)
+    assert found.shape == (5, 1, 40)
+    assert error(found, F.silu(gate) * up) < BOUNDS[dtype]
 
 
 @dtypes

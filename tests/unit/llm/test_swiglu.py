@@ -1,0 +1,41 @@
+"""The activation that replaces Megatron's in models that only generate."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from absorbed_mla.llm.swiglu import SwiGLU, fuse_swiglu
+from tests.support.models import MIXED, gpt_model, logits
+
+SILU = {**MIXED, "activation_func": F.silu}
+
+
+def activations(model) -> list[SwiGLU]:
+    return [module for module in model.modules() if isinstance(module, SwiGLU)]
+
+
+def test_same_logits():
+    """Of dense MLPs, experts and shared experts; the model's own config stays as it was."""
+    model = gpt_model(**SILU)
+    expected = logits(model)
+    fuse_swiglu(model)
+    assert len(activations(model)) == 1 + 2 * (4 + 1)
+    assert torch.equal(logits(model), expected)
+    assert not model.config.use_te_activation_func
+
+
+def test_it_is_called():
+    model = gpt_model(**SILU)
+    before = logits(model)
+    fuse_swiglu(model)
+    for activation in activations(model):
+        activation.forward = lambda x: x.chunk(2, dim=-1)[0]
+    assert not torch.allclose(logits(model), before)
+
+
+def test_other_activations_stay():
+    for changes in ({"activation_func": F.gelu}, {"activation_func_clamp_value": 7.0}):
+        model = gpt_model(**{**SILU, **changes})
+        fuse_swiglu(model)
+        assert not activations(model)
