@@ -6,14 +6,17 @@ graph records them. Triton is imported with the first call.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from absorbed_mla.kernels.registration import operator
 
-@torch.library.custom_op("absorbed_mla::latent_attention_forward", mutates_args=())
+
+@operator
 def latent_attention_forward(
     q_content: Tensor,
     q_rope: Tensor,
@@ -42,13 +45,13 @@ def _largest(query: Tensor, recorded: bool) -> Tensor:
     return query.new_empty(shape, dtype=torch.float32)
 
 
-@latent_attention_forward.register_fake
+@torch.library.register_fake(latent_attention_forward)
 def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, record_largest=False):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
 
 
-@torch.library.custom_op("absorbed_mla::multi_head_attention_forward", mutates_args=())
+@operator
 def multi_head_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -68,13 +71,13 @@ def multi_head_attention_forward(
         return *module.forward(q, k, v, query_tiles, scale, recorded), largest
 
 
-@multi_head_attention_forward.register_fake
+@torch.library.register_fake(multi_head_attention_forward)
 def _(q, k, v, query_tiles, scale, record_largest=False):
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[3]), lse, _largest(q, record_largest)
 
 
-@torch.library.custom_op("absorbed_mla::multi_head_attention_backward", mutates_args=())
+@operator
 def multi_head_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -94,12 +97,12 @@ def multi_head_attention_backward(
         return module.backward(*saved, key_tiles, num_buffers, scale)
 
 
-@multi_head_attention_backward.register_fake
+@torch.library.register_fake(multi_head_attention_backward)
 def _(grad_out, grad_lse, out, lse, q, k, v, key_tiles, num_buffers, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@torch.library.custom_op("absorbed_mla::latent_attention_backward", mutates_args=())
+@operator
 def latent_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -133,7 +136,7 @@ def latent_attention_backward(
         return module.backward(*saved, query_tiles, scale)
 
 
-@latent_attention_backward.register_fake
+@torch.library.register_fake(latent_attention_backward)
 def _(
     grad_out,
     grad_lse,
@@ -157,7 +160,7 @@ def _(
     )
 
 
-@torch.library.custom_op("absorbed_mla::paged_attention_forward", mutates_args=())
+@operator
 def paged_attention_forward(
     q_content: Tensor,
     q_rope: Tensor,
@@ -203,7 +206,7 @@ def paged_attention_forward(
         )
 
 
-@paged_attention_forward.register_fake
+@torch.library.register_fake(paged_attention_forward)
 def _(q_content, q_rope, cache, *rest):
     lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
@@ -249,7 +252,7 @@ _SPARSE = {
 }
 
 
-@torch.library.custom_op("absorbed_mla::sparse_attention_forward", mutates_args=())
+@operator
 def sparse_attention_forward(
     q_content: Tensor,
     q_rope: Tensor,
@@ -267,13 +270,13 @@ def sparse_attention_forward(
         return forward(q_content, q_rope, latent, k_rope, chosen, scale)
 
 
-@sparse_attention_forward.register_fake
+@torch.library.register_fake(sparse_attention_forward)
 def _(q_content, q_rope, latent, k_rope, chosen, scale, kernel):
     lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
 
 
-@torch.library.custom_op("absorbed_mla::sparse_attention_cached", mutates_args=())
+@operator
 def sparse_attention_cached(
     q_content: Tensor,
     q_rope: Tensor,
@@ -308,13 +311,13 @@ def sparse_attention_cached(
     return out.squeeze(1), lse.squeeze(1)
 
 
-@sparse_attention_cached.register_fake
+@torch.library.register_fake(sparse_attention_cached)
 def _(q_content, q_rope, *rest):
     lse = q_content.new_empty(q_content.shape[:2], dtype=torch.float32)
     return q_content.new_empty(q_content.shape), lse
 
 
-@torch.library.custom_op("absorbed_mla::sparse_attention_backward", mutates_args=())
+@operator
 def sparse_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -338,7 +341,7 @@ def sparse_attention_backward(
         return backward(*saved, chosen, scale, deterministic)
 
 
-@sparse_attention_backward.register_fake
+@torch.library.register_fake(sparse_attention_backward)
 def _(
     grad_out,
     grad_lse,
@@ -361,6 +364,7 @@ def _(
     )
 
 
+@functools.cache
 def _kernel_module(kernel: str, direction: str):
     """Import the kernels, and with them Triton, which this module can do without."""
     return importlib.import_module(f"absorbed_mla.kernels.{kernel}.{direction}")
