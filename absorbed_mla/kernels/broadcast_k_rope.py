@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 # Values that a program of 128 threads copies.
 _NUMBERS = 8192
 
@@ -26,7 +28,9 @@ def broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
         return
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(keys):
-        _broadcast_kernel[(-(-tokens * heads // rows),)](
+        launch(
+            _broadcast_kernel,
+            (-(-tokens * heads // rows),),
             k_rope,
             keys,
             tokens * heads,

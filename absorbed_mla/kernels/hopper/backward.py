@@ -11,6 +11,7 @@ from absorbed_mla.kernels.hopper.backward_fragments import in_order
 from absorbed_mla.kernels.hopper.backward_kernel import attend_backward
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.launch import launch
 
 _KEYS = KEYS.value
 
@@ -59,7 +60,9 @@ def backward(
     if not programs or not keys:
         return dq_content.zero_(), dq_rope.zero_(), in_order(dkv, columns, keys)
     grad_out = grad_out.to(q_content.dtype)
-    attend_backward[(programs,)](
+    launch(
+        attend_backward,
+        (programs,),
         tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
         tensor_map(grad_out, (tokens, 1, packed, kv_lora_rank)),

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 _ROWS = 16
 
 
@@ -23,7 +25,9 @@ def delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
     """
     grad_out, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))
     result = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    _delta_kernel[(triton.cdiv(result.numel(), _ROWS),)](
+    launch(
+        _delta_kernel,
+        (triton.cdiv(result.numel(), _ROWS),),
         grad_out,
         result if grad_lse is None else grad_lse.contiguous(),
         out,

@@ -17,6 +17,7 @@ from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged import plan
 from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.forward import keys_of
@@ -231,7 +232,9 @@ def _launch(
     heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
-    kernel[(split_kv.parts * tiles.head_blocks,)](
+    launch(
+        kernel,
+        (split_kv.parts * tiles.head_blocks,),
         *queries,
         *keys,
         *table,

@@ -11,6 +11,7 @@ from absorbed_mla.kernels.hopper.forward_kernel import attend_forward
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.plan import processors
 
 # The latents of a block of keys arrive in so many chunks of columns, or fewer where these would be
@@ -63,7 +64,9 @@ def forward(
         return out, lse
     chunk = max(kv_lora_rank // _CHUNKS, SWIZZLED.value)
     # One program takes all shared memory of a multiprocessor.
-    attend_forward[(min(total, processors(q_content.device)),)](
+    launch(
+        attend_forward,
+        (min(total, processors(q_content.device)),),
         tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
         tensor_map(latent, (KEYS.value, 1, chunk)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from absorbed_mla.kernels.hopper.multi_head_kernel import attend_multi_head
 from absorbed_mla.kernels.hopper.multi_head_tile import BLOCK, ROWS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
+from absorbed_mla.kernels.launch import launch
 
 # Keys and values of so many bytes stay in the L2 cache (50 MB) while a section of heads needs them.
 _SECTION_BYTES = 24 * 2**20
@@ -64,7 +65,9 @@ def forward(
     ]
     group_bytes = len(k) * (width + values) * k.element_size()
     section = max(min(_SECTION_BYTES // group_bytes, groups), 1)
-    attend_multi_head[(min(_processors(q.device), works),)](
+    launch(
+        attend_multi_head,
+        (min(_processors(q.device), works),),
         *maps,
         tensor_map(v, (BLOCK.value, 1, 1, values)),
         tiles,

@@ -15,6 +15,7 @@ from absorbed_mla.kernels.hopper.multi_head_backward_kernel import attend_multi_
 from absorbed_mla.kernels.hopper.multi_head_backward_rows import query_gradient, starts
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
+from absorbed_mla.kernels.launch import launch
 
 _PLAIN = gl.NVMMASharedLayout(0, 32)
 
@@ -66,7 +67,9 @@ def backward(
     def parts(x: Tensor, size: int) -> list[TensorDescriptor]:
         return [tensor_map(x, (size, 1, 1, part)) for part in (content, width - content)]
 
-    attend_multi_head_backward[grid](
+    launch(
+        attend_multi_head_backward,
+        grid,
         *parts(q, QUERIES.value),
         tensor_map(grad_out, (QUERIES.value, 1, 1, values)),
         *(_row_map(x) for x in starts(grad_out, grad_lse, out, lse, scale)),
@@ -89,4 +92,4 @@ def backward(
 
 def _row_map(x: Tensor) -> TensorDescriptor:
     """The map of fp32 [rows, columns], of which a copy loads 64 of a row."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, QUERIES.value], _PLAIN)
+    return tensor_map(x, (1, QUERIES.value), _PLAIN)

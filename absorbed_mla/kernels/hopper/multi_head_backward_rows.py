@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 _ROWS = 64
 # Starts of rows are 16 bytes apart, or tensor maps could not describe them.
 _ALIGNED = 4
@@ -37,7 +39,9 @@ def starts(
     stride = triton.cdiv(queries, _ALIGNED) * _ALIGNED
     both = torch.empty(2, batch * heads, stride, dtype=torch.float32, device=out.device)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
-    _starts_kernel[(triton.cdiv(queries, _ROWS), batch * heads)](
+    launch(
+        _starts_kernel,
+        (triton.cdiv(queries, _ROWS), batch * heads),
         grad_out,
         lse if grad_lse is None else grad_lse,
         out,
@@ -124,7 +128,9 @@ def query_gradient(fragments: Tensor, like: Tensor, content: int, scale: float) 
     """
     queries, batch, heads, width = like.shape
     result = torch.empty_like(like, memory_format=torch.contiguous_format)
-    _query_gradient_kernel[fragments.shape[:2][::-1]](
+    launch(
+        _query_gradient_kernel,
+        fragments.shape[:2][::-1],
         fragments,
         result,
         queries,

@@ -15,6 +15,7 @@ from absorbed_mla.kernels.hopper.sparse_backward_kernel import attend_sparse_bac
 from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.backward import delta_of
 
 
@@ -95,7 +96,9 @@ class _Gradients(NamedTuple):
         queries, batch, heads, kv_lora_rank = q_content.shape
         rope = q_rope.shape[3]
         box = self.tile.tokens, 1, self.tile.heads
-        attend_sparse_backward[((tiles.stop - tiles.start) * batch * self.tile.blocks,)](
+        launch(
+            attend_sparse_backward,
+            ((tiles.stop - tiles.start) * batch * self.tile.blocks,),
             tensor_map(q_content, (*box, kv_lora_rank)),
             tensor_map(q_rope, (*box, rope)),
             tensor_map(grad_out, (*box, kv_lora_rank)),

@@ -15,6 +15,7 @@ from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.sparse_forward_kernel import attend_sparse_forward
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.launch import launch
 
 # Products wait for the latents' columns in so many chunks, or fewer.
 _CHUNKS = 4
@@ -85,7 +86,9 @@ def attend(
     lists = lists_of(len(latent), tile.tokens, splits)
     latent, *latent_strides = rows_of_16_bytes(latent)
     k_rope, *rope_strides = rows_of_16_bytes(k_rope)
-    attend_sparse_forward[(lists.counts.numel() * tile.blocks,)](
+    launch(
+        attend_sparse_forward,
+        (lists.counts.numel() * tile.blocks,),
         tensor_map(q_content, (tile.tokens, 1, tile.heads, kv_lora_rank)),
         tensor_map(q_rope, (tile.tokens, 1, tile.heads, rope)),
         latent,

@@ -12,6 +12,7 @@ from absorbed_mla.kernels.hopper.sparse_forward import rows_of_16_bytes
 from absorbed_mla.kernels.hopper.sparse_target_kernel import sum_sparse_probabilities
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.launch import launch
 
 # Groups of 64 heads that share the keys that a program gathers, at most.
 _GROUPS = 2
@@ -45,7 +46,9 @@ def sparse_target(
     parts = lse.new_empty(programs * groups, batch, queries, topk, dtype=torch.float32)
     latent, *latent_strides = rows_of_16_bytes(latent)
     k_rope, *rope_strides = rows_of_16_bytes(k_rope)
-    sum_sparse_probabilities[(lists.counts.numel() * programs,)](
+    launch(
+        sum_sparse_probabilities,
+        (lists.counts.numel() * programs,),
         tensor_map(q_content, (1, 1, ROWS.value, kv_lora_rank)),
         tensor_map(q_rope, (1, 1, ROWS.value, rope)),
         latent,

@@ -16,6 +16,7 @@ from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_stored
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.scratch import not_filled
 
 _KEYS = KEYS.value
@@ -84,7 +85,9 @@ def backward_stored(
         start, end, *_, first_tile, last_tile = part
         shape = batch, end - start, heads, blocks * _KEYS
         probs, grad_scores = (x[: math.prod(shape)].view(shape) for x in scratch)
-        attend_backward_stored[((last_tile - first_tile) * batch * (heads // packed),)](
+        launch(
+            attend_backward_stored,
+            ((last_tile - first_tile) * batch * (heads // packed),),
             *maps,
             *(tensor_map(x, (1, tokens, packed, _KEYS)) for x in (probs, grad_scores)),
             *rows,

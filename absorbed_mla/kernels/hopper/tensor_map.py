@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,38 +20,58 @@ _DTYPES = {
 _ALIGNMENT = 16
 
 
-def tensor_map(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def tensor_map(
+    x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout | None = None
+) -> TensorDescriptor:
     """The map of a tensor, or of a copy where the tensor lies as no map can describe.
 
     Args:
         x: Of one of these dtypes, not empty; its last axis a multiple of 16 bytes.
         block: Elements of each axis that a copy loads; beyond the end of the tensor it loads zeros.
+        layout: Of the block in shared memory; the one with the widest swizzle, if None.
     """
     if not has_map(x):
         # Not contiguous(), which returns a contiguous tensor as it is, even at an odd address.
         x = x.clone(memory_format=torch.contiguous_format)
-    shape = list(x.shape)
-    # The stride of an axis of one element is never used, but must be valid all the same.
-    strides = [s if n > 1 else shape[-1] for n, s in zip(shape[:-1], x.stride())]
     # Its constructor checks again what has_map did, for most of the host's time of a launch.
     found = TensorDescriptor.__new__(TensorDescriptor)
-    found.base, found.shape, found.strides = x, shape, [*strides, 1]
-    found.block_shape, found.layout = _box(block, x.dtype)
+    vars(found).update(_description(x.shape, x.stride(), block, x.dtype, layout), base=x)
     return found
-
-
-@functools.cache
-def _box(block: tuple[int, ...], dtype: torch.dtype) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """The block and its layout, kept, because checking and making them takes the host long."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
-    TensorDescriptor.from_tensor(torch.empty(block, dtype=dtype), list(block), layout)
-    return list(block), layout
 
 
 def has_map(x: Tensor) -> bool:
     """Whether rows lie a multiple of 16 bytes apart, not 0, and begin at such an address."""
-    strides = x.stride()
-    if strides[-1] != 1 or x.data_ptr() % _ALIGNMENT:
-        return False
-    elements = _ALIGNMENT // x.element_size()
-    return not any(n > 1 and (s <= 0 or s % elements) for n, s in zip(x.shape[:-1], strides))
+    return x.data_ptr() % _ALIGNMENT == 0 and _lies_in_rows(x.shape, x.stride(), x.dtype)
+
+
+# Both below are kept because the host makes maps at every launch, of the same few shapes.
+@functools.lru_cache(maxsize=1024)
+def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    elements = _ALIGNMENT // dtype.itemsize
+    rows = zip(shape[:-1], strides)
+    return strides[-1] == 1 and not any(n > 1 and (s <= 0 or s % elements) for n, s in rows)
+
+
+@functools.lru_cache(maxsize=1024)
+def _description(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: gl.NVMMASharedLayout | None,
+) -> dict[str, Any]:
+    """All of a map but the tensor: its own attributes, and ``box``, by which ``launch`` knows it.
+
+    What is compiled depends on the box only: the dtype, the block and its layout.
+    """
+    # The stride of an axis of one element is never used, but must be valid all the same.
+    rows = [s if n > 1 else shape[-1] for n, s in zip(shape[:-1], strides)]
+    layout = layout or gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    found = {
+        "shape": list(shape),
+        "strides": [*rows, 1],
+        "block_shape": list(block),
+        "layout": layout,
+    }
+    TensorDescriptor(torch.empty(block, dtype=dtype), **found)  # checks all of it
+    return found | {"box": f"{dtype}{block}{layout}"}

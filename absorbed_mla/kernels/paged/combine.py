@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.overlap import launch_options, overlaps
 from absorbed_mla.kernels.paged.padding import clear_if_padding, requests_at_a_time
 from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
@@ -51,7 +52,9 @@ def combine(
     share = min(tiles.tokens, tiles.max_tokens) * heads * (kv_lora_rank // columns) // 2
     most = max(_PROGRAMS * split_kv.programs // places(split_kv), 1)
     programs = max(min(triton.cdiv(share * _FEW.value, _LOADED.value), most), 1)
-    _combine_kernel[(places(split_kv) + triton.cdiv(tokens, programs), programs)](
+    launch(
+        _combine_kernel,
+        (places(split_kv) + triton.cdiv(tokens, programs), programs),
         split_out,
         split_lse,
         out,

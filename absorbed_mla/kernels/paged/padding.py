@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
 _REQUESTS_AT_A_TIME = 128
@@ -26,7 +27,9 @@ def clear_padding(query_starts: Tensor, query_lengths: Tensor, out: Tensor, lse:
         lse: [T, N], contiguous.
     """
     tokens, heads, kv_lora_rank = out.shape
-    _padding_kernel[(tokens,)](
+    launch(
+        _padding_kernel,
+        (tokens,),
         query_starts,
         query_lengths,
         out,

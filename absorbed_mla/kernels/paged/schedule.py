@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
 from absorbed_mla.kernels.paged.padding import requests_at_a_time
 from absorbed_mla.kernels.paged.plan import Division
 from absorbed_mla.kernels.paged.split_kv import START, ceil_div, choose_step, load_lengths, work
@@ -63,7 +64,9 @@ def schedule(
     # Several programs share the tiles of long requests.
     tile_programs = min(triton.cdiv(tiles.max_tokens, tiles.tokens), _PROGRAMS)
     block = requests_at_a_time(len(query_starts))
-    _schedule_kernel[(tile_programs,)](
+    launch(
+        _schedule_kernel,
+        (tile_programs,),
         query_starts,
         query_lengths,
         kv_lengths,
