@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -95,6 +96,7 @@ def content_width(width: int) -> int:
     return 1 << (width - 1).bit_length() - 1
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     """How many programs run at one time; on a CPU, where kernels are emulated, any number."""
     if device.type != "cuda":

@@ -30,12 +30,17 @@ def tensor_map(
         block: Elements of each axis that a copy loads; beyond the end of the tensor it loads zeros.
         layout: Of the block in shared memory; the one with the widest swizzle, if None.
     """
-    if not has_map(x):
+    known = (
+        None if x.data_ptr() % _ALIGNMENT else _known(x.shape, x.stride(), x.dtype, block, layout)
+    )
+    if known is None:
         # Not contiguous(), which returns a contiguous tensor as it is, even at an odd address.
         x = x.clone(memory_format=torch.contiguous_format)
-    # Its constructor checks again what has_map did, for most of the host's time of a launch.
+        known = _known(x.shape, x.stride(), x.dtype, block, layout)
+        assert known is not None, "a copy lies as it must"
+    # Its constructor would check at every launch what is checked once for these shapes.
     found = TensorDescriptor.__new__(TensorDescriptor)
-    vars(found).update(_description(x.shape, x.stride(), block, x.dtype, layout), base=x)
+    vars(found).update(known, base=x)
     return found
 
 
@@ -44,34 +49,35 @@ def has_map(x: Tensor) -> bool:
     return x.data_ptr() % _ALIGNMENT == 0 and _lies_in_rows(x.shape, x.stride(), x.dtype)
 
 
-# Both below are kept because the host makes maps at every launch, of the same few shapes.
-@functools.lru_cache(maxsize=1024)
 def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
     elements = _ALIGNMENT // dtype.itemsize
     rows = zip(shape[:-1], strides)
     return strides[-1] == 1 and not any(n > 1 and (s <= 0 or s % elements) for n, s in rows)
 
 
+# Launches make maps of the same few shapes, again and again.
 @functools.lru_cache(maxsize=1024)
-def _description(
+def _known(
     shape: torch.Size,
     strides: tuple[int, ...],
-    block: tuple[int, ...],
     dtype: torch.dtype,
+    block: tuple[int, ...],
     layout: gl.NVMMASharedLayout | None,
-) -> dict[str, Any]:
-    """All of a map but the tensor: its own attributes, and ``box``, by which ``launch`` knows it.
+) -> dict[str, Any] | None:
+    """The attributes of a map but its tensor, or None where the tensor has none.
 
-    What is compiled depends on the box only: the dtype, the block and its layout.
+    Besides those of a map in Triton: ``box``, all that a kernel is compiled for; see ``launch``.
     """
+    if not _lies_in_rows(shape, strides, dtype):
+        return None
     # The stride of an axis of one element is never used, but must be valid all the same.
     rows = [s if n > 1 else shape[-1] for n, s in zip(shape[:-1], strides)]
     layout = layout or gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
-    found = {
+    known = {
         "shape": list(shape),
         "strides": [*rows, 1],
         "block_shape": list(block),
         "layout": layout,
     }
-    TensorDescriptor(torch.empty(block, dtype=dtype), **found)  # checks all of it
-    return found | {"box": f"{dtype}{block}{layout}"}
+    TensorDescriptor(torch.empty(block, dtype=dtype), **known)  # checks the rest
+    return known | {"box": f"{dtype}{block}{layout}"}
