@@ -50,9 +50,12 @@ def has_map(x: Tensor) -> bool:
 
 
 def _lies_in_rows(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    elements = _ALIGNMENT // dtype.itemsize
     rows = zip(shape[:-1], strides)
-    return strides[-1] == 1 and not any(n > 1 and (s <= 0 or s % elements) for n, s in rows)
+    return strides[-1] == 1 and all(n == 1 or _is_apart(s, dtype) for n, s in rows)
+
+
+def _is_apart(stride: int, dtype: torch.dtype) -> bool:
+    return stride > 0 and stride * dtype.itemsize % _ALIGNMENT == 0
 
 
 # Launches make maps of the same few shapes, again and again.
@@ -71,7 +74,7 @@ def _known(
     if not _lies_in_rows(shape, strides, dtype):
         return None
     # The stride of an axis of one element is never used, but must be valid all the same.
-    rows = [s if n > 1 else shape[-1] for n, s in zip(shape[:-1], strides)]
+    rows = [s if _is_apart(s, dtype) else shape[-1] for s in strides[:-1]]
     layout = layout or gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
     known = {
         "shape": list(shape),
