@@ -26,6 +26,22 @@ MUTATIONS = {
         "_, _, seen = keys_of_entries(entry, own, TOKENS)",
         "_, _, seen = keys_of_entries(following, own, TOKENS)",
     ),
+    "launch_of_any_alignment": Mutation(
+        "absorbed_mla/kernels/launch.py",
+        "key += arg.dtype, arg.data_ptr() % _ALIGNMENT == 0",
+        "key.append(arg.dtype)",
+    ),
+    "launch_of_any_number": Mutation(
+        "absorbed_mla/kernels/launch.py", "key += kind, _kind_of_int(arg)", "key.append(kind)"
+    ),
+    "launch_on_the_first_device": Mutation(
+        "absorbed_mla/kernels/launch.py", "driver.active.get_current_device()", "0"
+    ),
+    "launch_of_any_box": Mutation(
+        "absorbed_mla/kernels/hopper/tensor_map.py",
+        '"box": f"{dtype}{block}{layout}"',
+        '"box": f"{dtype}{block}"',
+    ),
     "multi_head_values_past_the_keys": Mutation(
         "absorbed_mla/kernels/hopper/multi_head_kernel.py",
         "            _clear(shared.value.index((blocks + last) % STAGES), left)\n",
