@@ -59,16 +59,18 @@ def _key(kernel: JITFunction, args: Sequence[Any], constants: dict[str, Any]) ->
     key: list[Hashable] = [kernel, driver.active.get_current_device(), *constants.items()]
     # Indices of the constexpr parameters.
     key += [args[index] for index in kernel.constexprs if index < len(args)]
+    append = key.append
     for arg in args:
         kind = type(arg)
         if kind is Tensor:
-            key += arg.dtype, arg.data_ptr() % _ALIGNMENT == 0
+            append(arg.dtype)
+            append(arg.data_ptr() % _ALIGNMENT == 0)
         elif kind is int:
-            key += kind, _kind_of_int(arg)
+            append(_kind_of_int(arg))
         elif kind is float or arg is None:
-            key.append(kind)
+            append(kind)
         elif (box := getattr(arg, "box", None)) is not None:
-            key.append(box)
+            append(box)
         else:
             return None
     return tuple(key)

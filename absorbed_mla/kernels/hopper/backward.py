@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from absorbed_mla.kernels.hopper.backward_delta import delta
@@ -53,7 +52,7 @@ def backward(
     dq_content, dq_rope = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
     )
-    blocks = triton.cdiv(keys, _KEYS)
+    blocks = -(-keys // _KEYS)
     # The kernel adds to it.
     dkv = latent.new_zeros((batch, blocks, _KEYS * columns), dtype=torch.float32)
     programs = len(tiles) * batch * (heads // packed)

@@ -27,7 +27,7 @@ def delta(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor) -> Tensor:
     result = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
     launch(
         _delta_kernel,
-        (triton.cdiv(result.numel(), _ROWS),),
+        (-(-result.numel() // _ROWS),),
         grad_out,
         result if grad_lse is None else grad_lse.contiguous(),
         out,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 from triton import JITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -146,7 +145,7 @@ def divide(
     rows = ROWS.value
     # In parity mode a token's result must not depend on how many there are.
     if not batch_invariant and _has_pieces(q_content, q_rope, cache, window):
-        wanted = triton.next_power_of_2(heads) * max_query_length
+        wanted = plan.power_of_two(heads) * max_query_length
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
     tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)

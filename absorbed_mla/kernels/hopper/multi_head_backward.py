@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -55,7 +54,7 @@ def backward(
     grid = len(tiles), heads, batch
     if not all(grid) or not queries:
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    blocks = triton.cdiv(queries, QUERIES.value)
+    blocks = -(-queries // QUERIES.value)
     # The kernel adds to it.
     dq = torch.zeros(
         batch * heads, blocks, QUERIES.value * width, dtype=torch.float32, device=q.device

@@ -36,12 +36,12 @@ def starts(
     """
     queries, batch, heads, width = out.shape
     grad_out, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad_out, out))
-    stride = triton.cdiv(queries, _ALIGNED) * _ALIGNED
+    stride = -(-queries // _ALIGNED) * _ALIGNED
     both = torch.empty(2, batch * heads, stride, dtype=torch.float32, device=out.device)
     grad_lse_strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     launch(
         _starts_kernel,
-        (triton.cdiv(queries, _ROWS), batch * heads),
+        (-(-queries // _ROWS), batch * heads),
         grad_out,
         lse if grad_lse is None else grad_lse,
         out,

@@ -51,10 +51,10 @@ def combine(
     # Of a tile in two parts: its rows, in pieces of so many columns.
     share = min(tiles.tokens, tiles.max_tokens) * heads * (kv_lora_rank // columns) // 2
     most = max(_PROGRAMS * split_kv.programs // places(split_kv), 1)
-    programs = max(min(triton.cdiv(share * _FEW.value, _LOADED.value), most), 1)
+    programs = max(min(-(-share * _FEW.value // _LOADED.value), most), 1)
     launch(
         _combine_kernel,
-        (places(split_kv) + triton.cdiv(tokens, programs), programs),
+        (places(split_kv) + -(-tokens // programs), programs),
         split_out,
         split_lse,
         out,

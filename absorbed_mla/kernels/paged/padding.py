@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.paged.plan import power_of_two
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
 _REQUESTS_AT_A_TIME = 128
@@ -14,7 +15,7 @@ _REQUESTS_AT_A_TIME = 128
 
 def requests_at_a_time(requests: int) -> int:
     """Of ``requests``, how many a program compares with its token at once."""
-    return min(max(triton.next_power_of_2(requests), 16), _REQUESTS_AT_A_TIME)
+    return min(max(power_of_two(requests), 16), _REQUESTS_AT_A_TIME)
 
 
 def clear_padding(query_starts: Tensor, query_lengths: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -119,7 +119,7 @@ def blocks_for(
     training = launch_for(dtype, kv_lora_rank, rope, device)
     if rows is None or dtype.itemsize != 2:
         return training.forward, training.warps
-    size = min(max(16, _power_of_two(rows)), training.forward.rows)
+    size = min(max(16, power_of_two(rows)), training.forward.rows)
     choices = _FP8_ROWS[size] if fp8 else _FEW_ROWS.get(size, ())
     if size == training.forward.rows and not fp8:
         return training.forward, training.warps
@@ -142,7 +142,7 @@ def tiles_for(
         max_query_length: Maximum new tokens of a request.
         block_rows: Rows of a tile, heads times tokens.
     """
-    packed = min(_power_of_two(heads), block_rows)
+    packed = min(power_of_two(heads), block_rows)
     each = block_rows // packed
     max_tiles = requests if max_query_length <= each else requests + tokens // each
     return Tiles(packed, each, -(-heads // packed), max_tiles, max_query_length)
@@ -228,5 +228,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The smallest that is not less than ``number``; Triton's own costs the host more."""
     return 1 << max(number - 1, 0).bit_length()

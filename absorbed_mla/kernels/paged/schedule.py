@@ -62,7 +62,7 @@ def schedule(
     tile_table = query_starts.new_empty((tiles.max_tiles, TABLE_COLUMNS.value), dtype=torch.int32)
     starts = query_starts.new_empty((split_kv.parts + 1, 2), dtype=torch.int32)
     # Several programs share the tiles of long requests.
-    tile_programs = min(triton.cdiv(tiles.max_tokens, tiles.tokens), _PROGRAMS)
+    tile_programs = min(-(-tiles.max_tokens // tiles.tokens), _PROGRAMS)
     block = requests_at_a_time(len(query_starts))
     launch(
         _schedule_kernel,

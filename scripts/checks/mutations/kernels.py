@@ -28,11 +28,11 @@ MUTATIONS = {
     ),
     "launch_of_any_alignment": Mutation(
         "absorbed_mla/kernels/launch.py",
-        "key += arg.dtype, arg.data_ptr() % _ALIGNMENT == 0",
-        "key.append(arg.dtype)",
+        "            append(arg.data_ptr() % _ALIGNMENT == 0)\n",
+        "",
     ),
     "launch_of_any_number": Mutation(
-        "absorbed_mla/kernels/launch.py", "key += kind, _kind_of_int(arg)", "key.append(kind)"
+        "absorbed_mla/kernels/launch.py", "append(_kind_of_int(arg))", "append(kind)"
     ),
     "launch_on_the_first_device": Mutation(
         "absorbed_mla/kernels/launch.py", "driver.active.get_current_device()", "0"
