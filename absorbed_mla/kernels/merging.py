@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 # Values that a program of 128 threads computes.
 _NUMBERS = 4096
 
@@ -39,11 +41,13 @@ def merge_into(
     num_rows = tokens * batch * heads
     if not num_rows:
         return
-    columns = triton.next_power_of_2(width)
+    columns = 1 << (width - 1).bit_length()
     rows = max(_NUMBERS // columns, 1)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(out):
-        _merge_kernel[(triton.cdiv(num_rows, rows),)](
+        launch(
+            _merge_kernel,
+            (-(-num_rows // rows),),
             out,
             part,
             merged,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     """Rotate, or rotate back, in place.
@@ -25,7 +27,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     block_heads = min(32, 1 << (heads - 1).bit_length())
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(x):
-        _rotate_kernel[(tokens * batch, -(-heads // block_heads))](
+        launch(
+            _rotate_kernel,
+            (tokens * batch, -(-heads // block_heads)),
             x,
             cos,
             sin,
