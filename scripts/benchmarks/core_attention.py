@@ -188,7 +188,7 @@ def _ours(
     rules = ScoreRules(scale=scale, spans=(Span(0, case.tokens, 0, case.tokens, 0),))
     grad = OutputGradient(grad_out, None)
 
-    @torch.no_grad()
+    # Nothing requires a gradient here; a layer turns gradients off once for all of its attention.
     def forward() -> AttentionOutput:
         out, lse = backend.forward(inputs, rules)
         return AttentionOutput(out.to(grad_out.dtype), lse)
