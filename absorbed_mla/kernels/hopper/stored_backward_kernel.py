@@ -112,13 +112,13 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
             dp = multiply(shared, rows, number, WIDTHS, layout)
             _pass_rope(shared, number)
             number += shared.CHUNKS + 1
-            p = _take_probs(shared, handed, layout)
-            ds = p.to(gl.float32) * (dp * scale - row_delta[:, None])
+            ds = _make_grad_scores(shared, handed, dp * scale - row_delta[:, None], layout)
             ds = _hide(ds, tile, block, layout)
             _store_grad_scores(shared, ds, grad_scores, tile, first_token, block)
             handed += 1
         for block in range(_count_blocks(tile), stored_blocks):
-            zero = _take_probs(shared, handed, layout).to(gl.float32)
+            zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
+            zero = _make_grad_scores(shared, handed, zero, layout)
             _store_grad_scores(shared, zero, grad_scores, tile, first_token, block)
             handed += 1
     tma.store_wait(0)
@@ -174,13 +174,13 @@ def _hand_over(shared, p, handed, probs, tile, first_token, block):
 
 
 @gluon.jit
-def _take_probs(shared, handed, layout: gl.constexpr):
-    """P of a block, [64, 128] in 16 bits."""
+def _make_grad_scores(shared, handed, factor, layout: gl.constexpr):
+    """P of a block times a factor, fp32 [64, 128], when P is there."""
     mbarrier.wait(shared.probs_full.index(handed % HANDED), handed // HANDED & 1)
-    p = shared.probs.index(handed % HANDED).load(layout)
+    ds = shared.probs.index(handed % HANDED).load(layout).to(gl.float32) * factor
     synchronize()
     mbarrier.arrive(shared.probs_empty.index(handed % HANDED))
-    return p
+    return ds
 
 
 @gluon.jit
