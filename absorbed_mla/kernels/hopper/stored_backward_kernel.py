@@ -51,6 +51,7 @@ from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import ROWS
 
 # Registers of each thread of a role, see forward_kernel.py; the probs role gets 240, too.
+HALF = gl.constexpr(KEYS // 2)
 GRAD_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
 
@@ -72,6 +73,7 @@ def _load_role(work, shared, q_content, q_rope, grad_out, latent, k_rope):
 def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
     """Compute and store P of each tile, and hand it over."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
     number = gl.to_tensor(0)
     handed = gl.to_tensor(0)
@@ -83,13 +85,16 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
         for block in range(_count_blocks(tile)):
             s = multiply(shared, rows, number, WIDTHS, layout)
             number += shared.CHUNKS + 1
-            p = gl.exp2(s * (scale * LOG2_E) - row_lse[:, None])
-            p = _hide(p, tile, block, layout)
-            _hand_over(shared, p, handed, probs, tile, first_token, block)
+            left, right = _halves(s)
+            _wait_for_room(shared, handed)
+            _write_probs(shared, handed, left, 0, tile, block, row_lse, scale)
+            _write_probs(shared, handed, right, HALF, tile, block, row_lse, scale)
+            _hand_over(shared, handed, probs, tile, first_token, block)
             handed += 1
         for block in range(_count_blocks(tile), stored_blocks):
-            zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
-            _hand_over(shared, zero, handed, probs, tile, first_token, block)
+            _wait_for_room(shared, handed)
+            shared.probs.index(handed % HANDED).store(gl.zeros([ROWS, KEYS], dtype, layout))
+            _hand_over(shared, handed, probs, tile, first_token, block)
             handed += 1
     tma.store_wait(0)
 
@@ -98,6 +103,7 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
 def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale):
     """Compute and store dS of each tile."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS
     number = gl.to_tensor(0)
     handed = gl.to_tensor(0)
@@ -112,14 +118,16 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
             dp = multiply(shared, rows, number, WIDTHS, layout)
             _pass_rope(shared, number)
             number += shared.CHUNKS + 1
-            ds = _make_grad_scores(shared, handed, dp * scale - row_delta[:, None], layout)
-            ds = _hide(ds, tile, block, layout)
-            _store_grad_scores(shared, ds, grad_scores, tile, first_token, block)
+            left, right = _halves(dp)
+            _wait_for_probs(shared, handed)
+            _write_grad_scores(shared, handed, left, 0, tile, block, row_delta, scale)
+            _write_grad_scores(shared, handed, right, HALF, tile, block, row_delta, scale)
+            _hand_back(shared, handed, grad_scores, tile, first_token, block)
             handed += 1
         for block in range(_count_blocks(tile), stored_blocks):
-            zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
-            zero = _make_grad_scores(shared, handed, zero, layout)
-            _store_grad_scores(shared, zero, grad_scores, tile, first_token, block)
+            _wait_for_probs(shared, handed)
+            shared.grad_scores.index(0).store(gl.zeros([ROWS, KEYS], dtype, layout))
+            _hand_back(shared, handed, grad_scores, tile, first_token, block)
             handed += 1
     tma.store_wait(0)
 
@@ -147,11 +155,22 @@ def _read_delta(lse, delta, tile, batches, heads, layout: gl.constexpr):
 
 
 @gluon.jit
-def _hide(values, tile, block, layout: gl.constexpr):
-    """Zero the values [64, 128] of keys of a block that a row does not see."""
-    first = block * KEYS
-    if first + KEYS > gl.minimum(tile.offset + 1, tile.keys):
-        key = first + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+def _halves(acc):
+    """Of the columns of an accumulator, each [64, 64], in the same registers.
+
+    One after the other is made what it becomes: both at once would need more registers.
+    """
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    left, right = gl.split(acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _hide(values, tile, first, layout: gl.constexpr):
+    """Zero the values [64, 64] of the keys, from the tile's ``first`` on, that a row does not see."""
+    if first + HALF > gl.minimum(tile.offset + 1, tile.keys):
+        key = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
         last = gl.minimum(token + tile.offset, tile.keys - 1)
         values = gl.where(key[None, :] <= last[:, None], values, 0.0)
@@ -159,28 +178,60 @@ def _hide(values, tile, block, layout: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(shared, p, handed, probs, tile, first_token, block):
-    """Give P to the grad role and begin to store it."""
-    place = shared.probs.index(handed % HANDED)
+def _wait_for_room(shared, handed):
+    """Wait until nobody needs the P before last."""
     mbarrier.wait(shared.probs_empty.index(handed % HANDED), (handed // HANDED & 1) ^ 1)
-    # The one before last has left, too.
     tma.store_wait(HANDED - 1)
     synchronize()
-    place.store(p.to(place.dtype))
-    fence_async_shared()
-    synchronize()
-    mbarrier.arrive(shared.probs_full.index(handed % HANDED))
-    _store(probs, tile, first_token, block, place)
 
 
 @gluon.jit
-def _make_grad_scores(shared, handed, factor, layout: gl.constexpr):
-    """P of a block times a factor, fp32 [64, 128], when P is there."""
+def _write_probs(shared, handed, s, column: gl.constexpr, tile, block, row_lse, scale):
+    """Write P of a half of a block, which begins at a column, from S."""
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    row_lse = gl.convert_layout(row_lse, gl.SliceLayout(1, layout))
+    p = gl.exp2(s * (scale * LOG2_E) - row_lse[:, None])
+    p = _hide(p, tile, block * KEYS + column, layout)
+    place = shared.probs.index(handed % HANDED).slice(column, HALF, dim=1)
+    place.store(p.to(place.dtype))
+
+
+@gluon.jit
+def _hand_over(shared, handed, probs, tile, first_token, block):
+    """Let the grad role read P, and begin to store it."""
+    fence_async_shared()
+    synchronize()
+    mbarrier.arrive(shared.probs_full.index(handed % HANDED))
+    _store(probs, tile, first_token, block, shared.probs.index(handed % HANDED))
+
+
+@gluon.jit
+def _wait_for_probs(shared, handed):
+    """Wait for P, and until dS of the block before has left."""
     mbarrier.wait(shared.probs_full.index(handed % HANDED), handed // HANDED & 1)
-    ds = shared.probs.index(handed % HANDED).load(layout).to(gl.float32) * factor
+    tma.store_wait(0)
+    synchronize()
+
+
+@gluon.jit
+def _write_grad_scores(shared, handed, dp, column: gl.constexpr, tile, block, row_delta, scale):
+    """Write dS of a half of a block, times the scale, as delta is, from dP."""
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, layout))
+    p = shared.probs.index(handed % HANDED).slice(column, HALF, dim=1).load(layout)
+    ds = p.to(gl.float32) * (dp * scale - row_delta[:, None])
+    ds = _hide(ds, tile, block * KEYS + column, layout)
+    place = shared.grad_scores.index(0).slice(column, HALF, dim=1)
+    place.store(ds.to(place.dtype))
+
+
+@gluon.jit
+def _hand_back(shared, handed, grad_scores, tile, first_token, block):
+    """Give the place of P back, and begin to store dS."""
+    fence_async_shared()
     synchronize()
     mbarrier.arrive(shared.probs_empty.index(handed % HANDED))
-    return ds
+    _store(grad_scores, tile, first_token, block, shared.grad_scores.index(0))
 
 
 @gluon.jit
@@ -188,18 +239,6 @@ def _pass_rope(shared, number):
     """Release the last chunk, which only the probs role reads."""
     shared.wait(number + shared.CHUNKS)
     shared.release(number + shared.CHUNKS)
-
-
-@gluon.jit
-def _store_grad_scores(shared, ds, grad_scores, tile, first_token, block):
-    """Begin to store dS of a block."""
-    place = shared.grad_scores.index(0)
-    tma.store_wait(0)
-    synchronize()
-    place.store(ds.to(place.dtype))
-    fence_async_shared()
-    synchronize()
-    _store(grad_scores, tile, first_token, block, place)
 
 
 @gluon.jit
