@@ -76,13 +76,13 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
     dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
     number = gl.to_tensor(0)
-    handed = gl.to_tensor(0)
     for turn in range(work.count()):
         tile = work.tile(turn)
         row_lse = _read_lse(lse, tile, work.batches, work.heads, gl.SliceLayout(1, layout))
         rows = take_rows(shared, number, 0, WIDTHS, layout)
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
+            handed = turn * stored_blocks + block
             s = multiply(shared, rows, number, WIDTHS, layout)
             number += shared.CHUNKS + 1
             left, right = _halves(s)
@@ -90,12 +90,11 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
             _write_probs(shared, handed, left, 0, tile, block, row_lse, scale)
             _write_probs(shared, handed, right, HALF, tile, block, row_lse, scale)
             _hand_over(shared, handed, probs, tile, first_token, block)
-            handed += 1
         for block in range(_count_blocks(tile), stored_blocks):
+            handed = turn * stored_blocks + block
             _wait_for_room(shared, handed)
             shared.probs.index(handed % HANDED).store(gl.zeros([ROWS, KEYS], dtype, layout))
             _hand_over(shared, handed, probs, tile, first_token, block)
-            handed += 1
     tma.store_wait(0)
 
 
@@ -106,7 +105,6 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
     dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS
     number = gl.to_tensor(0)
-    handed = gl.to_tensor(0)
     for turn in range(work.count()):
         tile = work.tile(turn)
         rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
@@ -115,6 +113,7 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
         _pass_rope(shared, number)
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
+            handed = turn * stored_blocks + block
             dp = multiply(shared, rows, number, WIDTHS, layout)
             _pass_rope(shared, number)
             number += shared.CHUNKS + 1
@@ -123,12 +122,11 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
             _write_grad_scores(shared, handed, left, 0, tile, block, row_delta, scale)
             _write_grad_scores(shared, handed, right, HALF, tile, block, row_delta, scale)
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
-            handed += 1
         for block in range(_count_blocks(tile), stored_blocks):
+            handed = turn * stored_blocks + block
             _wait_for_probs(shared, handed)
             shared.grad_scores.index(0).store(gl.zeros([ROWS, KEYS], dtype, layout))
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
-            handed += 1
     tma.store_wait(0)
 
 
