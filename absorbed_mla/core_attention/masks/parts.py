@@ -11,7 +11,7 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import query_tiles
 
 # Of what is stored of all pairs of a part, unless one tile needs more.
-MOST_BYTES = 2**31
+MOST_BYTES = 2**30
 
 
 def query_parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> tuple[Tensor, Tensor]:

@@ -61,9 +61,12 @@ def backward_stored(
     heads, rope = q_rope.shape[2:]
     tokens, packed = tile_shape(heads)
     # Tokens that see nothing are in no part.
-    dq_content, dq_rope = (
-        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
-    )
+    whole = int((parts[:, 1] - parts[:, 0]).sum()) == len(q_content) and batch > 0
+    make = torch.empty_like if whole else torch.zeros_like
+    with not_filled():
+        dq_content, dq_rope = (
+            make(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
+        )
     dkv = latent.new_zeros((keys, batch, kv_lora_rank + rope), dtype=torch.float32)
     grad_out = grad_out.to(q_content.dtype)
     if not parts.numel() or not batch:
@@ -135,11 +138,12 @@ def _multiply(
         dq_rope: [tokens, B, N, R].
         dkv: fp32 [keys, B, C + R].
     """
-    widths = q_content.shape[-1], q_rope.shape[-1]
+    *shape, rope = q_rope.shape
+    widths = q_content.shape[-1], rope
     q = torch.cat((q_content, q_rope), -1)
     for b in range(kv.shape[1]):
         p, ds = (x[b].flatten(0, 1) for x in (probs, grad_scores))
-        dq = torch.mm(ds, kv[:, b]).unflatten(0, q_rope.shape[::2][:2])
+        dq = torch.mm(ds, kv[:, b]).view(shape[0], shape[2], -1)
         for part, gradient in zip(dq.split(widths, -1), (dq_content, dq_rope)):
             gradient[:, b] = part
         of_keys = dkv[:, b]
