@@ -13,13 +13,19 @@ roles:
 * ``_probs_role``, four warps: S and P. The tile's queries are in its registers.
 * ``_grad_role``, four warps: dP and dS. dO is in its registers.
 
-So the products read nothing but keys from shared memory, and while one role is in its exponentials
-the other keeps the tensor cores busy. dS is made of the P that is stored, in 16 bits.
+So the products read nothing but keys from shared memory. dP of a block waits until all of its S but
+k_rope's part is done, so that it runs while P is made, for which the tensor cores would idle:
+
+    probs role   S 0 | P 0  | S 1        | P 1  | S 2        | ..
+    grad role        | dP 0       | dS 0 | dP 1       | dS 1 | ..
+
+dS is made of the P that is stored, in 16 bits.
 
 Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no longer needed:
 
 * ``full``, ``empty`` (per chunk): both roles wait for and release every chunk, also the grad role
   k_rope, which it does not read.
+* ``grad_go`` (per block): dP may begin.
 * ``probs_full``, ``probs_empty`` (per block): P is in shared memory; dS is made.
 
 Chunks and blocks are counted on from tile to tile; number i of a ring of n is phase i // n of its
@@ -42,9 +48,10 @@ from absorbed_mla.kernels.hopper.stored_backward_shared import (
     HANDED,
     KEYS,
     allocate,
+    finish_product,
     load_keys,
     load_rows,
-    multiply,
+    start_product,
     take_rows,
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
@@ -83,16 +90,21 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
             handed = turn * stored_blocks + block
-            s = multiply(shared, rows, number, WIDTHS, layout)
+            _wait_for_room(shared, handed)
+            s = start_product(shared, rows, number, WIDTHS, layout)
+            mbarrier.arrive(shared.grad_go.index(handed % HANDED))
+            s = finish_product(shared, s, number, WIDTHS)
             number += shared.CHUNKS + 1
             left, right = _halves(s)
-            _wait_for_room(shared, handed)
+            _wait_for_stores()
             _write_probs(shared, handed, left, 0, tile, block, row_lse, scale)
             _write_probs(shared, handed, right, HALF, tile, block, row_lse, scale)
             _hand_over(shared, handed, probs, tile, first_token, block)
         for block in range(_count_blocks(tile), stored_blocks):
             handed = turn * stored_blocks + block
             _wait_for_room(shared, handed)
+            mbarrier.arrive(shared.grad_go.index(handed % HANDED))
+            _wait_for_stores()
             shared.probs.index(handed % HANDED).store(gl.zeros([ROWS, KEYS], dtype, layout))
             _hand_over(shared, handed, probs, tile, first_token, block)
     tma.store_wait(0)
@@ -114,7 +126,9 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
             handed = turn * stored_blocks + block
-            dp = multiply(shared, rows, number, WIDTHS, layout)
+            _wait_for_scores(shared, handed)
+            dp = start_product(shared, rows, number, WIDTHS, layout)
+            dp = finish_product(shared, dp, number, WIDTHS)
             _pass_rope(shared, number)
             number += shared.CHUNKS + 1
             left, right = _halves(dp)
@@ -124,6 +138,7 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
         for block in range(_count_blocks(tile), stored_blocks):
             handed = turn * stored_blocks + block
+            _wait_for_scores(shared, handed)
             _wait_for_probs(shared, handed)
             shared.grad_scores.index(0).store(gl.zeros([ROWS, KEYS], dtype, layout))
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
@@ -177,10 +192,21 @@ def _hide(values, tile, first, layout: gl.constexpr):
 
 @gluon.jit
 def _wait_for_room(shared, handed):
-    """Wait until nobody needs the P before last."""
+    """Wait until the grad role has read the P before last."""
     mbarrier.wait(shared.probs_empty.index(handed % HANDED), (handed // HANDED & 1) ^ 1)
+
+
+@gluon.jit
+def _wait_for_stores():
+    """Wait until the P before last has left."""
     tma.store_wait(HANDED - 1)
     synchronize()
+
+
+@gluon.jit
+def _wait_for_scores(shared, handed):
+    """Wait until S of a block is all but done."""
+    mbarrier.wait(shared.grad_go.index(handed % HANDED), handed // HANDED & 1)
 
 
 @gluon.jit

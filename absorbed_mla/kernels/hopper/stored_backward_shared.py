@@ -37,7 +37,7 @@ class Shared:
         probs: P, [2, 64, 128].
         grad_scores: dS, [1, 64, 128].
         full, empty: One for each stage of the ring.
-        probs_full, probs_empty: One for each P.
+        probs_full, probs_empty, grad_go: One for each P.
         CHUNKS: Of the latents' columns.
         R: Width of k_rope.
     """
@@ -49,13 +49,14 @@ class Shared:
     empty: gl.shared_memory_descriptor
     probs_full: gl.shared_memory_descriptor
     probs_empty: gl.shared_memory_descriptor
+    grad_go: gl.shared_memory_descriptor
     CHUNKS: gl.constexpr
     R: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, operands, barriers, CHUNKS, R):
         self.ring, self.probs, self.grad_scores = operands
-        self.full, self.empty, self.probs_full, self.probs_empty = barriers
+        self.full, self.empty, self.probs_full, self.probs_empty, self.grad_go = barriers
         self.CHUNKS = gl.constexpr(CHUNKS)
         self.R = gl.constexpr(R)
 
@@ -94,6 +95,7 @@ def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
     barriers = (
         new_barriers(STAGES),
         new_barriers(STAGES, 2),
+        new_barriers(HANDED),
         new_barriers(HANDED),
         new_barriers(HANDED),
     )
@@ -161,8 +163,8 @@ def take_rows(shared, number, half: gl.constexpr, WIDTHS: gl.constexpr, layout: 
 
 
 @gluon.jit
-def multiply(shared, rows, number, WIDTHS: gl.constexpr, layout: gl.constexpr):
-    """The product of rows in registers and a block of keys, [64, 128] fp32."""
+def start_product(shared, rows, number, WIDTHS: gl.constexpr, layout: gl.constexpr):
+    """Rows in registers times a block of keys, [64, 128] fp32; the last chunk's part is running."""
     acc = gl.zeros([ROWS, KEYS], gl.float32, layout)
     for chunk in gl.static_range(len(WIDTHS)):
         shared.wait(number + chunk)
@@ -171,6 +173,12 @@ def multiply(shared, rows, number, WIDTHS: gl.constexpr, layout: gl.constexpr):
         if chunk > 0:
             acc = warpgroup_mma_wait(1, deps=[acc])
             shared.release(number + chunk - 1)
+    return acc
+
+
+@gluon.jit
+def finish_product(shared, acc, number, WIDTHS: gl.constexpr):
+    """The product when all of it is done."""
     acc = warpgroup_mma_wait(0, deps=[acc])
     shared.release(number + len(WIDTHS) - 1)
     return acc
