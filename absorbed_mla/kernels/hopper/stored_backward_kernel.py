@@ -13,8 +13,8 @@ roles:
 * ``_probs_role``, four warps: S and P. The tile's queries are in its registers.
 * ``_grad_role``, four warps: dP and dS. dO is in its registers.
 
-So the products read nothing but keys from shared memory. dP of a block waits until all of its S but
-k_rope's part is done, so that it runs while P is made, for which the tensor cores would idle:
+So the products read nothing but keys from shared memory. dP of a block waits until two thirds of
+its S are done, so that it runs while P is made, for which the tensor cores would idle:
 
     probs role   S 0 | P 0  | S 1        | P 1  | S 2        | ..
     grad role        | dP 0       | dS 0 | dP 1       | dS 1 | ..
@@ -47,11 +47,11 @@ from absorbed_mla.kernels.hopper.stored_backward_shared import (
     CHUNK,
     HANDED,
     KEYS,
+    add_chunks,
     allocate,
     finish_product,
     load_keys,
     load_rows,
-    start_product,
     take_rows,
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
@@ -82,6 +82,7 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
+    GO: gl.constexpr = len(WIDTHS) * 2 // 3 + 1
     number = gl.to_tensor(0)
     for turn in range(work.count()):
         tile = work.tile(turn)
@@ -91,8 +92,10 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
         for block in range(_count_blocks(tile)):
             handed = turn * stored_blocks + block
             _wait_for_room(shared, handed)
-            s = start_product(shared, rows, number, WIDTHS, layout)
+            s = gl.zeros([ROWS, KEYS], gl.float32, layout)
+            s = add_chunks(shared, s, rows, number, WIDTHS, 0, GO)
             mbarrier.arrive(shared.grad_go.index(handed % HANDED))
+            s = add_chunks(shared, s, rows, number, WIDTHS, GO, len(WIDTHS))
             s = finish_product(shared, s, number, WIDTHS)
             number += shared.CHUNKS + 1
             left, right = _halves(s)
@@ -126,8 +129,9 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
             handed = turn * stored_blocks + block
-            _wait_for_scores(shared, handed)
-            dp = start_product(shared, rows, number, WIDTHS, layout)
+            _wait_to_go(shared, handed)
+            dp = gl.zeros([ROWS, KEYS], gl.float32, layout)
+            dp = add_chunks(shared, dp, rows, number, WIDTHS, 0, len(WIDTHS))
             dp = finish_product(shared, dp, number, WIDTHS)
             _pass_rope(shared, number)
             number += shared.CHUNKS + 1
@@ -138,7 +142,7 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
         for block in range(_count_blocks(tile), stored_blocks):
             handed = turn * stored_blocks + block
-            _wait_for_scores(shared, handed)
+            _wait_to_go(shared, handed)
             _wait_for_probs(shared, handed)
             shared.grad_scores.index(0).store(gl.zeros([ROWS, KEYS], dtype, layout))
             _hand_back(shared, handed, grad_scores, tile, first_token, block)
@@ -181,7 +185,7 @@ def _halves(acc):
 
 @gluon.jit
 def _hide(values, tile, first, layout: gl.constexpr):
-    """Zero the values [64, 64] of the keys, from the tile's ``first`` on, that a row does not see."""
+    """Zero the values [64, 64] of keys, from the tile's ``first`` on, that a row does not see."""
     if first + HALF > gl.minimum(tile.offset + 1, tile.keys):
         key = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
@@ -204,8 +208,8 @@ def _wait_for_stores():
 
 
 @gluon.jit
-def _wait_for_scores(shared, handed):
-    """Wait until S of a block is all but done."""
+def _wait_to_go(shared, handed):
+    """Wait until dP of a block may begin."""
     mbarrier.wait(shared.grad_go.index(handed % HANDED), handed // HANDED & 1)
 
 

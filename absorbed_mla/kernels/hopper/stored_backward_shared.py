@@ -156,17 +156,31 @@ def take_rows(shared, number, half: gl.constexpr, WIDTHS: gl.constexpr, layout: 
     rows = ()
     for chunk in gl.static_range(len(WIDTHS)):
         shared.wait(number + chunk)
-        rows = rows + (shared.rows(number + chunk, half, WIDTHS[chunk]).load(operand),)
+        rows += (shared.rows(number + chunk, half, WIDTHS[chunk]).load(operand),)
         synchronize()
         shared.release(number + chunk)
     return rows
 
 
 @gluon.jit
-def start_product(shared, rows, number, WIDTHS: gl.constexpr, layout: gl.constexpr):
-    """Rows in registers times a block of keys, [64, 128] fp32; the last chunk's part is running."""
-    acc = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    for chunk in gl.static_range(len(WIDTHS)):
+def add_chunks(
+    shared, acc, rows, number, WIDTHS: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr
+):
+    """Add the products of some chunks of rows in registers and of a block of keys.
+
+    Args:
+        shared: What ``allocate`` gave.
+        acc: Their sum so far, fp32 [64, 128]; not read if the first chunk is among them.
+        rows: What ``take_rows`` gave.
+        number: Of the block's first chunk.
+        WIDTHS: Of all chunks.
+        FIRST: Of the chunks that are added.
+        END: One past the last.
+
+    Returns:
+        The sum, to which the last chunk's product is still being added.
+    """
+    for chunk in gl.static_range(FIRST, END):
         shared.wait(number + chunk)
         keys = shared.keys(number + chunk, WIDTHS[chunk]).permute((1, 0))
         acc = warpgroup_mma(rows[chunk], keys, acc, use_acc=chunk > 0, is_async=True)
@@ -178,7 +192,7 @@ def start_product(shared, rows, number, WIDTHS: gl.constexpr, layout: gl.constex
 
 @gluon.jit
 def finish_product(shared, acc, number, WIDTHS: gl.constexpr):
-    """The product when all of it is done."""
+    """The sum of all chunks when it is done."""
     acc = warpgroup_mma_wait(0, deps=[acc])
     shared.release(number + len(WIDTHS) - 1)
     return acc

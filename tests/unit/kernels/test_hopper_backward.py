@@ -37,7 +37,9 @@ EMULATED = {name: CASES[name] for name in ("width_512_fp16", "width_256", "width
     "all_keys": Case(
         9, 270, (Span(0, 9, 7, 270, None),), content=256, rope=64, heads=16, lse_gradient=False
     ),
-    "narrow_rope": Case(3, 200, (Span(0, 3, 0, 200, 197),), content=512, rope=32, heads=64, batch=2),
+    "narrow_rope": Case(
+        3, 200, (Span(0, 3, 0, 200, 197),), content=512, rope=32, heads=64, batch=2
+    ),
     "nobody_sees_anything": Case(3, 9, (Span(1, 3, 0, 9, -8),), content=128, rope=64, heads=32),
 }
 CPU = torch.device("cpu")
