@@ -57,8 +57,9 @@ from absorbed_mla.kernels.hopper.stored_backward_shared import (
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import ROWS
 
-# Registers of each thread of a role, see forward_kernel.py; the probs role gets 240, too.
+# Columns of P and of dS that are made at a time.
 HALF = gl.constexpr(KEYS // 2)
+# Registers of each thread of a role, see forward_kernel.py; the probs role gets 240, too.
 GRAD_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
 
@@ -82,6 +83,7 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     dtype: gl.constexpr = shared.ring.dtype
     WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
+    # Chunks of S that are queued when dP may begin, of which the last is still running.
     GO: gl.constexpr = len(WIDTHS) * 2 // 3 + 1
     number = gl.to_tensor(0)
     for turn in range(work.count()):
@@ -123,7 +125,7 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
     for turn in range(work.count()):
         tile = work.tile(turn)
         rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-        row_delta = _read_delta(lse, delta, tile, work.batches, work.heads, rows_layout) * scale
+        row_delta = _read_delta(lse, delta, tile, work.batches, work.heads, rows_layout)
         rows = take_rows(shared, number, 1, WIDTHS, layout)
         _pass_rope(shared, number)
         number += shared.CHUNKS + 1
@@ -243,11 +245,11 @@ def _wait_for_probs(shared, handed):
 
 @gluon.jit
 def _write_grad_scores(shared, handed, dp, column: gl.constexpr, tile, block, row_delta, scale):
-    """Write dS of a half of a block, times the scale, as delta is, from dP."""
+    """Write dS of a half of a block, times the scale, from dP."""
     layout: gl.constexpr = accumulator_layout(HALF, 1)
     row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, layout))
     p = shared.probs.index(handed % HANDED).slice(column, HALF, dim=1).load(layout)
-    ds = p.to(gl.float32) * (dp * scale - row_delta[:, None])
+    ds = p.to(gl.float32) * (dp * scale - (row_delta * scale)[:, None])
     ds = _hide(ds, tile, block * KEYS + column, layout)
     place = shared.grad_scores.index(0).slice(column, HALF, dim=1)
     place.store(ds.to(place.dtype))
