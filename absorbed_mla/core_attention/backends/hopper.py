@@ -23,13 +23,17 @@ from absorbed_mla.core_attention.types import AttentionInputs
 _ROWS = 64
 _KV_LORA_RANKS = (128, 256, 512)
 _ROPE_WIDTHS = (32, 64)
+# From so many pairs of a query and a key on, times heads, in the mean span, backward stores P and
+# dS: launches of a span then take less than atomics do. Infinite: only where it must.
+LEAST_STORED_PAIRS: float = 2**28
 
 
 class HopperBackend(LatentKernelBackend):
-    """Its backward adds with atomics.
+    """Its backward stores what all pairs of a part of the queries give, and multiplies that.
 
-    Where ``torch.use_deterministic_algorithms`` requires equal bits, it stores what all pairs of a
-    part of the queries give, 2 GiB at most, and multiplies it by cuBLAS.
+    It does so, by cuBLAS and with the same bits in every run, for long sequences, and where
+    ``torch.use_deterministic_algorithms`` requires equal bits; 1 GiB is stored at most. Otherwise
+    it adds with atomics.
     """
 
     name = "hopper"
@@ -56,12 +60,14 @@ class HopperBackend(LatentKernelBackend):
         self, inputs: AttentionInputs, spans: Spans
     ) -> tuple[Tensor, Tensor | None, int]:
         """See ``LatentKernelBackend``; with a table of parts P and dS are stored."""
-        if torch.get_deterministic_debug_mode() != DETERMINISM_REQUIRED:
-            return super().backward_tables(inputs, spans)
         q_content = inputs.q_content
+        rows = q_content.shape[1] * q_content.shape[2]
+        required = torch.get_deterministic_debug_mode() == DETERMINISM_REQUIRED
+        if not required and not _are_long(spans, rows):
+            return super().backward_tables(inputs, spans)
         size, device = self.query_tile_size(inputs), q_content.device
         # Of P and of dS.
-        pair_bytes = 2 * q_content.element_size() * q_content.shape[1] * q_content.shape[2]
+        pair_bytes = 2 * q_content.element_size() * rows
 
         def make() -> tuple[Tensor, Tensor]:
             tiles, parts = query_parts(spans, size, pair_bytes)
@@ -69,6 +75,12 @@ class HopperBackend(LatentKernelBackend):
 
         tiles, parts = spans.tables.get(("query parts", size, pair_bytes, device), make)
         return in_use(tiles), parts, 1
+
+
+def _are_long(spans: Spans, rows: int) -> bool:
+    """Whether P and dS are stored of so many rows of every token in these spans."""
+    pairs = spans.tables.get("num_pairs", lambda: sum(span.num_pairs for span in spans))
+    return rows * pairs >= LEAST_STORED_PAIRS * max(len(spans), 1)
 
 
 ENTRY = HopperBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +12,7 @@ from absorbed_mla.core_attention.masks.spans import Span
 from absorbed_mla.core_attention.masks.tiles import query_tiles
 
 # Of what is stored of all pairs of a part, unless one tile needs more.
-MOST_BYTES = 2**31
+MOST_BYTES = 2**30
 
 
 def query_parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> tuple[Tensor, Tensor]:
@@ -37,10 +38,24 @@ def query_parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> tuple[Te
 
 
 def _parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> Iterable[Span]:
+    most = MOST_BYTES // pair_bytes
     for span in spans:
-        of_token = pair_bytes * max(span.num_keys, 1)
-        length = max(MOST_BYTES // of_token // tokens, 1) * tokens
-        for start in range(span.query_start, span.query_end, length):
-            part = span.within_queries(start, min(start + length, span.query_end))
+        start = span.query_start
+        while start < span.query_end:
+            length = max(_fitting(span, start, most) // tokens, 1) * tokens
+            end = min(start + length, span.query_end)
+            part = span.within_queries(start, end)
             if part.num_keys > 0:
                 yield part
+            start = end
+
+
+def _fitting(span: Span, start: int, most: int) -> int:
+    """Queries from ``start`` on that, times the keys that the last one sees, are not above most."""
+    everything = most // max(span.num_keys, 1)
+    if span.causal_offset is None:
+        return everything
+    # Query start + n - 1 sees the keys before `seen` + n: n (seen + n) = most.
+    seen = span.causal_offset + start - span.query_start
+    fitting = (math.isqrt(seen * seen + 4 * most) - seen) // 2
+    return fitting if seen + fitting <= span.num_keys else everything

@@ -47,6 +47,19 @@ class Span:
         """Number of key tokens."""
         return self.key_end - self.key_start
 
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of a query and a key that it sees."""
+        queries, keys, offset = self.num_queries, self.num_keys, self.causal_offset
+        if offset is None:
+            return queries * keys
+
+        def triangle(rows: int) -> int:
+            return max(rows, 0) * (rows + 1) // 2
+
+        beyond = triangle(offset + queries - keys) - triangle(offset - keys)
+        return triangle(offset + queries) - triangle(offset) - beyond
+
     def within_queries(self, start: int, end: int) -> Span:
         """The span restricted to queries ``start`` to ``end``, and to the keys that those see.
 

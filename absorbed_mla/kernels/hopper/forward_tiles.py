@@ -1,4 +1,4 @@
-"""The tiles that a program of the forward kernel computes one after the other."""
+"""The tiles that a program, one for each multiprocessor, computes one after the other."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,8 +1,9 @@
-"""Backward of attention over the latent on Hopper GPUs with the same bits in every run.
+"""Backward of attention over the latent on Hopper GPUs by stored P and dS: always the same bits.
 
-Some tokens at a time: a kernel computes dQ and stores P and dS in the dtype of the query, and two
-products of matrices, cuBLAS's, add P^T dO + dS^T Q to the keys' gradients in fp32. They take 16 KiB
-where the sums of backward.py take 144, and nothing is added in an order that may vary.
+Some tokens at a time: a kernel stores P and dS in the dtype of the query, and three products of
+matrices, cuBLAS's, make dQ = dS K and add P^T dO + dS^T Q to the keys' gradients in fp32. What is
+stored of 64 rows and 64 keys are 16 KiB where the sums of backward.py take 144, and nothing is
+added in an order that may vary.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from absorbed_mla.kernels.hopper.backward_delta import delta
 from absorbed_mla.kernels.hopper.stored_backward_kernel import attend_backward_stored
+from absorbed_mla.kernels.hopper.stored_backward_shared import CHUNK, KEYS
 from absorbed_mla.kernels.hopper.tensor_map import tensor_map
-from absorbed_mla.kernels.hopper.tile import KEYS, tile_shape
+from absorbed_mla.kernels.hopper.tile import tile_shape
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.paged.plan import processors
 from absorbed_mla.kernels.scratch import not_filled
 
-_KEYS = KEYS.value
+_CHUNK, _KEYS = CHUNK.value, KEYS.value
 
 
 def backward_stored(
@@ -59,73 +62,96 @@ def backward_stored(
     heads, rope = q_rope.shape[2:]
     tokens, packed = tile_shape(heads)
     # Tokens that see nothing are in no part.
-    dq_content, dq_rope = (
-        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
-    )
+    whole = int((parts[:, 1] - parts[:, 0]).sum()) == len(q_content) and batch > 0
+    make = torch.empty_like if whole else torch.zeros_like
+    with not_filled():
+        dq_content, dq_rope = (
+            make(x, memory_format=torch.contiguous_format) for x in (q_content, q_rope)
+        )
     dkv = latent.new_zeros((keys, batch, kv_lora_rank + rope), dtype=torch.float32)
     grad_out = grad_out.to(q_content.dtype)
     if not parts.numel() or not batch:
         return dq_content, dq_rope, dkv
     maps = (
-        tensor_map(q_content, (tokens, 1, packed, kv_lora_rank)),
+        tensor_map(q_content, (tokens, 1, packed, _CHUNK)),
         tensor_map(q_rope, (tokens, 1, packed, rope)),
-        tensor_map(grad_out, (tokens, 1, packed, kv_lora_rank)),
-        tensor_map(latent, (_KEYS, 1, kv_lora_rank // 2)),
+        tensor_map(grad_out, (tokens, 1, packed, _CHUNK)),
+        tensor_map(latent, (_KEYS, 1, _CHUNK)),
         tensor_map(k_rope, (_KEYS, 1, rope)),
     )
     rows = lse.contiguous(), delta(grad_out, grad_lse, out)
-    first_blocks = parts[:, 2] // _KEYS
-    part_blocks = (parts[:, 3] + _KEYS - 1) // _KEYS - first_blocks
+    kv = torch.cat((latent, k_rope), -1)
+    part_blocks = (parts[:, 3] - parts[:, 2] + _KEYS - 1) // _KEYS
     pairs = (parts[:, 1] - parts[:, 0]) * part_blocks * (_KEYS * batch * heads)
     with not_filled():
         scratch = q_content.new_empty(2, int(pairs.max()))
-    for part, first_block, blocks in zip(
-        parts.tolist(), first_blocks.tolist(), part_blocks.tolist()
-    ):
-        start, end, *_, first_tile, last_tile = part
+    for part, blocks in zip(parts.tolist(), part_blocks.tolist()):
+        start, end, first_key, last_key, first_tile, last_tile = part
         shape = batch, end - start, heads, blocks * _KEYS
         probs, grad_scores = (x[: math.prod(shape)].view(shape) for x in scratch)
+        total = (last_tile - first_tile) * batch * (heads // packed)
+        # One program takes all shared memory of a multiprocessor.
         launch(
             attend_backward_stored,
-            ((last_tile - first_tile) * batch * (heads // packed),),
+            (min(total, processors(q_content.device)),),
             *maps,
             *(tensor_map(x, (1, tokens, packed, _KEYS)) for x in (probs, grad_scores)),
             *rows,
             tiles[first_tile:last_tile],
-            dq_content,
-            dq_rope,
+            total,
             batch,
             heads,
             start,
-            first_block,
             blocks,
             scale,
             C=kv_lora_rank,
             R=rope,
             HEADS=packed,
-            num_warps=8,
+            num_warps=4,
         )
-        q = torch.cat((q_content[start:end], q_rope[start:end]), -1)
-        seen = slice(first_block * _KEYS, min((first_block + blocks) * _KEYS, keys))
-        _add_products(dkv[seen], probs, grad_scores, grad_out[start:end], q)
+        seen = slice(first_key, last_key)
+        stored = (x[..., : last_key - first_key] for x in (probs, grad_scores))
+        queries = (x[start:end] for x in (q_content, q_rope, grad_out))
+        gradients = dq_content[start:end], dq_rope[start:end], dkv[seen]
+        _multiply(*stored, *queries, kv[seen], *gradients)
     return dq_content, dq_rope, dkv
 
 
-def _add_products(dkv: Tensor, probs: Tensor, grad_scores: Tensor, grad_out: Tensor, q: Tensor):
-    """Add P^T dO + dS^T Q.
+def _multiply(
+    probs: Tensor,
+    grad_scores: Tensor,
+    q_content: Tensor,
+    q_rope: Tensor,
+    grad_out: Tensor,
+    kv: Tensor,
+    dq_content: Tensor,
+    dq_rope: Tensor,
+    dkv: Tensor,
+) -> None:
+    """Set dQ = dS K, and add dS^T Q + P^T dO to the keys' gradient.
 
     Args:
-        dkv: fp32 [keys, B, C + R].
-        probs: P, [B, tokens, N, at least as many keys].
+        probs: P, [B, tokens, N, keys].
         grad_scores: dS, likewise.
+        q_content: [tokens, B, N, C].
+        q_rope: [tokens, B, N, R].
         grad_out: dO, [tokens, B, N, C].
-        q: [tokens, B, N, C + R].
+        kv: [keys, B, C + R].
+        dq_content: [tokens, B, N, C].
+        dq_rope: [tokens, B, N, R].
+        dkv: fp32 [keys, B, C + R].
     """
-    for b in range(dkv.shape[1]):
-        p, ds = (x[b].flatten(0, 1)[:, : len(dkv)].t() for x in (probs, grad_scores))
+    *shape, rope = q_rope.shape
+    widths = q_content.shape[-1], rope
+    q = torch.cat((q_content, q_rope), -1)
+    for b in range(kv.shape[1]):
+        p, ds = (x[b].flatten(0, 1) for x in (probs, grad_scores))
+        dq = torch.mm(ds, kv[:, b]).view(shape[0], shape[2], -1)
+        for part, gradient in zip(dq.split(widths, -1), (dq_content, dq_rope)):
+            gradient[:, b] = part
         of_keys = dkv[:, b]
-        of_keys += _product(ds, q[:, b].flatten(0, 1))
-        of_keys[:, : grad_out.shape[-1]] += _product(p, grad_out[:, b].flatten(0, 1))
+        of_keys += _product(ds.t(), q[:, b].flatten(0, 1))
+        of_keys[:, : widths[0]] += _product(p.t(), grad_out[:, b].flatten(0, 1))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,12 +1,35 @@
-"""The backward kernel that adds to no memory: dQ, with P and dS stored for two matrix products.
+"""The kernel of the backward that stores: P and dS of some tiles, for products of matrices.
 
-A tile of 64 rows meets its keys as in backward_kernel.py, of which this is steps 1 and 2: S and dP,
-P and dS, dQ += dS K. Instead of dKV, 144 KiB of fp32 for every block of 64 keys, it gives away P
-and dS, 16 KiB, which the copy engine (TMA) stores while dQ is computed. What the keys get,
-P^T dO + dS^T Q, are plain products over all rows then (stored_backward.py).
+A tile of 64 rows (tokens x heads) meets its keys, 128 at a time, as in backward_kernel.py, of which
+this is step 1: S = Q K^T and dP = dO V^T, P = exp(S - LSE) and dS = P (dP - delta). They leave in
+16 bits, 32 KiB per block, by the copy engine (TMA). Everything else is plain products over all rows
+(stored_backward.py).
 
-Keys come in two halves of the latent's columns. As soon as dQ's first half is done, the next
-block's first half is on its way, and S begins with it.
+A program runs on each multiprocessor and computes tiles one after the other. Its warps have three
+roles:
+
+* ``_load_role``, one warp: copies a tile's queries and dO, and then its keys, all in chunks of 64
+  columns, into a ring in shared memory, also those of the next tile while the others finish one.
+* ``_probs_role``, four warps: S and P. The tile's queries are in its registers.
+* ``_grad_role``, four warps: dP and dS. dO is in its registers.
+
+So the products read nothing but keys from shared memory. dP of a block waits until two thirds of
+its S are done, so that it runs while P is made, for which the tensor cores would idle:
+
+    probs role   S 0 | P 0  | S 1        | P 1  | S 2        | ..
+    grad role        | dP 0       | dS 0 | dP 1       | dS 1 | ..
+
+dS is made of the P that is stored, in 16 bits.
+
+Barriers. ``.._full`` is passed when data has come, ``.._empty`` when it is no longer needed:
+
+* ``full``, ``empty`` (per chunk): both roles wait for and release every chunk, also the grad role
+  k_rope, which it does not read.
+* ``grad_go`` (per block): dP may begin.
+* ``probs_full``, ``probs_empty`` (per block): P is in shared memory; dS is made.
+
+Chunks and blocks are counted on from tile to tile; number i of a ring of n is phase i // n of its
+stage i % n.
 """
 
 from triton.experimental import gluon
@@ -15,196 +38,249 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.backward_kernel import (
-    LOG2_E,
-    key_accumulator,
-    read_statistics,
-    store_rows,
-)
-from absorbed_mla.kernels.hopper.backward_shared import (
-    allocate_operand,
-    at_step,
-    clear_outside,
-    copy_to,
-    finish_clearing,
+from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E
+from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
+from absorbed_mla.kernels.hopper.layouts import accumulator_layout
+from absorbed_mla.kernels.hopper.stored_backward_shared import (
+    CHUNK,
+    HANDED,
+    KEYS,
+    add_chunks,
+    allocate,
+    finish_product,
+    load_keys,
     load_rows,
+    take_rows,
 )
 from absorbed_mla.kernels.hopper.synchronize import synchronize
-from absorbed_mla.kernels.hopper.tile import KEYS, ROWS, read_tile
+from absorbed_mla.kernels.hopper.tile import ROWS
+
+# Columns of P and of dS that are made at a time.
+HALF = gl.constexpr(KEYS // 2)
+# Registers of each thread of a role, see forward_kernel.py; the probs role gets 240, too.
+GRAD_REGISTERS = gl.constexpr(240)
+LOAD_REGISTERS = gl.constexpr(24)
 
 
-@aggregate
-class Shared:
-    """Operands in shared memory, each [1, 64, its columns], and the barriers of their arrival.
+@gluon.jit
+def _load_role(work, shared, q_content, q_rope, grad_out, latent, k_rope):
+    """Load each tile's rows, then its keys, as soon as there is room."""
+    number = gl.to_tensor(0)
+    for turn in range(work.count()):
+        tile = work.tile(turn)
+        load_rows(tile, shared, q_content, q_rope, grad_out, number)
+        number += shared.CHUNKS + 1
+        for block in range(_count_blocks(tile)):
+            load_keys(tile, shared, latent, k_rope, block, number)
+            number += shared.CHUNKS + 1
 
-    Attributes:
-        q_content, q_rope, grad_out: Rows of the tile.
-        left, right: The halves of the latents' columns of a block of keys.
-        k_rope: Of the block.
-        probs: P, [rows, keys].
-        grad_scores: dS times the scale of the scores, [rows, keys].
-        rows_full: All rows are there.
-        left_full: The left half is there.
-        right_full: The right half and k_rope are there.
+
+@gluon.jit
+def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
+    """Compute and store P of each tile, and hand it over."""
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    dtype: gl.constexpr = shared.ring.dtype
+    WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS + (shared.R,)
+    # Chunks of S that are queued when dP may begin, of which the last is still running.
+    GO: gl.constexpr = len(WIDTHS) * 2 // 3 + 1
+    number = gl.to_tensor(0)
+    for turn in range(work.count()):
+        tile = work.tile(turn)
+        row_lse = _read_lse(lse, tile, work.batches, work.heads, gl.SliceLayout(1, layout))
+        rows = take_rows(shared, number, 0, WIDTHS, layout)
+        number += shared.CHUNKS + 1
+        for block in range(_count_blocks(tile)):
+            handed = turn * stored_blocks + block
+            _wait_for_room(shared, handed)
+            s = gl.zeros([ROWS, KEYS], gl.float32, layout)
+            s = add_chunks(shared, s, rows, number, WIDTHS, 0, GO)
+            mbarrier.arrive(shared.grad_go.index(handed % HANDED))
+            s = add_chunks(shared, s, rows, number, WIDTHS, GO, len(WIDTHS))
+            s = finish_product(shared, s, number, WIDTHS)
+            number += shared.CHUNKS + 1
+            left, right = _halves(s)
+            _wait_for_stores()
+            _write_probs(shared, handed, left, 0, tile, block, row_lse, scale)
+            _write_probs(shared, handed, right, HALF, tile, block, row_lse, scale)
+            _hand_over(shared, handed, probs, tile, first_token, block)
+        for block in range(_count_blocks(tile), stored_blocks):
+            handed = turn * stored_blocks + block
+            _wait_for_room(shared, handed)
+            mbarrier.arrive(shared.grad_go.index(handed % HANDED))
+            _wait_for_stores()
+            shared.probs.index(handed % HANDED).store(gl.zeros([ROWS, KEYS], dtype, layout))
+            _hand_over(shared, handed, probs, tile, first_token, block)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale):
+    """Compute and store dS of each tile."""
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    dtype: gl.constexpr = shared.ring.dtype
+    WIDTHS: gl.constexpr = (CHUNK,) * shared.CHUNKS
+    number = gl.to_tensor(0)
+    for turn in range(work.count()):
+        tile = work.tile(turn)
+        rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+        row_delta = _read_delta(lse, delta, tile, work.batches, work.heads, rows_layout)
+        rows = take_rows(shared, number, 1, WIDTHS, layout)
+        _pass_rope(shared, number)
+        number += shared.CHUNKS + 1
+        for block in range(_count_blocks(tile)):
+            handed = turn * stored_blocks + block
+            _wait_to_go(shared, handed)
+            dp = gl.zeros([ROWS, KEYS], gl.float32, layout)
+            dp = add_chunks(shared, dp, rows, number, WIDTHS, 0, len(WIDTHS))
+            dp = finish_product(shared, dp, number, WIDTHS)
+            _pass_rope(shared, number)
+            number += shared.CHUNKS + 1
+            left, right = _halves(dp)
+            _wait_for_probs(shared, handed)
+            _write_grad_scores(shared, handed, left, 0, tile, block, row_delta, scale)
+            _write_grad_scores(shared, handed, right, HALF, tile, block, row_delta, scale)
+            _hand_back(shared, handed, grad_scores, tile, first_token, block)
+        for block in range(_count_blocks(tile), stored_blocks):
+            handed = turn * stored_blocks + block
+            _wait_to_go(shared, handed)
+            _wait_for_probs(shared, handed)
+            shared.grad_scores.index(0).store(gl.zeros([ROWS, KEYS], dtype, layout))
+            _hand_back(shared, handed, grad_scores, tile, first_token, block)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _count_blocks(tile):
+    """Blocks of keys that any row sees."""
+    return (tile.keys + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def _read_lse(lse, tile, batches, heads, layout: gl.constexpr):
+    """The rows' LSE, times log2(e), fp32 [64]; inf, hence P = exp(-inf), where nothing is seen."""
+    index, valid = tile.rows(batches, heads, layout)
+    row_lse = gl.load(lse + index, mask=valid, other=-float("inf"))
+    return gl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
+
+
+@gluon.jit
+def _read_delta(lse, delta, tile, batches, heads, layout: gl.constexpr):
+    """The rows' delta, fp32 [64]; 0, hence a finite dS, where nothing is seen, whatever it is."""
+    index, valid = tile.rows(batches, heads, layout)
+    row_lse = gl.load(lse + index, mask=valid, other=-float("inf"))
+    return gl.load(delta + index, mask=row_lse != -float("inf"), other=0.0)
+
+
+@gluon.jit
+def _halves(acc):
+    """Of the columns of an accumulator, each [64, 64], in the same registers.
+
+    One after the other is made what it becomes: both at once would need more registers.
     """
-
-    q_content: gl.shared_memory_descriptor
-    q_rope: gl.shared_memory_descriptor
-    grad_out: gl.shared_memory_descriptor
-    left: gl.shared_memory_descriptor
-    right: gl.shared_memory_descriptor
-    k_rope: gl.shared_memory_descriptor
-    probs: gl.shared_memory_descriptor
-    grad_scores: gl.shared_memory_descriptor
-    rows_full: gl.shared_memory_descriptor
-    left_full: gl.shared_memory_descriptor
-    right_full: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, operands, barriers):
-        (
-            self.q_content,
-            self.q_rope,
-            self.grad_out,
-            self.left,
-            self.right,
-            self.k_rope,
-            self.probs,
-            self.grad_scores,
-        ) = operands
-        self.rows_full, self.left_full, self.right_full = barriers
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    left, right = gl.split(acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
-def _allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
-    """Shared memory with its barriers ready for use."""
-    operands = (
-        allocate_operand(dtype, ROWS, C),
-        allocate_operand(dtype, ROWS, R),
-        allocate_operand(dtype, ROWS, C),
-        allocate_operand(dtype, KEYS, C // 2),
-        allocate_operand(dtype, KEYS, C // 2),
-        allocate_operand(dtype, KEYS, R),
-        allocate_operand(dtype, ROWS, KEYS),
-        allocate_operand(dtype, ROWS, KEYS),
-    )
-    rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    left_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    right_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_full, count=1)
-    mbarrier.init(left_full, count=1)
-    mbarrier.init(right_full, count=1)
+def _hide(values, tile, first, layout: gl.constexpr):
+    """Zero the values [64, 64] of keys, from the tile's ``first`` on, that a row does not see."""
+    if first + HALF > gl.minimum(tile.offset + 1, tile.keys):
+        key = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        token = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // tile.HEADS
+        last = gl.minimum(token + tile.offset, tile.keys - 1)
+        values = gl.where(key[None, :] <= last[:, None], values, 0.0)
+    return values
+
+
+@gluon.jit
+def _wait_for_room(shared, handed):
+    """Wait until the grad role has read the P before last."""
+    mbarrier.wait(shared.probs_empty.index(handed % HANDED), (handed // HANDED & 1) ^ 1)
+
+
+@gluon.jit
+def _wait_for_stores():
+    """Wait until the P before last has left."""
+    tma.store_wait(HANDED - 1)
+    synchronize()
+
+
+@gluon.jit
+def _wait_to_go(shared, handed):
+    """Wait until dP of a block may begin."""
+    mbarrier.wait(shared.grad_go.index(handed % HANDED), handed // HANDED & 1)
+
+
+@gluon.jit
+def _write_probs(shared, handed, s, column: gl.constexpr, tile, block, row_lse, scale):
+    """Write P of a half of a block, which begins at a column, from S."""
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    row_lse = gl.convert_layout(row_lse, gl.SliceLayout(1, layout))
+    p = gl.exp2(s * (scale * LOG2_E) - row_lse[:, None])
+    p = _hide(p, tile, block * KEYS + column, layout)
+    place = shared.probs.index(handed % HANDED).slice(column, HALF, dim=1)
+    place.store(p.to(place.dtype))
+
+
+@gluon.jit
+def _hand_over(shared, handed, probs, tile, first_token, block):
+    """Let the grad role read P, and begin to store it."""
     fence_async_shared()
     synchronize()
-    return Shared(operands, (rows_full, left_full, right_full))
+    mbarrier.arrive(shared.probs_full.index(handed % HANDED))
+    _store(probs, tile, first_token, block, shared.probs.index(handed % HANDED))
 
 
 @gluon.jit
-def _load_left(latent, shared, tile, first):
-    """Begin to copy the left half of the block of keys at ``first``."""
-    mbarrier.expect(shared.left_full, latent.block_type.nbytes)
-    copy_to(latent, [first, tile.batch, 0], shared.left_full, shared.left)
-
-
-@gluon.jit
-def _load_right(latent, k_rope, shared, tile, first):
-    """Begin to copy the right half and k_rope."""
-    nbytes: gl.constexpr = latent.block_type.nbytes + k_rope.block_type.nbytes
-    HALF: gl.constexpr = shared.right.shape[2]
-    mbarrier.expect(shared.right_full, nbytes)
-    copy_to(latent, [first, tile.batch, HALF], shared.right_full, shared.right)
-    copy_to(k_rope, [first, tile.batch, 0], shared.right_full, shared.k_rope)
-
-
-@gluon.jit
-def _scores(shared, i):
-    """Begin S = Q K^T as soon as half of the keys is there, then dP = dO V^T in two products."""
-    HALF: gl.constexpr = shared.left.shape[2]
-    zero = gl.zeros([ROWS, KEYS], gl.float32, key_accumulator(KEYS))
-    left = at_step(shared.left, i, 0).permute((1, 0))
-    q_left = at_step(shared.q_content, i, 0).slice(0, HALF, dim=1)
-    s = warpgroup_mma(q_left, left, zero, use_acc=False, is_async=True)
-    mbarrier.wait(shared.right_full, i & 1)
-    right = at_step(shared.right, i, 0).permute((1, 0))
-    k_rope = at_step(shared.k_rope, i, 0).permute((1, 0))
-    q_right = at_step(shared.q_content, i, 0).slice(HALF, HALF, dim=1)
-    s = warpgroup_mma(q_right, right, s, is_async=True)
-    s = warpgroup_mma(at_step(shared.q_rope, i, 0), k_rope, s, is_async=True)
-    left = at_step(shared.left, i, 1).permute((1, 0))
-    right = at_step(shared.right, i, 1).permute((1, 0))
-    do_left = at_step(shared.grad_out, i, 1).slice(0, HALF, dim=1)
-    do_right = at_step(shared.grad_out, i, 1).slice(HALF, HALF, dim=1)
-    dp = warpgroup_mma(do_left, left, zero, use_acc=False, is_async=True)
-    return s, warpgroup_mma(do_right, right, dp, is_async=True)
-
-
-@gluon.jit
-def _write_scores(shared, tile, i, first, s, dp, lse, delta, scale):
-    """Wait for S and dP, and write P and dS to shared memory; arguments as in backward_kernel."""
-    dtype: gl.constexpr = shared.probs.dtype
-    # Behind S two products were begun.
-    s = warpgroup_mma_wait(2, deps=[s])
-    p = gl.exp2(s * (scale * LOG2_E) - lse[:, None])
-    if tile.hides_some(i, first):
-        p = gl.where(tile.sees_from(i, first, key_accumulator(KEYS)), p, 0.0)
-    # Those of the last block have been stored, and read by the other warpgroup.
+def _wait_for_probs(shared, handed):
+    """Wait for P, and until dS of the block before has left."""
+    mbarrier.wait(shared.probs_full.index(handed % HANDED), handed // HANDED & 1)
     tma.store_wait(0)
     synchronize()
-    shared.probs.index(0).store(p.to(dtype))
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = p * (dp - delta[:, None]) * scale
-    shared.grad_scores.index(0).store(ds.to(dtype))
+
+
+@gluon.jit
+def _write_grad_scores(shared, handed, dp, column: gl.constexpr, tile, block, row_delta, scale):
+    """Write dS of a half of a block, times the scale, from dP."""
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    row_delta = gl.convert_layout(row_delta, gl.SliceLayout(1, layout))
+    p = shared.probs.index(handed % HANDED).slice(column, HALF, dim=1).load(layout)
+    ds = p.to(gl.float32) * (dp * scale - (row_delta * scale)[:, None])
+    ds = _hide(ds, tile, block * KEYS + column, layout)
+    place = shared.grad_scores.index(0).slice(column, HALF, dim=1)
+    place.store(ds.to(place.dtype))
+
+
+@gluon.jit
+def _hand_back(shared, handed, grad_scores, tile, first_token, block):
+    """Give the place of P back, and begin to store dS."""
     fence_async_shared()
     synchronize()
+    mbarrier.arrive(shared.probs_empty.index(handed % HANDED))
+    _store(grad_scores, tile, first_token, block, shared.grad_scores.index(0))
 
 
 @gluon.jit
-def _store(target, position, source):
-    """Begin to copy an operand to a block of a tensor map of as many elements."""
-    block = source._reinterpret(source.dtype, target.block_shape, target.layout)
-    tma.async_copy_shared_to_global(target, position, block)
+def _pass_rope(shared, number):
+    """Release the last chunk, which only the probs role reads."""
+    shared.wait(number + shared.CHUNKS)
+    shared.release(number + shared.CHUNKS)
 
 
 @gluon.jit
-def _store_scores(shared, tile, probs, grad_scores, first_token, column):
-    """Begin to store P and dS of a block."""
-    position = [tile.batch, tile.query_start - first_token, tile.head, column]
-    _store(probs, position, shared.probs)
-    _store(grad_scores, position, shared.grad_scores)
-
-
-@gluon.jit
-def _store_zeros(shared, tile, probs, grad_scores, first_token, begin, end):
-    """Let P and dS be 0 of the keys' blocks ``begin`` to ``end``, none of which the tile sees."""
-    tma.store_wait(0)
-    synchronize()
-    zero = gl.zeros([ROWS, KEYS], shared.probs.dtype, key_accumulator(KEYS))
-    shared.probs.index(0).store(zero)
-    shared.grad_scores.index(0).store(zero)
-    fence_async_shared()
-    synchronize()
-    for block in range(begin, end):
-        _store_scores(shared, tile, probs, grad_scores, first_token, block * KEYS)
-
-
-@gluon.jit
-def _clear_keys(shared, tile, i, first):
-    """Zero what is no key of the tile, when all of the block is there."""
-    mbarrier.wait(shared.right_full, i & 1)
-    before, end = tile.key_start - first, tile.key_end - first
-    clear_outside(shared.left, before, end)
-    clear_outside(shared.right, before, end)
-    clear_outside(shared.k_rope, before, end)
-    finish_clearing()
+def _store(target, tile, first_token, block, source):
+    """Begin to copy [64, 128] to where a tensor map has the tile's rows and the block's keys."""
+    position = [tile.batch, tile.query_start - first_token, tile.head, block * KEYS]
+    box = source._reinterpret(source.dtype, target.block_shape, target.layout)
+    tma.async_copy_shared_to_global(target, position, box)
 
 
 @gluon.jit(
-    do_not_specialize=["batches", "heads", "first_token", "first_block", "stored_blocks"],
+    do_not_specialize=["total", "batches", "heads", "first_token", "stored_blocks"],
     do_not_specialize_on_alignment=["tiles"],
 )
 def attend_backward_stored(
@@ -218,92 +294,51 @@ def attend_backward_stored(
     lse,
     delta,
     tiles,
-    dq_content,
-    dq_rope,
+    total,
     batches,
     heads,
     first_token,
-    first_block,
     stored_blocks,
     scale,
     C: gl.constexpr,
     R: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """dQ, P and dS of some tiles; one program for each, entry of the batch and group of heads.
+    """P and dS of tiles that see keys from the same first one on, by any number of programs.
 
     Args:
-        q_content: Tensor map of [S_q, B, N, C] in boxes [64 / HEADS, 1, HEADS, C].
+        q_content: Tensor map of [S_q, B, N, C] in boxes [64 / HEADS, 1, HEADS, 64].
         q_rope: Of [S_q, B, N, R] in boxes [64 / HEADS, 1, HEADS, R].
         grad_out: As q_content.
-        latent: Of [S_k, B, C] in boxes [64, 1, C / 2].
-        k_rope: Of [S_k, B, R] in boxes [64, 1, R].
-        probs: Of [B, tokens, N, 64 * stored_blocks] in boxes [1, 64 / HEADS, HEADS, 64], written.
+        latent: Of [S_k, B, C] in boxes [128, 1, 64].
+        k_rope: Of [S_k, B, R] in boxes [128, 1, R].
+        probs: Of [B, tokens, N, 128 * stored_blocks] in boxes [1, 64 / HEADS, HEADS, 128], written:
+            key i there is the i-th from the tiles' first on, and what no row of a tile sees is 0.
         grad_scores: As probs.
         lse: fp32 [S_q, B, N], contiguous like all that follows.
         delta: fp32 [S_q, B, N].
         tiles: int32 [tiles, 5] of these tokens, see ``query_tiles`` in tiles.py.
-        dq_content: [S_q, B, N, C], written.
-        dq_rope: [S_q, B, N, R], written.
+        total: Tiles, times entries of the batch, times groups of heads.
         batches: B.
         heads: N.
         first_token: Of ``probs``.
-        first_block: Of the keys in ``probs``, blocks counted from the first key of all.
-        stored_blocks: Of ``probs``; what no row of a tile sees is 0.
+        stored_blocks: Of ``probs``.
         scale: Of the scores.
         C: ``kv_lora_rank``.
         R: Width of k_rope.
         HEADS: Heads in a tile.
     """
-    tile = read_tile(tiles, gl.program_id(0), batches, heads, HEADS)
-    shared = _allocate(latent.dtype, C, R)
-    blocks = (tile.key_end + KEYS - 1) // KEYS - first_block
-    # A tile without keys still stores zeros.
-    blocks = gl.where(tile.key_end > tile.key_start, blocks, 0)
-    load_rows(q_content, q_rope, grad_out, shared, tile)
-    if blocks > 0:
-        _load_left(latent, shared, tile, first_block * KEYS)
-        _load_right(latent, k_rope, shared, tile, first_block * KEYS)
-
-    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads)
-    rows = (tile.query_end - tile.query_start) * HEADS
-    mbarrier.wait(shared.rows_full, 0)
-    if rows < ROWS:
-        clear_outside(shared.q_content, 0, rows)
-        clear_outside(shared.q_rope, 0, rows)
-        clear_outside(shared.grad_out, 0, rows)
-        finish_clearing()
-
-    HALF: gl.constexpr = C // 2
-    dq_left = gl.zeros([ROWS, HALF], gl.float32, key_accumulator(HALF))
-    dq_right = gl.zeros([ROWS, HALF], gl.float32, key_accumulator(HALF))
-    acc_rope = gl.zeros([ROWS, R], gl.float32, key_accumulator(R))
-    for i in range(blocks):
-        first = (first_block + i) * KEYS
-        mbarrier.wait(shared.left_full, i & 1)
-        if (first < tile.key_start) | (first + KEYS > tile.key_end):
-            _clear_keys(shared, tile, i, first)
-        s, dp = _scores(shared, i)
-        _write_scores(shared, tile, i, first, s, dp, row_lse, row_delta, scale)
-        ds = at_step(shared.grad_scores, i, 2)
-        dq_left = warpgroup_mma(ds, at_step(shared.left, i, 2), dq_left, is_async=True)
-        dq_right = warpgroup_mma(ds, at_step(shared.right, i, 2), dq_right, is_async=True)
-        acc_rope = warpgroup_mma(ds, at_step(shared.k_rope, i, 2), acc_rope, is_async=True)
-        _store_scores(shared, tile, probs, grad_scores, first_token, i * KEYS)
-        dq_left = warpgroup_mma_wait(2, deps=[dq_left])
-        # Both warpgroups are done with the left half, and then with the rest.
-        synchronize()
-        if i + 1 < blocks:
-            _load_left(latent, shared, tile, first + KEYS)
-        dq_right, acc_rope = warpgroup_mma_wait(0, deps=[dq_right, acc_rope])
-        synchronize()
-        if i + 1 < blocks:
-            _load_right(latent, k_rope, shared, tile, first + KEYS)
-
-    if blocks < stored_blocks:
-        _store_zeros(shared, tile, probs, grad_scores, first_token, blocks, stored_blocks)
-    synchronize()
-    store_rows(dq_left, shared.left, dq_content, tile, batches, heads, C)
-    store_rows(dq_right, shared.right, dq_content + HALF, tile, batches, heads, C)
-    store_rows(acc_rope, shared.q_rope, dq_rope, tile, batches, heads, R)
-    tma.store_wait(0)
+    shared = allocate(latent.dtype, C, R)
+    work = ProgramTiles(tiles, total, batches, heads, HEADS)
+    gl.warp_specialize(
+        [
+            (_probs_role, (work, shared, probs, lse, first_token, stored_blocks, scale)),
+            (
+                _grad_role,
+                (work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale),
+            ),
+            (_load_role, (work, shared, q_content, q_rope, grad_out, latent, k_rope)),
+        ],
+        [4, 1],  # warps of the roles but the first, which has the launch's four
+        [GRAD_REGISTERS, LOAD_REGISTERS],
+    )

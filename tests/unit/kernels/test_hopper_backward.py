@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from absorbed_mla.core_attention.backends import hopper as hopper_backend
 from absorbed_mla.core_attention.masks import parts
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.types import AttentionOutput
@@ -29,6 +30,15 @@ EMULATED = {name: CASES[name] for name in ("width_512_fp16", "width_256", "width
     "three_blocks": Case(5, 150, (Span(0, 5, 3, 150, 142),), content=256, rope=32, heads=16),
     "two_sequences": Case(
         12, 140, (Span(0, 5, 0, 66, 61), Span(7, 12, 70, 140, 65)), content=128, rope=64, heads=64
+    ),
+    "five_heads": Case(
+        70, 600, (Span(1, 68, 0, 590, 524),), content=128, rope=32, heads=5, dtype=torch.float16
+    ),
+    "all_keys": Case(
+        9, 270, (Span(0, 9, 7, 270, None),), content=256, rope=64, heads=16, lse_gradient=False
+    ),
+    "narrow_rope": Case(
+        3, 200, (Span(0, 3, 0, 200, 197),), content=512, rope=32, heads=64, batch=2
     ),
     "nobody_sees_anything": Case(3, 9, (Span(1, 3, 0, 9, -8),), content=128, rope=64, heads=32),
 }
@@ -86,3 +96,18 @@ def test_storing(name, tokens, monkeypatch):
         monkeypatch.setattr(parts, "MOST_BYTES", 1)
     with determinism(demanded=True):
         check(gradients(EMULATED[name]), EMULATED[name])
+
+
+@pytest.mark.parametrize("least", [5 * 600 * 70, 1])
+def test_long_spans_are_stored(least, monkeypatch):
+    """Where nobody demands equal bits, it depends on the pairs of queries and keys."""
+    case, used = EMULATED["five_heads"], []
+    monkeypatch.setattr(hopper_backend, "LEAST_STORED_PAIRS", least)
+    for launcher, name in ((backward, "backward"), (stored_backward, "backward_stored")):
+        original = getattr(launcher, name)
+        monkeypatch.setattr(
+            launcher, name, lambda *args, f=original, n=name: used.append(n) or f(*args)
+        )
+    with determinism(demanded=False):
+        gradients(case)
+    assert used == ["backward_stored" if least == 1 else "backward"]

@@ -30,6 +30,16 @@ def test_parts(most, monkeypatch):
     assert {row[0] for row in visible} <= set(seen)
 
 
+def test_parts_are_as_long_as_fits(monkeypatch):
+    """First queries see few keys, so that more of them fit."""
+    monkeypatch.setattr(module, "MOST_BYTES", 4000)
+    _, parts = module.query_parts(SPANS[:1], tokens=4, pair_bytes=8)
+    lengths = (parts[:, 1] - parts[:, 0]).tolist()
+    assert lengths == [20, 12, 8, 8, 2]
+    for start, end, _, key_end, *_ in parts[:-1].tolist():
+        assert 8 * (end + 4 - start) * (key_end + 4) > 4000
+
+
 def test_nothing_to_see():
     tiles, parts = module.query_parts((Span(1, 6, 0, 9, -8),), 4, 8)
     assert tiles.shape == (0, 5) and parts.shape == (0, 6)

@@ -27,6 +27,13 @@ def test_chunks_of_queries(span, size):
     assert sorted(seen) == sorted(pairs_in((span,)))
 
 
+@given(any_span())
+@settings(max_examples=300, deadline=None)
+def test_number_of_pairs(span):
+    """As many as there are."""
+    assert span.num_pairs == len(pairs_in((span,)))
+
+
 def attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [S, 1, 1, V] and LSE [S, 1, 1] from scores [S, K]; -inf hides a key."""
     lse = scores.logsumexp(-1)
