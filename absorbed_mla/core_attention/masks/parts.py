@@ -13,6 +13,9 @@ from absorbed_mla.core_attention.masks.tiles import query_tiles
 
 # Of what is stored of all pairs of a part, unless one tile needs more.
 MOST_BYTES = 2**30
+# Parts have a multiple of so many queries, or of a smaller power of two, and with causality end at
+# such a key: products of matrices of other sizes take twice as long.
+_STEP = 128
 
 
 def query_parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +45,9 @@ def _parts(spans: Iterable[Span], tokens: int, pair_bytes: int) -> Iterable[Span
     for span in spans:
         start = span.query_start
         while start < span.query_end:
-            length = max(_fitting(span, start, most) // tokens, 1) * tokens
+            fitting = _fitting(span, start, most)
+            step = max(tokens, min(1 << max(fitting.bit_length() - 1, 0), _STEP))
+            length = max(fitting // step, 1) * step
             end = min(start + length, span.query_end)
             part = span.within_queries(start, end)
             if part.num_keys > 0:

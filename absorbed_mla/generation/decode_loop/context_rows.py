@@ -71,6 +71,7 @@ class ContextRows:
         # What the device gets for the step after this one, while the context has that of this one.
         staged = context._cpu_bookkeeping_buf[: self._table_start]
         self._upcoming = torch.empty_like(staged, pin_memory=staged.is_pinned())
+        self._all_staged, self._all_upcoming = staged.numpy(), self._upcoming.numpy()
         self._in_upcoming = {
             name: self._upcoming_of(getattr(context, name)) for name in (*_OF_TOKENS, *_STAGED[:-1])
         }
@@ -160,7 +161,8 @@ class ContextRows:
         It must need no block, and have the same rows.
         """
         of, n = self._of, self.count
-        self._upcoming.copy_(self._context._cpu_bookkeeping_buf[: self._table_start])
+        # By one thread: PyTorch would wake all of its own, which takes milliseconds.
+        self._all_upcoming[:] = self._all_staged
         positions = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
         self._stage(self._in_upcoming, positions)
 
