@@ -180,12 +180,12 @@ def test_attention(dtype, queries, keys):
 @pytest.mark.parametrize("start, end", [(0, 1), (0, 40), (5, 6), (7, 33), (16, 16), (39, 40)])
 def test_gathered_keys(start, end):
     case = PagedCase((1,), (40,), dtype=torch.float32)
-    _, _, cache, rows, _ = case.inputs()
+    _, _, cache, rows, _ = case.inputs(world.device())
     ranks = CacheRanks(world.tp_group())
-    found = torch.empty(end - start, cache.shape[-1])
+    found = cache.new_empty(end - start, cache.shape[-1])
     own = share(cache, ranks.rank, ranks.size)
     InterleavedPart(own, rows, ranks=ranks).gather(0, start, end, found)
-    places = torch.arange(start, end)
+    places = torch.arange(start, end, device=cache.device)
     expected = cache[rows.block_table[0].long()[places // 16], places % 16]
     assert torch.equal(found, expected)
 

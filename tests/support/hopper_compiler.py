@@ -7,10 +7,14 @@ A program of its own, because it replaces Triton's driver:
 It calls the launchers at DeepSeek-V3's dimensions, compiles what they launch instead of running it,
 and prints a line of JSON for each kernel: its name, and what memory it takes. Results are never
 computed, so launchers return any numbers.
+
+A large kernel takes seconds. Where it has several options, each value of each is compiled, not each
+combination; of an option that only adds code, the value that adds it.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -75,7 +79,7 @@ def _assembled(kernel) -> dict[str, Any]:
 
 
 def training_kernels() -> None:
-    """Forward with and without the largest scores, backward that adds and that stores."""
+    """Forward that records the largest scores, backward that adds and that stores."""
     from absorbed_mla.core_attention.backends.hopper import ENTRY as HOPPER
     from absorbed_mla.core_attention.masks.scores import ScoreRules
     from absorbed_mla.core_attention.masks.spans import Span, Spans
@@ -86,8 +90,7 @@ def training_kernels() -> None:
     inputs = AttentionInputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes), None)
     rules = ScoreRules(0.1, Spans([Span(0, TOKENS, 0, TOKENS, 0)]))
     recorded = ScoreRules(0.1, rules.spans, max_logits=MaxLogits(torch.zeros(HEADS)))
-    output = HOPPER.forward(inputs, rules)
-    HOPPER.forward(inputs, recorded)
+    output = HOPPER.forward(inputs, recorded)
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         HOPPER.backward(OutputGradient(output.out, None), output, inputs, rules)
@@ -95,7 +98,7 @@ def training_kernels() -> None:
 
 
 def multi_head_kernels() -> None:
-    """Forward of the expanded form, with and without the largest scores, and its backward."""
+    """Forward of the expanded form, which records the largest scores, and its backward."""
     from absorbed_mla.core_attention.masks.spans import Span
     from absorbed_mla.core_attention.masks.tiles import key_tiles, query_tiles
     from absorbed_mla.kernels import operators
@@ -103,8 +106,7 @@ def multi_head_kernels() -> None:
     q, v = (torch.zeros(TOKENS, 1, HEADS, width, dtype=BF16) for width in (192, 128))
     spans = [Span(0, TOKENS, 0, TOKENS, 0)]
     tiles = query_tiles(spans, 128, TOKENS)
-    for record in (False, True):
-        out, lse, _ = operators.multi_head_attention_forward(q, q, v, tiles, 0.1, record)
+    out, lse, _ = operators.multi_head_attention_forward(q, q, v, tiles, 0.1, True)
     tiles = key_tiles(spans, 128, TOKENS)
     operators.multi_head_attention_backward(out, None, out, lse, q, q, v, tiles, 1, 0.1)
 
@@ -147,10 +149,9 @@ def fp8_cache_kernels() -> None:
     fp8_latents.decode(*latents.parts(rows), kv)
     fp8_decode("triton", 16)
     fp8_decode("hopper", HEADS)
-    # Tiles of 16 rows and of 32, in splits and whole.
-    for requests in (2, 128):
-        for heads in (16, 32):
-            fp8_decode("hopper", heads, requests)
+    # Tiles of 16 rows in splits, and of 32 whole.
+    fp8_decode("hopper", 16, 2)
+    fp8_decode("hopper", 32, 128)
 
 
 def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
@@ -168,9 +169,9 @@ def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
     )
 
 
-def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:
-    """Sparse attention, forward and one of its backwards."""
-    from absorbed_mla.core_attention.types import OutputGradient
+def sparse_kernels(kernels: str, heads: int, deterministic: bool, forward: bool = True) -> None:
+    """Sparse attention, forward and one of its backwards, or that alone."""
+    from absorbed_mla.core_attention.types import AttentionOutput, OutputGradient
     from absorbed_mla.dsa.sparse_reference import latent_inputs
     from absorbed_mla.kernels.dsa import key_lists
     from absorbed_mla.registry import SPARSE_BACKENDS
@@ -181,13 +182,15 @@ def sparse_kernels(kernels: str, heads: int, deterministic: bool) -> None:
     shapes = [(heads, KV_LORA_RANK), (heads, ROPE), (KV_LORA_RANK + ROPE,)]
     inputs = latent_inputs(*(torch.zeros(TOKENS, 1, *s, dtype=BF16) for s in shapes))
     chosen = torch.zeros(TOKENS, 1, TOKENS, dtype=torch.int32)
-    output = sparse.forward(inputs, chosen, 0.1)
+    output = AttentionOutput(inputs.q_content, torch.zeros(TOKENS, 1, heads))
+    if forward:
+        output = sparse.forward(inputs, chosen, 0.1)
     torch.use_deterministic_algorithms(deterministic)
     sparse.backward(OutputGradient(output.out, None), output, inputs, chosen, 0.1)
 
 
 def decode_of_sparse_kernels(kernels: str) -> None:
-    """A token of 16 heads in each tile, its keys in splits, which are merged."""
+    """A token in each tile, its keys in splits, which are merged."""
     from absorbed_mla.inference.rows import Rows
     from absorbed_mla.kernels.dsa import key_lists
     from absorbed_mla.registry import SPARSE_BACKENDS
@@ -340,6 +343,8 @@ def expert_kernels() -> None:
 
 
 if __name__ == "__main__":
+    # Compilers make many small objects that live on; looking for garbage takes longer than they.
+    gc.disable()
     driver.set_active(_H200())
     JITFunction.__getitem__ = _compiled_launch
     training_kernels()
@@ -347,8 +352,9 @@ if __name__ == "__main__":
     search_kernel()
     decode_kernels()
     fp8_cache_kernels()
-    # Tiles of one token and of four; backward by atomics and in order: each of both once.
-    sparse_kernels("hopper", HEADS, deterministic=True)
+    # Tiles of one token and of four; backward by atomics and in order: each of both once. Forward
+    # with tiles of one token is compiled with decode, in splits.
+    sparse_kernels("hopper", HEADS, deterministic=True, forward=False)
     sparse_kernels("hopper", 16, deterministic=False)
     sparse_kernels("triton", 16, deterministic=True)
     for kernels in ("hopper", "triton"):

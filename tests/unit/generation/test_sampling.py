@@ -60,7 +60,8 @@ def row(position=0, *, generated=(), tokens=(), drafts=(), seed=0, **params) -> 
 
 def shares(logits=LOGITS, **params) -> torch.Tensor:
     """How often each token is drawn."""
-    rows = [row(position, **params) for position in range(DRAWS)]
+    first = row(**params)
+    rows = [_Row(first.request, first.position + i, first.drafts) for i in range(DRAWS)]
     tokens = draw(logits.expand(DRAWS, -1), rows)
     return torch.bincount(tokens, minlength=len(logits)) / DRAWS
 

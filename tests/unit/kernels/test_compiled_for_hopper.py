@@ -30,14 +30,14 @@ def test_kernels(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = [kernel["kernel"] for kernel in kernels]
-    assert names.count("attend_forward") == 2, "with and without the largest scores"
+    assert "attend_forward" in names
     # Two numbers wait on the stack from tile to tile, none from block to block.
-    multi_head = [kernel for kernel in kernels if kernel["kernel"] == "attend_multi_head"]
-    assert [k["stack"] <= 8 for k in multi_head] == [True] * 2, "as attend_forward"
+    [multi_head] = [kernel for kernel in kernels if kernel["kernel"] == "attend_multi_head"]
+    assert multi_head["stack"] <= 8
     assert {"attend_backward", "attend_backward_stored"} <= {*names}
-    assert names.count("attend_few_rows") == 4, "of 16 rows and of 32, in splits and whole"
+    assert names.count("attend_few_rows") == 2, "of 16 rows in splits, of 32 whole"
     assert {"attend_decode", "_combine_kernel", "_largest_kernel"} <= {*names}
-    assert names.count("attend_sparse_forward") == 3, "of one token and of four, and of splits"
+    assert names.count("attend_sparse_forward") == 2, "of four tokens, and of one in splits"
     assert names.count("attend_sparse_backward") == 2, "by atomics and in order"
     assert names.count("sum_sparse_probabilities") == 2, "of one group of heads and of two"
     assert {"_scores_kernel", "_select_kernel", "_visible_kernel", "_gradient_kernel"} <= {*names}
@@ -68,7 +68,7 @@ def test_kernels(tmp_path):
     # Some numbers of few rows wait on the stack from tile to tile, and where splits are combined.
     few = [k for k in kernels if k["kernel"] in ("attend_few_rows", "_combine_kernel")]
     assert max(k["stack"] for k in few) <= 16
-    known = (fp8, decode, backward, *sparse, *multi_head, *few)
+    known = (fp8, decode, backward, *sparse, multi_head, *few)
     others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

@@ -169,11 +169,11 @@ def test_gradients(kind, dtype, relu, monkeypatch):
     monkeypatch.setattr(key_sums, "_MOST_BYTES", 120_000)  # several runs of queries
     # Keys of wide rows get half of their columns at a time.
     width = 128 if kind == "wide" else 16
-    index = vectors(9, 90, batch=2, heads=20, width=width, dtype=dtype)
+    index = vectors(9, 72, batch=2, heads=20, width=width, dtype=dtype)
     if kind == "visible":
-        support = VisibleKeys(Span(1, 8, 3, 80, 70), DEVICE, heads=100)
+        support = VisibleKeys(Span(1, 8, 3, 72, 62), DEVICE, heads=100)
     else:
-        chosen = torch.rand(7, 2, 90).topk(67).indices.sort().values.int().to(DEVICE)
+        chosen = torch.rand(7, 2, 72).topk(67).indices.sort().values.int().to(DEVICE)
         chosen[2, 1] = -1
         chosen[3, :, 5:9] = -1
         support = ChosenKeys(slice(1, 8), chosen, 100)

@@ -162,7 +162,7 @@ ORDERS = [(name, order) for name in CASES for order in (False, True)[: 1 + (name
 def test_equals_the_reference(name, deterministic, monkeypatch):
     """Amid NaN in all memory that must be written."""
     case = CASES[name]
-    monkeypatch.setattr(key_sums, "_MOST_BYTES", 20_000)  # several runs of tiles
+    monkeypatch.setattr(key_sums, "_MOST_BYTES", 21_000)  # two runs of several tiles
     torch.use_deterministic_algorithms(deterministic)
     with poisoned_memory():
         found = compute(case, SPARSE_BACKENDS["triton"], case.tensors())

@@ -165,19 +165,20 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     files = {module_name(path, root): path for path in paths}
     graph = {}
     for module, path in files.items():
-        found = _imported(ast.walk(ast.parse(path.read_text())))
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        found = _imported(nodes)
         # "from folder import file" binds to the file, not to the folder's __init__.
         folders = {name.rpartition(".")[0] for name in found if name in files}
         names = {name for name in found if name in files or name.split(".")[0] not in PRODUCT}
-        graph[module] = names - (folders - _needed(path, files)) - {module}
+        graph[module] = names - (folders - _needed(nodes, files)) - {module}
     return graph
 
 
-def _needed(path: Path, files: dict[str, Path]) -> set[str]:
-    """Folders whose __init__ itself gives a name to the file."""
+def _needed(nodes: list[ast.AST], files: dict[str, Path]) -> set[str]:
+    """Folders whose __init__ itself gives a name to the file of these nodes."""
     return {
         node.module
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         and any(f"{node.module}.{alias.name}" not in files for alias in node.names)
     }
@@ -224,46 +225,45 @@ LEVELS = [
     {"llm", "export", "bridge"},
 ]
 TOP = ("absorbed_mla.llm", "absorbed_mla.export", "absorbed_mla.bridge")
-GRAPH = import_graph(ROOT)
 
 
 class TestGraph:
-    def test_no_circles(self):
-        assert not cycle_in(GRAPH)
+    @pytest.fixture(scope="class")
+    def graph(self) -> dict[str, set[str]]:
+        return import_graph(ROOT)
 
-    @pytest.mark.parametrize("module", [name for name in GRAPH if name.count(".")])
-    def test_no_import_from_above(self, module):
+    def test_no_circles(self, graph):
+        assert not cycle_in(graph)
+
+    def test_no_import_from_above(self, graph):
         """Core attention knows nothing of the attention layer, and so on."""
-        package = module.split(".")[0]
-        used = {name for name in GRAPH[module] if name.split(".")[0] in PRODUCT}
-        if package == "absorbed_mla":
-            if module.startswith(TOP):
-                return
+        for module, imported in graph.items():
+            if not module.startswith("absorbed_mla.") or module.startswith(TOP):
+                continue
+            used = {name for name in imported if name.split(".")[0] in PRODUCT}
             inside = {name for name in used if name.startswith("absorbed_mla.")}
-            assert used == inside, "the package stands on nothing else of the product"
-            above = {name for name in inside if level_of(name) > level_of(module)}
-            assert not above
+            assert used == inside, f"{module}: the package stands on nothing else of the product"
+            assert not {name for name in inside if level_of(name) > level_of(module)}, module
 
-    def test_nothing_stands_on_the_top(self):
-        outside = [name for name in GRAPH if not name.startswith(TOP)]
-        users = {name for name in outside if any(one.startswith(TOP) for one in GRAPH[name])}
+    def test_nothing_stands_on_the_top(self, graph):
+        outside = [name for name in graph if not name.startswith(TOP)]
+        users = {name for name in outside if any(one.startswith(TOP) for one in graph[name])}
         assert users <= {"absorbed_mla"}, "the package gives LLM its name"
 
-    def test_every_file_has_a_level(self):
-        modules = {name.split(".")[1] for name in GRAPH if name.startswith("absorbed_mla.")}
+    def test_every_file_has_a_level(self, graph):
+        modules = {name.split(".")[1] for name in graph if name.startswith("absorbed_mla.")}
         assert modules <= set().union(*LEVELS)
 
-    @pytest.mark.parametrize("module", GRAPH)
-    def test_the_product_imports_no_tests_or_scripts(self, module):
-        if module.startswith("absorbed_mla.testing"):
-            return
-        used = {name.split(".")[0] for name in GRAPH[module]}
-        assert not used & {"tests", "scripts", "training", "rollout", "console", "benchmarks"}
-        assert not any(name.startswith("absorbed_mla.testing") for name in GRAPH[module])
+    def test_the_product_imports_no_tests_or_scripts(self, graph):
+        others = {"tests", "scripts", "training", "rollout", "console", "benchmarks"}
+        for module, imported in graph.items():
+            if not module.startswith("absorbed_mla.testing"):
+                assert not {name.split(".")[0] for name in imported} & others, module
+                assert not any(name.startswith("absorbed_mla.testing") for name in imported), module
 
-    def test_specs_stand_on_the_package_alone(self):
-        for module in (name for name in GRAPH if name.startswith("specs")):
-            used = {name.split(".")[0] for name in GRAPH[module]}
+    def test_specs_stand_on_the_package_alone(self, graph):
+        for module in (name for name in graph if name.startswith("specs")):
+            used = {name.split(".")[0] for name in graph[module]}
             assert used <= {"megatron", "absorbed_mla", "specs", *sys.stdlib_module_names}
 
 
