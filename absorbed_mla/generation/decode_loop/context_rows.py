@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
-from torch import Tensor
 
 # NumPy's, made by tensors: the package does not depend on NumPy itself.
 _Array = Any
@@ -68,13 +67,6 @@ class ContextRows:
         view = context.gpu_view
         self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
         self._table_changed = False
-        # What the device gets for the step after this one, while the context has that of this one.
-        staged = context._cpu_bookkeeping_buf[: self._table_start]
-        self._upcoming = torch.empty_like(staged, pin_memory=staged.is_pinned())
-        self._all_staged, self._all_upcoming = staged.numpy(), self._upcoming.numpy()
-        self._in_upcoming = {
-            name: self._upcoming_of(getattr(context, name)) for name in (*_OF_TOKENS, *_STAGED[:-1])
-        }
 
     def has_ended(self, tokens: _Array) -> _Array:
         """Which requests end with these tokens, by Megatron's rules for all but stop words."""
@@ -153,37 +145,23 @@ class ContextRows:
         offsets = of["request_last_kv_block_offset"]
         offsets[rows] = (offsets[rows] + 1) % block
         of["token_to_input_ids"][rows] = tokens
-        self._stage(of, positions)
-
-    def prepare(self) -> None:
-        """Find the numbers of the step after this one, all but its tokens.
-
-        It must need no block, and have the same rows.
-        """
-        of, n = self._of, self.count
-        # By one thread: PyTorch would wake all of its own, which takes milliseconds.
-        self._all_upcoming[:] = self._all_staged
-        positions = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
-        self._stage(self._in_upcoming, positions)
-
-    def publish_prepared(self, tokens: Tensor) -> None:
-        """Send what :meth:`prepare` has found to the device, and tokens that are there already.
-
-        Args:
-            tokens: Of the rows, int64 [count].
-        """
-        with torch.inference_mode():
-            view = self._context.gpu_view
-            view._buf[: self._table_start].copy_(self._upcoming, non_blocking=True)
-            view.token_to_input_ids[: self.count].copy_(tokens)
+        of["token_to_pos_ids"][rows] = positions
+        of["token_to_position_in_request"][rows] = positions
+        of["token_to_local_position_within_kv_block"][rows] = positions % block
+        of["token_to_block_idx"][rows] = of["request_last_kv_block_id"][rows]
 
     def publish(self) -> None:
         """Send the step's numbers to the device."""
         context, of, n = self._context, self._of, self.count
+        positions = of["request_kv_length_offsets"][:n]
+        of["_staging_request_kv_length_offsets"][:n] = positions
+        lengths, sums = of["_cpu_mha_kv_seq_lengths"], of["_cpu_mha_cu_kv_seq_lengths"]
+        lengths[:n] = positions + 1
+        sums[1 : n + 1] = lengths[:n].cumsum()
+        sums[n + 1 : self._padded + 1] = sums[n]
         if not context.using_cuda_graph_this_step():
-            longest = int(of["_cpu_mha_kv_seq_lengths"][:n].max())
             metadata = context.active_attn_metadata["mha_metadata"]
-            metadata.state_data["max_seqlen_k"] = metadata._max_seqlen_k = longest
+            metadata.state_data["max_seqlen_k"] = metadata._max_seqlen_k = int(lengths[:n].max())
         end = self._table_start
         if self._table_changed:
             of["_cpu_mha_block_table"][:n] = of["request_to_kv_block_ids"][:n]
@@ -192,25 +170,6 @@ class ContextRows:
         with torch.inference_mode():
             buffer = context._cpu_bookkeeping_buf[:end]
             context.gpu_view._buf[:end].copy_(buffer, non_blocking=True)
-
-    def _stage(self, of: dict[str, _Array], positions: _Array) -> None:
-        """Write what the device gets of new tokens at these positions, in host memory."""
-        rows, n, block = slice(0, self.count), self.count, self._context.block_size_tokens
-        of["token_to_pos_ids"][rows] = positions
-        of["token_to_position_in_request"][rows] = positions
-        of["token_to_local_position_within_kv_block"][rows] = positions % block
-        of["token_to_block_idx"][rows] = self._of["request_last_kv_block_id"][rows]
-        of["_staging_request_kv_length_offsets"][rows] = positions
-        lengths, sums = of["_cpu_mha_kv_seq_lengths"], of["_cpu_mha_cu_kv_seq_lengths"]
-        lengths[rows] = positions + 1
-        sums[1 : n + 1] = lengths[rows].cumsum()
-        sums[n + 1 : self._padded + 1] = sums[n]
-
-    def _upcoming_of(self, tensor: Tensor) -> _Array:
-        """The part of ``_upcoming`` that this tensor is of the context's buffer."""
-        begin = tensor.data_ptr() - self._context._cpu_bookkeeping_buf.data_ptr()
-        part = self._upcoming[begin : begin + tensor.numel() * tensor.element_size()]
-        return part.view(tensor.dtype).view(tensor.shape).numpy()
 
     def _move(self, former: Sequence[int], places: Sequence[int]) -> None:
         """Move rows; the values at ``former`` are read before any is written."""

@@ -128,8 +128,6 @@ class DecodeLoop:
         assert self._rows is not None
         # The device is busy meanwhile.
         self._draws.prepare([position + 1 for position in self._rows.positions()])
-        if self.launches_ahead:
-            self._rows.prepare()
         start = time.perf_counter()
         self._arrived.synchronize()
         self.waited += time.perf_counter() - start
@@ -162,17 +160,13 @@ class DecodeLoop:
             former, places = moved
             tokens[places] = tokens[former]
             self._draws.move(former, places)
+        rows.advance(tokens)
         self._count_step()
         self._state = self._read_state()
-        self._ahead = self.launches_ahead and self._draws.kind is not None
-        prepared = self._ahead and not full and self._host.context.using_cuda_graph_this_step()
-        if prepared:
-            rows.publish_prepared(self._host.controller._sampled_tokens_cuda[: rows.count])
-            self._start()
-        rows.advance(tokens)
-        if self._ahead and not prepared:
+        if self.launches_ahead and self._draws.kind is not None:
             rows.publish()
             self._start()
+            self._ahead = True
         # In the order of the rows that the tokens were drawn for.
         progress = members.append(listed, log_probs)
         if moved is not None:
