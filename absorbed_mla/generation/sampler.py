@@ -23,6 +23,8 @@ from absorbed_mla.generation.sampling import SamplingParams
 # Probabilities are integers of this scale, relative to the most likely token's. The sum of 2**20
 # tokens fits an int64; tokens 2**40 times less likely than the first are never drawn.
 _SCALE = 2.0**40
+# Tokens of the vocabulary whose weights are added up first when a token is drawn.
+_CHUNK = 1024
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -399,12 +401,39 @@ def draw_by_weight(logits: Tensor, weighing: Weighing, *, filters: bool) -> Tens
         total = weights.sum(-1, keepdim=True)
         # The token that crosses the limit is left in, so that there is always one.
         weights = weights.masked_fill(before >= weighing.top_p * total, 0)
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    target = (weighing.random * total).long().clamp(max=total - 1)
-    # Rows that are padding may have any logits.
-    chosen = torch.searchsorted(sums, target, right=True).clamp(max=logits.shape[-1] - 1)
+    chosen = find_place(weights, weighing.random)
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
+
+
+def find_place(weights: Tensor, random: Tensor) -> Tensor:
+    """The first token with which the sum of weights exceeds a part of all of them.
+
+    First among chunks of the vocabulary, then in one: running sums of all tokens would be written
+    and read, by a few blocks of threads. Sums of integers are the same in any order.
+
+    Args:
+        weights: int64 [rows, vocabulary], at least 0.
+        random: The part, [rows, 1], from 0 to below 1.
+
+    Returns:
+        int64 [rows, 1].
+    """
+    vocabulary = weights.shape[-1]
+    count = vocabulary // _CHUNK
+    chunks = weights[:, : count * _CHUNK].unflatten(-1, (count, _CHUNK)).sum(-1)
+    rest = weights[:, count * _CHUNK :].sum(-1, keepdim=True)
+    sums = torch.cat((chunks, rest), dim=-1).cumsum(-1)
+    total = sums[:, -1:]
+    target = (random * total).long().clamp(max=total - 1)
+    # Rows that are padding may have any logits, so that places are kept in the vocabulary.
+    chunk = torch.searchsorted(sums, target, right=True).clamp(max=count)
+    before = torch.where(chunk > 0, sums.gather(-1, (chunk - 1).clamp(min=0)), 0)
+    first = chunk * _CHUNK
+    token = first + torch.arange(_CHUNK, device=weights.device)
+    inside = weights.gather(-1, token.clamp(max=vocabulary - 1))
+    inside = inside.masked_fill(token >= vocabulary, 0).cumsum(-1)
+    place = first + torch.searchsorted(inside, target - before, right=True)
+    return place.clamp(max=vocabulary - 1)
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:

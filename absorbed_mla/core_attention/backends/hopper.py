@@ -38,7 +38,7 @@ class HopperBackend(LatentKernelBackend):
 
     name = "hopper"
     summary = "this package's kernels for Hopper, kv_lora_rank 128, 256 or 512"
-    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (640.0, 415.0)}
+    rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (680.0, 600.0)}
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.generation.sampler import SampledRequest, _Row, derive_seed, draw, uniform
+from absorbed_mla.generation.sampler import (
+    SampledRequest,
+    _Row,
+    derive_seed,
+    draw,
+    find_place,
+    uniform,
+)
 from absorbed_mla.generation.sampling import SamplingParams
 from tests.support.engine import (
     Request,
@@ -177,6 +184,29 @@ def test_logits_are_not_changed():
     logits = LOGITS.expand(2, -1).clone()
     draw(logits, [row(frequency_penalty=1.0, generated=[0]), row(min_tokens=9, stop_token_ids=[1])])
     assert torch.equal(logits, LOGITS.expand(2, -1))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 1023, 1024, 1025, 3000, 4096])
+def test_place_is_that_of_running_sums(vocabulary):
+    """Among weights of which most, or whole chunks, are 0, at both ends and between them."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights = torch.randint(2**40, (64, vocabulary), generator=generator)
+    weights[torch.rand(64, vocabulary, generator=generator) < 0.7] = 0
+    weights[::3, : vocabulary // 2] = 0
+    weights[1::3, vocabulary // 2 :] = 0
+    weights[:, vocabulary // 3] += 1
+    random = torch.rand(64, 1, dtype=torch.float64, generator=generator)
+    random[:4], random[4:8] = 0.0, 1 - 2.0**-53
+    sums = weights.cumsum(-1)
+    target = (random * sums[:, -1:]).long().clamp(max=sums[:, -1:] - 1)
+    assert torch.equal(find_place(weights, random), (sums <= target).sum(-1, keepdim=True))
+
+
+def test_place_of_padding():
+    """No weight, or numbers that overflow: any token of the vocabulary."""
+    for weights in (torch.zeros(2, 3000, dtype=torch.int64), torch.full((2, 3000), -(2**62))):
+        found = find_place(weights, torch.full((2, 1), 0.5, dtype=torch.float64))
+        assert ((found >= 0) & (found < 3000)).all()
 
 
 def test_random_numbers():
