@@ -60,8 +60,8 @@ def _head_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _generates(x: Tensor) -> bool:
-    """Whether no gradient is wanted, and no operator of parity mode, which replaces plain ones."""
-    return not (torch.is_grad_enabled() or is_enabled(x.device))
+    """Whether ``x`` is on a GPU and no gradient is wanted."""
+    return x.is_cuda and not torch.is_grad_enabled()
 
 
 def _needs_own_product(x: Tensor) -> bool:

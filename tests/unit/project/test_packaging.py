@@ -4,6 +4,7 @@ Nothing here needs a network or pip: the build backend is called directly, in a 
 and imports are looked up in interpreters that see no other site-packages (-S).
 """
 
+import functools
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import checkpoint_conversion.cli
-from tests.unit.project.test_imports import GRAPH
+from tests.unit.project.test_imports import import_graph
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"absorbed_mla", "specs", "checkpoint_conversion"}
@@ -147,13 +148,19 @@ class TestImportPaths:
         assert found == expected_under(checkout)
 
 
+@functools.cache
+def _graph() -> dict[str, set[str]]:
+    return import_graph(ROOT)
+
+
 class TestDependencies:
     @staticmethod
     def imported_by(package: str, but_not: str = " ") -> set[str]:
         """Top-level names of other packages that are imported anywhere in the package."""
-        modules = [name for name in GRAPH if f"{name}.".startswith(f"{package}.")]
+        graph = _graph()
+        modules = [name for name in graph if f"{name}.".startswith(f"{package}.")]
         modules = [name for name in modules if not f"{name}.".startswith(f"{but_not}.")]
-        found = {name.split(".")[0] for module in modules for name in GRAPH[module]}
+        found = {name.split(".")[0] for module in modules for name in graph[module]}
         return found - set(sys.stdlib_module_names)
 
     @staticmethod
