@@ -28,7 +28,6 @@ from absorbed_mla.kernels.hopper.forward_scores import count_blocks
 from absorbed_mla.kernels.hopper.forward_shared import allocate, load_queries
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
-from absorbed_mla.kernels.hopper.release import release_next
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
@@ -154,8 +153,6 @@ def attend_decode(
         R: Width of k_rope.
         SPLIT: Whether a tile may be in several parts.
     """
-    if SPLIT:
-        release_next()
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:

@@ -43,7 +43,6 @@ from absorbed_mla.kernels.hopper.forward_shared import STAGES, clear_rows
 from absorbed_mla.kernels.hopper.fp8_pieces import DECODE_WARPS, Fp8Pieces, decode_role
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
-from absorbed_mla.kernels.hopper.release import release_next
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.hopper.tile import KEYS
 
@@ -266,8 +265,6 @@ def attend_few_rows(
         PIECES: Pieces that are on their way.
         AHEAD: Blocks that are on their way to the L2 cache.
     """
-    if SPLIT:
-        release_next()
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:

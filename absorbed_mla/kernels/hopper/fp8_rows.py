@@ -26,7 +26,6 @@ from absorbed_mla.kernels.hopper.forward_shared import (
 )
 from absorbed_mla.kernels.hopper.l2_prefetch import prefetch
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, block_layout, row_layout
-from absorbed_mla.kernels.hopper.release import release_next
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 LOAD_WARPS = gl.constexpr(4)
@@ -304,8 +303,6 @@ def attend_fp8_decode(
         R: As there.
         SPLIT: As there.
     """
-    if SPLIT:
-        release_next()
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:

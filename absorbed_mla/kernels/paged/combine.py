@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.overlap import launch_options, overlaps
 from absorbed_mla.kernels.paged.padding import clear_if_padding, requests_at_a_time
 from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
@@ -71,10 +70,8 @@ def combine(
         C=kv_lora_rank,
         COLUMNS=columns,
         REQUESTS=requests_at_a_time(len(requests[0])),
-        OVERLAPS=overlaps(out.device),
         INTERPRETED=interpreted(),
         num_warps=4,
-        **launch_options(out.device),
     )
 
 
@@ -106,12 +103,8 @@ def _combine_kernel(
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    if OVERLAPS:
-        # For the kernel that computes what is combined here.
-        tl.extra.cuda.gdc_wait()
     if tl.program_id(0) >= num_places:
         token = (tl.program_id(0) - num_places) * tl.num_programs(1) + tl.program_id(1)
         if token < num_tokens:
