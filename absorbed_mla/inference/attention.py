@@ -258,7 +258,7 @@ class CachedAttention:
 
     def _absorbed(self, over, step, segment, q, kv, weights, cos_sin) -> Tensor:
         w_uk, w_uv = weights
-        q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query(q, w_uk, *cos_sin))
+        q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query_in_place(q, w_uk, *cos_sin))
         backend, total = over or self._paged_backend(step, q), None
         if step.ranks is not None:
             backend = InterleavedAttention(backend, step.ranks)

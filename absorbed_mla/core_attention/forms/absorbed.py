@@ -18,7 +18,12 @@ class AbsorbedForm:
     """
 
     def query(self, q, w_uk, cos, sin):
-        """The absorbed query, and q_rope, rotated in place."""
+        """See ``Form``; memory of its own, which recomputation frees."""
+        q_content, q_rope = self.query_in_place(q, w_uk, cos, sin)
+        return q_content, q_rope.clone(memory_format=torch.contiguous_format)
+
+    def query_in_place(self, q, w_uk, cos, sin):
+        """:meth:`query` whose q_rope is a part of ``q``."""
         heads, nope, _ = w_uk.shape
         width = q.shape[-1] // heads
         rotated = rotate_tail(q, cos, sin, heads).view(*q.shape[:2], heads, width)

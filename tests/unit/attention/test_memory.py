@@ -90,7 +90,7 @@ def expected_per_token(mla: OracleMLA, form: str, recompute: tuple[str, ...], th
         kept += (1 + (1 + copies) * lq if lq else 0) + (1 + copies * c)
         kept += c + mla.rope  # [latent | rotated k_rope]
         kept += n * (mla.nope + mla.rope)  # query; keys and values never
-        kept += n * c if form == "absorbed" else 0  # absorbed query
+        kept += n * (c + mla.rope) if form == "absorbed" else 0  # absorbed query, rotated part
     if "core_attn" not in recompute:
         kept += n  # LSE
         kept += (
@@ -120,7 +120,7 @@ KEPT_V3 = {
     ("expanded", ()): 54_530,
     ("expanded", ("mla_up_proj",)): 25_792,
     ("expanded", ("mla_up_proj", "core_attn")): 25_664,
-    ("absorbed", ()): 185_602,
+    ("absorbed", ()): 193_794,
     ("absorbed", ("mla_up_proj",)): 91_328,
     ("absorbed", ("mla_up_proj", "core_attn")): 25_664,
 }
