@@ -39,9 +39,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps, zero_centered, dtype) -> Tensor:
         from absorbed_mla.kernels.invariant.rms_norm import rms_norm_forward
 
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        result, scale = rms_norm_forward(rows, weight, eps, zero_centered, dtype)
+        result, scale = rms_norm_forward(_rows(x), weight, eps, zero_centered, dtype)
         ctx.save_for_backward(x, weight, scale)
         ctx.zero_centered = zero_centered
         return result.view(x.shape)
@@ -53,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
 
         x, weight, scale = ctx.saved_tensors
         x_grad, weight_grad = rms_norm_backward(
-            _rows(grad), _rows(x), weight, scale, ctx.zero_centered
+            _rows(grad).contiguous(), _rows(x).contiguous(), weight, scale, ctx.zero_centered
         )
         return x_grad.view(x.shape), weight_grad, None, None, None
 
@@ -102,5 +100,6 @@ def apply_normalization(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[rows, width], contiguous."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    """[rows, width], the last axis contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -57,13 +57,13 @@ def key_accumulator(columns):
 
 
 @gluon.jit
-def read_statistics(lse, delta, tile, batches, heads):
-    """The rows' LSE, times log2(e), and delta, each fp32 [64].
+def read_statistics(lse, delta, tile, batches, heads, layout: gl.constexpr):
+    """The rows' LSE, times log2(e), and delta, each fp32 [64] in ``layout``.
 
     A row that saw nothing, or is not in the tile, gets inf, hence P = exp(-inf), and 0, hence a
     finite dS, whatever the gradient of its LSE of -inf is.
     """
-    index, valid = tile.rows(batches, heads, gl.SliceLayout(1, key_accumulator(KEYS)))
+    index, valid = tile.rows(batches, heads, layout)
     row_lse = gl.load(lse + index, mask=valid, other=float("-inf"))
     seen = row_lse != float("-inf")
     row_delta = gl.load(delta + index, mask=seen, other=0.0)
@@ -266,7 +266,8 @@ def attend_backward(
     if blocks > 0:
         load_keys(latent, k_rope, shared, tile, block * KEYS)
 
-    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, key_accumulator(KEYS))
+    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads, rows_layout)
     rows = (tile.query_end - tile.query_start) * HEADS
     mbarrier.wait(shared.rows_full, 0)
     if rows < ROWS:

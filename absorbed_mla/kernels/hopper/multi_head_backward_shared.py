@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
+from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
 from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, row_layout
 from absorbed_mla.kernels.hopper.multi_head_backward_tile import KEYS, QUERIES
@@ -124,10 +124,10 @@ def load_keys(tile, shared, k_content, k_rope, value):
     )
     mbarrier.expect(full, nbytes)
     position = [tile.key_start, tile.batch, tile.head, 0]
-    _copy(k_content, position, full, shared.k_content, 0)
-    _copy(value, position, full, shared.value, 0)
+    copy_to(k_content, position, full, shared.k_content.index(0))
+    copy_to(value, position, full, shared.value.index(0))
     position = [tile.key_start, tile.batch, tile.head, shared.CONTENT]
-    _copy(k_rope, position, full, shared.k_rope, 0)
+    copy_to(k_rope, position, full, shared.k_rope.index(0))
 
 
 @gluon.jit
@@ -141,22 +141,15 @@ def load_rows(tile, shared, q_content, q_rope, grad_out, lse, delta, block):
     mbarrier.expect(shared.delta_full.index(stage), delta.block_type.nbytes)
     query = tile.first + block * QUERIES
     position = [query, tile.batch, tile.head, 0]
-    _copy(q_content, position, shared.q_content_full.index(stage), shared.q_content, stage)
-    _copy(grad_out, position, shared.grad_out_full.index(stage), shared.grad_out, stage)
+    copy_to(q_content, position, shared.q_content_full.index(stage), shared.q_content.index(stage))
+    copy_to(grad_out, position, shared.grad_out_full.index(stage), shared.grad_out.index(stage))
     position = [query, tile.batch, tile.head, shared.CONTENT]
-    _copy(q_rope, position, shared.q_rope_full.index(stage), shared.q_rope, stage)
+    copy_to(q_rope, position, shared.q_rope_full.index(stage), shared.q_rope.index(stage))
     row = [tile.batch * gl.num_programs(1) + tile.head, query]
     full = shared.lse_full.index(stage)
     tma.async_copy_global_to_shared(lse, row, full, shared.lse.index(stage))
     full = shared.delta_full.index(stage)
     tma.async_copy_global_to_shared(delta, row, full, shared.delta.index(stage))
-
-
-@gluon.jit
-def _copy(source, position, barrier, operand, stage):
-    """Begin to copy a box of a tensor map to a stage of an operand."""
-    target = operand.index(stage)._reinterpret(operand.dtype, source.block_shape, source.layout)
-    tma.async_copy_global_to_shared(source, position, barrier, target)
 
 
 @gluon.jit

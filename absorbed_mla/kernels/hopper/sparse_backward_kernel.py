@@ -154,7 +154,8 @@ def attend_sparse_backward(
     load_rows(q_content, q_rope, grad_out, shared, tile)
     if blocks > 0:
         _gather(shared, tile, 0, latent, k_rope, latent_s, rope_s)
-    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, key_accumulator(KEYS))
+    row_lse, row_delta = read_statistics(lse, delta, tile, batches, heads, rows_layout)
     mbarrier.wait(shared.rows_full, 0)
 
     acc_content = gl.zeros([ROWS, C], gl.float32, key_accumulator(C))

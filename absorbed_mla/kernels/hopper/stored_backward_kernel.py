@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E
+from absorbed_mla.kernels.hopper.backward_kernel import LOG2_E, read_statistics
 from absorbed_mla.kernels.hopper.forward_tiles import ProgramTiles
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.stored_backward_shared import (
@@ -78,7 +78,7 @@ def _load_role(work, shared, q_content, q_rope, grad_out, latent, k_rope):
 
 
 @gluon.jit
-def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
+def _probs_role(work, shared, probs, lse, delta, first_token, stored_blocks, scale):
     """Compute and store P of each tile, and hand it over."""
     layout: gl.constexpr = accumulator_layout(KEYS, 1)
     dtype: gl.constexpr = shared.ring.dtype
@@ -88,7 +88,8 @@ def _probs_role(work, shared, probs, lse, first_token, stored_blocks, scale):
     number = gl.to_tensor(0)
     for turn in range(work.count()):
         tile = work.tile(turn)
-        row_lse = _read_lse(lse, tile, work.batches, work.heads, gl.SliceLayout(1, layout))
+        rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
+        row_lse, _ = read_statistics(lse, delta, tile, work.batches, work.heads, rows_layout)
         rows = take_rows(shared, number, 0, WIDTHS, layout)
         number += shared.CHUNKS + 1
         for block in range(_count_blocks(tile)):
@@ -125,7 +126,7 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
     for turn in range(work.count()):
         tile = work.tile(turn)
         rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
-        row_delta = _read_delta(lse, delta, tile, work.batches, work.heads, rows_layout)
+        _, row_delta = read_statistics(lse, delta, tile, work.batches, work.heads, rows_layout)
         rows = take_rows(shared, number, 1, WIDTHS, layout)
         _pass_rope(shared, number)
         number += shared.CHUNKS + 1
@@ -155,22 +156,6 @@ def _grad_role(work, shared, grad_scores, lse, delta, first_token, stored_blocks
 def _count_blocks(tile):
     """Blocks of keys that any row sees."""
     return (tile.keys + KEYS - 1) // KEYS
-
-
-@gluon.jit
-def _read_lse(lse, tile, batches, heads, layout: gl.constexpr):
-    """The rows' LSE, times log2(e), fp32 [64]; inf, hence P = exp(-inf), where nothing is seen."""
-    index, valid = tile.rows(batches, heads, layout)
-    row_lse = gl.load(lse + index, mask=valid, other=-float("inf"))
-    return gl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
-
-
-@gluon.jit
-def _read_delta(lse, delta, tile, batches, heads, layout: gl.constexpr):
-    """The rows' delta, fp32 [64]; 0, hence a finite dS, where nothing is seen, whatever it is."""
-    index, valid = tile.rows(batches, heads, layout)
-    row_lse = gl.load(lse + index, mask=valid, other=-float("inf"))
-    return gl.load(delta + index, mask=row_lse != -float("inf"), other=0.0)
 
 
 @gluon.jit
@@ -332,7 +317,10 @@ def attend_backward_stored(
     work = ProgramTiles(tiles, total, batches, heads, HEADS)
     gl.warp_specialize(
         [
-            (_probs_role, (work, shared, probs, lse, first_token, stored_blocks, scale)),
+            (
+                _probs_role,
+                (work, shared, probs, lse, delta, first_token, stored_blocks, scale),
+            ),
             (
                 _grad_role,
                 (work, shared, grad_scores, lse, delta, first_token, stored_blocks, scale),

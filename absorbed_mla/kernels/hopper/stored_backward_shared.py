@@ -5,13 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
-from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
+from absorbed_mla.kernels.hopper.backward_shared import allocate_operand, copy_to
 from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED, operand_layout
 from absorbed_mla.kernels.hopper.synchronize import synchronize
@@ -110,12 +109,12 @@ def load_rows(tile, shared, q_content, q_rope, grad_out, number):
     for chunk in gl.static_range(shared.CHUNKS):
         full = _take(shared, number + chunk, nbytes)
         position = [tile.query_start, tile.batch, tile.head, chunk * CHUNK]
-        _copy(q_content, position, full, shared.rows(number + chunk, 0, CHUNK))
-        _copy(grad_out, position, full, shared.rows(number + chunk, 1, CHUNK))
+        copy_to(q_content, position, full, shared.rows(number + chunk, 0, CHUNK))
+        copy_to(grad_out, position, full, shared.rows(number + chunk, 1, CHUNK))
     number = number + shared.CHUNKS
     full = _take(shared, number, q_rope.block_type.nbytes)
     position = [tile.query_start, tile.batch, tile.head, 0]
-    _copy(q_rope, position, full, shared.rows(number, 0, shared.R))
+    copy_to(q_rope, position, full, shared.rows(number, 0, shared.R))
 
 
 @gluon.jit
@@ -125,10 +124,10 @@ def load_keys(tile, shared, latent, k_rope, block, number):
     for chunk in gl.static_range(shared.CHUNKS):
         full = _take(shared, number + chunk, latent.block_type.nbytes)
         position = [key, tile.batch, chunk * CHUNK]
-        _copy(latent, position, full, shared.keys(number + chunk, CHUNK))
+        copy_to(latent, position, full, shared.keys(number + chunk, CHUNK))
     number = number + shared.CHUNKS
     full = _take(shared, number, k_rope.block_type.nbytes)
-    _copy(k_rope, [key, tile.batch, 0], full, shared.keys(number, shared.R))
+    copy_to(k_rope, [key, tile.batch, 0], full, shared.keys(number, shared.R))
 
 
 @gluon.jit
@@ -140,13 +139,6 @@ def _take(shared, number, nbytes: gl.constexpr):
     full = shared.full.index(stage)
     mbarrier.expect(full, nbytes)
     return full
-
-
-@gluon.jit
-def _copy(source, position, full, operand):
-    """Begin to copy a box of a tensor map to an operand of as many elements."""
-    target = operand._reinterpret(operand.dtype, source.block_shape, source.layout)
-    tma.async_copy_global_to_shared(source, position, full, target)
 
 
 @gluon.jit
