@@ -252,8 +252,9 @@ class Engine:
         progress, step = self._run()
         context = self.host.context
         if progress is not None:
+            assert self.decode_loop is not None
             self._idle_steps = 0
-            self.statistics.count_step(context)
+            self.statistics.count_step(context, self.decode_loop.sizes)
             return [*reported, *progress]
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
@@ -291,8 +292,12 @@ class Engine:
         loop.forward(self._replicas.any(loop.is_new()))
         # A graph calls no hook.
         self._passes = 1
-        progress = loop.go_on()
-        return progress, {} if progress is not None else loop.finish()
+        done = loop.go_on()
+        if done is None:
+            return None, loop.finish()
+        progress, ended = done
+        records = {record.request_id: (record, True) for record in ended}
+        return [*progress, *self._progress(records)], {}
 
     def _decode_loop(self) -> DecodeLoop | None:
         """None where replicas share experts as Megatron has it: each step then asks all of them."""

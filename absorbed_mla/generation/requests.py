@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
@@ -108,9 +109,16 @@ class Statistics:
             setattr(total, field_.name, max(values) if largest else sum(values))
         return total
 
-    def count_step(self, context: DynamicInferenceContext) -> None:
-        """Count the forward pass that has just run."""
-        rows = context.batch_dimensions
+    def count_step(
+        self, context: DynamicInferenceContext, rows: InferenceBatchDimensions | None = None
+    ) -> None:
+        """Count a forward pass.
+
+        Args:
+            context: Of the engine.
+            rows: Numbers of its requests; None: it is the last one that the context was made for.
+        """
+        rows = rows or context.batch_dimensions
         self.steps += 1
         self.graph_steps += context.using_cuda_graph_this_step()
         self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0

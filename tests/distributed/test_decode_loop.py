@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs
 from tests.support.decode_graphs import check_captured, decode_graphs  # noqa: F401
-from tests.support.decode_loop import CASES, check
+from tests.support.decode_loop import CASES, check, check_ahead
 from tests.support.engine import generating_model
 
 pytestmark = needs.processes(2)
@@ -17,7 +19,14 @@ pytestmark = needs.processes(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel(sequence_parallel):
     model = generating_model(sequence_parallel=sequence_parallel, num_layers=1)
-    check(model, CASES["everything"], ahead=True)
+    check(model, CASES["everything"])
+
+
+def test_launched_ahead():
+    """Every rank launches the same steps ahead."""
+    with batch_invariant_mode():
+        model = generating_model(AbsorbedMLAOptions(batch_invariant=True), num_layers=1)
+        check_ahead(model, CASES["everything"])
 
 
 def test_shared_cache():

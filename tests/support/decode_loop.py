@@ -35,6 +35,7 @@ class Case:
         aborts: Requests that are aborted before a step.
         shared: Tokens that all prompts begin with.
         happened: What the statistics must say.
+        ahead: Whether some step's tokens are all that the next one depends on.
         finished: Whether Megatron has to do the rest of every step.
     """
 
@@ -44,6 +45,7 @@ class Case:
     aborts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     shared: int = 0
     happened: Callable[[Statistics], object] = lambda done: done.steps
+    ahead: bool = True
     finished: bool = False
 
 
@@ -68,16 +70,17 @@ CASES = {
     ),
     "sampled": Case(of(LENGTHS, sampled(), GREEDY, sampled(seed=None), sampled(min_p=0.2))),
     "filtered": Case(of(LENGTHS, sampled(top_k=5), sampled(top_p=0.6), sampled(), GREEDY)),
-    "penalties": Case(of(LENGTHS, sampled(repetition_penalty=1.3), GREEDY)),
+    "penalties": Case(of(LENGTHS, sampled(repetition_penalty=1.3), GREEDY), ahead=False),
     "min-tokens": Case(of(LENGTHS, GREEDY, sampled(min_tokens=6, stop_token_ids=range(32)))),
     "log-probs": Case(of(LENGTHS, GREEDY.replace(logprobs=0), GREEDY, sampled(max_tokens=5))),
     "all-log-probs": Case(of(LENGTHS, sampled(logprobs=0))),
     "top-log-probs": Case(
-        of(LENGTHS, GREEDY.replace(logprobs=3), sampled(logprobs=0)), finished=True
+        of(LENGTHS, GREEDY.replace(logprobs=3), sampled(logprobs=0)), ahead=False, finished=True
     ),
     "prompt-log-probs": Case(
         of(LENGTHS, GREEDY.replace(prompt_logprobs=2), sampled(logprobs=0), GREEDY),
         {"prompt_logprobs": True},
+        ahead=False,
         finished=True,
     ),
     "blocks": Case(of(CROSSING, GREEDY.replace(max_tokens=20))),
@@ -147,55 +150,109 @@ def check(
     model: GPTModel,
     case: Case,
     *,
-    ahead: bool = False,
     other: GPTModel | None = None,
     graphs: StepGraphs | None = None,
 ) -> None:
     """Run a case in both engines, and compare them after every step.
 
     Args:
-        model: Of the engine with the decode loop.
+        model: Of the engine with the decode loop, which launches no step ahead.
         case: Of ``CASES``.
-        ahead: Whether steps are launched ahead.
         other: Of the engine without, with the same weights; None: the same.
         graphs: Of the decode loop; None: as the engine has them.
     """
     ours, theirs = engines_of(model, other or model, case)
-    ours.decode_loop.launches_ahead = ahead
+    ours.decode_loop.launches_ahead = False
     if graphs is not None:
         ours.decode_loop.graphs = graphs
     looped = count_calls(ours)
     with ours, theirs:
         for engine in (ours, theirs):  # blocks that are never written are compared, too
             engine.host.context.memory_buffer.zero_()
-        number = add(case, ours, theirs, case.requests, 0)
+        number = add(case, case.requests, 0, ours, theirs)
         step, last = 0, max([*case.later, *case.aborts, 0])
         while ours.is_busy() or step <= last:
-            number = add(case, ours, theirs, case.later.get(step, ()), number)
-            for aborted in case.aborts.get(step, ()):
-                ours.abort(aborted)
-                theirs.abort(aborted)
+            number = come_and_go(case, step, number, ours, theirs)
             step += 1
             assert ours.is_busy() == theirs.is_busy()
             if not ours.is_busy():
                 continue
             assert ours.step() == theirs.step(), f"step {step}"
             assert ours.statistics == theirs.statistics, f"step {step}"
-            # A step that was launched ahead has written its latents.
-            assert_same_state(ours, theirs, latents=not ahead)
-        assert ours.results == theirs.results and len(ours.results) == number
-        assert not any(result.error for result in ours.results.values())
-        assert case.happened(ours.statistics), ours.statistics
+            assert_same_state(ours, theirs)
+        check_results(case, ours, theirs, number)
         assert looped, "no step ran in the loop"
         assert case.finished or not all(looped), "Megatron finished every step"
-        assert not ours.host.stop_word_finished_request_ids, "it would finish every step"
         ours.require_no_leak()
 
 
-def add(case: Case, ours: Engine, theirs: Engine, requests, number: int) -> int:
+def check_ahead(
+    model: GPTModel,
+    case: Case,
+    *,
+    other: GPTModel | None = None,
+    graphs: StepGraphs | None = None,
+) -> None:
+    """Run a case in both engines, in ours each step before the tokens of the last one are known.
+
+    A request that waits may then begin a step later, in other company: what is compared are
+    results, and each request's reports. In parity mode, where company does not matter.
+
+    Args:
+        model: Of the engine with the decode loop.
+        case: Of ``CASES``.
+        other: As in :func:`check`.
+        graphs: As in :func:`check`.
+    """
+    ours, theirs = engines_of(model, other or model, case)
+    ours.decode_loop.launches_ahead = True
+    if graphs is not None:
+        ours.decode_loop.graphs = graphs
+    most = count_flights(ours)
+    with ours, theirs:
+        reports = [run(case, engine) for engine in (ours, theirs)]
+        assert reports[0].keys() == reports[1].keys()
+        assert reports[0] == reports[1]
+        check_results(case, ours, theirs, len(reports[0]))
+        assert max(most) == 1 + case.ahead
+        ours.require_no_leak()
+
+
+def run(case: Case, engine: Engine) -> dict[int, list]:
+    """Run a case to its end; by request, what steps have reported of it."""
+    reports: dict[int, list] = {}
+    number = add(case, case.requests, 0, engine)
+    step, last = 0, max([*case.later, *case.aborts, 0])
+    while engine.is_busy() or step <= last:
+        number = come_and_go(case, step, number, engine)
+        step += 1
+        for progress in engine.step() if engine.is_busy() else ():
+            ended = progress.result is not None
+            reports.setdefault(progress.number, []).append((progress.tokens, ended))
+    return dict(sorted(reports.items()))
+
+
+def come_and_go(case: Case, step: int, number: int, *engines: Engine) -> int:
+    """Add and abort the requests of a step; returns how many have been added."""
+    number = add(case, case.later.get(step, ()), number, *engines)
+    for aborted in case.aborts.get(step, ()):
+        for engine in engines:
+            engine.abort(aborted)
+    return number
+
+
+def check_results(case: Case, ours: Engine, theirs: Engine, number: int) -> None:
+    """Compare what both say at the end."""
+    assert ours.results == theirs.results and len(ours.results) == number
+    assert not any(result.error for result in ours.results.values())
+    assert case.happened(ours.statistics), ours.statistics
+    assert not ours.host.stop_word_finished_request_ids, "it would end every step"
+
+
+def add(case: Case, requests, number: int, *engines: Engine) -> int:
     for length, params in requests:
         text = prompt(length, number, min(case.shared, length))
-        assert ours.add_request(text, params) == theirs.add_request(text, params) == number
+        assert {engine.add_request(text, params) for engine in engines} == {number}
         number += 1
     return number
 
@@ -210,6 +267,19 @@ def count_calls(engine: Engine) -> list:
         return progress
 
     engine.decode_loop.go_on = counted
+    return found
+
+
+def count_flights(engine: Engine) -> list[int]:
+    """Gets, for every step of the loop, how many steps the device had before its tokens came."""
+    loop, found = engine.decode_loop, [0]
+    go_on = loop.go_on
+
+    def counted():
+        found.append(len(loop._flights))
+        return go_on()
+
+    loop.go_on = counted
     return found
 
 
@@ -236,16 +306,16 @@ _PARTS = (
 )
 
 
-def assert_same_state(ours: Engine, theirs: Engine, *, latents: bool) -> None:
+def assert_same_state(ours: Engine, theirs: Engine) -> None:
     """Compare what the next step begins with."""
-    one, other = state_of(ours, latents), state_of(theirs, latents)
+    one, other = state_of(ours), state_of(theirs)
     assert one.keys() == other.keys()
     for name, value in one.items():
         same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
         assert same(value, other[name]), f"{name}: {value}, not {other[name]}"
 
 
-def state_of(engine: Engine, latents: bool) -> dict[str, object]:
+def state_of(engine: Engine) -> dict[str, object]:
     host, context = engine.host, engine.host.context
     allocator = context.kv_block_allocator
     rows, tokens = slice(0, context.total_request_count), slice(0, context.active_token_count)
@@ -256,10 +326,9 @@ def state_of(engine: Engine, latents: bool) -> dict[str, object]:
     found |= {f"metadata {n}": x[rows] for n, x in context.request_metadata.items()}
     if context.paused_request_count:
         found["paused"] = context.paused_tokens
-    if latents:
-        # All blocks but the one for padding.
-        assert allocator.dummy_block_idx == allocator.total_count - 1
-        found["latents"] = context.memory_buffer[:, :-1].contiguous().view(torch.uint8)
+    # All blocks but the one for padding.
+    assert allocator.dummy_block_idx == allocator.total_count - 1
+    found["latents"] = context.memory_buffer[:, :-1].contiguous().view(torch.uint8)
     found["free"] = allocator.block_bag[: allocator.total_avail]
     if allocator.enable_prefix_caching:
         found["hashes"] = dict(allocator.kv_hash_to_block_id)

@@ -13,9 +13,15 @@ _CONTEXT = (
     "_cpu_bookkeeping_buf",
     "_cpu_mha_block_table",
     "_cpu_mha_cu_kv_seq_lengths",
+    "_cpu_mha_cu_query_seq_lengths",
     "_cpu_mha_kv_seq_lengths",
+    "_cpu_mha_query_lengths",
+    "_staging_real_token_count",
+    "_staging_request_in_prefill_status",
     "_staging_request_kv_length_offsets",
+    "_staging_request_query_lengths",
     "active_request_metadata",
+    "cuda_graph_batch_dimensions_list",
     "prefix_cache_lru_clock",
 )
 _ALLOCATOR = ("active_count", "total_avail", "enable_prefix_caching")

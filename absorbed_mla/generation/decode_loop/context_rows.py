@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from megatron.core.inference.batch_dimensions_utils import (
+    CUDAGraphBatchDimensionBuilder,
+    InferenceBatchDimensions,
+)
 from megatron.core.inference.contexts import DynamicInferenceContext
 
 # NumPy's, made by tensors: the package does not depend on NumPy itself.
@@ -40,14 +44,21 @@ _STAGED = (
     "_cpu_mha_cu_kv_seq_lengths",
     "_cpu_mha_block_table",
 )
+# The same of every row, and 0 in rows that are padding.
+_OF_ROWS = (
+    "_staging_request_in_prefill_status",
+    "_staging_request_query_lengths",
+    "_cpu_mha_query_lengths",
+)
+_SUMS, _COUNT = "_cpu_mha_cu_query_seq_lengths", "_staging_real_token_count"
 
 
 class ContextRows:
     """Does to a context what Megatron's ``update_requests`` and ``initialize_attention_state`` do.
 
-    In the same order of rows, with the same blocks, for steps in which no request ends, pauses or
-    is evicted. Its tables are in host memory; NumPy changes them in place, in a tenth of the time.
-    Made when Megatron has prepared a decode step; there are no paused requests.
+    In the same order of rows, with the same blocks, for steps after which requests go on and no
+    request is paused or evicted. Its tables are in host memory; NumPy changes them in place, in a
+    tenth of the time. Made when Megatron has prepared a decode step; there are no paused requests.
 
     Args:
         context: Megatron's, initialized for the step.
@@ -60,7 +71,7 @@ class ContextRows:
         self._context = context
         self.count = context.total_request_count
         self._padded = context.padded_active_request_count
-        names = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED)
+        names = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
         self._of = {name: getattr(context, name).numpy() for name in names}
         kinds = (context.request_metadata, context.active_request_metadata)
         self._metadata = [{k: v.numpy() for k, v in kind.items()} for kind in kinds]
@@ -68,15 +79,15 @@ class ContextRows:
         self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
         self._table_changed = False
 
-    def has_ended(self, tokens: _Array) -> _Array:
-        """Which requests end with these tokens, by Megatron's rules for all but stop words."""
+    def at_their_ends(self) -> list[int]:
+        """Rows whose requests are as long as they may be with the token that the step draws."""
         n, of = self.count, self._of
         lengths = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n] + 1
-        stops = self._metadata[1]["termination_id"][:n]
-        return (tokens == stops) | (lengths >= of["request_output_lengths"][:n])
+        [rows] = (lengths >= of["request_output_lengths"][:n]).nonzero()
+        return rows.tolist()
 
     def wants(self, name: str) -> _Array:
-        """Megatron's metadata of the requests by name."""
+        """Megatron's metadata of the requests by name; not a copy."""
         return self._metadata[1][name][: self.count]
 
     def numbers(self) -> list[int]:
@@ -88,70 +99,77 @@ class ContextRows:
         found = self._of["request_kv_length_offsets"][: self.count] + 1
         return found.tolist()
 
-    def full(self) -> list[int]:
-        """Rows whose next token needs a block, in order."""
-        offsets = self._of["request_last_kv_block_offset"][: self.count]
-        [rows] = (offsets >= self._context.block_size_tokens - 1).nonzero()
-        return rows.tolist()
+    def may_follow(self, ended: Collection[int]) -> bool:
+        """Whether :meth:`follow` can be called: requests go on, and get the blocks that they need.
 
-    def has_blocks(self, rows: Sequence[int]) -> bool:
-        """Whether Megatron would give each of these rows a block at once.
-
-        False where that is not certain: blocks that requests share are counted once by Megatron.
+        False where that is not certain: blocks that requests share are counted once by Megatron,
+        and those of requests that end are not counted as free.
         """
-        allocator, needed = self._context.kv_block_allocator, len(rows)
-        counts = self._of["request_kv_block_counts"][: self.count]
-        if not needed:
-            return True
-        if allocator.total_avail < needed:
+        of, block = self._of, self._context.block_size_tokens
+        if not ended:
+            kept = list(range(self.count))
+        else:
+            kept = [row for row in range(self.count) if row not in ended]
+        full = of["request_last_kv_block_offset"][kept] >= block - 1
+        allocator, needed = self._context.kv_block_allocator, int(full.sum())
+        if not kept or allocator.total_avail < needed:
             return False
-        if counts.sum() + needed <= allocator.active_count:
+        counts = of["request_kv_block_counts"][kept]
+        if not needed or counts.sum() + needed <= allocator.active_count:
             return True
         if not allocator.enable_prefix_caching:
             return False
         used = (allocator.block_ref_counts.numpy() > 0).sum()
-        return bool(used + counts[rows].sum() + needed <= allocator.active_count)
+        return bool(used + counts[full].sum() + needed <= allocator.active_count)
 
-    def extend(self, rows: Sequence[int]) -> tuple[list[int], list[int]] | None:
-        """Give each of these rows a block; they become the first ones, as Megatron resumes them.
+    def has_size_for(self, count: int) -> bool:
+        """Whether Megatron would pad a step of so many rows to the size of this one."""
+        context = self._context
+        sizes = InferenceBatchDimensions(count, 0, count)
+        # Ranks that run the same steps find the same graph, and need not ask each other.
+        graph = CUDAGraphBatchDimensionBuilder.match_graph_config(
+            sizes, context.cuda_graph_batch_dimensions_list, match_ep_token_counts=False
+        )
+        if graph is not None or context.using_cuda_graph_this_step():
+            return graph == context.padded_batch_dimensions
+        tokens = min(context.max_tokens, context.max_requests, context.round_up_tokens(count))
+        return tokens == context.padded_active_token_count
+
+    def follow(self, ended: Collection[int], tokens: Sequence[int] | None) -> list[int]:
+        """Become the rows of the next step.
+
+        Args:
+            ended: Rows whose requests have no part in it; their blocks are released.
+            tokens: That the step has drawn, by its rows. None: they are not known here; the next
+                step's inputs are then the rows that they are drawn in.
 
         Returns:
-            Rows that have moved: where they were, and where they are. None: nowhere.
+            For each row of the next step, the row that it was.
         """
-        needed = len(rows)
-        if not needed:
-            return None
-        behind = [row for row in rows if row >= needed]
-        others = sorted(set(range(needed)) - set(rows))
-        former, places = behind + others, others + behind
-        if former:
-            self._move(former, places)
-        blocks = self._context.kv_block_allocator.allocate_memory_blocks(needed)
-        assert blocks is not None, "has_blocks was asked"
-        of, counts = self._of, self._of["request_kv_block_counts"][:needed]
-        of["request_to_kv_block_ids"][range(needed), counts] = blocks.numpy()
-        counts += 1
-        of["request_last_kv_block_id"][:needed] = blocks.numpy()
-        self._table_changed = True
-        return (former, places) if former else None
+        order = self.remove(ended)
+        self._extend(order)
+        self._advance(order if tokens is None else [tokens[row] for row in order])
+        return order
 
-    def advance(self, tokens: _Array) -> None:
-        """Add a token to every request, which has room for it."""
-        of, block = self._of, self._context.block_size_tokens
-        rows = slice(0, self.count)
-        positions = of["request_kv_length_offsets"][rows]
-        positions += of["request_query_lengths"][rows]
-        of["request_query_lengths"][rows] = 1
-        offsets = of["request_last_kv_block_offset"]
-        offsets[rows] = (offsets[rows] + 1) % block
-        of["token_to_input_ids"][rows] = tokens
-        of["token_to_pos_ids"][rows] = positions
-        of["token_to_position_in_request"][rows] = positions
-        of["token_to_local_position_within_kv_block"][rows] = positions % block
-        of["token_to_block_idx"][rows] = of["request_last_kv_block_id"][rows]
+    def remove(self, ended: Collection[int]) -> list[int]:
+        """Release blocks of rows; the last ones that go on take their places, as Megatron's do.
+
+        Returns:
+            As :meth:`follow`.
+        """
+        order, left = list(range(self.count)), self.count - len(ended)
+        if not ended:
+            return order
+        context, rows = self._context, sorted(ended)
+        context.release_memory_blocks_from_request_indexes(torch.tensor(rows))
+        former = [row for row in range(left, self.count) if row not in ended]
+        self._move(former, rows[: len(former)], order)
+        self._of["request_to_kv_block_ids"][former] = -1
+        self._pad(left)
+        return order[:left]
 
     def publish(self) -> None:
-        """Send the step's numbers to the device."""
+        """Send the step's numbers to the device, which reads host memory after that."""
         context, of, n = self._context, self._of, self.count
         positions = of["request_kv_length_offsets"][:n]
         of["_staging_request_kv_length_offsets"][:n] = positions
@@ -171,11 +189,64 @@ class ContextRows:
             buffer = context._cpu_bookkeeping_buf[:end]
             context.gpu_view._buf[:end].copy_(buffer, non_blocking=True)
 
-    def _move(self, former: Sequence[int], places: Sequence[int]) -> None:
+    def _pad(self, count: int) -> None:
+        """Let the rows from ``count`` on be padding, and tell Megatron how many there are."""
+        context, of, padding = self._context, self._of, slice(count, self.count)
+        self.count = context.total_request_count = context.active_token_count = count
+        context.batch_dimensions = InferenceBatchDimensions(count, 0, count)
+        of["token_to_block_idx"][padding] = context.kv_block_allocator.dummy_block_idx
+        of["token_to_local_position_within_kv_block"][padding] = 0
+        of["token_to_position_in_request"][padding] = 0
+        for name in (*_OF_ROWS, "_staging_request_kv_length_offsets", "_cpu_mha_kv_seq_lengths"):
+            of[name][padding] = 0
+        of["_cpu_mha_block_table"][padding] = -1
+        of[_SUMS][count + 1 : self._padded + 1] = count
+        of[_COUNT][0] = count
+        self._table_changed = True
+
+    def _extend(self, order: list[int]) -> None:
+        """Give full rows a block each; they become the first ones, as Megatron resumes them."""
+        of, block = self._of, self._context.block_size_tokens
+        [found] = (of["request_last_kv_block_offset"][: self.count] >= block - 1).nonzero()
+        rows = found.tolist()
+        needed = len(rows)
+        if not needed:
+            return
+        behind = [row for row in rows if row >= needed]
+        others = sorted(set(range(needed)) - set(rows))
+        self._move(behind + others, others + behind, order)
+        blocks = self._context.kv_block_allocator.allocate_memory_blocks(needed)
+        assert blocks is not None, "may_follow was asked"
+        counts = of["request_kv_block_counts"][:needed]
+        of["request_to_kv_block_ids"][range(needed), counts] = blocks.numpy()
+        counts += 1
+        of["request_last_kv_block_id"][:needed] = blocks.numpy()
+        self._table_changed = True
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Add a token to every request, which has room for it."""
+        of, block = self._of, self._context.block_size_tokens
+        rows = slice(0, self.count)
+        positions = of["request_kv_length_offsets"][rows]
+        positions += of["request_query_lengths"][rows]
+        of["request_query_lengths"][rows] = 1
+        offsets = of["request_last_kv_block_offset"]
+        offsets[rows] = (offsets[rows] + 1) % block
+        of["token_to_input_ids"][rows] = tokens
+        of["token_to_pos_ids"][rows] = positions
+        of["token_to_position_in_request"][rows] = positions
+        of["token_to_local_position_within_kv_block"][rows] = positions % block
+        of["token_to_block_idx"][rows] = of["request_last_kv_block_id"][rows]
+
+    def _move(self, former: Sequence[int], places: Sequence[int], order: list[int]) -> None:
         """Move rows; the values at ``former`` are read before any is written."""
+        if not former:
+            return
         of = self._of
         for name in (*_OF_REQUESTS, *_STAGED[:3]):
             of[name][places] = of[name][former]
         for kind in self._metadata:
             for values in kind.values():
                 values[places] = values[former]
+        for place, row in zip(places, [order[row] for row in former]):
+            order[place] = row

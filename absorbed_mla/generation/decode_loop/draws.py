@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from absorbed_mla.generation.sampler import (
     draw_by_weight,
     weighing_numbers,
 )
-
-_Value = TypeVar("_Value")
 
 # Rows of the table beside those of ``weighing_numbers``, and the one of random numbers.
 _SAMPLED, _FILTERED, _NUM_ROWS, _RANDOM = 5, 6, 7, 1
@@ -84,18 +81,23 @@ class Draws:
         if self.kind not in (None, Kind.GREEDY):
             self._random = self._randoms.at([positions[row] for row in self._sampled])
 
-    def move(self, former: Sequence[int], places: Sequence[int]) -> None:
-        """Rows have moved from ``former`` to ``places``."""
-        self._requests = _moved(self._requests, former, places)
-        if self.kind not in (None, Kind.GREEDY):
+    def move(self, order: Sequence[int]) -> None:
+        """Rows are others; ``order`` has, for each of them, the row that it was."""
+        self._requests = [self._requests[row] for row in order]
+        if self.kind is None:
+            # The request because of which the sampler draws may have ended.
+            self.changes = True
+            return
+        if self.kind is not Kind.GREEDY:
             table = self._staged.numpy()
             table[_RANDOM, self._sampled] = self._random
-            table[:, places] = table[:, former]
+            table[:, : len(order)] = table[:, order]
             self._find_sampled()
             self._random = table[_RANDOM, self._sampled].tolist()
+            self.kind = self._kind()
 
     def publish(self) -> None:
-        """Send the numbers of the next step to the device; those of the last one are used up."""
+        """Send the numbers of the next step to the device, which reads host memory after that."""
         if self.kind not in (None, Kind.GREEDY):
             self._staged.numpy()[_RANDOM, self._sampled] = self._random
             with torch.inference_mode():
@@ -123,16 +125,10 @@ class Draws:
 
     def _kind(self) -> Kind | None:
         params = [request.params for request in self._requests]
-        if self._own or self.changes or any(one.has_penalties for one in params):
+        avoiding = any(request.avoids_stop_tokens for request in self._requests)
+        if self._own or avoiding or any(one.has_penalties for one in params):
             return None
         sampled = [one for one in params if not one.is_greedy]
         if not sampled:
             return Kind.GREEDY
         return Kind.FILTERED if any(one.has_filters for one in sampled) else Kind.SAMPLED
-
-
-def _moved(values: Sequence[_Value], former: Sequence[int], places: Sequence[int]) -> list[_Value]:
-    found = list(values)
-    for row, place in zip(former, places):
-        found[place] = values[row]
-    return found

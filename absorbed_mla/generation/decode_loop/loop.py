@@ -1,30 +1,40 @@
-"""Runs the decode steps of an engine without Megatron's scheduler."""
+"""Runs the decode steps of an engine without Megatron's scheduler.
+
+Where a step depends on the tokens of the one before it by nothing but the tokens themselves, which
+are on the device, it is launched before they are known here: the device never waits for the host.
+A request that such a token turns out to end has a row in one more step, whose token is not taken.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.inference.engines import DynamicInferenceEngine
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from absorbed_mla.generation.decode_loop.conditions import is_decode_step, may_admit
 from absorbed_mla.generation.decode_loop.context_rows import ContextRows
 from absorbed_mla.generation.decode_loop.draws import Draws, Kind
+from absorbed_mla.generation.decode_loop.flight import Flight, Landing
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
-from absorbed_mla.generation.decode_loop.members import Members
+from absorbed_mla.generation.decode_loop.members import Drawn, Members
 from absorbed_mla.generation.requests import Progress
 from absorbed_mla.generation.sampler import RequestSampler
 
 
 class DecodeLoop:
-    """Decode steps between two events: a request ends, is admitted, is paused, is aborted.
+    """Decode steps between two events: a request is admitted or paused, the last one ends.
 
     A step is :meth:`forward`, then either :meth:`go_on` or, if that finds such an event,
-    :meth:`finish`, in which Megatron's own functions do their part. After each of them Megatron's
-    context and requests are those that its own step would have left.
+    :meth:`finish`, in which Megatron's own functions do their part. When nothing runs on the device
+    after one of them, Megatron's context and requests are those that its own step would have left.
 
     Args:
         host: Megatron's engine.
@@ -32,14 +42,14 @@ class DecodeLoop:
         sampler: Of the engine.
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
         together: Whether ranks with requests of their own compute each step together. What depends
-            on a rank's requests, drawing among it, then stays out of the graphs, and nothing is
-            launched ahead.
+            on a rank's requests, drawing among it, then stays out of the graphs; nothing is
+            launched ahead, and Megatron ends requests.
 
     Attributes:
         graphs: Of whole steps; None if they are not captured.
         together: As given.
-        launches_ahead: Whether a step is launched before the tokens of the one before it are
-            handed out, where neither depends on the other.
+        launches_ahead: Whether a step is launched before the tokens of the one before it are known.
+        sizes: Of the step that :meth:`go_on` took last, without padding.
         waited: Seconds that the host has waited for the device in :meth:`forward`.
     """
 
@@ -58,17 +68,21 @@ class DecodeLoop:
         # Context-parallel ranks go on with the tokens of the first of them.
         own = parallel_state.get_context_parallel_world_size() > 1
         self._draws = Draws(context.max_requests, controller.vocab_size, own=own)
-        self._tokens = torch.zeros(context.max_requests, dtype=torch.int64, pin_memory=True)
-        self._arrived = torch.cuda.Event()
+        self._landings = [Landing(context.max_requests) for _ in range(2)]
+        # The device has read the numbers of the last step that was launched.
+        self._read = torch.cuda.Event()
         # Rows and requests, while steps follow each other; what they were made from.
         self._rows: ContextRows | None = None
         self._members: Members | None = None
         self._state: tuple[int, ...] = ()
         # The first request that waits, after the scheduler could not admit it.
         self._waiting: int | None = None
-        # Whether the next step runs on the device already.
-        self._ahead = False
+        # Steps on the device whose tokens have not been taken, and requests that have a row in the
+        # last of them, but have ended.
+        self._flights: list[Flight] = []
+        self._ended: set[int] = set()
         self.launches_ahead = self.graphs is not None and not together
+        self.sizes = InferenceBatchDimensions(0, 0, 0)
         self.waited = 0.0
 
     def begin(self) -> None:
@@ -83,33 +97,21 @@ class DecodeLoop:
             self.graphs.clear()
 
     def interrupt(self) -> None:
-        """Megatron's own step comes next; a step that was launched ahead counts for nothing.
-
-        What it has written to the cache will be written again.
-        """
-        if self._ahead:
+        """Megatron's own step or its reset comes next; tokens on their way count for nothing."""
+        for flight in self._flights:
             # It reads tables that Megatron is about to change.
-            self._arrived.synchronize()
+            flight.landing.wait()
+        self._flights.clear()
+        self._ended.clear()
         self._rows = self._members = self._waiting = None
-        self._ahead = False
 
     def applies(self) -> bool:
         """Whether the next step only decodes, and admits no request."""
-        host = self._host
-        if not is_decode_step(host):
-            return False
-        if not host.waiting_request_ids:
-            return True
-        first = host.waiting_request_ids[0]
-        if first != self._waiting:
-            if may_admit(host):
-                return False
-            self._waiting = first
-        return True
+        return bool(self._flights) or self._may_decode()
 
     def is_new(self) -> bool:
         """Whether Megatron has to prepare the next step, because its requests are others."""
-        return self._rows is None or self._read_state() != self._state
+        return not self._flights and (self._rows is None or self._read_state() != self._state)
 
     @torch.inference_mode()
     def forward(self, new: bool) -> None:
@@ -122,61 +124,58 @@ class DecodeLoop:
             self.interrupt()
             self._enter()
             self._start()
-        elif not self._ahead:
+        elif not self._flights:
+            assert self._rows is not None
             self._rows.publish()
             self._start()
         assert self._rows is not None
+        flight = self._flights[0]
         # The device is busy meanwhile.
         self._draws.prepare([position + 1 for position in self._rows.positions()])
+        self._launch_ahead(flight)
         start = time.perf_counter()
-        self._arrived.synchronize()
+        flight.landing.wait()
         self.waited += time.perf_counter() - start
-        self._ahead = False
 
     @torch.inference_mode()
-    def go_on(self) -> list[Progress] | None:
-        """Add the tokens to the requests, and make the context ready for the next step.
+    def go_on(self) -> tuple[list[Progress], list[DynamicInferenceRequestRecord]] | None:
+        """Give the tokens to the requests, and make the context ready for the next step.
 
         Returns:
-            Progress of all requests; None, before anything is changed, if it takes Megatron to do
-            so.
+            Progress of the requests that go on, and Megatron's records of those that have ended, by
+            row; None, before anything but the device's tokens is changed, if Megatron has to finish
+            the step.
         """
-        rows, members = self._rows, self._members
-        assert rows is not None and members is not None
-        tokens = self._tokens[: rows.count].numpy().copy()
-        listed = tokens.tolist()
-        full = rows.full()
-        if (
-            self._host.stop_word_finished_request_ids
-            or rows.has_ended(tokens).any()
-            or members.stops(listed)
-            or not rows.has_blocks(full)
-            or self._reports_more()
-        ):
+        flight, members = self._flights[0], self._members
+        assert members is not None
+        ahead = len(self._flights) > 1
+        tokens = flight.landing.tokens()
+        gone, told = flight.rows_of(self._ended), self._told_to_end(flight)
+        stopped = {r for r, token in enumerate(tokens) if token == flight.stop_tokens[r]}
+        ends = (told | stopped | set(flight.at_their_ends)) - gone
+        if not ahead and not self._may_go_on(gone | ends):
+            self._leave_out(gone)
             return None
-        log_probs = self._log_probs()
-        moved = rows.extend(full)
-        if moved is not None:
-            former, places = moved
-            tokens[places] = tokens[former]
-            self._draws.move(former, places)
-        rows.advance(tokens)
-        self._count_step()
-        self._state = self._read_state()
-        if self.launches_ahead and self._draws.kind is not None:
-            rows.publish()
-            self._start()
-            self._ahead = True
-        # In the order of the rows that the tokens were drawn for.
-        progress = members.append(listed, log_probs)
-        if moved is not None:
-            members.move(*moved)
-        return progress
+        del self._flights[0]
+        self._ended -= {flight.numbers[row] for row in gone}
+        self.sizes = flight.sizes
+        drawn = self._drawn(flight, tokens, gone)
+        progress = members.append([one for row, one in drawn.items() if row not in ends])
+        if ahead:
+            self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
+        else:
+            self._follow(gone | ends, tokens)
+        last = {row: None if row in told else drawn[row] for row in sorted(ends)}
+        records = [members.end(flight.numbers[row], one) for row, one in last.items()]
+        if self._ended and self._ended.issuperset(members.numbers):
+            self._clear()
+        return progress, records
 
     @torch.inference_mode()
     def finish(self) -> dict:
         """Let Megatron end, pause and evict requests; returns what its ``step_modern`` does."""
         host, controller, context = self._host, self._host.controller, self._host.context
+        self.sizes = context.batch_dimensions
         self.interrupt()
         before = {
             "active_token_count": context.active_token_count,
@@ -201,6 +200,103 @@ class DecodeLoop:
         self._count_step()
         return host._run_coroutine_sync(host.async_bookkeep(done, before, 0.0))
 
+    def _may_decode(self) -> bool:
+        """Whether the context's next step decodes, and Megatron would not add a request to it."""
+        host = self._host
+        if not is_decode_step(host):
+            return False
+        if not host.waiting_request_ids:
+            return True
+        first = host.waiting_request_ids[0]
+        if first != self._waiting:
+            if may_admit(host):
+                return False
+            self._waiting = first
+        return True
+
+    def _launch_ahead(self, flight: Flight) -> None:
+        """Launch the step after this one, unless something but tokens may come between them."""
+        rows = self._rows
+        assert rows is not None
+        ends = flight.rows_of(self._ended) | self._told_to_end(flight) | set(flight.at_their_ends)
+        if (
+            not self.launches_ahead
+            or self._draws.kind is None
+            or (ends and self._host.waiting_request_ids)
+            or not self._may_decode()
+            or not self._may_go_on(ends)
+            or not rows.has_size_for(rows.count - len(ends))
+        ):
+            return
+        # What the device reads is changed where it is.
+        self._read.synchronize()
+        self._follow(ends, None)
+        rows.publish()
+        sampled = self._host.controller._sampled_tokens_cuda
+        inputs = self._host.context.gpu_view.token_to_input_ids[: rows.count]
+        inputs.copy_(sampled.index_select(0, inputs))
+        self._start()
+
+    def _may_go_on(self, ended: set[int]) -> bool:
+        """Whether the step after this one is prepared here, without the rows of these requests."""
+        assert self._rows is not None
+        if self._reports_more() or (self.together and ended):
+            return False
+        return self._rows.may_follow(ended)
+
+    def _follow(self, ended: set[int], tokens: Sequence[int] | None) -> None:
+        """Prepare the step after the last one; see ``ContextRows.follow``."""
+        rows, members, draws = self._rows, self._members, self._draws
+        assert rows is not None and members is not None
+        fits = not ended or rows.has_size_for(rows.count - len(ended))
+        order = rows.follow(ended, tokens)
+        if len(order) < len(members.numbers) or order != list(range(len(order))):
+            members.move(order)
+            draws.move(order)
+        self._count_step()
+        self._state = self._read_state()
+        if ended:
+            # Their rows and blocks may be what the next request has waited for.
+            self._waiting = None
+        if not fits:
+            self._rows = None
+
+    def _leave_out(self, gone: set[int]) -> None:
+        """Remove rows of requests that ended before, for Megatron to finish the step."""
+        if not gone:
+            return
+        controller, rows = self._host.controller, self._rows
+        assert rows is not None
+        order = rows.remove(gone)
+        kept = torch.tensor(order, device=controller._sampled_tokens_cuda.device)
+        tokens = controller._sampled_tokens_cuda[kept]
+        controller._sampled_tokens_cuda[: len(order)] = tokens
+        controller._all_logits_cuda[0, : len(order)] = controller._all_logits_cuda[0, kept]
+
+    def _clear(self) -> None:
+        """Let the context have no requests, because all in the step on the device have ended."""
+        context = self._host.context
+        self._read.synchronize()
+        count = context.total_request_count
+        context.update_requests(torch.zeros(count, dtype=torch.uint8), torch.zeros(count).long())
+        self._flights.clear()
+        self._ended.clear()
+        self._rows = self._members = None
+
+    def _told_to_end(self, flight: Flight) -> set[int]:
+        """Rows of requests that end without the token: aborted, or after a stop word."""
+        return flight.rows_of(self._host.stop_word_finished_request_ids)
+
+    def _drawn(self, flight: Flight, tokens: Sequence[int], gone: set[int]) -> dict[int, Drawn]:
+        """By row, what the step has drawn for the requests that had not ended before it."""
+        rows = [row for row in range(len(tokens)) if row not in gone]
+        log_probs: Sequence[float | None] | None = None
+        if any(flight.scores[row] for row in rows):
+            log_probs = flight.landing.log_probs()
+        if log_probs is None:
+            log_probs = [None] * len(tokens)
+        return {row: Drawn(flight.numbers[row], tokens[row], log_probs[row]) for row in rows}
+
     def _enter(self) -> None:
         """Let Megatron prepare the step, and read what its requests are."""
         host, controller, state = self._host, self._host.controller, self._read_state()
@@ -214,21 +310,37 @@ class DecodeLoop:
 
     def _begin_draws(self) -> None:
         assert self._rows is not None and self._members is not None
-        self._draws.begin(self._members.sampled, self._rows.positions())
+        self._draws.begin(self._members.sampled(), self._rows.positions())
 
     def _start(self) -> None:
         """Send the device a step whose rows it has, and let it return the tokens."""
-        rows, draws, controller = self._rows, self._draws, self._host.controller
-        assert rows is not None
+        rows, members, draws = self._rows, self._members, self._draws
+        controller, context = self._host.controller, self._host.context
+        assert rows is not None and members is not None
         if draws.changes:
             self._begin_draws()
         draws.publish()
+        self._read.record()
         self._launch(rows.count, draws.kind)
         if draws.kind is None:
             controller._dynamic_step_sample_logits()
-        sampled = controller._sampled_tokens_cuda[: rows.count]
-        self._tokens[: rows.count].copy_(sampled, non_blocking=True)
-        self._arrived.record()
+        scores = rows.wants("return_log_probs").astype(bool).tolist()
+        landing = self._landings[0]
+        self._landings.reverse()
+        landing.expect(
+            controller._sampled_tokens_cuda[: rows.count],
+            self._log_probs(rows.count) if any(scores) else None,
+        )
+        self._flights.append(
+            Flight(
+                list(members.numbers),
+                rows.at_their_ends(),
+                rows.wants("termination_id").tolist(),
+                scores,
+                context.batch_dimensions,
+                landing,
+            )
+        )
 
     def _launch(self, count: int, kind: Kind | None) -> None:
         """Run the model and draw, by a graph where there is one of this size."""
@@ -254,13 +366,16 @@ class DecodeLoop:
             logits = controller._all_logits_cuda[0, :count]
             controller._sampled_tokens_cuda[:count].copy_(self._draws.draw(logits, kind))
 
-    def _log_probs(self) -> list[float] | None:
-        """Log-probabilities of the tokens, of all requests if one of them asks for its own."""
-        assert self._rows is not None
-        if not self._rows.wants("return_log_probs").any():
-            return None
-        found, _ = self._host.controller._dynamic_step_calculate_log_probs()
-        return [value for [value] in found]
+    def _log_probs(self, count: int) -> Tensor:
+        """Log-probabilities of the tokens of all requests, float32 [rows], as Megatron's."""
+        controller, context = self._host.controller, self._host.context
+        found, _ = context.calculate_log_probs_tensors(
+            controller._all_logits_cuda[:, :count],
+            controller._sampled_tokens_cuda[:count],
+            only_last_token_logits=True,
+            sampling=controller._sampling,
+        )
+        return found
 
     def _reports_more(self) -> bool:
         """Whether requests want log-probabilities of other tokens than those drawn."""

@@ -1,19 +1,38 @@
-"""The running requests of a decode step, by row: Megatron's records, which get its tokens."""
+"""The running requests of decode steps: Megatron's records, which get their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from megatron.core.inference.engines import DynamicInferenceEngine
-from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    Status,
+)
 
 from absorbed_mla.generation.requests import Progress, progress_of
-from absorbed_mla.generation.sampler import RequestSampler
+from absorbed_mla.generation.sampler import RequestSampler, SampledRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token that a step has drawn.
+
+    Attributes:
+        number: Of the request.
+        token: Its id.
+        log_prob: None: not asked for.
+    """
+
+    number: int
+    token: int
+    log_prob: float | None
 
 
 class Members:
-    """Does to the records of requests what Megatron does in a step that ends none of them.
+    """Does to the records of requests what Megatron does in a step that pauses and evicts none.
 
     Args:
         host: Megatron's engine.
@@ -21,64 +40,81 @@ class Members:
         numbers: Of the requests, by row.
 
     Attributes:
-        sampled: What the sampler knows of the requests, by row.
+        numbers: Of the requests, by row of the last step that was prepared.
     """
 
     def __init__(
         self, host: DynamicInferenceEngine, sampler: RequestSampler, numbers: Sequence[int]
     ) -> None:
-        self._numbers = list(numbers)
-        # In the order of their numbers.
+        self._host, self.numbers = host, list(numbers)
+        # In the order of their numbers, in which progress is reported.
         self._records = {number: host.requests[number].record for number in sorted(numbers)}
-        self._parts = [self._records[number][-1] for number in numbers]
-        self.sampled = [sampler.request(number) for number in numbers]
+        self._parts = {number: record[-1] for number, record in self._records.items()}
+        self._sampled = {number: sampler.request(number) for number in numbers}
         # Where their tokens are kept, which is for as long as they run.
-        self._tokens = [
-            (part.generated_tokens, one.generated) for part, one in zip(self._parts, self.sampled)
-        ]
-        # By row, the words of tokens that may end it; rows without any are left out.
-        parts = enumerate(self._parts)
-        self._stops = {row: part.stop_word_ids for row, part in parts if part.stop_word_ids}
+        self._tokens = {
+            number: (part.generated_tokens, self._sampled[number].generated)
+            for number, part in self._parts.items()
+        }
+        self._with_stop_words = {n for n, part in self._parts.items() if part.stop_word_ids}
         # A step without log-probabilities reports the last ones that a request has.
         self._scored = self._with("generated_log_probs")
         self._ranked = self._with("generated_top_n_logprobs")
 
-    def stops(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop word ends one of the requests, or it is not certain that none does."""
-        rows = self._stops.items()
-        return any(len(word) > 1 or word[0] == tokens[row] for row, words in rows for word in words)
+    def move(self, order: Sequence[int]) -> None:
+        """Rows are others; ``order`` has, for each of them, the row that it was."""
+        self.numbers = [self.numbers[row] for row in order]
 
-    def append(self, tokens: Sequence[int], log_probs: Sequence[float] | None) -> list[Progress]:
-        """Add a token to every request; returns their progress in the order of their numbers."""
-        for (ours, theirs), token in zip(self._tokens, tokens):
-            ours.append(token)
-            theirs.append(token)
-        if log_probs is not None:
-            for part, value in zip(self._parts, log_probs):
-                _add_log_prob(part, value)
-        if self._ranked or (self._scored and log_probs is None):
-            records = self._records.items()
-            return [progress_of(record, number, 1, None) for number, record in records]
-        if log_probs is None:
-            found = dict(zip(self._numbers, tokens))
-            return [Progress(number, [found[number]]) for number in self._records]
-        scored = dict(zip(self._numbers, zip(tokens, log_probs)))
-        return [Progress(n, [scored[n][0]], [scored[n][1]]) for n in self._records]
+    def sampled(self) -> list[SampledRequest]:
+        """What the sampler knows of the requests, by row."""
+        return [self._sampled[number] for number in self.numbers]
 
-    def move(self, former: Sequence[int], places: Sequence[int]) -> None:
-        """Rows have moved from ``former`` to ``places``."""
-        tables: tuple[list[Any], ...] = (
-            *(self._numbers, self._parts),
-            *(self.sampled, self._tokens),
-        )
-        for values in tables:
-            moved = [values[row] for row in former]
-            for row, value in zip(places, moved):
-                values[row] = value
-        if self._stops:
-            stops = [self._stops.pop(row, None) for row in former]
-            found = zip(places, stops)
-            self._stops |= {row: words for row, words in found if words is not None}
+    def append(self, drawn: Sequence[Drawn]) -> list[Progress]:
+        """Add a token to each of these requests; returns their progress by ascending numbers."""
+        scored = False
+        for one in drawn:
+            ours, theirs = self._tokens[one.number]
+            ours.append(one.token)
+            theirs.append(one.token)
+            if one.log_prob is not None:
+                scored = True
+                _add_log_prob(self._parts[one.number], one.log_prob)
+        for number in self._with_stop_words & {one.number for one in drawn}:
+            self._look_for_stop_words(number)
+        ascending = sorted(drawn, key=lambda one: one.number)
+        if self._ranked or (self._scored and not scored):
+            return [
+                progress_of(self._records[one.number], one.number, 1, None) for one in ascending
+            ]
+        if not scored:
+            return [Progress(one.number, [one.token]) for one in ascending]
+        return [Progress(one.number, [one.token], [one.log_prob or 0.0]) for one in ascending]
+
+    def end(self, number: int, drawn: Drawn | None) -> DynamicInferenceRequestRecord:
+        """End a request, with a last token unless it was told to end; returns Megatron's record.
+
+        The sampler does not get the token, by which the engine knows that it is new.
+        """
+        host, record, part = self._host, self._records.pop(number), self._parts.pop(number)
+        if drawn is not None:
+            part.generated_tokens.append(drawn.token)
+            if drawn.log_prob is not None:
+                _add_log_prob(part, drawn.log_prob)
+        host.stop_word_finished_request_ids.discard(number)
+        host.finished_request_count += 1
+        part.generated_length = len(part.generated_tokens)
+        part.status = Status.COMPLETED
+        part.add_event_finish()
+        host.requests.pop(number).future.set_result(record)
+        for held in (self._with_stop_words, self._scored, self._ranked):
+            held.discard(number)
+        return record
+
+    def _look_for_stop_words(self, number: int) -> None:
+        """Let a request end with the next step, as Megatron does, after one of its stop words."""
+        found, _ = self._host._check_stop_words_for_request_post_append(self._parts[number])
+        if found:
+            self._host.stop_word_finished_request_ids.add(number)
 
     def _with(self, name: str) -> set[int]:
         """Requests of which a part has something in the list of this name."""

@@ -41,26 +41,26 @@ MUTATIONS = {
     ),
     "decode_loop_keeps_the_order_of_rows": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "        if former:\n            self._move(former, places)",
-        "        former = []",
+        "        self._move(behind + others, others + behind, order)",
+        "        pass",
     ),
     "decode_loop_moves_no_random_numbers": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "            table[_RANDOM, self._sampled] = self._random\n            table[:, places]",
-        "            table[:, places]",
+        "table[_RANDOM, self._sampled] = self._random\n            table[:, :",
+        "table[:, :",
     ),
     "decode_loop_moves_no_records": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py", "members.move(*moved)", "pass"
+        "absorbed_mla/generation/decode_loop/loop.py", "members.move(order)", "pass"
     ),
     "decode_loop_takes_blocks_that_are_not_there": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "<= allocator.active_count:\n            return True",
-        "> 0:\n            return True",
+        "+ needed <= allocator.active_count:\n            return True",
+        "+ needed > 0:\n            return True",
     ),
     "decode_loop_hides_new_blocks": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
-        "self._table_changed = True",
-        "self._table_changed = False",
+        "= blocks.numpy()\n        self._table_changed = True",
+        "= blocks.numpy()",
     ),
     "decode_loop_attends_to_former_keys": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
@@ -71,11 +71,38 @@ MUTATIONS = {
         "absorbed_mla/generation/decode_loop/loop.py", "if may_admit(host):", "if False:"
     ),
     "decode_loop_overlooks_stop_words": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py", "or members.stops(listed)", "or False"
+        "absorbed_mla/generation/decode_loop/members.py",
+        "            self._look_for_stop_words(number)",
+        "            pass",
+    ),
+    "decode_loop_takes_tokens_of_ended_requests": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "gone, told = flight.rows_of(self._ended),",
+        "gone, told = set(),",
+    ),
+    "decode_loop_keeps_rows_of_ended_requests": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "ends = flight.rows_of(self._ended) | self._told",
+        "ends = self._told",
+    ),
+    "decode_loop_reads_tokens_of_other_rows": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "inputs.copy_(sampled.index_select(0, inputs))",
+        "inputs.copy_(sampled[: rows.count])",
+    ),
+    "decode_loop_forgets_who_waits": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "        if ended:\n            # Their",
+        "        if False:\n            # Their",
+    ),
+    "decode_loop_keeps_the_size_of_a_step": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "        if not fits:",
+        "        if False:",
     ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "self._own or self.changes or",
+        "self._own or avoiding or",
         "self._own or",
     ),
     "decode_loop_forgets_the_clock": Mutation(

@@ -22,7 +22,7 @@ from absorbed_mla.generation.decode_loop.graphs import (
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
-from tests.support.decode_loop import CASES, GREEDY, check
+from tests.support.decode_loop import CASES, GREEDY, check, check_ahead
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
@@ -33,23 +33,30 @@ def model():
     return generating_model(num_layers=1)
 
 
+@pytest.fixture(scope="module")
+def invariant():
+    return generating_model(AbsorbedMLAOptions(batch_invariant=True), num_layers=1)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_same_steps(model, case):
-    """Each launched before the tokens of the one before it are handed out, as on a GPU."""
-    check(model, case, ahead=True)
+    check(model, case)
 
 
-@pytest.mark.parametrize("name", ["everything", "blocks-one-by-one", "stop-tokens"])
-def test_one_by_one(model, name):
-    check(model, CASES[name])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_launched_ahead(invariant, case):
+    """Each step before the tokens of the one before it are known, as on a GPU."""
+    with batch_invariant_mode():
+        check_ahead(invariant, case)
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("everything", 1), ("graphs", 3)])
-def test_padded_steps(model, name, kinds, monkeypatch):
+def test_padded_steps(invariant, name, kinds, monkeypatch):
     """A step that is kept, and run again with other numbers, as a graph is."""
     monkeypatch.setattr(StepGraphs, "_captured", lambda self, step: SimpleNamespace(replay=step))
-    graphs = StepGraphs(model)
-    check(model, CASES[name], ahead=True, graphs=graphs)
+    graphs = StepGraphs(invariant)
+    with batch_invariant_mode():
+        check_ahead(invariant, CASES[name], graphs=graphs)
     found = {kind for _, kind in graphs._graphs}
     assert found <= set(Kind) and len(found) >= kinds
     clear_all()
