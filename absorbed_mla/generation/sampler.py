@@ -49,6 +49,12 @@ class Randoms:
         packed = [struct.pack("<q", seed) for seed in seeds]
         self._begun = [hashlib.blake2b(seed, digest_size=8) for seed in packed]
 
+    def of(self, places: Iterable[int]) -> Randoms:
+        """Those of some of the seeds, by their places among all."""
+        found = Randoms(())
+        found._begun = [self._begun[place] for place in places]
+        return found
+
     def at(self, positions: Iterable[int]) -> list[float]:
         """The numbers of the seeds' tokens at these positions, one each."""
         digests = []

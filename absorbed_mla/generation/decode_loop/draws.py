@@ -77,23 +77,28 @@ class Draws:
         self._random = table[_RANDOM, self._sampled].tolist()
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Find the random numbers of tokens at these positions, for the step after this one."""
+        """Find the random numbers of the tokens behind these positions, for the step after this."""
         if self.kind not in (None, Kind.GREEDY):
-            self._random = self._randoms.at([positions[row] for row in self._sampled])
+            self._random = self._randoms.at([positions[row] + 1 for row in self._sampled])
 
     def move(self, order: Sequence[int]) -> None:
         """Rows are others; ``order`` has, for each of them, the row that it was."""
+        fewer = len(order) < len(self._requests)
         self._requests = [self._requests[row] for row in order]
         if self.kind is None:
             # The request because of which the sampler draws may have ended.
             self.changes = True
             return
-        if self.kind is not Kind.GREEDY:
-            table = self._staged.numpy()
-            table[_RANDOM, self._sampled] = self._random
-            table[:, : len(order)] = table[:, order]
-            self._find_sampled()
-            self._random = table[_RANDOM, self._sampled].tolist()
+        if self.kind is Kind.GREEDY:
+            return
+        table = self._staged.numpy()
+        table[:, : len(order)] = table[:, order]
+        places = {row: place for place, row in enumerate(self._sampled)}
+        former = [places[row] for row in order if row in places]
+        self._sampled = [row for row, was in enumerate(order) if was in places]
+        self._randoms = self._randoms.of(former)
+        self._random = [self._random[place] for place in former]
+        if fewer:
             self.kind = self._kind()
 
     def publish(self) -> None:

@@ -24,7 +24,7 @@ from absorbed_mla.generation.decode_loop.context_rows import ContextRows
 from absorbed_mla.generation.decode_loop.draws import Draws, Kind
 from absorbed_mla.generation.decode_loop.flight import Flight, Landing
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
-from absorbed_mla.generation.decode_loop.members import Drawn, Members
+from absorbed_mla.generation.decode_loop.members import Members
 from absorbed_mla.generation.requests import Progress
 from absorbed_mla.generation.sampler import RequestSampler
 
@@ -131,7 +131,7 @@ class DecodeLoop:
         assert self._rows is not None
         flight = self._flights[0]
         # The device is busy meanwhile.
-        self._draws.prepare([position + 1 for position in self._rows.positions()])
+        self._draws.prepare(self._rows.positions())
         self._launch_ahead(flight)
         start = time.perf_counter()
         flight.landing.wait()
@@ -159,14 +159,20 @@ class DecodeLoop:
         del self._flights[0]
         self._ended -= {flight.numbers[row] for row in gone}
         self.sizes = flight.sizes
-        drawn = self._drawn(flight, tokens, gone)
-        progress = members.append([one for row, one in drawn.items() if row not in ends])
+        log_probs = self._log_probs_of(flight, gone)
+        progress = self._append(flight.numbers, tokens, log_probs, without=gone | ends)
         if ahead:
             self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
         else:
             self._follow(gone | ends, tokens)
-        last = {row: None if row in told else drawn[row] for row in sorted(ends)}
-        records = [members.end(flight.numbers[row], one) for row, one in last.items()]
+        records = [
+            members.end(
+                flight.numbers[row],
+                None if row in told else tokens[row],
+                None if log_probs is None or row in told else log_probs[row],
+            )
+            for row in sorted(ends)
+        ]
         if self._ended and self._ended.issuperset(members.numbers):
             self._clear()
         return progress, records
@@ -287,15 +293,26 @@ class DecodeLoop:
         """Rows of requests that end without the token: aborted, or after a stop word."""
         return flight.rows_of(self._host.stop_word_finished_request_ids)
 
-    def _drawn(self, flight: Flight, tokens: Sequence[int], gone: set[int]) -> dict[int, Drawn]:
-        """By row, what the step has drawn for the requests that had not ended before it."""
-        rows = [row for row in range(len(tokens)) if row not in gone]
-        log_probs: Sequence[float | None] | None = None
-        if any(flight.scores[row] for row in rows):
-            log_probs = flight.landing.log_probs()
-        if log_probs is None:
-            log_probs = [None] * len(tokens)
-        return {row: Drawn(flight.numbers[row], tokens[row], log_probs[row]) for row in rows}
+    def _append(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None,
+        *,
+        without: set[int],
+    ) -> list[Progress]:
+        """Give a step's tokens to the requests of all rows but some."""
+        assert self._members is not None
+        if without:
+            rows = [row for row in range(len(numbers)) if row not in without]
+            numbers, tokens = ([each[row] for row in rows] for each in (numbers, tokens))
+            log_probs = None if log_probs is None else [log_probs[row] for row in rows]
+        return self._members.append(numbers, tokens, log_probs)
+
+    def _log_probs_of(self, flight: Flight, gone: set[int]) -> list[float] | None:
+        """By row, if one that had not ended before the step wants its own."""
+        wanted = any(wants and row not in gone for row, wants in enumerate(flight.scores))
+        return flight.landing.log_probs() if wanted else None
 
     def _enter(self) -> None:
         """Let Megatron prepare the step, and read what its requests are."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
@@ -14,21 +13,6 @@ from megatron.core.inference.inference_request import (
 
 from absorbed_mla.generation.requests import Progress, progress_of
 from absorbed_mla.generation.sampler import RequestSampler, SampledRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A token that a step has drawn.
-
-    Attributes:
-        number: Of the request.
-        token: Its id.
-        log_prob: None: not asked for.
-    """
-
-    number: int
-    token: int
-    log_prob: float | None
 
 
 class Members:
@@ -69,37 +53,49 @@ class Members:
         """What the sampler knows of the requests, by row."""
         return [self._sampled[number] for number in self.numbers]
 
-    def append(self, drawn: Sequence[Drawn]) -> list[Progress]:
-        """Add a token to each of these requests; returns their progress by ascending numbers."""
-        scored = False
-        for one in drawn:
-            ours, theirs = self._tokens[one.number]
-            ours.append(one.token)
-            theirs.append(one.token)
-            if one.log_prob is not None:
-                scored = True
-                _add_log_prob(self._parts[one.number], one.log_prob)
-        for number in self._with_stop_words & {one.number for one in drawn}:
-            self._look_for_stop_words(number)
-        ascending = sorted(drawn, key=lambda one: one.number)
-        if self._ranked or (self._scored and not scored):
-            return [
-                progress_of(self._records[one.number], one.number, 1, None) for one in ascending
-            ]
-        if not scored:
-            return [Progress(one.number, [one.token]) for one in ascending]
-        return [Progress(one.number, [one.token], [one.log_prob or 0.0]) for one in ascending]
+    def append(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None,
+    ) -> list[Progress]:
+        """Add a token to each of some requests; returns their progress by ascending numbers."""
+        for number, token in zip(numbers, tokens):
+            ours, theirs = self._tokens[number]
+            ours.append(token)
+            theirs.append(token)
+        if log_probs is not None:
+            for number, value in zip(numbers, log_probs):
+                _add_log_prob(self._parts[number], value)
+        if self._with_stop_words:
+            for number in self._with_stop_words.intersection(numbers):
+                self._look_for_stop_words(number)
+        found = dict(zip(numbers, tokens))
+        ascending = [number for number in self._records if number in found]
+        if self._ranked or (self._scored and log_probs is None):
+            return [progress_of(self._records[number], number, 1, None) for number in ascending]
+        if log_probs is None:
+            return [Progress(number, [found[number]]) for number in ascending]
+        scored = dict(zip(numbers, log_probs))
+        return [Progress(number, [found[number]], [scored[number]]) for number in ascending]
 
-    def end(self, number: int, drawn: Drawn | None) -> DynamicInferenceRequestRecord:
-        """End a request, with a last token unless it was told to end; returns Megatron's record.
+    def end(
+        self, number: int, token: int | None, log_prob: float | None
+    ) -> DynamicInferenceRequestRecord:
+        """End a request; returns Megatron's record.
 
         The sampler does not get the token, by which the engine knows that it is new.
+
+        Args:
+            number: Of the request.
+            token: The last one; None: it was told to end without.
+            log_prob: Of the token, if it was asked for.
         """
         host, record, part = self._host, self._records.pop(number), self._parts.pop(number)
-        if drawn is not None:
-            part.generated_tokens.append(drawn.token)
-            if drawn.log_prob is not None:
-                _add_log_prob(part, drawn.log_prob)
+        if token is not None:
+            part.generated_tokens.append(token)
+            if log_prob is not None:
+                _add_log_prob(part, log_prob)
         host.stop_word_finished_request_ids.discard(number)
         host.finished_request_count += 1
         part.generated_length = len(part.generated_tokens)

@@ -46,8 +46,8 @@ MUTATIONS = {
     ),
     "decode_loop_moves_no_random_numbers": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "table[_RANDOM, self._sampled] = self._random\n            table[:, :",
-        "table[:, :",
+        "        self._random = [self._random[place] for place in former]\n",
+        "",
     ),
     "decode_loop_moves_no_records": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "members.move(order)", "pass"
