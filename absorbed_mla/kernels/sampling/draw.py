@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.sampling.peaks import launch_peaks
-from absorbed_mla.kernels.sampling.pieces import Pieces
+from absorbed_mla.kernels.sampling.pieces import PIECE, Pieces
 from absorbed_mla.kernels.sampling.places import launch_places
 from absorbed_mla.kernels.sampling.sums import launch_sums
 from absorbed_mla.kernels.sampling.thresholds import launch_thresholds
 
 
-def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool) -> Tensor:
+def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool, piece: int = PIECE) -> Tensor:
     """The token of each row that its numbers draw, by ``generation.drawing``'s rules.
 
     A CUDA graph may hold it: nothing waits for the device, and no launch depends on values. With
@@ -23,11 +23,12 @@ def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool) -> Tensor:
         numbers: float64 [6, rows] of any strides: temperature, random number, min_p, top_k, top_p,
             and whether the row is sampled; if not, it takes the most likely token.
         filters: Whether a row may have top_k below the vocabulary's size, or top_p below 1.
+        piece: Tokens of a program.
 
     Returns:
         int64 [rows].
     """
-    pieces = Pieces.of(logits, filters=filters)
+    pieces = Pieces.of(logits, piece, filters=filters)
     tokens = torch.empty(pieces.rows, dtype=torch.int64, device=logits.device)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(logits):

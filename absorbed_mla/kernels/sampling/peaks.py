@@ -15,16 +15,17 @@ from absorbed_mla.kernels.sampling.weights import NOTHING, largest, load_piece, 
 _TOKENS = tl.constexpr(0x7FFFFFFF)
 
 
-def find_most_likely(logits: Tensor) -> Tensor:
+def find_most_likely(logits: Tensor, piece: int = PIECE) -> Tensor:
     """The most likely token of each row, that of ``argmax``: the first NaN if there is one.
 
     Args:
         logits: bf16, fp16 or fp32 [rows, vocabulary], last axis contiguous.
+        piece: Tokens of a program.
 
     Returns:
         int64 [rows].
     """
-    pieces = Pieces.of(logits)
+    pieces = Pieces.of(logits, piece)
     tokens = torch.empty(pieces.rows, dtype=torch.int64, device=logits.device)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(logits):
@@ -53,7 +54,7 @@ def launch_peaks(logits: Tensor, pieces: Pieces) -> None:
         logits.stride(0),
         pieces.vocabulary,
         length,
-        PIECE=PIECE,
+        PIECE=pieces.size,
         ZEROS=1 << (length - 1).bit_length(),
         num_warps=WARPS,
     )

@@ -18,7 +18,8 @@ from absorbed_mla.kernels.scratch import not_filled
 
 # Tokens; 2,048 weights of 2**40 and their number fit into an int64 (``weights.COUNT``).
 PIECE = 2048
-WARPS = 4
+# Of a program; of those that count, whose threads have more tokens and so fewer sums to exchange.
+WARPS, COUNTING_WARPS = 4, 2
 # Parts into which a pass divides the range of keys that may be the threshold.
 WAYS = 16
 COLUMNS = WAYS + 1
@@ -40,6 +41,7 @@ class Pieces(NamedTuple):
         records: int64 [rows, HEAD + (1 + 2 * passes) * RECORD]; see ``HEAD`` and ``RECORD``.
         rows: Number of rows.
         vocabulary: Tokens of a row.
+        size: Tokens of a piece.
         count: Pieces of a row.
         passes: After the first, for top_k, and as many for top_p; even.
     """
@@ -49,14 +51,21 @@ class Pieces(NamedTuple):
     records: Tensor
     rows: int
     vocabulary: int
+    size: int
     count: int
     passes: int
 
     @classmethod
-    def of(cls, logits: Tensor, *, filters: bool = False) -> Pieces:
-        """For logits [rows, vocabulary]; ``filters``: whether there are thresholds to find."""
+    def of(cls, logits: Tensor, size: int, *, filters: bool = False) -> Pieces:
+        """For logits [rows, vocabulary].
+
+        Args:
+            logits: What is drawn from.
+            size: Tokens of a piece: a power of two, at most ``PIECE``.
+            filters: Whether there are thresholds to find.
+        """
         rows, vocabulary = logits.shape
-        count = -(-vocabulary // PIECE)
+        count = -(-vocabulary // size)
         # 4 bits of the keys in a pass. Two searches take the places by turns: an even number.
         passes = 2 * -(-(32 - unused_bits(logits.dtype)) // 8)
         record = HEAD + (1 + 2 * passes) * RECORD if filters else HEAD
@@ -64,7 +73,7 @@ class Pieces(NamedTuple):
         sizes = rows * count, places * rows * count * columns, rows * record
         with not_filled():
             memory = torch.empty(sum(sizes), dtype=torch.int64, device=logits.device)
-        return cls(*memory.split(sizes), rows, vocabulary, count, passes)
+        return cls(*memory.split(sizes), rows, vocabulary, size, count, passes)
 
     @property
     def width(self) -> int:

@@ -20,7 +20,7 @@ from absorbed_mla.kernels.sampling.numbers import (
     load_number,
 )
 from absorbed_mla.kernels.sampling.peaks import load_peak, token_of
-from absorbed_mla.kernels.sampling.pieces import COLUMNS, HEAD, PIECE, RECORD, WARPS, Pieces
+from absorbed_mla.kernels.sampling.pieces import COLUMNS, HEAD, RECORD, WARPS, Pieces
 from absorbed_mla.kernels.sampling.thresholds import settle
 from absorbed_mla.kernels.sampling.weights import (
     NOTHING,
@@ -58,7 +58,7 @@ def launch_places(
         pieces.records.shape[0] // pieces.rows,
         HEAD + pieces.passes * RECORD,
         HEAD + 2 * pieces.passes * RECORD,
-        PIECE=PIECE,
+        PIECE=pieces.size,
         PIECES=pieces.width,
         COLUMNS=COLUMNS if filters else 1,
         UNUSED=unused_bits(logits.dtype),

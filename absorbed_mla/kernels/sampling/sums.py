@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
+from absorbed_mla.kernels.sampling.counts import count_reaching, publish
 from absorbed_mla.kernels.sampling.numbers import (
     SAMPLED,
     TEMPERATURE,
@@ -16,8 +17,7 @@ from absorbed_mla.kernels.sampling.numbers import (
     load_number,
 )
 from absorbed_mla.kernels.sampling.peaks import load_peak
-from absorbed_mla.kernels.sampling.pieces import COLUMNS, HEAD, PIECE, WARPS, WAYS, Pieces
-from absorbed_mla.kernels.sampling.counts import count_reaching, publish
+from absorbed_mla.kernels.sampling.pieces import COLUMNS, COUNTING_WARPS, HEAD, WARPS, WAYS, Pieces
 from absorbed_mla.kernels.sampling.weights import (
     COUNT,
     LOWEST,
@@ -45,14 +45,14 @@ def launch_sums(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters: boo
         *numbers.stride(),
         pieces.vocabulary,
         pieces.records.shape[0] // pieces.rows,
-        PIECE=PIECE,
+        PIECE=pieces.size,
         PIECES=pieces.width,
         WAYS=WAYS,
         COLUMNS=COLUMNS if filters else 1,
         HEAD=HEAD,
         UNUSED=unused_bits(logits.dtype),
         FILTERS=filters,
-        num_warps=WARPS,
+        num_warps=COUNTING_WARPS if filters else WARPS,
     )
 
 

@@ -29,10 +29,9 @@ from absorbed_mla.kernels.sampling.numbers import (
 )
 from absorbed_mla.kernels.sampling.pieces import (
     COLUMNS,
+    COUNTING_WARPS,
     HEAD,
-    PIECE,
     RECORD,
-    WARPS,
     WAYS,
     Pieces,
 )
@@ -73,14 +72,14 @@ def _launch_pass(
         HEAD + (0 if begins else step) * RECORD,
         HEAD + (1 + step) * RECORD,
         HEAD + pieces.passes * RECORD,
-        PIECE=PIECE,
+        PIECE=pieces.size,
         WAYS=WAYS,
         COLUMNS=COLUMNS,
         HEAD=HEAD,
         UNUSED=unused_bits(logits.dtype),
         BY_COUNT=by_count,
         BEGINS=begins and not by_count,
-        num_warps=WARPS,
+        num_warps=COUNTING_WARPS,
     )
 
 
