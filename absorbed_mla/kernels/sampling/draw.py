@@ -7,9 +7,9 @@ from torch import Tensor
 
 from absorbed_mla.kernels.sampling.peaks import launch_peaks
 from absorbed_mla.kernels.sampling.pieces import PIECE, Pieces
-from absorbed_mla.kernels.sampling.places import launch_places
-from absorbed_mla.kernels.sampling.sums import launch_sums
+from absorbed_mla.kernels.sampling.place import launch_place
 from absorbed_mla.kernels.sampling.thresholds import launch_thresholds
+from absorbed_mla.kernels.sampling.weighing import launch_weighing
 
 
 def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool, piece: int = PIECE) -> Tensor:
@@ -33,8 +33,8 @@ def draw_tokens(logits: Tensor, numbers: Tensor, *, filters: bool, piece: int = 
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(logits):
         launch_peaks(logits, pieces)
-        launch_sums(logits, numbers, pieces, filters=filters)
+        launch_weighing(logits, numbers, pieces, filters=filters)
         if filters:
             launch_thresholds(logits, numbers, pieces)
-        launch_places(logits, numbers, pieces, tokens, filters=filters)
+        launch_place(logits, numbers, pieces, tokens, filters=filters)
     return tokens

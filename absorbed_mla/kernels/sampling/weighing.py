@@ -31,10 +31,10 @@ from absorbed_mla.kernels.sampling.weights import (
 )
 
 
-def launch_sums(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters: bool) -> None:
+def launch_weighing(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters: bool) -> None:
     """Writes the first place of ``counted``; with filters also the peak and the first record."""
     launch(
-        _sums_kernel,
+        _weighing_kernel,
         (pieces.count, pieces.rows),
         logits,
         numbers,
@@ -57,7 +57,7 @@ def launch_sums(logits: Tensor, numbers: Tensor, pieces: Pieces, *, filters: boo
 
 
 @triton.jit
-def _sums_kernel(
+def _weighing_kernel(
     logits_ptr,
     numbers_ptr,
     peaks_ptr,

@@ -36,13 +36,13 @@ from absorbed_mla.kernels.sampling.weights import (
 )
 
 
-def launch_places(
+def launch_place(
     logits: Tensor, numbers: Tensor, pieces: Pieces, tokens: Tensor, *, filters: bool
 ) -> None:
     """Writes ``tokens``, int64 [rows]; of rows that are not sampled the most likely one."""
     counted = pieces.counted.view(3 if filters else 1, -1)
     launch(
-        _places_kernel,
+        _place_kernel,
         (pieces.rows,),
         logits,
         numbers,
@@ -68,7 +68,7 @@ def launch_places(
 
 
 @triton.jit
-def _places_kernel(
+def _place_kernel(
     logits_ptr,
     numbers_ptr,
     peaks_ptr,
