@@ -19,7 +19,6 @@ from absorbed_mla.kernels.sampling.numbers import (
 from absorbed_mla.kernels.sampling.peaks import load_peak
 from absorbed_mla.kernels.sampling.pieces import COLUMNS, COUNTING_WARPS, HEAD, WARPS, WAYS, Pieces
 from absorbed_mla.kernels.sampling.weights import (
-    COUNT,
     LOWEST,
     keys_of,
     load_piece,
@@ -90,25 +89,27 @@ def _weighing_kernel(
         min_p = least_share(numbers_ptr, row, stride_number, stride_row)
         logits, inside = load_piece(logits_ptr + row * stride_l, piece, vocabulary, PIECE)
         weights = weights_of(logits, inside, most, temperature, min_p)
-        size = tl.minimum(vocabulary - piece * PIECE, PIECE).to(tl.int64)
-        all_tokens = total(weights, 0) | (size << COUNT)
-        tl.store(counted_ptr, all_tokens)
-        if FILTERS:
+        if not FILTERS:
+            tl.store(counted_ptr, total(weights, 0))
+        else:
             top_k = load_number(numbers_ptr, row, stride_number, stride_row, TOP_K)
             top_p = load_number(numbers_ptr, row, stride_number, stride_row, TOP_P)
             if piece == 0:
                 tl.store(record_ptr, peak)
             if (top_k < vocabulary) | (top_p < 1):
-                # The last edge is above all keys; before it they are a temperature apart, since
-                # with top_p = 0.95 the least likely token that is left has e**-15 of the first
-                # one's probability, or more.
+                # All keys reach the first edge and none the last. Those between are a temperature
+                # apart down from the largest logit: with top_p = 0.95 the least likely token that
+                # is left has e**-15 of the first one's probability, or more.
                 way = tl.arange(0, WAYS)
                 logit = most - (WAYS - 1 - way).to(tl.float32) * temperature
-                edges = ordered(logit) >> UNUSED
+                edges = tl.where(way == 0, LOWEST, ordered(logit)) >> UNUSED
                 last = (peak >> 32).to(tl.int32) >> UNUSED
                 edges = tl.where(way == WAYS - 1, last + 1, edges)
-                keys = keys_of(logits, inside, UNUSED)
-                counted = count_reaching(keys, weights, edges)
+                counted = count_reaching(keys_of(logits, inside, UNUSED), weights, edges)
+                all_tokens = total(tl.where(way == 0, counted, 0), 0)
+                tl.store(counted_ptr, all_tokens)
                 tl.store(counted_ptr + 1 + way, counted)
-                lowest = tl.full([], LOWEST >> UNUSED, tl.int32)
+                lowest = tl.full([], LOWEST, tl.int32) >> UNUSED
                 publish(record_ptr + HEAD, piece, lowest, edges, all_tokens, counted, COLUMNS)
+            else:
+                tl.store(counted_ptr, total(weights, 0))
