@@ -97,11 +97,12 @@ def _weighing_kernel(
             if piece == 0:
                 tl.store(record_ptr, peak)
             if (top_k < vocabulary) | (top_p < 1):
-                # All keys reach the first edge and none the last. Those between are a temperature
-                # apart down from the largest logit: with top_p = 0.95 the least likely token that
-                # is left has e**-15 of the first one's probability, or more.
+                # All keys reach the first edge and none the last. Between the second one, below
+                # which no token has a weight (e**-28 is less than 2**-40), and the largest key they
+                # are the closer, the more likely the tokens.
                 way = tl.arange(0, WAYS)
-                logit = most - (WAYS - 1 - way).to(tl.float32) * temperature
+                part = (WAYS - 2 - way).to(tl.float32) * (1.0 / (WAYS - 3))
+                logit = most - temperature * (28.4 * part * (0.32 + 0.68 * part))
                 edges = tl.where(way == 0, LOWEST, ordered(logit)) >> UNUSED
                 last = (peak >> 32).to(tl.int32) >> UNUSED
                 edges = tl.where(way == WAYS - 1, last + 1, edges)

@@ -31,6 +31,9 @@ FILTERS = {
     "all": {"min_p": 0.01, "top_k": 900, "top_p": 0.95, "temperature": 2.0},
     "cold": {"temperature": 1e-30, "top_k": 5, "top_p": 0.9},
     "hot": {"temperature": 1e30, "top_k": 300, "top_p": 0.9},
+    # More than there are tokens with a weight.
+    "few-weights": {"top_k": 500, "temperature": 0.1},
+    "few-weights-top-p": {"top_k": 600, "top_p": 0.9, "temperature": 0.1},
     "greedy": {"sampled": 0, "top_k": 3},
 }
 
