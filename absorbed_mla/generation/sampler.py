@@ -11,20 +11,15 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.sampling import Sampling
 from torch import Tensor
 
+from absorbed_mla.generation.drawing import draw_by_numbers, most_likely
 from absorbed_mla.generation.sampling import SamplingParams
-
-# Probabilities are integers of this scale, relative to the most likely token's. The sum of 2**20
-# tokens fits an int64; tokens 2**40 times less likely than the first are never drawn.
-_SCALE = 2.0**40
-# Tokens of the vocabulary whose weights are added up first when a token is drawn.
-_CHUNK = 1024
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -256,22 +251,21 @@ def draw(logits: Tensor, rows: Sequence[_Row]) -> Tensor:
     Returns:
         int64 [rows].
     """
-    logits = _without_stop_tokens(logits.float(), rows)
+    logits = _without_stop_tokens(logits, rows)
     penalised = [i for i, row in enumerate(rows) if row.request.params.has_penalties]
     if penalised:
+        logits = logits.float()
         index = torch.tensor(penalised, device=logits.device)
         values = _penalised(logits[index], [rows[i] for i in penalised])
         logits = logits.index_copy(0, index, values)
-    tokens = logits.argmax(-1)
-    # Filters sort the tokens, which would give rows without them other tokens.
-    sampled = [i for i, row in enumerate(rows) if not row.request.params.is_greedy]
-    filtered = [i for i in sampled if rows[i].request.params.has_filters]
-    plain = [i for i in sampled if not rows[i].request.params.has_filters]
-    for numbers, filters in ((plain, False), (filtered, True)):
-        if numbers:
-            index = torch.tensor(numbers, device=logits.device)
-            chosen = [rows[i] for i in numbers]
-            tokens[index] = _draw_by_weight(logits[index], chosen, filters=filters)
+    sampled = [row.request.params for row in rows if not row.request.params.is_greedy]
+    if sampled:
+        numbers = [draw_numbers(row.request, row.position, logits.shape[-1]) for row in rows]
+        table = torch.tensor(numbers, dtype=torch.float64, device=logits.device).t()
+        filters = any(params.has_filters for params in sampled)
+        tokens = draw_by_numbers(logits, table, filters=filters)
+    else:
+        tokens = most_likely(logits)
     for i, row in enumerate(rows):
         if row.known is not None:
             tokens[i] = row.known
@@ -330,35 +324,10 @@ def _column(values: Iterable[float], like: Tensor) -> Tensor:
     return found.unsqueeze(-1)
 
 
-@dataclass(frozen=True)
-class Weighing:
-    """How rows are drawn by weight, a number for each on the device of the logits, [rows, 1].
-
-    Attributes:
-        temperature: float32.
-        random: The row's random number in [0, 1), float64.
-        min_p: float64; None if no row has one.
-        top_k: int64; at least the vocabulary's size where it is no limit.
-        top_p: float64.
-    """
-
-    temperature: Tensor
-    random: Tensor
-    min_p: Tensor | None
-    top_k: Tensor
-    top_p: Tensor
-
-    @classmethod
-    def of(cls, numbers: Tensor) -> Weighing:
-        """From :func:`weighing_numbers` of all rows, float64 [5, rows]."""
-        temperature, random, min_p, top_k, top_p = numbers.unsqueeze(-1).unbind(0)
-        return cls(temperature.float(), random, min_p, top_k.long(), top_p)
-
-
-def weighing_numbers(
+def draw_numbers(
     request: SampledRequest, position: int, vocabulary: int
-) -> tuple[float, float, float, int, float]:
-    """The numbers of a row in :class:`Weighing`, in their order.
+) -> tuple[float, float, float, int, float, bool]:
+    """The numbers of a row for :func:`drawing.draw_by_numbers`, in their order.
 
     Args:
         request: Whose token is drawn.
@@ -369,83 +338,5 @@ def weighing_numbers(
     # One that float32 can divide by: neither 0 nor infinity.
     temperature = min(max(params.temperature, 1e-30), 1e30)
     top_k = min(params.top_k or vocabulary, vocabulary)
-    return temperature, uniform(request.seed, position), params.min_p, top_k, params.top_p
-
-
-def _draw_by_weight(logits: Tensor, rows: Sequence[_Row], *, filters: bool) -> Tensor:
-    """Draw a token for each row [rows, vocabulary] by its probability."""
-    numbers = [weighing_numbers(row.request, row.position, logits.shape[-1]) for row in rows]
-    columns = torch.tensor(numbers, dtype=torch.float64, device=logits.device).t()
-    weighing = Weighing.of(columns)
-    if not any(row.request.params.min_p for row in rows):
-        weighing = replace(weighing, min_p=None)
-    return draw_by_weight(logits, weighing, filters=filters)
-
-
-def draw_by_weight(logits: Tensor, weighing: Weighing, *, filters: bool) -> Tensor:
-    """Draw a token for each row by its probability.
-
-    A CUDA graph may hold it: nothing waits for the device, and no shape depends on values.
-
-    Args:
-        logits: float32 [rows, vocabulary].
-        weighing: Of the rows.
-        filters: Whether ``top_k`` and ``top_p`` count, which sort the tokens.
-
-    Returns:
-        int64 [rows].
-    """
-    weights = _weights(logits, weighing.temperature)
-    if weighing.min_p is not None:
-        weights = weights.masked_fill(weights < _SCALE * weighing.min_p, 0)
-    order = None
-    if filters:
-        weights, order = weights.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(weights.shape[-1], device=logits.device)
-        weights = weights.masked_fill(rank >= weighing.top_k, 0)
-        before = weights.cumsum(-1) - weights
-        total = weights.sum(-1, keepdim=True)
-        # The token that crosses the limit is left in, so that there is always one.
-        weights = weights.masked_fill(before >= weighing.top_p * total, 0)
-    chosen = find_place(weights, weighing.random)
-    return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
-
-
-def find_place(weights: Tensor, random: Tensor) -> Tensor:
-    """The first token with which the sum of weights exceeds a part of all of them.
-
-    First among chunks of the vocabulary, then in one: running sums of all tokens would be written
-    and read, by a few blocks of threads. Sums of integers are the same in any order.
-
-    Args:
-        weights: int64 [rows, vocabulary], at least 0.
-        random: The part, [rows, 1], from 0 to below 1.
-
-    Returns:
-        int64 [rows, 1].
-    """
-    vocabulary = weights.shape[-1]
-    count = vocabulary // _CHUNK
-    chunks = weights[:, : count * _CHUNK].unflatten(-1, (count, _CHUNK)).sum(-1)
-    rest = weights[:, count * _CHUNK :].sum(-1, keepdim=True)
-    sums = torch.cat((chunks, rest), dim=-1).cumsum(-1)
-    total = sums[:, -1:]
-    target = (random * total).long().clamp(max=total - 1)
-    # Rows that are padding may have any logits, so that places are kept in the vocabulary.
-    chunk = torch.searchsorted(sums, target, right=True).clamp(max=count)
-    before = torch.where(chunk > 0, sums.gather(-1, (chunk - 1).clamp(min=0)), 0)
-    first = chunk * _CHUNK
-    token = first + torch.arange(_CHUNK, device=weights.device)
-    inside = weights.gather(-1, token.clamp(max=vocabulary - 1))
-    inside = inside.masked_fill(token >= vocabulary, 0).cumsum(-1)
-    place = first + torch.searchsorted(inside, target - before, right=True)
-    return place.clamp(max=vocabulary - 1)
-
-
-def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Probabilities relative to the most likely token's, as integers of ``_SCALE``, int64."""
-    relative = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if relative.is_cuda:
-        return (relative.exp() * _SCALE).long()
-    # On a CPU, exp rounds otherwise at the end of a tensor than inside it: rows one by one.
-    return torch.stack([(row.exp() * _SCALE).long() for row in relative])
+    sampled = not params.is_greedy
+    return temperature, uniform(request.seed, position), params.min_p, top_k, params.top_p, sampled

@@ -342,6 +342,18 @@ def expert_kernels() -> None:
     summed(gate_and_up, places, ends)
 
 
+def sampling_kernels() -> None:
+    """The most likely tokens, and drawn ones, with filters and without."""
+    from absorbed_mla.kernels.sampling.draw import draw_tokens
+    from absorbed_mla.kernels.sampling.peaks import find_most_likely
+
+    for dtype in (BF16, torch.float32):
+        logits, numbers = torch.zeros(32, 129280, dtype=dtype), torch.zeros(6, 32).double()
+        find_most_likely(logits)
+        for filters in (False, True):
+            draw_tokens(logits, numbers, filters=filters)
+
+
 if __name__ == "__main__":
     # Compilers make many small objects that live on; looking for garbage takes longer than they.
     gc.disable()
@@ -366,3 +378,4 @@ if __name__ == "__main__":
     loss_kernels()
     invariant_kernels()
     expert_kernels()
+    sampling_kernels()

@@ -8,16 +8,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from absorbed_mla.generation.sampler import (
-    Randoms,
-    SampledRequest,
-    Weighing,
-    draw_by_weight,
-    weighing_numbers,
-)
+from absorbed_mla.generation.drawing import NUM_NUMBERS, draw_by_numbers, most_likely
+from absorbed_mla.generation.sampler import Randoms, SampledRequest, draw_numbers
 
-# Rows of the table beside those of ``weighing_numbers``, and the one of random numbers.
-_SAMPLED, _FILTERED, _NUM_ROWS, _RANDOM = 5, 6, 7, 1
+# Row of the table that holds random numbers.
+_RANDOM = 1
 
 
 class Kind(Enum):
@@ -25,14 +20,13 @@ class Kind(Enum):
 
     GREEDY = "greedy"  # all requests take the most likely token
     SAMPLED = "sampled"  # some are drawn from all tokens
-    FILTERED = "filtered"  # some from the most likely ones: a sort
+    FILTERED = "filtered"  # some from the most likely ones, which have to be found
 
 
 class Draws:
     """Draws tokens of rows whose parameters are in a table on the device.
 
-    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row. Rows that do
-    not need a number are drawn with it all the same, and not taken.
+    A token is that of ``sampler.draw``, to the bit: by the same functions, row by row.
 
     Args:
         max_rows: Of a step.
@@ -46,10 +40,10 @@ class Draws:
 
     def __init__(self, max_rows: int, vocabulary: int, *, own: bool) -> None:
         device = torch.cuda.current_device()
-        sizes = _NUM_ROWS, max_rows
+        sizes = NUM_NUMBERS, max_rows
         self._staged = torch.zeros(sizes, dtype=torch.float64, pin_memory=True)
         # Rows that are padding are drawn by numbers that can be computed with.
-        self._staged[:_SAMPLED] = torch.tensor([[1.0], [0.0], [0.0], [vocabulary], [1.0]])
+        self._staged[:] = torch.tensor([[1.0], [0.0], [0.0], [vocabulary], [1.0], [0.0]])
         self._table = torch.zeros(sizes, dtype=torch.float64, device=device)
         self._own, self._vocabulary = own, vocabulary
         self._requests: list[SampledRequest] = []
@@ -69,10 +63,7 @@ class Draws:
             return
         table = self._staged.numpy()
         for row, (request, position) in enumerate(zip(requests, positions)):
-            table[:_SAMPLED, row] = weighing_numbers(request, position, self._vocabulary)
-            sampled = not request.params.is_greedy
-            table[_SAMPLED, row] = sampled
-            table[_FILTERED, row] = sampled and request.params.has_filters
+            table[:, row] = draw_numbers(request, position, self._vocabulary)
         self._find_sampled()
         self._random = table[_RANDOM, self._sampled].tolist()
 
@@ -110,18 +101,10 @@ class Draws:
 
     def draw(self, logits: Tensor, kind: Kind) -> Tensor:
         """Tokens of the first rows, int64 [rows], of logits [rows, vocabulary]."""
-        logits = logits.float()
-        tokens = logits.argmax(-1)
         if kind is Kind.GREEDY:
-            return tokens
+            return most_likely(logits)
         table = self._table[:, : len(logits)]
-        weighing = Weighing.of(table[:_SAMPLED])
-        drawn = draw_by_weight(logits, weighing, filters=False)
-        tokens = torch.where(table[_SAMPLED] > 0, drawn, tokens)
-        if kind is Kind.FILTERED:
-            drawn = draw_by_weight(logits, weighing, filters=True)
-            tokens = torch.where(table[_FILTERED] > 0, drawn, tokens)
-        return tokens
+        return draw_by_numbers(logits, table, filters=kind is Kind.FILTERED)
 
     def _find_sampled(self) -> None:
         rows = enumerate(self._requests)

@@ -39,6 +39,24 @@ MUTATIONS = {
         "uniform(request.seed, position), params.min_p",
         "uniform(0, position), params.min_p",
     ),
+    "filters_leave_no_token_that_crosses_top_p": Mutation(
+        "absorbed_mla/generation/drawing.py", "before >= limit", "before + ordered > limit"
+    ),
+    "kernels_leave_ties_of_every_piece": Mutation(
+        "absorbed_mla/kernels/sampling/place.py",
+        "left = wanted - (running(ties) - ties)",
+        "left = wanted + ties - ties",
+    ),
+    "kernels_leave_a_token_less": Mutation(
+        "absorbed_mla/kernels/sampling/thresholds.py",
+        "goal - count_above,",
+        "goal - count_above - 1,",
+    ),
+    "kernels_search_from_the_wrong_sum": Mutation(
+        "absorbed_mla/kernels/sampling/thresholds.py",
+        "all_tokens = above + wanted * weight",
+        "all_tokens = above",
+    ),
     "decode_loop_keeps_the_order_of_rows": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",
         "        self._move(behind + others, others + behind, order)",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from absorbed_mla.generation.drawing import _weights, draw_by_numbers
 from absorbed_mla.generation.sampler import (
     SampledRequest,
     _Row,
     derive_seed,
     draw,
-    find_place,
     uniform,
 )
 from absorbed_mla.generation.sampling import SamplingParams
+from tests.support.drawing import drawn, table_of
 from tests.support.engine import (
     Request,
     by_whole_forwards,
@@ -186,27 +187,53 @@ def test_logits_are_not_changed():
     assert torch.equal(logits, LOGITS.expand(2, -1))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 5, 1023, 1024, 1025, 3000, 4096])
-def test_place_is_that_of_running_sums(vocabulary):
-    """Among weights of which most, or whole chunks, are 0, at both ends and between them."""
+@pytest.mark.parametrize("vocabulary", [1, 5, 1013])
+@pytest.mark.parametrize("coarse", [False, True])
+def test_tokens_are_those_of_the_definition(vocabulary, coarse):
+    """Token by token, with exact sums; ``coarse``: most logits are equal to others."""
     generator = torch.Generator().manual_seed(vocabulary)
-    weights = torch.randint(2**40, (64, vocabulary), generator=generator)
-    weights[torch.rand(64, vocabulary, generator=generator) < 0.7] = 0
-    weights[::3, : vocabulary // 2] = 0
-    weights[1::3, vocabulary // 2 :] = 0
-    weights[:, vocabulary // 3] += 1
-    random = torch.rand(64, 1, dtype=torch.float64, generator=generator)
-    random[:4], random[4:8] = 0.0, 1 - 2.0**-53
-    sums = weights.cumsum(-1)
-    target = (random * sums[:, -1:]).long().clamp(max=sums[:, -1:] - 1)
-    assert torch.equal(find_place(weights, random), (sums <= target).sum(-1, keepdim=True))
+    logits = torch.randn(48, vocabulary, generator=generator) * 3
+    logits[torch.rand(48, vocabulary, generator=generator) < 0.2] = -torch.inf
+    logits[:, vocabulary // 2] = 1.0
+    if coarse:
+        logits = logits.round()
+    random = torch.rand(48, dtype=torch.float64, generator=generator).tolist()
+    random[:6], random[6:12] = [0.0] * 6, [1 - 2.0**-53] * 6
+    kinds = [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.7, "temperature": 1.5},
+        {"min_p": 0.1},
+        {"top_k": 400, "top_p": 0.95, "min_p": 0.001, "temperature": 3.0},
+        {"sampled": 0},
+    ]
+    rows = [{**kinds[i % 6], "random": value} for i, value in enumerate(random)]
+    numbers = table_of(rows, vocabulary)
+    temperature, _, min_p = numbers[:3].unsqueeze(-1)
+    weights = _weights(logits, temperature.float(), min_p)
+    expected = [drawn(*row) for row in zip(logits, weights, numbers.t())]
+    assert draw_by_numbers(logits, numbers, filters=True).tolist() == expected
 
 
-def test_place_of_padding():
-    """No weight, or numbers that overflow: any token of the vocabulary."""
-    for weights in (torch.zeros(2, 3000, dtype=torch.int64), torch.full((2, 3000), -(2**62))):
-        found = find_place(weights, torch.full((2, 1), 0.5, dtype=torch.float64))
-        assert ((found >= 0) & (found < 3000)).all()
+def test_filters_that_leave_all_change_nothing():
+    """Also where their row is drawn with others that have filters."""
+    torch.manual_seed(0)
+    logits = torch.randn(9, 1013)
+    plain = draw(logits, [row(seed=i) for i in range(9)])
+    wide = {"top_k": 1012, "top_p": 1 - 2.0**-53}
+    rows = [row(seed=i, **(wide if i % 3 else {})) for i in range(9)]
+    assert torch.equal(draw(logits, rows), plain)
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_rows_of_anything(filters):
+    """Padding: any token of the vocabulary; the first NaN, if there is one."""
+    logits = torch.randn(5, 300)
+    logits[0], logits[1, [5, 7]], logits[2, ::2] = torch.nan, torch.nan, torch.inf
+    logits[3], logits[4] = -torch.inf, torch.inf
+    numbers = table_of([{"top_k": 7, "top_p": 0.5, "random": 0.99}] * 5, 300)
+    found = draw_by_numbers(logits, numbers, filters=filters)
+    assert ((found >= 0) & (found < 300)).all() and found[:2].tolist() == [0, 5]
 
 
 def test_random_numbers():

@@ -1,0 +1,39 @@
+"""How many tokens reach some edges, with their weights, as device functions."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from absorbed_mla.kernels.sampling.weights import ONE, count_in, sum_in, total
+
+
+@triton.jit
+def count_reaching(keys, weights, edges):
+    """Counts above sums of weights, int64 [WAYS], of the keys [PIECE] at or above each edge."""
+    one = weights | ONE
+    return total(tl.where(keys[None, :] >= edges[:, None], one[None, :], 0), 1)
+
+
+@triton.jit
+def publish(record_ptr, piece, low, edges, reached_low, counted, COLUMNS: tl.constexpr):
+    """Adds a piece's counts and sums to those of its row; one piece of the row writes the edges.
+
+    Args:
+        record_ptr: int64 [3, COLUMNS]: edges, sums, counts.
+        piece: Its number.
+        low: The first edge.
+        edges: The others.
+        reached_low: Count and sum of the keys at or above the first edge.
+        counted: Of those at or above the others.
+        COLUMNS: Number of edges.
+    """
+    way = tl.arange(0, COLUMNS - 1)
+    if piece == 0:
+        tl.store(record_ptr, low.to(tl.int64))
+        tl.store(record_ptr + 1 + way, edges.to(tl.int64))
+    sums_ptr, counts_ptr = record_ptr + COLUMNS, record_ptr + 2 * COLUMNS
+    tl.atomic_add(sums_ptr, sum_in(reached_low), sem="relaxed")
+    tl.atomic_add(sums_ptr + 1 + way, sum_in(counted), sem="relaxed")
+    tl.atomic_add(counts_ptr, count_in(reached_low), sem="relaxed")
+    tl.atomic_add(counts_ptr + 1 + way, count_in(counted), sem="relaxed")

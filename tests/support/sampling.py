@@ -1,0 +1,53 @@
+"""The weights that kernels give to tokens; imported where Triton's interpreter may be."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from absorbed_mla.kernels.sampling.numbers import TEMPERATURE, least_share, load_number
+from absorbed_mla.kernels.sampling.weights import load_piece, weights_of
+
+_BLOCK = 1024
+
+
+def kernel_weights(logits: Tensor, numbers: Tensor) -> Tensor:
+    """What ``weights_of`` yields for rows without NaN, int64 [rows, vocabulary]."""
+    weights = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
+    most = logits.amax(-1).float()
+    grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
+    _weights_kernel[grid](
+        logits,
+        most,
+        numbers,
+        weights,
+        logits.stride(0),
+        *numbers.stride(),
+        logits.shape[1],
+        BLOCK=_BLOCK,
+    )
+    return weights
+
+
+@triton.jit
+def _weights_kernel(
+    logits_ptr,
+    most_ptr,
+    numbers_ptr,
+    weights_ptr,
+    stride,
+    stride_number,
+    stride_row,
+    vocabulary,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits, inside = load_piece(logits_ptr + row * stride, tl.program_id(1), vocabulary, BLOCK)
+    temperature = load_number(numbers_ptr, row, stride_number, stride_row, TEMPERATURE)
+    min_p = least_share(numbers_ptr, row, stride_number, stride_row)
+    most = tl.load(most_ptr + row)
+    weights = weights_of(logits, inside, most, temperature.to(tl.float32), min_p)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(weights_ptr + row * vocabulary + token, weights, mask=inside)
