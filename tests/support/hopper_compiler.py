@@ -312,6 +312,20 @@ def invariant_kernels() -> None:
     rms_norm_backward(x, x, x[0], scale, False)
 
 
+def new_latents_kernel() -> None:
+    """Norms, rotation and the cache's rows of a step's new tokens, from one down-projection."""
+    from absorbed_mla.kernels.paged.new_latents import Normed, new_latents
+
+    widths = 1536, KV_LORA_RANK + ROPE
+    query, keys = torch.zeros(32, sum(widths), dtype=BF16).split(widths, dim=-1)
+    weights = (torch.zeros(width, dtype=BF16) for width in (1536, KV_LORA_RANK))
+    cos = torch.zeros(32, ROPE // 2)
+    place = torch.zeros(32, dtype=torch.int64)
+    slots = torch.zeros(8, 64, widths[1], dtype=BF16), place, place
+    query, keys = (Normed(x, weight, 1e-6) for x, weight in zip((query, keys), weights))
+    new_latents(query, keys, cos, cos, False, slots)
+
+
 def expert_kernels() -> None:
     """Of grouped experts, at DeepSeek-V3's routing, for few tokens and many."""
     from absorbed_mla.kernels.experts.choice import choose_experts
@@ -365,4 +379,5 @@ if __name__ == "__main__":
     widest_index_kernels()
     loss_kernels()
     invariant_kernels()
+    new_latents_kernel()
     expert_kernels()
