@@ -222,6 +222,10 @@ def _megatron_config(
         "perform_initialization": False,
         **dict.fromkeys(_FUSED_PARTS, False),
     }
+    if config.q_lora_rank and not options.parity and "mla_down_proj_fusion" in _CONFIG_FIELDS:
+        # Query and keys are projected down by one product, which a step of few tokens waits for.
+        # Training, with which parity mode agrees to the bit, may have two.
+        fields["mla_down_proj_fusion"] = True
     if options.cuda_graphs:
         # Megatron insists on padding where ranks have their own experts; grouped ones ignore it.
         padded = not grouped or options.expert_parallel_size > 1
