@@ -330,6 +330,7 @@ def expert_kernels() -> None:
     """Of grouped experts, at DeepSeek-V3's routing, for few tokens and many."""
     from absorbed_mla.kernels.experts.choice import choose_experts
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.logits import partial_logits
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
     from absorbed_mla.kernels.experts.swiglu import swiglu
@@ -345,6 +346,10 @@ def expert_kernels() -> None:
             group_topk=4,
             scale=2.5,
         )
+    weight = torch.zeros(256, 7168, dtype=BF16)
+    for tokens in (1, 32, 256):
+        parts = partial_logits(torch.zeros(tokens, 7168, dtype=BF16), weight)
+    choose_experts(parts, 8, softmax=False, bias=bias, groups=8, group_topk=4, scale=2.5)
     chosen = torch.zeros(32, 8, dtype=torch.int64)
     _, _, places, ends = order_by_expert(chosen, 16, 0)
     for count in (8, 256, 512, 1024):

@@ -14,6 +14,7 @@ from tests.support.backends import triton_interpreter
 with triton_interpreter():
     from absorbed_mla.kernels.experts.choice import choose_experts
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.logits import partial_logits
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
     from absorbed_mla.kernels.experts.swiglu import gated, swiglu
@@ -127,6 +128,38 @@ def test_choice(router, softmax, biased, scale):
     found = torch.zeros_like(logits).scatter_(1, chosen, scores)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert (expected != 0).sum() == 7 * topk
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 3, 33, 140])
+@pytest.mark.parametrize(("experts", "width"), [(16, 1024), (6, 1000), (256, 2304)])
+def test_logits(dtype, tokens, experts, width):
+    """Parts add up to the product in fp32, whatever lies beside the tokens."""
+    x = random(tokens, width + 8, dtype=dtype)[:, :width]
+    weight = random(experts, width, dtype=dtype)
+    parts = partial_logits(x, weight)
+    assert parts.shape[1:] == (tokens, experts) and parts.dtype == torch.float32
+    assert len(parts) > 1
+    assert error(parts.double().sum(0), x.double() @ weight.double().T) < 1e-6
+
+
+def test_logits_of_nothing():
+    assert partial_logits(random(0, 512), random(8, 512)).shape[1:] == (0, 8)
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("parts", [2, 7])
+def test_choice_of_parts(router, softmax, parts):
+    """As of their sum."""
+    experts, topk, groups, group_topk = router
+    logits = random(parts, 7, experts)
+    options = {"softmax": softmax, "bias": None, "scale": 2.5}
+    options |= {"groups": groups, "group_topk": group_topk}
+    scores, chosen = choose_experts(logits, topk, **options)
+    expected = choose_experts(logits.sum(0), topk, **options)
+    assert torch.equal(chosen, expected[1])
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_choice_without_numbers():
