@@ -81,8 +81,12 @@ class RMSNorm(nn.Module):
 
 def has_few_rows(x: Tensor) -> bool:
     """Whether a step of generation has so few that this package's kernel is the faster."""
-    generating = x.is_cuda and not torch.is_grad_enabled()
-    return generating and x.numel() <= _FEW_ROWS * x.shape[-1]
+    return not torch.is_grad_enabled() and few_rows(x)
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether there are as few on a GPU as in a step of generation."""
+    return x.is_cuda and x.numel() <= _FEW_ROWS * x.shape[-1]
 
 
 def is_plain(norm: nn.Module, x: Tensor) -> bool:

@@ -24,6 +24,7 @@ from absorbed_mla.experts.layer import group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.llm.residuals import fuse_residuals
 from absorbed_mla.llm.swiglu import fuse_swiglu
 from absorbed_mla.llm.weights import set_weights
 from absorbed_mla.log_once import log_once
@@ -301,4 +302,5 @@ def _build(
     )
     if not options.parity:
         fuse_swiglu(model)
+        fuse_residuals(model)
     return model if exchange is None else divide_vocabulary(model, exchange)

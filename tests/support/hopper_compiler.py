@@ -312,8 +312,9 @@ def invariant_kernels() -> None:
     rms_norm_backward(x, x, x[0], scale, False)
 
 
-def new_latents_kernel() -> None:
-    """Norms, rotation and the cache's rows of a step's new tokens, from one down-projection."""
+def norm_kernels() -> None:
+    """A residual connection with its norm, and the norms and rotation of new latents."""
+    from absorbed_mla.kernels.added_norm import added_norm
     from absorbed_mla.kernels.paged.new_latents import Normed, new_latents
 
     widths = 1536, KV_LORA_RANK + ROPE
@@ -324,6 +325,8 @@ def new_latents_kernel() -> None:
     slots = torch.zeros(8, 64, widths[1], dtype=BF16), place, place
     query, keys = (Normed(x, weight, 1e-6) for x, weight in zip((query, keys), weights))
     new_latents(query, keys, cos, cos, False, slots)
+    x = torch.zeros(32, 7168, dtype=BF16)
+    added_norm(x, x, x[0], 1e-6, False)
 
 
 def expert_kernels() -> None:
@@ -384,5 +387,5 @@ if __name__ == "__main__":
     widest_index_kernels()
     loss_kernels()
     invariant_kernels()
-    new_latents_kernel()
+    norm_kernels()
     expert_kernels()

@@ -108,8 +108,8 @@ def _forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    pointers = x_ptr + row * stride + column
-    result, scale = normed_row(pointers, weight_ptr + column, inside, width, eps, ZERO_CENTERED)
+    x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    result, scale = normed_row(x, weight_ptr + column, inside, width, eps, ZERO_CENTERED)
     result = narrow(result, result_ptr.dtype.element_ty, INTERPRETED)
     tl.store(result_ptr + row * width + column, result, mask=inside)
     tl.store(scale_ptr + row, scale)
@@ -150,9 +150,8 @@ def _backward_kernel(
 
 
 @triton.jit
-def normed_row(pointers, weights, inside, width, eps, ZERO_CENTERED: tl.constexpr):
-    """A row [BLOCK], normalised in fp32, and 1 / its root mean square."""
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+def normed_row(x, weights, inside, width, eps, ZERO_CENTERED: tl.constexpr):
+    """A row [BLOCK] in fp32, 0 where not inside, normalised; and 1 / its root mean square."""
     scale = 1.0 / tl.sqrt(_sum(x * x) / width + eps)
     return x * scale * _weight(weights, inside, ZERO_CENTERED), scale
 

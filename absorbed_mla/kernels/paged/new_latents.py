@@ -121,9 +121,9 @@ def _latents_kernel(
         if row < rows:
             column = tl.arange(0, Q_BLOCK)
             inside = column < width
-            pointers = query_ptr + row * query_stride + column
-            weights = query_weight_ptr + column
-            normed, _ = normed_row(pointers, weights, inside, width, query_eps, ZERO_CENTERED)
+            x = tl.load(query_ptr + row * query_stride + column, mask=inside, other=0.0)
+            x, weights = x.to(tl.float32), query_weight_ptr + column
+            normed, _ = normed_row(x, weights, inside, width, query_eps, ZERO_CENTERED)
             normed = narrow(normed, query_out_ptr.dtype.element_ty, INTERPRETED)
             tl.store(query_out_ptr + row * width + column, normed, mask=inside)
     elif row < count:
@@ -131,8 +131,9 @@ def _latents_kernel(
         keys_out_ptr += row * (rank + 2 * HALF)
         column = tl.arange(0, C_BLOCK)
         inside = column < rank
+        x = tl.load(keys_ptr + column, mask=inside, other=0.0).to(tl.float32)
         weights = keys_weight_ptr + column
-        normed, _ = normed_row(keys_ptr + column, weights, inside, rank, keys_eps, ZERO_CENTERED)
+        normed, _ = normed_row(x, weights, inside, rank, keys_eps, ZERO_CENTERED)
         pair = tl.arange(0, HALF)
         cos = tl.load(cos_ptr + row * cos_stride + pair)
         sin = tl.load(sin_ptr + row * sin_stride + pair)
