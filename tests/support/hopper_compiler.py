@@ -355,12 +355,13 @@ def expert_kernels() -> None:
     choose_experts(parts, 8, softmax=False, bias=bias, groups=8, group_topk=4, scale=2.5)
     chosen = torch.zeros(32, 8, dtype=torch.int64)
     _, _, places, ends = order_by_expert(chosen, 16, 0)
+    weights = torch.zeros(16, 128, 256, dtype=BF16)
     for count in (8, 256, 512, 1024):
-        few_rows_product(
-            torch.zeros(count, 256, dtype=BF16), torch.zeros(16, 128, 256, dtype=BF16), ends
-        )
+        tokens = torch.zeros(count, dtype=torch.int64)
+        few_rows_product(torch.zeros(32, 256, dtype=BF16), weights, ends, tokens)
+    few_rows_product(torch.zeros(1024, 256, dtype=BF16), weights, ends)
     gate_and_up = torch.zeros(256, 4096, dtype=BF16)
-    swiglu(gate_and_up, torch.zeros(256), ends)
+    swiglu(gate_and_up, torch.zeros(32, 8), chosen.flatten(), ends)
     summed(gate_and_up, places, ends)
 
 

@@ -50,11 +50,12 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @ends_of
 @pytest.mark.parametrize("width", [96, 40])
 def test_swiglu(dtype, ends, width):
-    x, probs = random(40, 2 * width, dtype=dtype), random(40).abs()
+    x, probs = random(40, 2 * width, dtype=dtype), random(20, 2).abs()
     x[ends[-1] :] = torch.nan
     gate, up = x.double().chunk(2, -1)
-    expected = F.silu(gate) * up * probs.double()[:, None]
-    found = swiglu(x, probs, table(ends))
+    choices = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = F.silu(gate) * up * probs.double().flatten()[choices, None]
+    found = swiglu(x, probs, choices, table(ends))
     assert error(found[: ends[-1]], expected[: ends[-1]]) < BOUNDS[dtype]
 
 
@@ -83,10 +84,18 @@ def test_sums(dtype, first):
 @dtypes
 @ends_of
 @pytest.mark.parametrize(("columns", "summands"), [(128, 256), (72, 136)])
-def test_few_rows(dtype, ends, columns, summands):
+@pytest.mark.parametrize("taken", [False, True])
+def test_few_rows(dtype, ends, columns, summands, taken):
+    """Also of rows that lie elsewhere, some of them several times."""
     rows = random(40, summands, dtype=dtype)
     weights = random(4, columns, summands, dtype=dtype)
-    found = few_rows_product(rows, weights, table(ends))
+    if taken:
+        tokens = torch.randint(40, (40,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        x, rows = rows, rows[tokens]
+        x[[i for i in range(40) if i not in tokens[: ends[-1]].tolist()]] = torch.nan
+        found = few_rows_product(x, weights, table(ends), tokens)
+    else:
+        found = few_rows_product(rows, weights, table(ends))
     for weight, begin, end in zip(weights, [0, *ends], ends):
         expected = rows[begin:end].double() @ weight.double().T
         assert error(found[begin:end], expected) < BOUNDS[dtype]
