@@ -354,6 +354,8 @@ def expert_kernels() -> None:
         parts = partial_logits(torch.zeros(tokens, 7168, dtype=BF16), weight)
     choose_experts(parts, 8, softmax=False, bias=bias, groups=8, group_topk=4, scale=2.5)
     chosen = torch.zeros(32, 8, dtype=torch.int64)
+    for tokens in (1, 1024):
+        order_by_expert(torch.zeros(tokens, 8, dtype=torch.int64), 16, 0)
     _, _, places, ends = order_by_expert(chosen, 16, 0)
     weights = torch.zeros(16, 128, 256, dtype=BF16)
     for count in (8, 256, 512, 1024):

@@ -180,7 +180,7 @@ def test_choice_without_numbers():
     assert ((chosen >= 0) & (chosen < 24)).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("tokens", [1, 3, 33, 400])
 @pytest.mark.parametrize(("count", "first"), [(16, None), (4, 4), (4, 12), (300, None)])
 def test_order(tokens, count, first):
     """The rows that sorting gives, also on a rank with some of the experts."""
