@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.batch_invariant.norms import rms_norm
@@ -60,7 +61,7 @@ class RMSNorm(nn.Module):
             x = SavedByPython.apply(x)
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
         invariant = x.is_cuda and is_enabled(x.device)
-        if (invariant or _has_few_rows(x)) and x.dtype != torch.float64:
+        if (invariant or has_few_rows(x)) and x.dtype != torch.float64:
             return rms_norm(x, self.weight, self.eps, self.zero_centered, self.weight.dtype)
         if plain and x.is_cuda and not invariant:
             # PyTorch's fused kernel, which computes in fp32 too.
@@ -78,10 +79,29 @@ class RMSNorm(nn.Module):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
-def _has_few_rows(x: Tensor) -> bool:
+def has_few_rows(x: Tensor) -> bool:
     """Whether a step of generation has so few that this package's kernel is the faster."""
-    generating = x.is_cuda and not torch.is_grad_enabled()
-    return generating and x.numel() <= _FEW_ROWS * x.shape[-1]
+    return not torch.is_grad_enabled() and few_rows(x)
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether there are as few on a GPU as in a step of generation."""
+    return x.is_cuda and x.numel() <= _FEW_ROWS * x.shape[-1]
+
+
+def is_plain(norm: nn.Module, x: Tensor) -> bool:
+    """Whether calling a norm with ``x`` does what an :class:`RMSNorm` does and nothing else.
+
+    A kernel may then compute it among other things. Hooks would miss their call: activation
+    patching has some, and Megatron's parameter gather waits in one.
+    """
+    return (
+        type(norm) is RMSNorm
+        and norm.weight.dtype == x.dtype != torch.float64
+        and "forward" not in vars(norm)
+        and not (norm._forward_hooks or norm._forward_pre_hooks)
+        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+    )
 
 
 def mark_parameter(parameter: nn.Parameter, **marks: bool) -> None:

@@ -69,12 +69,11 @@ class GroupedDispatcher(MoETokenDispatcher):
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows for the experts, where each expert's end, and probabilities of the rows."""
+    ) -> tuple[Tensor, ExpertRows, Tensor]:
+        """Tokens for the experts, the rows that these make of them, and all probabilities."""
         self._rows = ExpertRows.of(self._chosen, self._count, self._first)
         del self._chosen
-        rows = self._rows
-        return rows.tokens_of(hidden_states), rows.ends, rows.choices_of(probs)
+        return hidden_states, self._rows, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums over each token's experts on this rank, [T, H]."""

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from absorbed_mla.experts.product import grouped_product
+from absorbed_mla.experts.rows import ExpertRows
 
 # Field of the config -> what this module computes.
 _COMPUTED: dict[str, tuple] = {
@@ -49,13 +50,13 @@ class GroupedExperts(SequentialMLP):
         self._weights: tuple[Tensor, Tensor] | None = None
         self._stack()
 
-    def forward(self, rows: Tensor, ends: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, tokens: Tensor, rows: ExpertRows, probs: Tensor) -> tuple[Tensor, None]:
         """Of rows that are sorted by expert.
 
         Args:
-            rows: [R, H].
-            ends: Int32 [E], the row behind the last one of each expert.
-            probs: [R], what a row's result is multiplied by.
+            tokens: [T, H], which the rows are of.
+            rows: R of them.
+            probs: [T, K], what the results of a token's choices are multiplied by.
 
         Returns:
             [R, H], undefined behind the last end, and no bias.
@@ -65,20 +66,20 @@ class GroupedExperts(SequentialMLP):
             self._stack()
         assert self._weights is not None
         into, out_of = self._weights
-        inner = self._activated(grouped_product(rows, into, ends), probs, ends)
-        return grouped_product(inner, out_of, ends), None
+        inner = grouped_product(tokens, into, rows.ends, rows.tokens)
+        return grouped_product(self._activated(inner, rows, probs), out_of, rows.ends), None
 
-    def _activated(self, gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+    def _activated(self, gate_and_up: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
         """[R, 2 F] to [R, F], times the probabilities."""
         activation = self.config.activation_func
         if gate_and_up.is_cuda and activation is F.silu:
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.swiglu import swiglu
 
-            return swiglu(gate_and_up, probs, ends)
+            return swiglu(gate_and_up, probs.contiguous(), rows.choices, rows.ends)
         gate, up = gate_and_up.chunk(2, -1)
         # In place, and each product rounded as Megatron's.
-        return activation(gate).mul_(up).mul_(probs.unsqueeze(-1))
+        return activation(gate).mul_(up).mul_(rows.choices_of(probs).unsqueeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
         """Move or cast, as ``to()`` does."""

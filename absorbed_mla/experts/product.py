@@ -38,26 +38,30 @@ def why_not_grouped(
     return f"{', '.join(odd)} must be a multiple of {per_row}" if odd else None
 
 
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(
+    x: Tensor, weights: Tensor, ends: Tensor, tokens: Tensor | None = None
+) -> Tensor:
     """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e.
 
     On a GPU the weights of experts without rows are not read, and nothing waits for the device.
 
     Args:
-        rows: [R, K], those of an expert together.
+        x: The rows [R, K], those of an expert together; or what they are taken from.
         weights: [E, N, K].
         ends: Int32 [E], the row behind the last one of each expert.
+        tokens: Int64 [R], where in ``x`` each row is; None: there are the rows.
 
     Returns:
         [R, N]; rows behind the last end are undefined.
     """
-    if rows.is_cuda and len(rows):
+    count = len(x if tokens is None else tokens)
+    if x.is_cuda and count:
         # Imported here, because machines without a GPU need not have Triton.
         from absorbed_mla.kernels.experts.few_rows import few_rows_product, is_few
 
-        if is_few(len(rows), len(weights)):
-            return few_rows_product(rows, weights, ends)
-    return of_many_rows(rows, weights, ends)
+        if is_few(count, len(weights)):
+            return few_rows_product(x.contiguous(), weights, ends, tokens)
+    return of_many_rows(x if tokens is None else x.index_select(0, tokens), weights, ends)
 
 
 def of_many_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

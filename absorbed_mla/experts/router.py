@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -30,11 +31,26 @@ class ChoosingRouter(TopKRouter):
                 f"got {self.routing_type!r}"
             )
 
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [S, B, experts], or of few tokens on a GPU parts of them, [P, S, B, experts].
+
+        PyTorch would copy weights and tokens to multiply them in fp32.
+        """
+        if _generates(input) and self._takes_parts(input):
+            # Imported here, because machines without a GPU need not have Triton.
+            from absorbed_mla.kernels.experts.logits import is_few, partial_logits
+
+            x = input.flatten(0, -2)
+            if is_few(len(x)):
+                parts = partial_logits(x, self.weight)
+                return parts.view(len(parts), *input.shape[:-1], -1)
+        return super().gating(input)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts, all of whose tokens they compute, whatever capacity Megatron sets.
 
         Args:
-            logits: [S, B, experts].
+            logits: As :meth:`gating` returns them.
             padding_mask: For training; None.
 
         Returns:
@@ -46,8 +62,8 @@ class ChoosingRouter(TopKRouter):
         if self.training:
             raise ValueError("grouped experts are for inference: call model.eval() first")
         assert padding_mask is None, "for training"
-        config, logits = self.config, logits.flatten(0, -2)
-        if logits.is_cuda and self.router_replay is None and self._is_one_pass():
+        config, in_parts, logits = self.config, logits.dim() == 4, logits.flatten(-3, -2)
+        if in_parts or (logits.is_cuda and self._is_one_pass()):
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.choice import choose_experts
 
@@ -73,8 +89,28 @@ class ChoosingRouter(TopKRouter):
             dense_output=True,
         )
 
+    def _takes_parts(self, input: Tensor) -> bool:
+        """Whether nothing but ``choose_experts`` looks at the logits, which are to be in fp32."""
+        config = self.config
+        return (
+            config.moe_router_dtype == "fp32"
+            and self.bias is None
+            and input.dtype == self.weight.dtype != torch.float64
+            and input.device == self.weight.device
+            and not getattr(config, "moe_router_force_load_balancing", False)
+            and getattr(config, "moe_router_force_biased", None) is None
+            and self._is_one_pass()
+        )
+
     def _is_one_pass(self) -> bool:
-        """Whether scores are those that ``choose_experts`` knows."""
+        """Whether the choice is one that ``choose_experts`` knows."""
+        if self.router_replay is not None:
+            return False
         if self.score_function == "softmax":
             return self.config.moe_router_pre_softmax and self.expert_bias is None
         return self.score_function == "sigmoid"
+
+
+def _generates(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU and no gradient is wanted."""
+    return x.is_cuda and not torch.is_grad_enabled()

@@ -55,10 +55,6 @@ class ExpertRows:
         places = torch.empty_like(choices).scatter_(0, choices, numbers[: len(choices)])
         return cls(choices, choices // chosen.shape[1], places.view_as(chosen), ends)
 
-    def tokens_of(self, x: Tensor) -> Tensor:
-        """The rows' tokens: [T, H] to [T * K, H]."""
-        return x.index_select(0, self.tokens)
-
     def choices_of(self, x: Tensor) -> Tensor:
         """The rows' values of choices: [T, K] to [T * K]."""
         return x.flatten().index_select(0, self.choices)

@@ -131,6 +131,15 @@ class InferenceStep(Protocol):
         """
         ...
 
+    def slots(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where :meth:`write` puts rows, for a kernel that makes them; None: it must be called.
+
+        Returns:
+            The cache [blocks, block_size, C + R], and of each new token its block and its position
+            in that, int32 or int64 [T].
+        """
+        ...
+
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """Append the index keys of the new tokens, of a layer with sparse attention.
 

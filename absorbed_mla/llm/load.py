@@ -24,6 +24,7 @@ from absorbed_mla.experts.layer import group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
+from absorbed_mla.llm.residuals import fuse_residuals
 from absorbed_mla.llm.swiglu import fuse_swiglu
 from absorbed_mla.llm.weights import set_weights
 from absorbed_mla.log_once import log_once
@@ -222,6 +223,10 @@ def _megatron_config(
         "perform_initialization": False,
         **dict.fromkeys(_FUSED_PARTS, False),
     }
+    if config.q_lora_rank and not options.parity and "mla_down_proj_fusion" in _CONFIG_FIELDS:
+        # Query and keys are projected down by one product, which a step of few tokens waits for.
+        # Training, with which parity mode agrees to the bit, may have two.
+        fields["mla_down_proj_fusion"] = True
     if options.cuda_graphs:
         # Megatron insists on padding where ranks have their own experts; grouped ones ignore it.
         padded = not grouped or options.expert_parallel_size > 1
@@ -297,4 +302,5 @@ def _build(
     )
     if not options.parity:
         fuse_swiglu(model)
+        fuse_residuals(model)
     return model if exchange is None else divide_vocabulary(model, exchange)

@@ -258,16 +258,16 @@ class ExpertsBenchmark(Benchmark):
     def _activation(self, inputs: Inputs) -> dict[str, tuple]:
         import torch.nn.functional as F
 
-        x, probs, ends = inputs.gate_and_up, inputs.probs, self._rows(inputs).ends
+        x, probs, rows = inputs.gate_and_up, inputs.probs, self._rows(inputs)
 
         def torchs() -> Tensor:
             gate, up = x.chunk(2, -1)
-            return F.silu(gate).mul_(up).mul_(probs.unsqueeze(-1))
+            return F.silu(gate).mul_(up).mul_(rows.choices_of(probs).unsqueeze(-1))
 
         def ours() -> Tensor:
             from absorbed_mla.kernels.experts.swiglu import swiglu
 
-            return swiglu(x, probs, ends)
+            return swiglu(x, probs, rows.choices, rows.ends)
 
         return {"torch": (torchs,), "ours": (ours,)}
 

@@ -35,8 +35,8 @@ LAYOUTS = {
 def undefined_rows(monkeypatch):
     """Of other ranks' experts: as bad as they may be."""
 
-    def product(rows, weights, ends):
-        found = grouped_product(rows, weights, ends)
+    def product(x, weights, ends, tokens=None):
+        found = grouped_product(x, weights, ends, tokens)
         found[ends[-1] :] = torch.nan
         return found
 

@@ -312,10 +312,28 @@ def invariant_kernels() -> None:
     rms_norm_backward(x, x, x[0], scale, False)
 
 
+def norm_kernels() -> None:
+    """A residual connection with its norm, and the norms and rotation of new latents."""
+    from absorbed_mla.kernels.added_norm import added_norm
+    from absorbed_mla.kernels.paged.new_latents import Normed, new_latents
+
+    widths = 1536, KV_LORA_RANK + ROPE
+    query, keys = torch.zeros(32, sum(widths), dtype=BF16).split(widths, dim=-1)
+    weights = (torch.zeros(width, dtype=BF16) for width in (1536, KV_LORA_RANK))
+    cos = torch.zeros(32, ROPE // 2)
+    place = torch.zeros(32, dtype=torch.int64)
+    slots = torch.zeros(8, 64, widths[1], dtype=BF16), place, place
+    query, keys = (Normed(x, weight, 1e-6) for x, weight in zip((query, keys), weights))
+    new_latents(query, keys, cos, cos, False, slots)
+    x = torch.zeros(32, 7168, dtype=BF16)
+    added_norm(x, x, x[0], 1e-6, False)
+
+
 def expert_kernels() -> None:
     """Of grouped experts, at DeepSeek-V3's routing, for few tokens and many."""
     from absorbed_mla.kernels.experts.choice import choose_experts
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.logits import partial_logits
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
     from absorbed_mla.kernels.experts.swiglu import swiglu
@@ -331,14 +349,21 @@ def expert_kernels() -> None:
             group_topk=4,
             scale=2.5,
         )
+    weight = torch.zeros(256, 7168, dtype=BF16)
+    for tokens in (1, 32, 256):
+        parts = partial_logits(torch.zeros(tokens, 7168, dtype=BF16), weight)
+    choose_experts(parts, 8, softmax=False, bias=bias, groups=8, group_topk=4, scale=2.5)
     chosen = torch.zeros(32, 8, dtype=torch.int64)
+    for tokens in (1, 1024):
+        order_by_expert(torch.zeros(tokens, 8, dtype=torch.int64), 16, 0)
     _, _, places, ends = order_by_expert(chosen, 16, 0)
+    weights = torch.zeros(16, 128, 256, dtype=BF16)
     for count in (8, 256, 512, 1024):
-        few_rows_product(
-            torch.zeros(count, 256, dtype=BF16), torch.zeros(16, 128, 256, dtype=BF16), ends
-        )
+        tokens = torch.zeros(count, dtype=torch.int64)
+        few_rows_product(torch.zeros(32, 256, dtype=BF16), weights, ends, tokens)
+    few_rows_product(torch.zeros(1024, 256, dtype=BF16), weights, ends)
     gate_and_up = torch.zeros(256, 4096, dtype=BF16)
-    swiglu(gate_and_up, torch.zeros(256), ends)
+    swiglu(gate_and_up, torch.zeros(32, 8), chosen.flatten(), ends)
     summed(gate_and_up, places, ends)
 
 
@@ -377,5 +402,6 @@ if __name__ == "__main__":
     widest_index_kernels()
     loss_kernels()
     invariant_kernels()
+    norm_kernels()
     expert_kernels()
     sampling_kernels()

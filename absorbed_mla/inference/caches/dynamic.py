@@ -197,10 +197,15 @@ class DynamicStep:
 
     def write(self, kv: Tensor) -> None:
         """See :class:`InferenceStep`."""
+        cache, *place = self.slots()
+        cache[tuple(place)] = kv.squeeze(1)[: len(self._forward.positions)]
+
+    def slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`InferenceStep`."""
         place = self._forward.places
         if self.ranks is not None:
             place = self.ranks.places(*place, self.context.kv_block_allocator.dummy_block_idx)
-        self._cache()[place] = kv.squeeze(1)[: len(self._forward.positions)]
+        return self._cache(), *place
 
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`."""

@@ -111,6 +111,9 @@ class StaticStep:
         """See :class:`InferenceStep`."""
         self.memory.write(self.offset, self.requests, self.unpack(kv))
 
+    def slots(self) -> None:
+        """See :class:`InferenceStep`; tokens of a request lie one after the other."""
+
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`; a request is one block."""
         memory = _index_keys(self.context, self.layer_number, keys)

@@ -55,6 +55,9 @@ class TieredStep(DynamicStep):
         rows = kv.view(self.context.memory_buffer.dtype).squeeze(1)
         self.context.tiers.write(self._layer, places, rows[:count])
 
+    def slots(self) -> None:
+        """See :class:`InferenceStep`; new tokens may be in host memory."""
+
     def write_index_keys(self, keys: Tensor, indexed: Sequence[int]) -> Tensor:
         """See :class:`InferenceStep`; any token may be chosen, and is read on the device."""
         raise ValueError(

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
+# Numbers that the one warp of a token adds up at once: parts, times experts rounded up to a power
+# of two.
+MOST_PARTIAL_LOGITS = 2048
+
 
 def choose_experts(
     logits: Tensor,
@@ -23,7 +29,7 @@ def choose_experts(
     Of equal scores the expert with the lower number is the greater one.
 
     Args:
-        logits: [T, E], contiguous, any float dtype.
+        logits: [T, E], contiguous, any float dtype; or parts [P, T, E] that add up to them.
         topk: K.
         softmax: Whether scores are softmax(logits), which stay as they are; else sigmoid(logits),
             divided by the sum of those that were chosen.
@@ -36,20 +42,19 @@ def choose_experts(
     Returns:
         Scores [T, K] in the dtype of ``logits``, and numbers of experts, int64 [T, K].
     """
-    tokens, experts = logits.shape
+    tokens, experts = logits.shape[-2:]
+    parts = len(logits) if logits.dim() == 3 else 1
     scores = logits.new_empty(tokens, topk)
     chosen = torch.empty(tokens, topk, dtype=torch.int64, device=logits.device)
     limited = groups if groups and group_topk else 1
     size = experts // limited
     with torch.cuda.device_of(logits):
-        _choice_kernel[(tokens,)](
-            logits,
-            logits if bias is None else bias,
-            scores,
-            chosen,
-            limited,
-            size,
-            scale or 1.0,
+        launch(
+            _choice_kernel,
+            (tokens,),
+            *(logits, logits if bias is None else bias, scores, chosen),
+            *(tokens, parts, limited, size, scale or 1.0),
+            PARTS=triton.next_power_of_2(parts),
             GROUPS=triton.next_power_of_2(limited),
             SIZE=triton.next_power_of_2(size),
             GROUP_TOPK=group_topk if limited > 1 else 0,
@@ -63,15 +68,18 @@ def choose_experts(
     return scores, chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def _choice_kernel(
     logits_ptr,
     bias_ptr,
     scores_ptr,
     chosen_ptr,
+    tokens,
+    parts,
     groups,
     size,
     scale,
+    PARTS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
@@ -85,8 +93,15 @@ def _choice_kernel(
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (group < groups)[:, None] & (member < size)[None, :]
     expert = group[:, None] * size + member[None, :]
-    logits = tl.load(logits_ptr + token * groups * size + expert, mask=there, other=-float("inf"))
-    logits = logits.to(tl.float32)
+    if PARTS == 1:
+        pointers = logits_ptr + token * groups * size + expert
+        logits = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
+    else:
+        part = tl.arange(0, PARTS)[:, None, None]
+        pointers = logits_ptr + (part * tokens + token) * groups * size + expert[None, :, :]
+        values = tl.load(pointers, mask=(part < parts) & there[None, :, :], other=0.0)
+        logits = _sum(values, 0)
+    logits = tl.where(there, logits, -float("inf"))
     if SOFTMAX:
         score = tl.exp(logits - _greatest(_greatest(logits, 1), 0))
         score = score / _sum(_sum(score, 1), 0)

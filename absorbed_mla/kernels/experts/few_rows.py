@@ -35,26 +35,30 @@ def is_few(rows: int, experts: int) -> bool:
     return rows <= _MOST_ROWS * experts
 
 
-def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def few_rows_product(
+    x: Tensor, weights: Tensor, ends: Tensor, tokens: Tensor | None = None
+) -> Tensor:
     """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e; deterministic.
 
     Args:
-        rows: [R, K], contiguous, those of an expert together.
+        x: The rows [R, K], contiguous, those of an expert together; or what they are taken from.
         weights: [E, N, K], contiguous.
         ends: Int32 [E], the row behind the last one of each expert.
+        tokens: Int64 [R], where in ``x`` each row is; None: there are the rows.
 
     Returns:
         [R, N]; rows behind the last end are undefined.
     """
-    (count, summands), (experts, columns, _) = rows.shape, weights.shape
-    out = rows.new_empty(count, columns)
+    count, (experts, columns, summands) = len(x if tokens is None else tokens), weights.shape
+    out = x.new_empty(count, columns)
     # For twice the mean, since experts are not chosen equally: with more rows than the tile has, an
     # expert's weights are read again.
     tile = next((t for t in _TILES if t.rows * experts >= 2 * count), _TILES[-1])
-    depth = tile.summands * 2 // rows.element_size()
+    depth = tile.summands * 2 // x.element_size()
     with torch.cuda.device_of(out):
         _few_rows_kernel[(triton.cdiv(columns, tile.columns), experts)](
-            rows,
+            x,
+            tokens,
             weights,
             ends,
             out,
@@ -64,7 +68,8 @@ def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
             COLUMNS=tile.columns,
             SUMMANDS=depth,
             EVEN=columns % tile.columns == 0 and summands % depth == 0,
-            PRECISION=precision(rows.dtype),
+            TAKEN=tokens is not None,
+            PRECISION=precision(x.dtype),
             INTERPRETED=interpreted(),
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -74,7 +79,8 @@ def few_rows_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _few_rows_kernel(
-    rows_ptr,
+    x_ptr,
+    tokens_ptr,
     weights_ptr,
     ends_ptr,
     out_ptr,
@@ -84,6 +90,7 @@ def _few_rows_kernel(
     COLUMNS: tl.constexpr,
     SUMMANDS: tl.constexpr,
     EVEN: tl.constexpr,
+    TAKEN: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -96,7 +103,10 @@ def _few_rows_kernel(
     for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         there = row < end
-        of_rows = row.to(tl.int64) * summands
+        of_rows = row.to(tl.int64)
+        if TAKEN:
+            of_rows = tl.load(tokens_ptr + row, mask=there, other=0)
+        of_rows *= summands
         total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
         for start in range(0, summands, SUMMANDS):
             summand = start + tl.arange(0, SUMMANDS)
@@ -104,9 +114,7 @@ def _few_rows_kernel(
             if not EVEN:
                 left_mask &= (summand < summands)[None, :]
                 right_mask = inside[None, :] & (summand < summands)[:, None]
-            left = tl.load(
-                rows_ptr + of_rows[:, None] + summand[None, :], mask=left_mask, other=0.0
-            )
+            left = tl.load(x_ptr + of_rows[:, None] + summand[None, :], mask=left_mask, other=0.0)
             pointers = weights_ptr + of_columns[None, :] + summand[:, None]
             if EVEN:
                 right = tl.load(pointers)

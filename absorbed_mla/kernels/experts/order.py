@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.launch import launch
+
 # Each choice is compared with all others: from about here on sorting is faster.
 MOST_CHOICES = 8192
-_ITEMS, _OTHERS = 64, 256
+# Items of a program, few, so that there are many programs; and what it compares them with at once.
+_ITEMS, _OTHERS = 16, 1024
 
 
 def order_by_expert(
@@ -29,20 +32,16 @@ def order_by_expert(
     choices, tokens = torch.empty(2, number, dtype=torch.int64, device=chosen.device)
     places = torch.empty_like(chosen)
     ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
+    others = min(max(triton.next_power_of_2(number), 16), _OTHERS)
     with torch.cuda.device_of(chosen):
-        _order_kernel[(triton.cdiv(number + count, _ITEMS),)](
-            chosen,
-            choices,
-            tokens,
-            places,
-            ends,
-            number,
-            count,
-            first,
+        launch(
+            _order_kernel,
+            (triton.cdiv(number + count, _ITEMS),),
+            *(chosen, choices, tokens, places, ends, number, count, first),
             TOPK=chosen.shape[1],
             ITEMS=_ITEMS,
-            OTHERS=_OTHERS,
-            num_warps=8,
+            OTHERS=others,
+            num_warps=8 if others > 128 else 4,
         )
     return choices, tokens, places, ends
 

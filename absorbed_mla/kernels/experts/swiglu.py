@@ -12,18 +12,19 @@ from absorbed_mla.kernels.triton.common import interpreted, narrow
 _COLUMNS = 2048
 
 
-def swiglu(gate_and_up: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+def swiglu(gate_and_up: Tensor, probs: Tensor, choices: Tensor, ends: Tensor) -> Tensor:
     """``silu(gate) * up * prob`` of every row, rounded once.
 
     Args:
         gate_and_up: [R, 2 F], contiguous; the gate in the first half.
-        probs: [R], any float dtype.
-        ends: Int32 [E], see ``experts.rows.ExpertRows``.
+        probs: Of the tokens' choices, [T, K], contiguous, any float dtype.
+        choices: Int64 [R], the choice of each row; see ``experts.rows.ExpertRows``.
+        ends: Int32 [E], likewise.
 
     Returns:
         [R, F]; rows behind the last end are undefined.
     """
-    return _launch(gate_and_up, probs, ends)
+    return _launch(gate_and_up, probs, choices, ends)
 
 
 def gated(gate_and_up: Tensor) -> Tensor:
@@ -39,7 +40,12 @@ def gated(gate_and_up: Tensor) -> Tensor:
     return _launch(rows).view(*gate_and_up.shape[:-1], -1)
 
 
-def _launch(gate_and_up: Tensor, probs: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+def _launch(
+    gate_and_up: Tensor,
+    probs: Tensor | None = None,
+    choices: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
     rows, width = len(gate_and_up), gate_and_up.shape[1] // 2
     out = gate_and_up.new_empty(rows, width)
     if not out.numel():
@@ -49,6 +55,7 @@ def _launch(gate_and_up: Tensor, probs: Tensor | None = None, ends: Tensor | Non
         _swiglu_kernel[(rows, triton.cdiv(width, columns))](
             gate_and_up,
             probs,
+            choices,
             ends,
             out,
             0 if ends is None else len(ends),
@@ -65,6 +72,7 @@ def _launch(gate_and_up: Tensor, probs: Tensor | None = None, ends: Tensor | Non
 def _swiglu_kernel(
     gate_ptr,
     probs_ptr,
+    choices_ptr,
     ends_ptr,
     out_ptr,
     experts,
@@ -74,9 +82,11 @@ def _swiglu_kernel(
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    end = tl.load(ends_ptr + experts - 1) if ROUTED else row + 1
-    if row >= end:
-        return
+    if ROUTED:
+        # Before the end is known: each load waits for the one before it.
+        prob = tl.load(probs_ptr + tl.load(choices_ptr + row)).to(tl.float32)
+        if row >= tl.load(ends_ptr + experts - 1):
+            return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < width
     pointers = gate_ptr + row * (2 * width) + column
@@ -84,6 +94,6 @@ def _swiglu_kernel(
     up = tl.load(pointers + width, mask=there, other=0.0).to(tl.float32)
     value = gate / (1 + tl.exp(-gate)) * up
     if ROUTED:
-        value *= tl.load(probs_ptr + row).to(tl.float32)
+        value *= prob
     value = narrow(value, out_ptr.dtype.element_ty, INTERPRETED)
     tl.store(out_ptr + row * width + column, value, mask=there)

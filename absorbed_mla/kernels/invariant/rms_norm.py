@@ -12,7 +12,8 @@ from absorbed_mla.kernels.triton.common import interpreted, narrow
 
 # Programs of backward: each adds up the weight's gradient of some rows.
 _PROGRAMS = 264
-_WARPS = 8
+# Of every kernel that normalises: the order of a row's sum depends on it.
+WARPS = 8
 
 
 def rms_norm_forward(
@@ -47,7 +48,7 @@ def rms_norm_forward(
                 BLOCK=triton.next_power_of_2(width),
                 ZERO_CENTERED=zero_centered,
                 INTERPRETED=interpreted(),
-                num_warps=_WARPS,
+                num_warps=WARPS,
             )
     return result, scale
 
@@ -86,7 +87,7 @@ def rms_norm_backward(
                 BLOCK=triton.next_power_of_2(width),
                 ZERO_CENTERED=zero_centered,
                 INTERPRETED=interpreted(),
-                num_warps=_WARPS,
+                num_warps=WARPS,
             )
     return x_grad, weight_grads.sum(0).to(weight.dtype)
 
@@ -108,9 +109,8 @@ def _forward_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     x = tl.load(x_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(_sum(x * x) / width + eps)
-    weight = _weight(weight_ptr + column, inside, ZERO_CENTERED)
-    result = narrow(x * scale * weight, result_ptr.dtype.element_ty, INTERPRETED)
+    result, scale = normed_row(x, weight_ptr + column, inside, width, eps, ZERO_CENTERED)
+    result = narrow(result, result_ptr.dtype.element_ty, INTERPRETED)
     tl.store(result_ptr + row * width + column, result, mask=inside)
     tl.store(scale_ptr + row, scale)
 
@@ -147,6 +147,13 @@ def _backward_kernel(
         tl.store(x_grad_ptr + row * width + column, x_grad, mask=inside)
     weight_grads = weight_grads_ptr + tl.program_id(0).to(tl.int64) * width + column
     tl.store(weight_grads, weight_grad, mask=inside)
+
+
+@triton.jit
+def normed_row(x, weights, inside, width, eps, ZERO_CENTERED: tl.constexpr):
+    """A row [BLOCK] in fp32, 0 where not inside, normalised; and 1 / its root mean square."""
+    scale = 1.0 / tl.sqrt(_sum(x * x) / width + eps)
+    return x * scale * _weight(weights, inside, ZERO_CENTERED), scale
 
 
 @triton.jit

@@ -5,6 +5,17 @@ from __future__ import annotations
 from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
+    "norm_of_another_sum": Mutation(
+        "absorbed_mla/llm/residuals.py", "made[0] is x and self", "self"
+    ),
+    "norm_of_another_run": Mutation(
+        "absorbed_mla/llm/residuals.py", " and self._run is this_run()", ""
+    ),
+    "norms_whose_hooks_wait": Mutation(
+        "absorbed_mla/norm.py",
+        "        and not (norm._forward_hooks or norm._forward_pre_hooks)\n",
+        "",
+    ),
     "grouped_experts_places": Mutation(
         "absorbed_mla/experts/rows.py",
         "scatter_(0, choices, numbers[: len(choices)])",

@@ -18,6 +18,21 @@ MUTATIONS = {
         "other[None, :] < item[:, None]",
         "other[None, :] > item[:, None]",
     ),
+    "router_logits_of_the_first_part": Mutation(
+        "absorbed_mla/kernels/experts/logits.py",
+        "first = part * steps_of_part * SUMMANDS",
+        "first = 0 * steps_of_part * SUMMANDS",
+    ),
+    "new_latents_of_padding": Mutation(
+        "absorbed_mla/kernels/paged/new_latents.py",
+        "cached = row < places",
+        "cached = row < count",
+    ),
+    "norm_of_a_sum_not_rounded": Mutation(
+        "absorbed_mla/kernels/added_norm.py",
+        "    total = narrow(total, total_ptr.dtype.element_ty, INTERPRETED)\n",
+        "",
+    ),
     "fp8_scale_of_first_group": Mutation(
         "absorbed_mla/kernels/fp8_latents.py", "* scales[:, :, None]", "* scales[:, :1, None]"
     ),

@@ -53,7 +53,7 @@ PATCHES = [patch_by_hook, patch_by_global_hook, patch_by_forward, patch_by_layer
 
 def query_of(attention, x) -> torch.Tensor:
     q_down, _ = attention._down_project(x)
-    return attention._query(q_down).detach().clone()
+    return attention._query(attention._query_latent(q_down)).detach().clone()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -51,7 +51,7 @@ def test_it_is_the_absorbed_query_that_overflows():
     attention = layer("absorbed", torch.float16)
     x = dense(16, 1).random_rows(WIDE.hidden, 1).to(world.device(), torch.float16)
     with torch.no_grad():
-        query = attention._query(attention._down_project(x)[0])
+        query = attention._query(attention._query_latent(attention._down_project(x)[0]))
         q_nope = query.unflatten(-1, (WIDE.heads, -1))[..., : WIDE.nope]
         absorbed = absorb_query(q_nope, attention.linear_k_up_proj())
     assert q_nope.isfinite().all() and not absorbed.isfinite().all()

@@ -39,7 +39,7 @@ def test_rows(tokens, first, count):
     ends = [sum(e <= first + i for e, _ in own) for i in range(count)]
     assert rows.ends.tolist() == ends and rows.ends.dtype == torch.int32
     x = torch.randn(tokens, 4)
-    of_rows = rows.tokens_of(x)
+    of_rows = x[rows.tokens]
     # Those of other ranks may hold anything, and count for nothing.
     of_rows[len(own) :] = torch.nan
     counted = [sum(choice // 2 == token for _, choice in own) for token in range(tokens)]
@@ -56,6 +56,9 @@ def test_product():
     parts = [(0, 0, 5), (2, 5, 9), (3, 9, 12)]
     expected = torch.cat([rows[a:b] @ weights[e].T for e, a, b in parts])
     assert torch.equal(found, expected)
+    tokens = torch.randint(5, (12,))
+    taken = grouped_product(rows[:5], weights, ends, tokens)
+    assert torch.equal(taken, grouped_product(rows[tokens], weights, ends))
     theirs = torch._grouped_mm(rows.bfloat16(), weights.bfloat16().transpose(1, 2), offs=ends)
     torch.testing.assert_close(theirs.float(), expected, atol=0.2, rtol=0.02)
 
@@ -205,7 +208,9 @@ def operators(layer, tokens: int) -> collections.Counter[str]:
 
 def test_no_work_per_expert_but_the_product(monkeypatch):
     """The host's work depends on neither experts nor tokens, and nothing is fetched to it."""
-    product = lambda rows, weights, ends: rows.new_zeros(len(rows), weights.shape[1])  # noqa: E731
+    product = lambda x, weights, ends, tokens=None: x.new_zeros(  # noqa: E731
+        len(x if tokens is None else tokens), weights.shape[1]
+    )
     monkeypatch.setattr("absorbed_mla.experts.experts.grouped_product", product)
     layers = [mlp_of(pair(**{**FEW, "num_moe_experts": count})[1]) for count in (4, 16)]
     counts = [operators(layer, tokens) for layer in layers for tokens in (8, 64)]

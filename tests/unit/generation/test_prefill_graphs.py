@@ -125,8 +125,9 @@ def test_latents_in_fp8(graphs):
     check(generating_model(AbsorbedMLAOptions(latent_cache_dtype="fp8")), graphs)
 
 
-def without_reads(rows, weights, ends):
+def without_reads(x, weights, ends, tokens=None):
     """``grouped_product`` as on a GPU: on a CPU it reads how many rows an expert has."""
+    rows = x if tokens is None else x[tokens]
     expert = torch.searchsorted(ends, torch.arange(len(rows), dtype=ends.dtype), right=True)
     found = torch.einsum("ri,eoi->reo", rows, weights)
     chosen = expert.clamp(max=len(weights) - 1)[:, None, None].expand(-1, 1, found.shape[2])

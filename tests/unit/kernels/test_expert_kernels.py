@@ -14,6 +14,7 @@ from tests.support.backends import triton_interpreter
 with triton_interpreter():
     from absorbed_mla.kernels.experts.choice import choose_experts
     from absorbed_mla.kernels.experts.few_rows import few_rows_product
+    from absorbed_mla.kernels.experts.logits import partial_logits
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
     from absorbed_mla.kernels.experts.swiglu import gated, swiglu
@@ -49,11 +50,12 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @ends_of
 @pytest.mark.parametrize("width", [96, 40])
 def test_swiglu(dtype, ends, width):
-    x, probs = random(40, 2 * width, dtype=dtype), random(40).abs()
+    x, probs = random(40, 2 * width, dtype=dtype), random(20, 2).abs()
     x[ends[-1] :] = torch.nan
     gate, up = x.double().chunk(2, -1)
-    expected = F.silu(gate) * up * probs.double()[:, None]
-    found = swiglu(x, probs, table(ends))
+    choices = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = F.silu(gate) * up * probs.double().flatten()[choices, None]
+    found = swiglu(x, probs, choices, table(ends))
     assert error(found[: ends[-1]], expected[: ends[-1]]) < BOUNDS[dtype]
 
 
@@ -82,10 +84,18 @@ def test_sums(dtype, first):
 @dtypes
 @ends_of
 @pytest.mark.parametrize(("columns", "summands"), [(128, 256), (72, 136)])
-def test_few_rows(dtype, ends, columns, summands):
+@pytest.mark.parametrize("taken", [False, True])
+def test_few_rows(dtype, ends, columns, summands, taken):
+    """Also of rows that lie elsewhere, some of them several times."""
     rows = random(40, summands, dtype=dtype)
     weights = random(4, columns, summands, dtype=dtype)
-    found = few_rows_product(rows, weights, table(ends))
+    if taken:
+        tokens = torch.randint(40, (40,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        x, rows = rows, rows[tokens]
+        x[[i for i in range(40) if i not in tokens[: ends[-1]].tolist()]] = torch.nan
+        found = few_rows_product(x, weights, table(ends), tokens)
+    else:
+        found = few_rows_product(rows, weights, table(ends))
     for weight, begin, end in zip(weights, [0, *ends], ends):
         expected = rows[begin:end].double() @ weight.double().T
         assert error(found[begin:end], expected) < BOUNDS[dtype]
@@ -129,6 +139,38 @@ def test_choice(router, softmax, biased, scale):
     assert (expected != 0).sum() == 7 * topk
 
 
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 3, 33, 140])
+@pytest.mark.parametrize(("experts", "width"), [(16, 1024), (6, 1000), (256, 2304)])
+def test_logits(dtype, tokens, experts, width):
+    """Parts add up to the product in fp32, whatever lies beside the tokens."""
+    x = random(tokens, width + 8, dtype=dtype)[:, :width]
+    weight = random(experts, width, dtype=dtype)
+    parts = partial_logits(x, weight)
+    assert parts.shape[1:] == (tokens, experts) and parts.dtype == torch.float32
+    assert len(parts) > 1
+    assert error(parts.double().sum(0), x.double() @ weight.double().T) < 1e-6
+
+
+def test_logits_of_nothing():
+    assert partial_logits(random(0, 512), random(8, 512)).shape[1:] == (0, 8)
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("parts", [2, 7])
+def test_choice_of_parts(router, softmax, parts):
+    """As of their sum."""
+    experts, topk, groups, group_topk = router
+    logits = random(parts, 7, experts)
+    options = {"softmax": softmax, "bias": None, "scale": 2.5}
+    options |= {"groups": groups, "group_topk": group_topk}
+    scores, chosen = choose_experts(logits, topk, **options)
+    expected = choose_experts(logits.sum(0), topk, **options)
+    assert torch.equal(chosen, expected[1])
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-6)
+
+
 def test_choice_without_numbers():
     """NaN chooses experts that exist, of which none is read outside of the weights."""
     logits = torch.full((3, 24), torch.nan, device=DEVICE)
@@ -138,7 +180,7 @@ def test_choice_without_numbers():
     assert ((chosen >= 0) & (chosen < 24)).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 200])
+@pytest.mark.parametrize("tokens", [1, 3, 33, 400])
 @pytest.mark.parametrize(("count", "first"), [(16, None), (4, 4), (4, 12), (300, None)])
 def test_order(tokens, count, first):
     """The rows that sorting gives, also on a rank with some of the experts."""
