@@ -191,7 +191,8 @@ MISTAKES = {
         (["--device", "cuda"], NO_GPU),
     ],
     Serving: [
-        (["--rows", "32"], "argument --rows: expected rows such as 32x1k/256, got '32'"),
+        (["--rows", "32"], "expected rows such as 32x1k/256 or 64x1k/256*4, got '32'"),
+        (["--rows", "64x1k/256*1"], "expected at least 2 rounds after *, got '64x1k/256*1'"),
         (["--rows", "0x1k/256"], f"argument --rows: {COUNT}"),
         (["--implementations", "sglang"], "expected some of ours, vllm, ours-server, vllm-server"),
         (["--implementations", "vllm"], "needs the package vllm, which is not installed here"),
