@@ -100,7 +100,7 @@ def parse_temperature(text: str) -> float:
 class ServingBenchmark(Benchmark):
     """Every size at every implementation."""
 
-    script, description = "serving.py", __doc__
+    script = "serving.py"
     report = ServingReport
 
     def __init__(self, args: argparse.Namespace) -> None:

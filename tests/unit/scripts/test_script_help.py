@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_help_needs_no_long_import(helped, name):
 def test_every_option_says_what_it_means_and_its_default(helped, name):
     out, seen = helped(name)
     assert out.startswith(f"usage: {Path(name).name}.py")
+    if name.startswith("benchmarks/"):
+        assert ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) in out
     assert seen["options"]
     for option, text, is_option, required in seen["options"]:
         meaning = text.partition("(default:")[0].strip()
