@@ -18,7 +18,7 @@ from tests.support.environment import without_launcher
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
-# Their options are parsed elsewhere: by quickstart.sh, and by Megatron.
+# Their options are parsed elsewhere: by quickstart.sh, and by Megatron (test_pretrain_gpt.py).
 ELSEWHERE = {"quickstart", "benchmarks/pretrain_gpt"}
 FILES = [path for path in SCRIPTS.rglob("*.py") if "__main__" in path.read_text()]
 NAMES = sorted({str(path.relative_to(SCRIPTS).with_suffix("")) for path in FILES} - ELSEWHERE)
