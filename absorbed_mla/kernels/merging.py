@@ -70,7 +70,7 @@ def merge_into(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
     out_ptr,
     part_ptr,
