@@ -57,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes, seconds
+from benchmarks.kit.arguments import count, list_of, one_of, parse_size, seconds
 from benchmarks.kit.report import Report
 from benchmarks.kit.run import Benchmark
 from benchmarks.served import profiling
@@ -136,7 +136,7 @@ class ServingBenchmark(Benchmark):
         add("--temperature", type=list_of(parse_temperature), default="0", help=temperatures)
         add("--repeats", type=count, default=2, help="bursts of each kind that are measured")
         prefill = "most prompt tokens of a burst that measures prefill alone"
-        add("--prefill-tokens", type=parse_sizes, default="64k", help=prefill)
+        add("--prefill-tokens", type=parse_size, default="64k", help=prefill)
         step = "most tokens of a step"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
@@ -169,7 +169,9 @@ class ServingBenchmark(Benchmark):
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
         """That vLLM and what our server needs are there, and that steps hold all requests."""
-        [args.prefill_tokens] = args.prefill_tokens
+        require_writable(folders={"--logs": args.logs})
+        if args.server_packages and not args.server_packages.is_dir():
+            parser.error(f"--server-packages must be a folder, got {args.server_packages}")
         most = max(size.requests for size in args.rows)
         if args.max_num_batched_tokens < most:
             parser.error(
