@@ -72,11 +72,28 @@ def padded_rows(x: Tensor) -> Tensor:
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
-    """Products [T, M, N], of one shape for every token.
+    """Products [T, M, N], of one shape for every token, each computed by one thread.
+
+    Threads that share a product divide its rows, and how it is summed depends on their number. So
+    there are as many products as threads at least; zeros make up for what is missing.
 
     Batch-invariant mode leaves the ``out`` variant alone; the other would pad the rows.
     """
+    missing = torch.get_num_threads() - len(left)
+    if missing <= 0 or not len(left):
+        return _products(left, right)
+    return _products(_more_matrices(left, missing), _more_matrices(right, missing))[: len(left)]
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[-1]))
+
+
+def _more_matrices(x: Tensor, count: int) -> Tensor:
+    """``x`` [T, M, K] and ``count`` zero matrices, which lie in memory as those of ``x`` do."""
+    if x.stride(1) == 1 < x.stride(2):
+        return _more_matrices(x.mT, count).mT
+    return F.pad(x, (0, 0, 0, 0, 0, count))
 
 
 class TiledReferenceBackend:

@@ -44,7 +44,7 @@ def broadcast_k_rope(k_rope: Tensor, keys: Tensor) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _broadcast_kernel(
     k_rope_ptr,
     keys_ptr,

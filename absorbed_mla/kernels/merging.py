@@ -54,7 +54,7 @@ def merge_into(
             lse,
             part_lse,
             total,
-            num_rows,
+            tokens * batch,
             batch,
             heads,
             *out.stride()[:3],
@@ -70,7 +70,7 @@ def merge_into(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _merge_kernel(
     out_ptr,
     part_ptr,
@@ -78,7 +78,7 @@ def _merge_kernel(
     lse_ptr,
     part_lse_ptr,
     total_ptr,
-    num_rows,
+    num_tokens,
     batch,
     heads,
     out_s,
@@ -105,7 +105,8 @@ def _merge_kernel(
 ):
     # A row is a head of a token. No memory holds 2^31 of them. [ROWS]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    present = row < num_rows
+    # Multiplied here, so that it is known to be a multiple of what ``heads`` is one of.
+    present = row < num_tokens * heads
     place = row // heads
     s, b = (place // batch).to(tl.int64), (place % batch).to(tl.int64)
     n = (row % heads).to(tl.int64)

@@ -288,7 +288,7 @@ class AttentionReport(ComparedReport):
 class AttentionBenchmark(Benchmark):
     """Layers and attention alone; a case whose step would take too long is left out."""
 
-    script, description, files = "attention.py", __doc__, "attention"
+    script, files = "attention.py", "attention"
     report = AttentionReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -202,7 +202,7 @@ class CachedReport(Report):
 class CachedBenchmark(Benchmark):
     """Steps over a filled cache, on one device."""
 
-    script, description, files = "cached_attention.py", __doc__, "cached"
+    script, files = "cached_attention.py", "cached"
     report = CachedReport
 
     def __init__(self, args: argparse.Namespace) -> None:

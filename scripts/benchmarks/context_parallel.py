@@ -252,7 +252,7 @@ class CPReport(ComparedReport):
 class CPBenchmark(Benchmark):
     """The same cases on all processes; rank 0 writes."""
 
-    script, description, files = "context_parallel.py", __doc__, "context_parallel"
+    script, files = "context_parallel.py", "context_parallel"
     report = CPReport
 
     def __init__(self, args: argparse.Namespace) -> None:

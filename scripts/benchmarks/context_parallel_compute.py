@@ -216,7 +216,7 @@ def _copy_seconds(num_bytes: int, processes: SimulatedRank) -> float:
 class ComputeBenchmark(Benchmark):
     """Works of the same rank in turns."""
 
-    script, description = "context_parallel_compute.py", __doc__
+    script = "context_parallel_compute.py"
     report = ComputeReport
 
     def __init__(self, args: argparse.Namespace) -> None:

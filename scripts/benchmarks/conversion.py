@@ -319,7 +319,7 @@ class ConversionReport(Report):
 class ConversionBenchmark(Benchmark):
     """All conversions at all sizes."""
 
-    script, description, files = "conversion.py", __doc__, "benchmark"
+    script, files = "conversion.py", "benchmark"
     report = ConversionReport
 
     def __init__(self, args: argparse.Namespace) -> None:

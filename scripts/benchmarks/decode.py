@@ -103,7 +103,7 @@ def cases(args: argparse.Namespace, device: str) -> list[Case]:
 class DecodeBenchmark(Benchmark):
     """Implementations beside each other on the same inputs, compared with the reference."""
 
-    script, description = "decode.py", __doc__
+    script = "decode.py"
     report = DecodeReport
 
     def __init__(self, args: argparse.Namespace) -> None:

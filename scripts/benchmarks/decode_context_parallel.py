@@ -155,7 +155,7 @@ def _cell(rate: float | None) -> str:
 class SharedBenchmark(GeneratingBenchmark):
     """Cases on the ranks of one tensor-parallel group."""
 
-    script, description = "decode_context_parallel.py", __doc__
+    script = "decode_context_parallel.py"
     report = SharedReport
 
     def __init__(self, args: argparse.Namespace) -> None:

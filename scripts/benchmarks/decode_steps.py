@@ -114,7 +114,7 @@ class StepsReport(Report):
 class StepsBenchmark(GeneratingBenchmark):
     """All cases of a mode in one engine."""
 
-    script, description = "decode_steps.py", __doc__
+    script = "decode_steps.py"
     report = StepsReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -148,7 +148,7 @@ class DSAReport(Report):
 class DSABenchmark(Benchmark):
     """All implementations of an input in turns."""
 
-    script, description = "dsa.py", __doc__
+    script = "dsa.py"
     report = DSAReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -125,7 +125,7 @@ class DSADecodeReport(Report):
 class DSADecodeBenchmark(Benchmark):
     """Sparse and dense decode over the same cache."""
 
-    script, description = "dsa_decode.py", __doc__
+    script = "dsa_decode.py"
     report = DSADecodeReport
 
     def __init__(self, args: argparse.Namespace) -> None:

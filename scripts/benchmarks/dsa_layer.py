@@ -83,7 +83,7 @@ class DSALayerReport(FusionsReport):
 class DSALayerBenchmark(Benchmark):
     """All layers of one size in turns."""
 
-    script, description = "dsa_layer.py", __doc__
+    script = "dsa_layer.py"
     report = DSALayerReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -184,7 +184,7 @@ class EngineReport(Report):
 class EngineBenchmark(GeneratingBenchmark):
     """Cases over the same requests, on one device."""
 
-    script, description = "engine.py", __doc__
+    script = "engine.py"
     report = EngineReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -172,7 +172,7 @@ def read_metrics(case: Case, path: Path) -> Row:
 class TrainingBenchmark(Benchmark):
     """One training for each attention and precision, some at a time."""
 
-    script, description, files = "fp8_training.py", __doc__, "fp8_training"
+    script, files = "fp8_training.py", "fp8_training"
     report = TrainingReport
 
     @classmethod

@@ -130,7 +130,7 @@ def _cells(work: Measured) -> list[str]:
 class FusionsBenchmark(Benchmark):
     """Works of the same task in turns."""
 
-    script, description = "fusions.py", __doc__
+    script = "fusions.py"
     report = FusionsReport
 
     def __init__(self, args: argparse.Namespace) -> None:

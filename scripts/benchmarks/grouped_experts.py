@@ -101,7 +101,7 @@ class Inputs:
 class ExpertsBenchmark(Benchmark):
     """Works of the same part in turns."""
 
-    script, description = "grouped_experts.py", __doc__
+    script = "grouped_experts.py"
     report = ExpertsReport
 
     def __init__(self, args: argparse.Namespace) -> None:

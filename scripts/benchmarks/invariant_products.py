@@ -148,7 +148,7 @@ class ProductReport(Report):
 class ProductBenchmark(Benchmark):
     """All implementations of an input in turns."""
 
-    script, description = "invariant_products.py", __doc__
+    script = "invariant_products.py"
     report = ProductReport
 
     def __init__(self, args: argparse.Namespace) -> None:

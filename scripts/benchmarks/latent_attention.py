@@ -143,7 +143,7 @@ class LatentReport(Report):
 class LatentBenchmark(Benchmark):
     """All implementations of an input in turns."""
 
-    script, description = "latent_attention.py", __doc__
+    script = "latent_attention.py"
     report = LatentReport
 
     def __init__(self, args: argparse.Namespace) -> None:

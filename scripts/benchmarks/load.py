@@ -134,7 +134,7 @@ class LoadReport(Report):
 class LoadBenchmark(Benchmark):
     """One load on one model."""
 
-    script, description = "load.py", __doc__
+    script = "load.py"
     report = LoadReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -119,7 +119,7 @@ class TiersReport(Report):
 class TiersBenchmark(GeneratingBenchmark):
     """All places of all contexts, over one model, on one device."""
 
-    script, description = "prefix_tiers.py", __doc__
+    script = "prefix_tiers.py"
     report = TiersReport
 
     def __init__(self, args: argparse.Namespace) -> None:

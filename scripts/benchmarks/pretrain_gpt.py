@@ -16,6 +16,7 @@ Unlike Megatron's own script it compiles nothing: the wheel brings the datasets'
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import typing
 from functools import partial
@@ -35,6 +36,8 @@ from torch import Tensor
 from absorbed_mla.cpu_host import enable_cpu_host
 
 ON_CPU = enable_cpu_host()
+# Neither doubled nor the beginning of a field such as %(default)s.
+_BARE_PERCENT = re.compile(r"(?<!%)%(?![%(])")
 
 from megatron.core.datasets import utils as dataset_utils  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
@@ -88,6 +91,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--first-weights", metavar="FILE", help="of another run, with standard or absorbed MLA"
     )
     group.add_argument("--builder", metavar="CLASS", help="in place of Megatron's model builder")
+    for action in parser._actions:
+        # argparse formats help texts, and one of Megatron's has a percent sign (0.19.2).
+        if action.help and action.help is not argparse.SUPPRESS:
+            action.help = _BARE_PERCENT.sub("%%", action.help)
     return parser
 
 

@@ -262,7 +262,7 @@ def loss_differences(left: Run, right: Run) -> list[tuple[int, float]]:
 class PretrainingBenchmark(Benchmark):
     """One training for each attention."""
 
-    script, description, files = "pretraining.py", __doc__, "pretraining"
+    script, files = "pretraining.py", "pretraining"
     report = PretrainingReport
 
     def __init__(self, args: argparse.Namespace) -> None:

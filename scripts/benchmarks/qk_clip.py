@@ -144,7 +144,7 @@ def _table(rows: list[AttentionRow | ClipRow]) -> str:
 class QKClipBenchmark(Benchmark):
     """Attention and ``clip_qk``."""
 
-    script, description = "qk_clip.py", __doc__
+    script = "qk_clip.py"
     report = QKClipReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -7,23 +7,35 @@
           --scale-down 128 --vocab-size 512 --rows 2x64/8
 
 All run the same checkpoint of random weights with DeepSeek-V3's widths: 4 dense and 4 MoE layers,
-written to --model (16 experts, for which vLLM has tuned its kernels on an H200). A row is a number
-of requests that arrive at once, tokens of each prompt and of each output: 32x1k/256. Prompts are
-random token ids, so that no prefix is shared, and outputs have their exact length. Each
+written to --model (16 experts, for which vLLM has tuned its kernels on an H200). A row is of one of
+two kinds:
+
+    32x1k/256      32 requests arrive at once, each with a prompt of 1k tokens and 256 to generate
+    64x1k/256*4    traffic: 4 x 64 requests, 64 of them at a time, the next one when one ends;
+                   tokens of prompts and outputs are drawn evenly from half to one and a half times
+                   1k and 256, the same for all implementations
+
+Prompts are random token ids, so that no prefix is shared, and outputs have their exact length. Each
 implementation runs in processes of its own, with the same number of tokens in a step, the same
 cache and CUDA graphs; `ours` and `vllm` are driven step by step, the servers over HTTP with one
 stream per request. `ours` and `vllm` live at the same time and take turns at each row, then the
-two servers do. Before a row is measured, its sizes run once. Output:
+two servers do; nothing is measured before both are ready. Before a row is measured, its number of
+requests runs with few output tokens, and with prompts that are read while others generate. Output:
 
     61.0 s  ours, 32 x 1k/256: ttft_ms 410, ttft_p90_ms 800, prefill_tokens_per_second 60000,
             decode_tokens_per_second 3000, step_ms 10.6
+    75.0 s  ours, 64 x 1k/256 * 4: ttft_ms 210, ttft_p90_ms 900, output_tokens_per_second 4000,
+            token_ms 14.1, token_p90_ms 16.2
 
-prefill_tokens_per_second is that of requests with one output token (of --prefill-tokens in all at
-most); decode_tokens_per_second that of the time in which all requests of the row were generating,
-of which step_ms is the time per token of each. Medians of --repeats. --profile measures none of
-this: it says where the time of our steps goes, of those that decode and of those that read prompts,
-on the host and on the GPU. The exit code is 1 if a row has an error; the last line of the output is
-JSON.
+ttft_ms is the time from sending a request to its first token. prefill_tokens_per_second is that of
+requests with one output token (of --prefill-tokens in all at most); decode_tokens_per_second that
+of the time in which all requests of the row were generating, of which step_ms is the time per token
+of each. Of traffic, output_tokens_per_second is that of its whole time, and token_ms a request's
+time per token after its first. Medians of --repeats.
+
+--profile measures none of this: it says where the time of our steps goes, of those that decode and
+of those that read prompts, on the host and on the GPU. The exit code is 1 if a row has an error;
+the last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +43,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -45,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kit import arguments, provenance
-from benchmarks.kit.arguments import count, list_of, one_of, parse_sizes, seconds
+from benchmarks.kit.arguments import count, list_of, one_of, parse_size, seconds
 from benchmarks.kit.report import Report
 from benchmarks.kit.run import Benchmark
 from benchmarks.served import profiling
@@ -54,6 +66,7 @@ from benchmarks.served.contenders import (
     IMPLEMENTATIONS,
     Contender,
     ContenderError,
+    missing_for_our_server,
     start,
     vllm_version,
 )
@@ -68,8 +81,8 @@ from console.script import leave
 ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
 # Implementations that live at the same time.
 TOGETHER = (("ours", "vllm"), ("ours-server", "vllm-server"))
-# Tokens of the prompts and outputs that run before a number of requests is measured.
-WARM_UP = (64, 8)
+# Steps that all requests of a warm-up decode together.
+WARM_UP_STEPS = 8
 
 
 def parse_temperature(text: str) -> float:
@@ -87,7 +100,7 @@ def parse_temperature(text: str) -> float:
 class ServingBenchmark(Benchmark):
     """Every size at every implementation."""
 
-    script, description = "serving.py", __doc__
+    script = "serving.py"
     report = ServingReport
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -107,7 +120,6 @@ class ServingBenchmark(Benchmark):
         self._running: dict[str, Contender] = {}
         self._failed: dict[str, ContenderError] = {}
         self._warm: set[tuple] = set()
-        self._seeds = itertools.count(args.seed)
 
     @classmethod
     def add_options(cls, parser: Parser) -> None:
@@ -118,12 +130,13 @@ class ServingBenchmark(Benchmark):
         )
         whose, every = "which to measure", ",".join(IMPLEMENTATIONS)
         add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), help=whose, default=every)
-        add("--rows", type=list_of(parse_row), default=ROWS, help="requests x prompt / output")
+        rows = "requests x prompt / output, with * rounds for traffic"
+        add("--rows", type=list_of(parse_row), default=ROWS, help=rows)
         temperatures = "of the sampling, 0 is greedy; rows are measured with each"
         add("--temperature", type=list_of(parse_temperature), default="0", help=temperatures)
         add("--repeats", type=count, default=2, help="bursts of each kind that are measured")
         prefill = "most prompt tokens of a burst that measures prefill alone"
-        add("--prefill-tokens", type=parse_sizes, default="64k", help=prefill)
+        add("--prefill-tokens", type=parse_size, default="64k", help=prefill)
         step = "most tokens of a step"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
@@ -139,6 +152,9 @@ class ServingBenchmark(Benchmark):
         start_limit = "seconds that processes have to start, vLLM's compiler included"
         add("--start-limit", type=seconds, default=240.0, help=start_limit)
         add("--vllm", type=Path, help="folder with vLLM (default: the one that is installed)")
+        packages = "folder with what our server needs, searched after the packages that are "
+        packages += "installed; may be that of --vllm (default: those alone)"
+        add("--server-packages", type=Path, metavar="FOLDER", help=packages)
         model = "folder of the checkpoint; written if it is missing (default: a temporary one)"
         add("--model", type=Path, help=model)
         add("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
@@ -152,8 +168,10 @@ class ServingBenchmark(Benchmark):
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
-        """That vLLM is there if it is asked for, and that steps hold all requests."""
-        [args.prefill_tokens] = args.prefill_tokens
+        """That vLLM and what our server needs are there, and that steps hold all requests."""
+        require_writable(folders={"--logs": args.logs})
+        if args.server_packages and not args.server_packages.is_dir():
+            parser.error(f"--server-packages must be a folder, got {args.server_packages}")
         most = max(size.requests for size in args.rows)
         if args.max_num_batched_tokens < most:
             parser.error(
@@ -176,6 +194,14 @@ class ServingBenchmark(Benchmark):
                 f"--implementations {','.join(theirs)} needs the package vllm, which is not "
                 f"{where}: pip install vllm==0.24.0, or --vllm FOLDER"
             )
+        if "ours-server" in args.implementations and not args.render:
+            missing = missing_for_our_server(args.server_packages)
+            if missing:
+                where = f" or in {args.server_packages}" if args.server_packages else ""
+                parser.error(
+                    f"--implementations ours-server needs {', '.join(missing)}, not installed "
+                    f"here{where}: pip install 'absorbed-mla[serve]', or --server-packages FOLDER"
+                )
 
     def environment(self) -> dict:
         """With the sizes of the model and what all implementations are started with."""
@@ -231,13 +257,18 @@ class ServingBenchmark(Benchmark):
             self._stack.close()
 
     def measure(self, case: Case) -> Row:
-        """Warm up, then repeat a burst with one output token each and one with all of them."""
+        """Warm up, then repeat a burst with one output token each and one with all of them.
+
+        Traffic is repeated alone.
+        """
         contender = self._contender(case)
         self._warm_up(contender, case)
+        if case.size.rounds > 1:
+            return self._traffic(contender, case)
         prefills, bursts = [], []
-        for _ in range(self.args.repeats):
-            prefills.append(self._burst(contender, case, self._prefill(case.size)))
-            bursts.append(self._burst(contender, case, case.size))
+        for repeat in range(self.args.repeats):
+            prefills.append(self._burst(contender, case, self._prefill(case.size), repeat))
+            bursts.append(self._burst(contender, case, case.size, repeat))
         rates = [one["decode_tokens_per_second"] for one in bursts]
         measured = [rate for rate in rates if rate is not None]
         return Row(
@@ -248,6 +279,19 @@ class ServingBenchmark(Benchmark):
             decode_tokens_per_second=median(measured) if measured else None,
             step_ms=1e3 * case.size.requests / median(measured) if measured else None,
             decode_rates=measured,
+            start_seconds=contender.start_seconds,
+        )
+
+    def _traffic(self, contender: Contender, case: Case) -> Row:
+        bursts = [
+            self._burst(contender, case, case.size, repeat) for repeat in range(self.args.repeats)
+        ]
+        names = ("ttft_ms", "ttft_p90_ms", "output_tokens_per_second", "token_ms", "token_p90_ms")
+        found = {name: [one[name] for one in bursts] for name in names}
+        return Row(
+            case,
+            **{name: median(each) for name, each in found.items() if None not in each},
+            output_rates=found["output_tokens_per_second"],
             start_seconds=contender.start_seconds,
         )
 
@@ -273,53 +317,83 @@ class ServingBenchmark(Benchmark):
 
     def _start(self, name: str) -> None:
         """Start an implementation and those that live at the same time."""
-        for one in next(pair for pair in TOGETHER if name in pair):
-            if one in self.args.implementations and one not in self._running.keys() | self._failed:
-                log = self._logs / f"{one}.log"
-                self._running[one] = start(one, self._settings, log, self.args.vllm)
+        folders = {"vllm": self.args.vllm, "ours": self.args.server_packages}
+        for one in self._together(name):
+            if one not in self._running.keys() | self._failed:
+                folder = folders[one.removesuffix("-server")]
+                self._running[one] = start(one, self._settings, self._logs / f"{one}.log", folder)
+
+    def _together(self, name: str) -> list[str]:
+        """An implementation and those that live at the same time."""
+        pair = next(pair for pair in TOGETHER if name in pair)
+        return [one for one in pair if one in self.args.implementations]
 
     def _contender(self, case: Case) -> Contender:
-        """The process of an implementation; those of its pair start at the same time.
+        """The process of an implementation, when those of its pair are ready, too.
+
+        One that loads and compiles takes the GPU's time from the other.
 
         Raises:
             ContenderError: If it did not start, now or for a former case.
         """
         name = case.implementation
         self._start(name)
+        for one in self._together(name):
+            if one not in self._failed:
+                self._await(one)
         if name in self._failed:
             raise self._failed[name]
+        return self._running[name]
+
+    def _await(self, name: str) -> None:
         try:
             self._running[name].await_ready(self.args.start_limit)
         except ContenderError as error:
             self._failed[name] = error
             self._running.pop(name).close()
-            raise
-        return self._running[name]
 
     def _warm_up(self, contender: Contender, case: Case) -> None:
         """Run what compiles at this number of requests, and at this length of a prompt."""
-        prompt, output = WARM_UP
-        small = dataclasses.replace(case.size, prompt=prompt, output=output)
-        long = dataclasses.replace(self._prefill(case.size), output=output)
-        for size in (small, long):
+        sizes = [self._mixed(case.size)]
+        if sizes[0].prompt < case.size.prompt:
+            sizes.append(dataclasses.replace(self._prefill(case.size), output=WARM_UP_STEPS))
+        for size in sizes:
             key = case.implementation, size, case.temperature
             if key not in self._warm:
                 self._warm.add(key)
-                self._burst(contender, case, size)
+                self._burst(contender, case, size, "warm-up")
+
+    def _mixed(self, size: Size) -> Size:
+        """A row with outputs that last until all prompts are read, and shorter prompts if need be.
+
+        So steps have every number of requests that generate while prompts are read.
+        """
+        rounds = min(size.rounds, 2)
+        most = 2 * self.args.prefill_tokens // (size.requests * rounds)
+        prompt = max(1, min(size.prompt, most))
+        # What requests that generate leave of a step.
+        left = max(1, self.args.max_num_batched_tokens - size.requests)
+        steps = -(-size.requests * rounds * prompt // left) + WARM_UP_STEPS
+        return Size(size.requests, prompt, min(size.output, steps), rounds)
 
     def _prefill(self, size: Size) -> Size:
         """As many of a row's requests as ``--prefill-tokens`` allows, with one output token."""
         most = max(1, self.args.prefill_tokens // size.prompt)
         return Size(min(size.requests, most), size.prompt, 1)
 
-    def _burst(self, contender: Contender, case: Case, size: Size) -> dict[str, Any]:
+    def _burst(
+        self, contender: Contender, case: Case, size: Size, repeat: int | str
+    ) -> dict[str, Any]:
+        """Figures of a burst, which all implementations get alike, and each only once."""
+        named = f"{self.args.seed}: {case.work}, {size}, {repeat}"
         burst = Burst(
             size.requests,
             size.prompt,
             size.output,
             case.temperature,
-            next(self._seeds),
+            zlib.crc32(named.encode()),
             self._config["vocab_size"],
+            size.rounds,
         )
         left = self.args.begin + self.args.time_limit - time.monotonic()
         return contender.run(burst, max(left, 1.0))
@@ -329,7 +403,7 @@ def settings(args: argparse.Namespace, config: dict, model: Path, device: str) -
     """What all implementations are started with: room for every row, and no more."""
 
     def blocks(size: Size) -> int:
-        return -(-(size.prompt + size.output) // BLOCK)
+        return -(-size.longest // BLOCK)
 
     most = max(size.requests for size in args.rows)
     longest = max(map(blocks, args.rows))

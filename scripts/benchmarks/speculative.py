@@ -112,7 +112,7 @@ class SpeculativeReport(Report):
 class SpeculativeBenchmark(GeneratingBenchmark):
     """All cases over one trained model, on one device."""
 
-    script, description = "speculative.py", __doc__
+    script = "speculative.py"
     report = SpeculativeReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -101,7 +101,7 @@ class GraphsReport(Report):
 class GraphsBenchmark(Benchmark):
     """Layers in turns, each built anew in every round."""
 
-    script, description = "training_graphs.py", __doc__
+    script = "training_graphs.py"
     report = GraphsReport
 
     def __init__(self, args: argparse.Namespace) -> None:

@@ -256,6 +256,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode lengths": decode_tables.lengths_table,
     "latent cache": latent_cache_accuracy.table,
     "beside vllm": serving_tables.table,
+    "traffic beside vllm": serving_tables.traffic_table,
     **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }

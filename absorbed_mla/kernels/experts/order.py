@@ -37,7 +37,7 @@ def order_by_expert(
         launch(
             _order_kernel,
             (triton.cdiv(number + count, _ITEMS),),
-            *(chosen, choices, tokens, places, ends, number, count, first),
+            *(chosen, choices, tokens, places, ends, len(chosen), count, first),
             TOPK=chosen.shape[1],
             ITEMS=_ITEMS,
             OTHERS=others,
@@ -46,20 +46,23 @@ def order_by_expert(
     return choices, tokens, places, ends
 
 
-@triton.jit
+# Tokens are the second row of a tensor.
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _order_kernel(
     chosen_ptr,
     choices_ptr,
     tokens_ptr,
     places_ptr,
     ends_ptr,
-    number,
+    num_tokens,
     count,
     first,
     TOPK: tl.constexpr,
     ITEMS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
+    # Here, so that it is known to be a multiple of TOPK for any number of tokens.
+    number = num_tokens * TOPK
     # Items are the choices, then the ends of experts: behind all choices of the same expert.
     item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     is_choice, is_end = item < number, (item >= number) & (item < number + count)

@@ -103,7 +103,10 @@ def _store_split(split, tile, o, heads, first: gl.constexpr):
     gl.store(pointers, o, mask=inside[:, None])
 
 
-@gluon.jit(do_not_specialize=["block_size", "table_stride", "heads", "head_blocks"])
+@gluon.jit(
+    do_not_specialize=["block_size", "table_stride", "heads", "head_blocks"],
+    do_not_specialize_on_alignment=["block_table"],
+)
 def attend_decode(
     q_content,
     q_rope,

@@ -200,7 +200,8 @@ def _store(tile, o, top, total, whole, split, heads, scale, SPLIT: gl.constexpr)
         "table_stride",
         "heads",
         "head_blocks",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_table"],
 )
 def attend_few_rows(
     q_content,

@@ -251,7 +251,8 @@ def _widened(words, dtype: gl.constexpr):
         "table_stride",
         "heads",
         "head_blocks",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_table"],
 )
 def attend_fp8_decode(
     q_content,

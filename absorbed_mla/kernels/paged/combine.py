@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.paged.padding import clear_if_padding, requests_at_a_time
+from absorbed_mla.kernels.paged.padding import REQUESTS_AT_A_TIME, clear_if_padding
 from absorbed_mla.kernels.paged.plan import SplitKV, Tiles
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS, Schedule
 from absorbed_mla.kernels.triton.common import LN_2, interpreted, narrow
@@ -69,7 +69,7 @@ def combine(
         TOKENS=tiles.tokens,
         C=kv_lora_rank,
         COLUMNS=columns,
-        REQUESTS=requests_at_a_time(len(requests[0])),
+        REQUESTS=REQUESTS_AT_A_TIME,
         INTERPRETED=interpreted(),
         num_warps=4,
     )

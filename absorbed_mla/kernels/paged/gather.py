@@ -47,7 +47,8 @@ def gather(cache: Tensor, blocks: Tensor, start: int, end: int, out: Tensor) -> 
         )
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+# The blocks of a request are a row of a table.
+@triton.jit(do_not_specialize=["start", "count"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _gather_kernel(
     cache_ptr,
     blocks_ptr,

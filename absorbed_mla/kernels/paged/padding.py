@@ -7,15 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.paged.plan import power_of_two
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
-_REQUESTS_AT_A_TIME = 128
-
-
-def requests_at_a_time(requests: int) -> int:
-    """Of ``requests``, how many a program compares with its token at once."""
-    return min(max(power_of_two(requests), 16), _REQUESTS_AT_A_TIME)
+# Requests that a program compares with its token at once. One number, whatever the batch: a kernel
+# compiled for another would be compiled while an engine serves.
+REQUESTS_AT_A_TIME = 128
 
 
 def clear_padding(query_starts: Tensor, query_lengths: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -37,7 +33,7 @@ def clear_padding(query_starts: Tensor, query_lengths: Tensor, out: Tensor, lse:
         lse,
         len(query_starts),
         heads,
-        REQUESTS=requests_at_a_time(len(query_starts)),
+        REQUESTS=REQUESTS_AT_A_TIME,
         C=kv_lora_rank,
         INTERPRETED=interpreted(),
         num_warps=4,

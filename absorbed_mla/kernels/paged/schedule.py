@@ -25,12 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
-from absorbed_mla.kernels.paged.padding import requests_at_a_time
 from absorbed_mla.kernels.paged.plan import Division
 from absorbed_mla.kernels.paged.split_kv import START, ceil_div, choose_step, load_lengths, work
 
 TABLE_COLUMNS = tl.constexpr(8)
 _PROGRAMS = 32
+# Requests that are looked at together: a kernel for few of them, whose tables take less time, and
+# one for all other batches. Each other number would be compiled while an engine serves.
+_REQUESTS = (16, 128)
 # Entries of the table of parts that are stored at once.
 _STORED = 512
 
@@ -63,7 +65,7 @@ def schedule(
     starts = query_starts.new_empty((split_kv.parts + 1, 2), dtype=torch.int32)
     # Several programs share the tiles of long requests.
     tile_programs = min(-(-tiles.max_tokens // tiles.tokens), _PROGRAMS)
-    block = requests_at_a_time(len(query_starts))
+    block = next((few for few in _REQUESTS if len(query_starts) <= few), _REQUESTS[-1])
     launch(
         _schedule_kernel,
         (tile_programs,),

@@ -59,10 +59,11 @@ def seconds(text: str) -> float:
 
 def parse_sizes(text: str) -> list[int]:
     """Whole numbers of ``"16k,1m,1000"``; k and m are 1024 and 1024^2."""
-    return list_of(_size)(text)
+    return list_of(parse_size)(text)
 
 
-def _size(text: str) -> int:
+def parse_size(text: str) -> int:
+    """One of :func:`parse_sizes`."""
     match = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
     if not match or not int(match[1]):
         raise argparse.ArgumentTypeError(

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
 class Benchmark:
     """Cases, and how one is measured; what a case raises is the error of its row.
 
+    ``--help`` begins with the docstring of its module.
+
     Args:
         args: From :meth:`parse`.
 
     Attributes:
         script: File name of the benchmark.
-        description: What ``--help`` begins with.
         files: Name of the JSON file and the plot in the folder; empty where ``--json`` and
             ``--plot`` name them.
         report: Type of the reports.
@@ -38,7 +40,6 @@ class Benchmark:
     """
 
     script: ClassVar[str]
-    description: ClassVar[str]
     files: ClassVar[str] = ""
     report: ClassVar[type[Report]]
     errors: type[Exception] = Exception
@@ -82,7 +83,8 @@ class Benchmark:
         Raises:
             ValueError: After wrong input.
         """
-        parser = Parser(cls.script, cls.description)
+        # Not __doc__ in the body of the class, which is the class's own.
+        parser = Parser(cls.script, sys.modules[cls.__module__].__doc__ or "")
         cls.add_options(parser)
         args = arguments.parse(parser, argv, cls.files)
         cls.check(parser, args)

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import asdict
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ _VLLM = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+# Our server with a folder behind the packages that are installed: PYTHONPATH would put it first,
+# and it may hold another torch.
+_WITH_FOLDER = """
+import sys
+sys.path.append({!r})
+from absorbed_mla.llm.server.cli import main
+sys.exit(main())
+"""
+_OUR_SERVER_NEEDS = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _GRACE = 20
 
 
@@ -48,7 +58,7 @@ class Contender:
         name: One of ``IMPLEMENTATIONS``.
         command: To run.
         log: File that takes its output.
-        vllm: Folder with vLLM for ``PYTHONPATH``, if it has one of its own.
+        vllm: Folder with vLLM for ``PYTHONPATH``, if it is vLLM and has one of its own.
         pipes: Whether bursts and answers go through its stdin and stdout.
     """
 
@@ -147,11 +157,11 @@ class Worker(Contender):
 class Server(Contender):
     """A server of OpenAI's interface, asked by a client in this process (``streams.py``)."""
 
-    def __init__(self, name: str, settings: Settings, log: Path, vllm: Path | None) -> None:
+    def __init__(self, name: str, settings: Settings, log: Path, folder: Path | None) -> None:
         self._port = _free_port()
         self._model = Path(settings.model).name
-        command = _server_command(name, settings, self._port, self._model)
-        super().__init__(name, command, log, vllm, pipes=False)
+        command = _server_command(name, settings, self._port, self._model, folder)
+        super().__init__(name, command, log, folder, pipes=False)
 
     def run(self, burst: Burst, limit: float) -> dict[str, Any]:
         """See :class:`Contender`."""
@@ -172,10 +182,17 @@ class Server(Contender):
         raise self._error(f"took more than {limit:.0f} s to start")
 
 
-def start(name: str, settings: Settings, log: Path, vllm: Path | None) -> Contender:
-    """Start an implementation; it is not ready yet."""
+def start(name: str, settings: Settings, log: Path, folder: Path | None) -> Contender:
+    """Start an implementation; it is not ready yet.
+
+    Args:
+        name: One of ``IMPLEMENTATIONS``.
+        settings: Of the model.
+        log: File that takes its output.
+        folder: With vLLM if it is vLLM, with packages that are not installed if it is our server.
+    """
     kind = Server if name.endswith("-server") else Worker
-    return kind(name, settings, log, vllm)
+    return kind(name, settings, log, folder)
 
 
 def vllm_version(folder: Path | None) -> str:
@@ -183,6 +200,12 @@ def vllm_version(folder: Path | None) -> str:
     path = sys.path if folder is None else [str(folder)]
     found = importlib.metadata.Distribution.discover(name="vllm", path=path)
     return next((one.version for one in found), "")
+
+
+def missing_for_our_server(folder: Path | None) -> list[str]:
+    """Packages of our server that are neither installed nor in a folder."""
+    path = sys.path if folder is None else [*sys.path, str(folder.resolve())]
+    return [name for name in _OUR_SERVER_NEEDS if PathFinder.find_spec(name, path) is None]
 
 
 def _environment(name: str, vllm: Path | None) -> dict[str, str]:
@@ -197,15 +220,20 @@ def _environment(name: str, vllm: Path | None) -> dict[str, str]:
     return {**os.environ, **_VLLM, "PYTHONPATH": path}
 
 
-def _server_command(name: str, settings: Settings, port: int, model: str) -> list[str]:
+def _server_command(
+    name: str, settings: Settings, port: int, model: str, folder: Path | None = None
+) -> list[str]:
     network = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", model]
     if name.startswith("vllm"):
         options = _vllm_flags(settings)
-        module = ["vllm.entrypoints.cli.main", "serve"]
+        program = ["-m", "vllm.entrypoints.cli.main", "serve"]
+    elif folder is None:
+        options = _our_flags(settings)
+        program = ["-m", "absorbed_mla.llm.server.cli"]
     else:
         options = _our_flags(settings)
-        module = ["absorbed_mla.llm.server.cli"]
-    return [sys.executable, "-P", "-m", *module, settings.model, *network, *options]
+        program = ["-c", _WITH_FOLDER.format(str(folder.resolve()))]
+    return [sys.executable, "-P", *program, settings.model, *network, *options]
 
 
 def _our_flags(settings: Settings) -> list[str]:

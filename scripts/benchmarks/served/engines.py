@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -13,8 +14,8 @@ from benchmarks.served.settings import BLOCK, Settings
 class Engine(Protocol):
     """A model that generates; requests have names."""
 
-    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
-        """Queue a request."""
+    def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
+        """Queue a request for so many tokens."""
         ...
 
     def is_busy(self) -> bool:
@@ -50,13 +51,11 @@ class Ours:
         )
         self._seen: dict[str, int] = {}
 
-    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
+    def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
         """See :class:`Engine`."""
         from absorbed_mla import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=burst.new_tokens, temperature=burst.temperature, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=new_tokens, temperature=temperature, ignore_eos=True)
         self._seen[self.llm.add_request(prompt, params, name)] = 0
 
     def is_busy(self) -> bool:
@@ -83,14 +82,14 @@ class VLLM:
 
         self._engine = LLM(model=settings.model, **vllm_options(settings)).llm_engine
 
-    def add(self, name: str, prompt: list[int], burst: Burst) -> None:
+    def add(self, name: str, prompt: list[int], new_tokens: int, temperature: float) -> None:
         """See :class:`Engine`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=burst.new_tokens,
-            temperature=burst.temperature,
+            max_tokens=new_tokens,
+            temperature=temperature,
             ignore_eos=True,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -129,18 +128,28 @@ def vllm_options(settings: Settings) -> dict[str, object]:
 
 
 def run(engine: Engine, burst: Burst) -> dict[str, float | None]:
-    """Figures of a burst, see ``Timeline``; time begins before the first request is added."""
-    prompts, timeline = burst.prompts(), Timeline(burst)
-    numbers = {f"{burst.seed}-{number}": number for number in range(burst.requests)}
+    """Figures of a burst, see ``Timeline``; time begins before the first request is added.
+
+    Requests that end in a step are replaced before the next one, as long as there are others.
+    """
+    prompts, left, timeline = burst.prompts(), burst.outputs(), Timeline(burst)
+    numbers = {f"{burst.seed}-{number}": number for number in range(burst.total)}
+    waiting = iter(numbers.items())
     begin = time.perf_counter()
-    for name, number in numbers.items():
-        engine.add(name, prompts[number], burst)
+
+    def add(count: int) -> None:
+        for name, number in itertools.islice(waiting, count):
+            timeline.sent[number] = time.perf_counter() - begin
+            engine.add(name, prompts[number], left[number], burst.temperature)
+
+    add(burst.requests)
     while engine.is_busy():
-        grown = list(engine.step())
+        grown = [(numbers[name], tokens) for name, tokens in engine.step() if tokens]
         now = time.perf_counter() - begin
-        for name, tokens in grown:
-            if tokens:
-                timeline.add(numbers[name], now, tokens)
+        for number, tokens in grown:
+            timeline.add(number, now, tokens)
+            left[number] -= tokens
+        add(sum(left[number] == 0 for number, _ in grown))
     return timeline.figures()
 
 

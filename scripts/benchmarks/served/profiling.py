@@ -94,7 +94,7 @@ def _decoding(
     burst = Burst(requests, given["prompt"], new_tokens, 0.0, requests, given["vocab_size"])
     names = {str(number): prompt for number, prompt in enumerate(burst.prompts())}
     for name, prompt in names.items():
-        engine.add(name, prompt, burst)
+        engine.add(name, prompt, burst.new_tokens, burst.temperature)
     waiting = set(names)
     while waiting:
         waiting -= {name for name, tokens in engine.step() if tokens}
@@ -117,7 +117,7 @@ def _reading(engine: Ours, requests: int, given: dict) -> Callable[[], None]:
             seed = 1000 * requests + next(seeds)
             burst = Burst(requests, given["prompt"], 1, 0.0, seed, given["vocab_size"])
             for prompt in burst.prompts():
-                engine.add(f"read {next(names)}", prompt, burst)
+                engine.add(f"read {next(names)}", prompt, 1, burst.temperature)
         list(engine.step())
 
     return step

@@ -1,4 +1,4 @@
-"""What was measured of implementations that serve, and the table of ours beside vLLM."""
+"""What was measured of implementations that serve, and the tables of ours beside vLLM."""
 
 from __future__ import annotations
 
@@ -12,18 +12,37 @@ from benchmarks.kit.arguments import count, parse_sizes
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report
 from benchmarks.kit.tables import markdown_table, tokens_text
+from benchmarks.served.burst import size_range
 
 
 @dataclass(frozen=True)
 class Size:
-    """A row's requests, tokens of each prompt, and tokens of each output."""
+    """A row's requests, tokens of each prompt, tokens of each output, and rounds.
+
+    With several rounds there are so many times the requests in all, of varying sizes, and one
+    takes the place of each that ends: see ``Burst``.
+    """
 
     requests: int
     prompt: int
     output: int
+    rounds: int = 1
 
     def __str__(self) -> str:
-        return f"{self.requests} x {tokens_text(self.prompt)}/{tokens_text(self.output)}"
+        one = f"{self.requests} x {tokens_text(self.prompt)}/{tokens_text(self.output)}"
+        return one if self.rounds == 1 else f"{one} * {self.rounds}"
+
+    @property
+    def total(self) -> int:
+        """Number of requests in all."""
+        return self.requests * self.rounds
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its output."""
+        if self.rounds == 1:
+            return self.prompt + self.output
+        return size_range(self.prompt)[1] + size_range(self.output)[1]
 
 
 @dataclass(frozen=True)
@@ -54,10 +73,16 @@ class Row:
         error: What went wrong; ``""`` if nothing did.
         ttft_ms: To the first token, the median of the requests.
         ttft_p90_ms: The same of the slowest tenth's best.
-        prefill_tokens_per_second: Prompt tokens, of requests with one output token.
+        prefill_tokens_per_second: Prompt tokens, of requests with one output token. None, as the
+            three that follow, with several rounds.
         decode_tokens_per_second: While all requests generate; None if that is never so.
         step_ms: Of a token of each request, at that rate.
         decode_rates: Tokens per second of every repetition.
+        output_tokens_per_second: From the first request to the end of the last, with several
+            rounds; None, as the three that follow, with one.
+        token_ms: Per token of a request after its first, the median of the requests.
+        token_p90_ms: The same of the slowest tenth's best.
+        output_rates: Tokens per second of every repetition.
         start_seconds: From the start of the process until it took requests.
     """
 
@@ -69,6 +94,10 @@ class Row:
     decode_tokens_per_second: float | None = None
     step_ms: float | None = None
     decode_rates: list[float] = field(default_factory=list)
+    output_tokens_per_second: float | None = None
+    token_ms: float | None = None
+    token_p90_ms: float | None = None
+    output_rates: list[float] = field(default_factory=list)
     start_seconds: float | None = None
 
 
@@ -78,7 +107,23 @@ FIGURES = (
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
     "step_ms",
+    "output_tokens_per_second",
+    "token_ms",
+    "token_p90_ms",
 )
+# Columns of the tables, their figures, and how these are written.
+_BURSTS = {
+    "TTFT ms": ("ttft_ms", "{:,.0f}"),
+    "prefill tokens/s": ("prefill_tokens_per_second", "{:,.0f}"),
+    "decode tokens/s": ("decode_tokens_per_second", "{:,.0f}"),
+}
+_TRAFFIC = {
+    "output tokens/s": ("output_tokens_per_second", "{:,.0f}"),
+    "TTFT ms": ("ttft_ms", "{:,.0f}"),
+    "TTFT p90 ms": ("ttft_p90_ms", "{:,.0f}"),
+    "ms per token": ("token_ms", "{:,.1f}"),
+    "ms per token p90": ("token_p90_ms", "{:,.1f}"),
+}
 
 
 class ServingReport(Report):
@@ -101,38 +146,51 @@ class ServingReport(Report):
 
     @classmethod
     def panels(cls, reports: Sequence[ServingReport]) -> list[Panel]:
-        """Decode tokens per second over the number of requests."""
+        """Decode and output tokens per second over the number of requests."""
         return collected(
             (
                 (
-                    f"prompts of {tokens_text(row.case.size.prompt)}: decode tokens/s",
+                    f"prompts of {tokens_text(row.case.size.prompt)}: {name} tokens/s",
                     row.case.implementation,
                     row.case.size.requests,
-                    row.decode_tokens_per_second,
+                    rate,
                 )
                 for report in reports
                 for row in report.measured
-                if row.decode_tokens_per_second
+                for name, rate in (
+                    ("decode", row.decode_tokens_per_second),
+                    ("output", row.output_tokens_per_second),
+                )
+                if rate
             ),
             "requests",
         )
 
     @classmethod
     def notes(cls, reports: Sequence[ServingReport]) -> list[str]:
-        """One table per report."""
-        return [table(report) for report in reports if report.measured]
+        """The tables of each report."""
+        return [text for report in reports for text in (table(report), traffic_table(report))]
 
 
 def table(report: ServingReport) -> str:
-    """Each row of ours with that of vLLM of the same size; ratios are ours of theirs."""
-    columns = {
-        "TTFT ms": ("ttft_ms", "{:,.0f}"),
-        "prefill tokens/s": ("prefill_tokens_per_second", "{:,.0f}"),
-        "decode tokens/s": ("decode_tokens_per_second", "{:,.0f}"),
-    }
+    """Each row of ours with that of vLLM of the same size; ratios are ours of theirs.
+
+    Of requests that arrive at once; empty if there are none.
+    """
+    rows = [row for row in report.measured if row.case.size.rounds == 1]
+    return _table(report, rows, "requests x prompt/output", _BURSTS)
+
+
+def traffic_table(report: ServingReport) -> str:
+    """As :func:`table`, of requests of which each takes the place of one that has ended."""
+    rows = [row for row in report.measured if row.case.size.rounds > 1]
+    return _table(report, rows, "requests x prompt/output * rounds", _TRAFFIC)
+
+
+def _table(report: ServingReport, rows: Sequence[Row], sizes: str, columns: dict) -> str:
     lines = []
-    for row in report.measured:
-        if any(report.peer(one) is row for one in report.measured):
+    for row in rows:
+        if any(report.peer(one) is row for one in rows):
             continue
         peer, line = report.peer(row), [row.case.implementation, row.case.work]
         for name, form in columns.values():
@@ -140,15 +198,19 @@ def table(report: ServingReport) -> str:
             line += [form.format(one) if one else "-" for one in (own, theirs)]
             line.append(f"{own / theirs:.2f}" if own and theirs else "-")
         lines.append(line)
-    head = ["", "requests x prompt/output"]
+    head = ["", sizes]
     head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
-    return markdown_table(head, lines, head[:2])
+    return markdown_table(head, lines, head[:2]) if lines else ""
 
 
 def parse_row(text: str) -> Size:
-    """``"32x1k/256"``: requests, prompt tokens, output tokens."""
-    match = re.fullmatch(r"(\d+)x(\w+)/(\w+)", text.strip())
+    """``"32x1k/256"``: requests, prompt tokens, output tokens; ``"64x1k/256*4"``: and rounds."""
+    match = re.fullmatch(r"(\d+)x(\w+)/(\w+)(?:\*(\d+))?", text.strip())
     if not match:
-        raise argparse.ArgumentTypeError(f"expected rows such as 32x1k/256, got {text!r}")
-    [prompt], [output] = parse_sizes(match[2]), parse_sizes(match[3])
-    return Size(count(match[1]), prompt, output)
+        raise argparse.ArgumentTypeError(
+            f"expected rows such as 32x1k/256 or 64x1k/256*4, got {text!r}"
+        )
+    [prompt], [output], rounds = parse_sizes(match[2]), parse_sizes(match[3]), match[4]
+    if rounds and int(rounds) < 2:
+        raise argparse.ArgumentTypeError(f"expected at least 2 rounds after *, got {text!r}")
+    return Size(count(match[1]), prompt, output, int(rounds or 1))

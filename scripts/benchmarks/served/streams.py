@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import TypeAlias
 
 from benchmarks.served.burst import Burst, Timeline
 
 _EVENT, _END = b"data: {", b"data: [DONE]"
+_Connection: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def run(port: int, model: str, burst: Burst, limit: float) -> dict[str, float | None]:
-    """Figures of a burst, see ``Timeline``; all connections stand when time begins.
+    """Figures of a burst, see ``Timeline``.
+
+    The connections of the first requests stand when time begins, that of another one when it is
+    sent.
 
     An event is one token, or several where the server has fallen behind: then a request's tokens
     after the first are divided among its events.
@@ -29,15 +34,27 @@ def run(port: int, model: str, burst: Burst, limit: float) -> dict[str, float | 
 
 
 async def _run(port: int, model: str, burst: Burst) -> dict[str, float | None]:
-    bodies = [_message(port, model, prompt, burst) for prompt in burst.prompts()]
-    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in bodies]
+    outputs, timeline = burst.outputs(), Timeline(burst)
+    messages = [_message(port, model, *one, burst) for one in zip(burst.prompts(), outputs)]
+    waiting = iter(enumerate(messages))
+    connections = [await _connect(port) for _ in range(burst.requests)]
     begin = time.perf_counter()
-    streams = [_stream(*one, body, begin) for one, body in zip(connections, bodies)]
-    timeline = Timeline(burst)
-    for number, events in enumerate(await asyncio.gather(*streams)):
-        shares = token_shares([count for _, count in events], burst.new_tokens)
-        timeline.arrivals[number] = [(at, share) for (at, _), share in zip(events, shares)]
+
+    async def client(connection: _Connection) -> None:
+        for number, message in waiting:
+            if connection[1].is_closing():
+                connection = await _connect(port)
+            timeline.sent[number] = time.perf_counter() - begin
+            events = await _stream(*connection, message, begin)
+            shares = token_shares([count for _, count in events], outputs[number])
+            timeline.arrivals[number] = [(at, share) for (at, _), share in zip(events, shares)]
+
+    await asyncio.gather(*map(client, connections))
     return timeline.figures()
+
+
+async def _connect(port: int) -> _Connection:
+    return await asyncio.open_connection("127.0.0.1", port)
 
 
 def token_shares(counts: list[int], new_tokens: int) -> list[float]:
@@ -49,12 +66,12 @@ def token_shares(counts: list[int], new_tokens: int) -> list[float]:
     return [1 + (counts[0] - 1) * each, *(count * each for count in counts[1:])]
 
 
-def _message(port: int, model: str, prompt: list[int], burst: Burst) -> bytes:
+def _message(port: int, model: str, prompt: list[int], new_tokens: int, burst: Burst) -> bytes:
     body = json.dumps(
         {
             "model": model,
             "prompt": prompt,
-            "max_tokens": burst.new_tokens,
+            "max_tokens": new_tokens,
             "temperature": burst.temperature,
             "ignore_eos": True,
             "stream": True,

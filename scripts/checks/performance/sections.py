@@ -186,7 +186,7 @@ SECTIONS = (
     ),
     Section(
         "LLM, 4 dense and 4 MoE layers, requests x prompt/output",
-        ("generation/serving.json",),
+        ("generation/serving.json", "generation/traffic.json"),
         serving_rows,
         drawn=({"requests": (128,)},),
     ),

@@ -55,6 +55,28 @@ def test_every_way_to_cut_a_sequence(widths, dtype):
         agrees_to_the_bit(*widths, dtype, first)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("widths", [(5, 23, 8), (7, 40, 8)], ids=str)
+def test_threads_do_not_share_the_products_of_one_token(two_threads, widths):
+    """Decode has one token: each thread would take some of its heads, by another kernel."""
+    given = operands(*widths, torch.float32)
+    out, _ = TiledReferenceBackend().forward(given, causal(TOKENS))
+    for last in range(1, TOKENS, 3):
+        part = AttentionInputs(*(x if x is None else x[:last] for x in given))
+        cache = torch.cat((part.k_content[:, :, 0], part.k_rope), dim=-1).transpose(0, 1)
+        rows = Rows.of((1,), (last,), torch.zeros(1, 1, dtype=torch.int32))
+        query = part.q_content[-1:, 0], part.q_rope[-1:, 0]
+        found, _ = paged_reference(*query, cache.contiguous(), rows, 0.3)
+        assert torch.equal(out[last - 1 : last, 0], found)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.integers(1, 5),

@@ -75,3 +75,21 @@ def test_kernels(tmp_path):
     others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT
+
+
+@pytest.mark.no_cover
+@pytest.mark.skipif(needs.HAS_GPU, reason="it replaces Triton's driver")
+def test_traffic_compiles_nothing(tmp_path):
+    """Kernels are the same for any number of requests and tokens: none is compiled amid traffic."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_variants"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    variants = json.loads(done.stdout)
+    # Of two kinds of caches; the schedule of few and of many requests.
+    assert variants.pop("_schedule_kernel") == 4
+    assert variants.pop("_combine_kernel") == variants.pop("_gather_kernel") == 2
+    assert variants.pop("_order_kernel") == 2, "of one expert of a token and of several"
+    assert {"attend_decode", "attend_few_rows", "_merge_kernel"} <= {*variants}
+    assert {*variants.values()} == {1}, variants

@@ -6,6 +6,7 @@ seconds.
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tests.support.environment import without_launcher
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 HEAVY = {"torch", "megatron", "numpy", "transformers", "matplotlib", "safetensors"}
-# Their options are parsed elsewhere: by quickstart.sh, and by Megatron.
+# Their options are parsed elsewhere: by quickstart.sh, and by Megatron (test_pretrain_gpt.py).
 ELSEWHERE = {"quickstart", "benchmarks/pretrain_gpt"}
 FILES = [path for path in SCRIPTS.rglob("*.py") if "__main__" in path.read_text()]
 NAMES = sorted({str(path.relative_to(SCRIPTS).with_suffix("")) for path in FILES} - ELSEWHERE)
@@ -85,6 +86,8 @@ def test_help_needs_no_long_import(helped, name):
 def test_every_option_says_what_it_means_and_its_default(helped, name):
     out, seen = helped(name)
     assert out.startswith(f"usage: {Path(name).name}.py")
+    if name.startswith("benchmarks/"):
+        assert ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) in out
     assert seen["options"]
     for option, text, is_option, required in seen["options"]:
         meaning = text.partition("(default:")[0].strip()

@@ -65,7 +65,7 @@ class SomeReport(Report):
 
 
 class SomeBenchmark(run.Benchmark):
-    script, description = "it.py", "A benchmark."
+    script = "it.py"
     report = SomeReport
 
     @classmethod

@@ -63,13 +63,14 @@ def arguments(more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory) -> dict[str, str]:
-    """Of both models, from the same weights."""
+def outputs(tmp_path_factory) -> dict[str, str]:
+    """Of both models, from the same weights, and of ``--help``."""
     folder: Path = tmp_path_factory.mktemp("pretrain")
     commands = {
         folder / f"{name}.log": arguments(more.format(weights=folder / "weights.pt"))
         for name, more in {"gpt": GPT, "hybrid": HYBRID}.items()
     }
+    commands[folder / "help.log"] = ["--help"]
     runs = json.dumps([[str(log), *words] for log, words in commands.items()])
     path = os.pathsep.join([str(ENTRY.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, **ALONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
@@ -78,6 +79,17 @@ def logs(tmp_path_factory) -> dict[str, str]:
     texts = {log.stem: log.read_text() for log in commands if log.exists()}
     assert code == 0, list(texts.values())[-1][-3000:]
     return texts
+
+
+@pytest.fixture
+def logs(outputs) -> dict[str, str]:
+    return {name: outputs[name] for name in ("gpt", "hybrid")}
+
+
+def test_help(outputs):
+    """Of Megatron's arguments, one of which has a percent sign, and of ours."""
+    assert outputs["help"].startswith("usage: ") and "Traceback" not in outputs["help"]
+    assert "1.10 = 10%" in outputs["help"] and "--first-weights FILE" in outputs["help"]
 
 
 def test_both_models_train_alike(logs):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.server import cli
-from benchmarks.served import contenders, streams
+from benchmarks import serving as serving_script
+from benchmarks.served import contenders, engines, streams
 from benchmarks.served.burst import Burst, Timeline, percentile
 from benchmarks.served.model import token_bytes, write_model, write_tokenizer
-from benchmarks.served.report import Case, Row, ServingReport, Size, table
+from benchmarks.served.report import Case, Row, ServingReport, Size, table, traffic_table
 from benchmarks.served.settings import Settings
 from benchmarks.serving import ServingBenchmark, settings
 from benchmarks.synthetic_checkpoint.models import Choice
@@ -69,6 +72,10 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+CONFIG = {"kv_lora_rank": 16, "qk_rope_head_dim": 2, "num_hidden_layers": 2, "vocab_size": 300}
+CONFIG |= dict.fromkeys(("hidden_size", "num_attention_heads", "q_lora_rank"), 8)
+
+
 def fake_vllm(folder: Path, late: int = 0) -> Path:
     """A folder with a package of that name; ``late`` tokens more than asked for."""
     cli = folder / "vllm" / "entrypoints" / "cli"
@@ -98,18 +105,27 @@ def run(capsys, *options: str) -> tuple[int, dict, str]:
 def test_ours_beside_a_fake_vllm(tmp_path, capsys):
     vllm, file = fake_vllm(tmp_path / "vllm"), tmp_path / "serving.json"
     names = "ours,vllm,vllm-server"
-    options = ["--vllm", str(vllm), "--implementations", names, "--rows", "2x64/8,1x70/8"]
+    options = ["--vllm", str(vllm), "--implementations", names]
+    options += ["--rows", "2x64/8,1x70/8,2x40/6*3"]
     code, report, out = run(capsys, *options, "--json", str(file))
     assert code == 0
-    rows = {(row["implementation"], row["size"]["requests"]): row for row in report["rows"]}
     # Those that live together take turns; servers come after them.
-    assert [name for name, _ in rows] == ["ours", "vllm"] * 2 + ["vllm-server"] * 2
-    for row in rows.values():
+    found = [row["implementation"] for row in report["rows"]]
+    assert found == ["ours", "vllm"] * 3 + ["vllm-server"] * 3
+    traffic = [row for row in report["rows"] if row["size"]["rounds"] > 1]
+    for row in traffic:
+        assert row["output_tokens_per_second"] > 0 and "step_ms" not in row
+        assert 0 < row["ttft_ms"] <= row["ttft_p90_ms"]
+        assert 0 < row["token_ms"] <= row["token_p90_ms"]
+    for row in report["rows"]:
+        if row in traffic:
+            continue
         assert 0 < row["ttft_ms"] <= row["ttft_p90_ms"] and row["prefill_tokens_per_second"] > 0
         of_step = 1e3 * row["size"]["requests"] / row["step_ms"]
         assert row["decode_tokens_per_second"] == pytest.approx(of_step)
     assert report["environment"]["versions"]["vllm"] == "0.24.0"
     assert "| ours | 2 x 64/8 |" in out and "| vllm-server | 1 x 70/8 |" in out
+    assert "| ours | 2 x 40/6 * 3 |" in out and "| vllm-server | 2 x 40/6 * 3 |" in out
     assert ServingReport.read(file).summary()["rows"] == report["rows"]
 
 
@@ -120,7 +136,7 @@ def test_what_fails_is_an_error_of_its_rows(tmp_path, capsys):
     code, report, _ = run(capsys, *options)
     assert code == 1
     first, second = report["rows"]
-    assert "request 0 generated 9 tokens instead of 8" in first["error"]
+    assert "request 0 generated 7 tokens instead of 6" in first["error"]
     assert "vllm-server has ended" in second["error"] and "ValueError: no GPU" in second["error"]
 
 
@@ -151,6 +167,20 @@ class TestTimeline:
         with pytest.raises(RuntimeError, match="request 0 generated 1 tokens instead of 2"):
             timeline.figures()
 
+    def test_figures_of_traffic(self):
+        """Two at a time; the third is sent when the first has ended."""
+        some = Burst(1, 5, 4, 0.0, 1, 250, rounds=3)
+        timeline = Timeline(some)
+        for number, output in enumerate(some.outputs()):
+            timeline.sent[number] = 10.0 * number
+            for token in range(output):
+                timeline.add(number, 10.0 * number + 1 + number + token * (2 + number), 1)
+        figures, last = timeline.figures(), some.outputs()[-1]
+        assert figures["ttft_ms"] == 2000 and figures["ttft_p90_ms"] == 3000
+        assert figures["token_ms"] == 3000 and figures["token_p90_ms"] == 4000
+        assert figures["seconds"] == 23 + 4 * (last - 1)
+        assert figures["output_tokens_per_second"] == sum(some.outputs()) / figures["seconds"]
+
     def test_percentile(self):
         assert percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == 9
         assert percentile([1], 0.9) == 1 and percentile([1, 2, 3], 0.5) == 2
@@ -167,7 +197,136 @@ def test_prompts_differ_by_seed_and_only_by_it():
     assert one != two and len(one) == 9 and all(2 <= token < 50 for token in one + two)
 
 
+def test_sizes_of_traffic_are_drawn_from_half_to_one_and_a_half():
+    some = Burst(100, 7, 4, 0.0, 3, 50, rounds=4)
+    prompts, outputs = some.prompts(), some.outputs()
+    assert len(prompts) == len(outputs) == some.total == 400
+    assert {*map(len, prompts)} == {4, 5, 6, 7, 8, 9, 10} and {*outputs} == {2, 3, 4, 5, 6}
+    # What is drawn besides does not change them.
+    assert [(len(p), o) for p, o in zip(prompts, outputs)] == some.sizes()
+    assert Burst(100, 7, 4, 1.0, 4, 50, rounds=4).outputs() != outputs
+    assert Burst(2, 7, 4, 0.0, 3, 50).sizes() == [(7, 4)] * 2
+
+
+class OneToken:
+    """An engine whose requests get one token each in a step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.sent, self.running = [], []
+
+    def add(self, name, prompt, new_tokens, temperature):
+        self.left[name] = new_tokens
+        self.sent.append((len(prompt), new_tokens))
+
+    def is_busy(self):
+        return bool(self.left)
+
+    def step(self):
+        self.running.append(len(self.left))
+        grown = [(name, 1) for name in self.left]
+        self.left = {name: left - 1 for name, left in self.left.items() if left > 1}
+        return grown
+
+
+class TestDriving:
+    def test_one_takes_the_place_of_each_that_ends(self):
+        some, engine = Burst(3, 6, 8, 0.0, 1, 50, rounds=3), OneToken()
+        figures = engines.run(engine, some)
+        assert engine.sent == some.sizes() and figures["output_tokens_per_second"] > 0
+        # All places are taken until none waits.
+        assert engine.running == sorted(engine.running, reverse=True)
+        assert sum(engine.running) == sum(some.outputs()) and engine.running.count(3) > 16
+
+    def test_all_arrive_at_once(self):
+        engine = OneToken()
+        assert engines.run(engine, burst(3, 8))["decode_tokens_per_second"] > 0
+        assert engine.running == [3] * 8
+
+
+class TestWarmUp:
+    def warm_up(self, row: str, *options: str) -> Size:
+        argv = [*TINY, "--implementations", "ours", "--max-num-batched-tokens", "8192"]
+        made = object.__new__(ServingBenchmark)
+        made.args = ServingBenchmark.parse([*argv, "--rows", row, *options])
+        return made._mixed(made.args.rows[0])
+
+    def test_outputs_last_until_all_prompts_are_read(self):
+        # 17 steps of 8,064 tokens, and 8 that only decode.
+        assert self.warm_up("128x1k/256") == Size(128, 1024, 25)
+        assert self.warm_up("64x1k/256*4") == Size(64, 1024, 25, 2)
+        assert self.warm_up("128x1k/4") == Size(128, 1024, 4)
+
+    def test_prompts_are_shorter_where_they_are_too_many_tokens(self):
+        assert self.warm_up("128x8k/256") == Size(128, 1024, 25)
+        assert self.warm_up("32x1k/256", "--prefill-tokens", "4k") == Size(32, 256, 10)
+
+
+def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
+    """Also if one of them fails to start, which is an error of its own rows."""
+    seen = []
+
+    class Fake(contenders.Contender):
+        def __init__(self, name):
+            self.name, self.start_seconds = name, 1.0
+
+        def await_ready(self, limit):
+            seen.append(f"{self.name} awaited")
+            if self.name == "vllm":
+                raise contenders.ContenderError("vllm has ended")
+
+        def run(self, burst, limit):
+            seen.append(self.name)
+            timeline = Timeline(burst)
+            for number, output in enumerate(burst.outputs()):
+                for token in range(output):
+                    timeline.add(number, 1.0 + token, 1)
+            return timeline.figures()
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(serving_script, "start", lambda name, *_: Fake(name))
+    monkeypatch.setattr(serving_script, "write_model", lambda *_: None)
+    monkeypatch.setattr(serving_script, "read_config", lambda _: CONFIG)
+    vllm = fake_vllm(tmp_path / "vllm")
+    argv = [*TINY, "--implementations", "ours,vllm", "--rows", "2x8/6", "--vllm", str(vllm)]
+    first, second = ServingBenchmark(ServingBenchmark.parse(argv)).rows()
+    assert seen[:3] == ["ours awaited", "vllm awaited", "ours"]
+    assert not first.error and "vllm has ended" in second.error
+
+
+class TestServerPackages:
+    def test_what_is_missing_is_named(self, monkeypatch):
+        monkeypatch.setattr(contenders, "_OUR_SERVER_NEEDS", ("starlette", "no_such_package"))
+        argv = [*TINY, "--implementations", "ours-server", "--rows", "1x8/6"]
+        with pytest.raises(ValueError, match="ours-server needs no_such_package, not installed"):
+            ServingBenchmark.parse(argv)
+
+    def test_a_folder_is_searched_last(self, tmp_path, monkeypatch):
+        """It may hold another version of what is installed."""
+        (tmp_path / "only_there.py").touch()
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise ValueError('another torch')")
+        monkeypatch.setattr(contenders, "_OUR_SERVER_NEEDS", ("only_there",))
+        assert contenders.missing_for_our_server(None) == ["only_there"]
+        assert contenders.missing_for_our_server(tmp_path) == []
+        made = TestSettings().made("--rows", "3x64/8")
+        command = contenders._server_command("ours-server", made, 8123, "model", tmp_path)
+        program = command[command.index("-c") + 1]
+        assert program.index("sys.path.append") < program.index("import main")
+        program = program.partition("from absorbed")[0] + "import only_there, torch"
+        subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
 class TestStreams:
+    def test_traffic(self):
+        with serving() as served:
+            served.runner.step_seconds = 0.001
+            some = Burst(2, 5, 4, 0.0, 1, 250, rounds=3)
+            figures = streams.run(served.port, "tiny", some, 10)
+            assert figures["output_tokens_per_second"] > 0 and figures["token_ms"] > 0
+
     def test_the_server(self):
         """Ours, around a fake model."""
         with serving() as served:
@@ -241,8 +400,29 @@ def test_table():
     # A server is compared with a server.
     rows += [row("ours-server", 8, 10, 20), row("vllm-server", 8, 40, 10)]
     lines = table(ServingReport({}, rows)).splitlines()[2:]
+    assert traffic_table(ServingReport({}, rows)) == ""
     assert lines == [
         "| ours | 32 x 1k/256 | 10 | 40 | 0.25 | 6,000 | 4,000 | 1.50 | 3,000 | 2,000 | 1.50 |",
         "| vllm-server | 1 x 1k/256 | 6 | - | - | 10 | - | - | 5 | - | - |",
         "| ours-server | 8 x 1k/256 | 20 | 10 | 2.00 | 20 | 80 | 0.25 | 10 | 40 | 0.25 |",
     ]
+
+
+def test_traffic_table():
+    def row(name: str, rate: float) -> Row:
+        times = {"ttft_ms": 100.0, "ttft_p90_ms": 10 * rate, "token_ms": 8.0, "token_p90_ms": 9.25}
+        return Row(Case(name, Size(64, 1024, 256, 4), 0.0), output_tokens_per_second=rate, **times)
+
+    report = ServingReport({}, [row("ours", 3000), row("vllm", 2000)])
+    assert table(report) == ""
+    [line] = traffic_table(report).splitlines()[2:]
+    assert line == (
+        "| ours | 64 x 1k/256 * 4 | 3,000 | 2,000 | 1.50 | 100 | 100 | 1.00 "
+        "| 30,000 | 20,000 | 1.50 | 8.0 | 8.0 | 1.00 | 9.2 | 9.2 | 1.00 |"
+    )
+
+
+def test_the_cache_holds_the_longest_of_traffic():
+    made = TestSettings().made("--rows", "100x1k/256*4")
+    assert made.max_model_len == 1536 + 384 and made.max_num_seqs == 100
+    assert made.cache_tokens >= 100 * 1920 and made.sizes == (100,)
