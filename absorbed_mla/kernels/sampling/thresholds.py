@@ -177,7 +177,7 @@ def _threshold_kernel(
         record_ptr = head_ptr + source_record
         part = find_part(record_ptr, goal, 1 if BY_COUNT else 0, COLUMNS)
         low, high = tl.load(record_ptr + part), tl.load(record_ptr + part + 1) - 1
-        # Below the second edge of the first pass no token has a weight: which are left is all one.
+        # Below the second edge of the first pass no token has a weight: none of them is drawn.
         high = tl.where((part == 0) & (source_record == HEAD), low, high)
         reached_low = tl.load(source_ptr + place + part)
         reached_none = tl.load(source_ptr + place + part + 1)

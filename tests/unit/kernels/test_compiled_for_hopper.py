@@ -55,9 +55,7 @@ def test_kernels(tmp_path):
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
     assert {"_encode_kernel", "_decode_kernel"} <= {*names}
     assert {"_choice_kernel", "_order_kernel", "_swiglu_kernel", "_sums_kernel"} <= {*names}
-    assert {"_peaks_kernel", "_most_likely_kernel", "_threshold_kernel", "_place_kernel"} <= {
-        *names
-    }
+    assert {"_peaks_kernel", "_weighing_kernel", "_threshold_kernel", "_place_kernel"} <= {*names}
     # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
     [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]
     assert decode["stack"] <= 48
