@@ -21,7 +21,7 @@ from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.kernels import broadcast_k_rope, merging, operators, rotation
 from absorbed_mla.kernels.experts import choice, order, sums, swiglu
 from absorbed_mla.kernels.paged import gather, plan
-from tests.support.hopper_compiler import BF16, KV_LORA_RANK, ROPE, _H200
+from tests.support.hopper_compiler import _H200, BF16, KV_LORA_RANK, ROPE
 
 NUMBERS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 71, 127, 128, 129, 200)
 # Heads of a rank, TP 16, of which tiles are short, and the experts' choices of a token.

@@ -11,8 +11,9 @@ from absorbed_mla.kernels.launch import launch
 
 # Each choice is compared with all others: from about here on sorting is faster.
 MOST_CHOICES = 8192
-# Items of a program, few, so that there are many programs; and what it compares them with at once.
-_ITEMS, _OTHERS = 16, 1024
+# Items of a program, few, so that there are many programs; and how many it compares them with at
+# once: the least of these that holds all, or the largest. Each is compiled for itself.
+_ITEMS, _OTHERS = 16, (64, 256, 1024)
 
 
 def order_by_expert(
@@ -32,7 +33,7 @@ def order_by_expert(
     choices, tokens = torch.empty(2, number, dtype=torch.int64, device=chosen.device)
     places = torch.empty_like(chosen)
     ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
-    others = min(max(triton.next_power_of_2(number), 16), _OTHERS)
+    others = next((size for size in _OTHERS if number <= size), _OTHERS[-1])
     with torch.cuda.device_of(chosen):
         launch(
             _order_kernel,
