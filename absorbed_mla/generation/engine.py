@@ -248,6 +248,13 @@ class Engine:
         reported, self._unreported = self._unreported, []
         if reported and not self._replicas.several:
             return reported
+        progress = self._step()
+        if self.decode_loop is not None:
+            self.decode_loop.start_next()
+        return [*reported, *progress]
+
+    def _step(self) -> list[Progress]:
+        """:meth:`step` without what has ended before it."""
         self._passes = 0
         progress, step = self._run()
         context = self.host.context
@@ -255,7 +262,7 @@ class Engine:
             assert self.decode_loop is not None
             self._idle_steps = 0
             self.statistics.count_step(context, self.decode_loop.sizes)
-            return [*reported, *progress]
+            return progress
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
@@ -280,7 +287,7 @@ class Engine:
         running = [n for n in step["active_request_ids"] if n in self.host.requests]
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
-        return [*reported, *self._progress(records)]
+        return list(self._progress(records))
 
     def _run(self) -> tuple[list[Progress] | None, dict]:
         """A step: progress if the decode loop did all of it, else what Megatron's step returns."""

@@ -149,12 +149,22 @@ def progress_of(
     record: DynamicInferenceRequestRecord, number: int, count: int, result: Result | None
 ) -> Progress:
     """The last ``count`` tokens of a request."""
+    last = record[-1]
+    if count <= len(last.generated_tokens) and not _has_log_probs(record):
+        tokens = last.generated_tokens
+        return Progress(number, tokens[len(tokens) - count :], result=result)
     return Progress(
         number,
         last_of(record, "generated_tokens", count),
         last_of(record, "generated_log_probs", count),
         list(map(_by_token, last_of(record, "generated_top_n_logprobs", count))),
         result,
+    )
+
+
+def _has_log_probs(record: DynamicInferenceRequestRecord) -> bool:
+    return any(
+        part.generated_log_probs or part.generated_top_n_logprobs for part in record.requests
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,19 +56,21 @@ def segments(
 ) -> tuple[Segment, ...]:
     """Group neighbouring rows of one form.
 
+    Rows with one new token run absorbed: to project all keys for one query saves nothing.
+
     Args:
         lengths: Of all rows.
-        expands: Whether a row of (new tokens, keys) runs expanded.
+        expands: Whether a row of (new tokens, keys), more than one of both, runs expanded.
     """
-    runs: list[Segment] = []
-    token = 0
-    for row, (queries, keys) in enumerate(zip(lengths.queries, lengths.keys)):
-        form = "expanded" if expands((queries, keys)) else "absorbed"
-        run = Segment(form, slice(row, row), slice(token, token))
-        if runs and runs[-1].form == form:
-            run = runs.pop()
-        token += queries
-        runs.append(Segment(form, slice(run.rows.start, row + 1), slice(run.tokens.start, token)))
+    each = zip(lengths.queries, lengths.keys)
+    expanded = [queries > 1 and expands((queries, keys)) for queries, keys in each]
+    runs, row, token = [], 0, 0
+    for form, group in itertools.groupby(expanded):
+        end = row + len(list(group))
+        last = token + sum(lengths.queries[row:end])
+        name = "expanded" if form else "absorbed"
+        runs.append(Segment(name, slice(row, end), slice(token, last)))
+        row, token = end, last
     return tuple(runs)
 
 

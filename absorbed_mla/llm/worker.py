@@ -32,6 +32,7 @@ def main(descriptor: int, folder_of_run: str) -> None:
         folder, options, rank, world, store = connection.recv()
     except EOFError:
         return
+    from absorbed_mla.llm.garbage import leave_out_what_is_there
     from absorbed_mla.llm.workers import picklable
 
     try:
@@ -41,6 +42,7 @@ def main(descriptor: int, folder_of_run: str) -> None:
 
         meeting = dist.FileStore(store, world)
         runner = LocalRunner.of_checkpoint(folder, options, rank, world, meeting)
+        leave_out_what_is_there()
         connection.send(("done", None))
         while True:
             name, arguments = connection.recv()

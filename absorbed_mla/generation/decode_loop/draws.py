@@ -62,8 +62,9 @@ class Draws:
         if self.kind in (None, Kind.GREEDY):
             return
         table = self._staged.numpy()
-        for row, (request, position) in enumerate(zip(requests, positions)):
-            table[:, row] = draw_numbers(request, position, self._vocabulary)
+        each = zip(requests, positions)
+        rows = [draw_numbers(request, position, self._vocabulary) for request, position in each]
+        table[:, : len(rows)] = tuple(zip(*rows))
         self._find_sampled()
         self._random = table[_RANDOM, self._sampled].tolist()
 

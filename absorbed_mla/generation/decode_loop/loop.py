@@ -120,14 +120,8 @@ class DecodeLoop:
         Args:
             new: Whether Megatron prepares the step: :meth:`is_new`, of any rank that computes it.
         """
-        if new:
-            self.interrupt()
-            self._enter()
-            self._start()
-        elif not self._flights:
-            assert self._rows is not None
-            self._rows.publish()
-            self._start()
+        if new or not self._flights:
+            self._prepare_and_start(new)
         assert self._rows is not None
         flight = self._flights[0]
         # The device is busy meanwhile.
@@ -205,6 +199,12 @@ class DecodeLoop:
         done.update(controller._dynamic_step_context_bookkeeping())
         self._count_step()
         return host._run_coroutine_sync(host.async_bookkeep(done, before, 0.0))
+
+    @torch.inference_mode()
+    def start_next(self) -> None:
+        """Launch the next step, if it only decodes: the device is busy until it is asked for."""
+        if self.launches_ahead and not self._flights and self._may_decode():
+            self._prepare_and_start(self.is_new())
 
     def _may_decode(self) -> bool:
         """Whether the context's next step decodes, and Megatron would not add a request to it."""
@@ -313,6 +313,16 @@ class DecodeLoop:
         """By row, if one that had not ended before the step wants its own."""
         wanted = any(wants and row not in gone for row, wants in enumerate(flight.scores))
         return flight.landing.log_probs() if wanted else None
+
+    def _prepare_and_start(self, new: bool) -> None:
+        """Launch a step after one whose tokens are known."""
+        if new:
+            self.interrupt()
+            self._enter()
+        else:
+            assert self._rows is not None
+            self._rows.publish()
+        self._start()
 
     def _enter(self) -> None:
         """Let Megatron prepare the step, and read what its requests are."""

@@ -132,6 +132,7 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: pip install 'absorbed-mla[serve]'") from error
+    from absorbed_mla.llm.garbage import leave_out_what_is_there
     from absorbed_mla.llm.llm import LLM
     from absorbed_mla.llm.server.app import build_app
     from absorbed_mla.llm.server.http_server import HTTPServer, require_free
@@ -156,6 +157,7 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
         service = Service(llm, metrics, on_death)
         app = build_app(service, metrics, name, api_key)
         server = HTTPServer(app, service, args.host, args.port)
+        leave_out_what_is_there()
         service.start()
         # uvicorn ends at these signals, and then raises them once more.
         for number in (signal.SIGINT, signal.SIGTERM):
