@@ -223,9 +223,10 @@ def _megatron_config(
         "perform_initialization": False,
         **dict.fromkeys(_FUSED_PARTS, False),
     }
-    if config.q_lora_rank and not options.parity and "mla_down_proj_fusion" in _CONFIG_FIELDS:
+    one_product = config.q_lora_rank and not config.indexer and not options.parity
+    if one_product and "mla_down_proj_fusion" in _CONFIG_FIELDS:
         # Query and keys are projected down by one product, which a step of few tokens waits for.
-        # Training, with which parity mode agrees to the bit, may have two.
+        # Training, with which parity mode agrees to the bit, may have two; sparse attention has.
         fields["mla_down_proj_fusion"] = True
     if options.cuda_graphs:
         # Megatron insists on padding where ranks have their own experts; grouped ones ignore it.
