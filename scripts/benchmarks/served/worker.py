@@ -5,6 +5,7 @@ Its arguments are the engine's name and the settings as JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
         engine = ENGINES[name](Settings.read(settings))
+        # Full collections would look at all that was imported, amid a burst.
+        gc.freeze()
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:
             try:
