@@ -140,10 +140,21 @@ CASES = {
 }
 
 
-def engines_of(model: GPTModel, other: GPTModel, case: Case) -> tuple[Engine, Engine]:
-    """An engine with the decode loop, and one without."""
+def engines_of(
+    case: Case,
+    model: GPTModel,
+    other: GPTModel | None,
+    graphs: StepGraphs | None,
+    *,
+    ahead: bool,
+) -> tuple[Engine, Engine]:
+    """An engine with the decode loop, and one without; see :func:`check`."""
     sizes = {"blocks": 40, **case.options}
-    return engine_of(model, **sizes), engine_of(other, decode_loop=False, **sizes)
+    ours, theirs = engine_of(model, **sizes), engine_of(other or model, decode_loop=False, **sizes)
+    ours.decode_loop.launches_ahead = ahead
+    if graphs is not None:
+        ours.decode_loop.graphs = graphs
+    return ours, theirs
 
 
 def check(
@@ -161,10 +172,7 @@ def check(
         other: Of the engine without, with the same weights; None: the same.
         graphs: Of the decode loop; None: as the engine has them.
     """
-    ours, theirs = engines_of(model, other or model, case)
-    ours.decode_loop.launches_ahead = False
-    if graphs is not None:
-        ours.decode_loop.graphs = graphs
+    ours, theirs = engines_of(case, model, other, graphs, ahead=False)
     looped = count_calls(ours)
     with ours, theirs:
         for engine in (ours, theirs):  # blocks that are never written are compared, too
@@ -204,10 +212,7 @@ def check_ahead(
         other: As in :func:`check`.
         graphs: As in :func:`check`.
     """
-    ours, theirs = engines_of(model, other or model, case)
-    ours.decode_loop.launches_ahead = True
-    if graphs is not None:
-        ours.decode_loop.graphs = graphs
+    ours, theirs = engines_of(case, model, other, graphs, ahead=True)
     most = count_flights(ours)
     with ours, theirs:
         reports = [run(case, engine) for engine in (ours, theirs)]

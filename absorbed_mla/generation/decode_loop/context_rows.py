@@ -79,12 +79,12 @@ class ContextRows:
         self._table_start = view.mha_block_table.data_ptr() - view._buf.data_ptr()
         self._table_changed = False
 
-    def at_their_ends(self) -> list[int]:
+    def at_their_ends(self) -> set[int]:
         """Rows whose requests are as long as they may be with the token that the step draws."""
         n, of = self.count, self._of
         lengths = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n] + 1
         [rows] = (lengths >= of["request_output_lengths"][:n]).nonzero()
-        return rows.tolist()
+        return set(rows.tolist())
 
     def wants(self, name: str) -> _Array:
         """Megatron's metadata of the requests by name; not a copy."""
@@ -105,16 +105,12 @@ class ContextRows:
         False where that is not certain: blocks that requests share are counted once by Megatron,
         and those of requests that end are not counted as free.
         """
-        of, block = self._of, self._context.block_size_tokens
-        if not ended:
-            kept = list(range(self.count))
-        else:
-            kept = [row for row in range(self.count) if row not in ended]
-        full = of["request_last_kv_block_offset"][kept] >= block - 1
+        kept = [row for row in range(self.count) if row not in ended]
+        full = self._are_full()[kept]
         allocator, needed = self._context.kv_block_allocator, int(full.sum())
         if not kept or allocator.total_avail < needed:
             return False
-        counts = of["request_kv_block_counts"][kept]
+        counts = self._of["request_kv_block_counts"][kept]
         if not needed or counts.sum() + needed <= allocator.active_count:
             return True
         if not allocator.enable_prefix_caching:
@@ -204,10 +200,15 @@ class ContextRows:
         of[_COUNT][0] = count
         self._table_changed = True
 
+    def _are_full(self) -> _Array:
+        """By row, whether the request's next token needs a block."""
+        offsets = self._of["request_last_kv_block_offset"][: self.count]
+        return offsets >= self._context.block_size_tokens - 1
+
     def _extend(self, order: list[int]) -> None:
         """Give full rows a block each; they become the first ones, as Megatron resumes them."""
-        of, block = self._of, self._context.block_size_tokens
-        [found] = (of["request_last_kv_block_offset"][: self.count] >= block - 1).nonzero()
+        of = self._of
+        [found] = self._are_full().nonzero()
         rows = found.tolist()
         needed = len(rows)
         if not needed:

@@ -58,7 +58,7 @@ class Flight:
     """
 
     numbers: Sequence[int]
-    at_their_ends: Collection[int]
+    at_their_ends: set[int]
     stop_tokens: Sequence[int]
     scores: Sequence[bool]
     sizes: InferenceBatchDimensions

@@ -146,7 +146,7 @@ class DecodeLoop:
         tokens = flight.landing.tokens()
         gone, told = flight.rows_of(self._ended), self._told_to_end(flight)
         stopped = {r for r, token in enumerate(tokens) if token == flight.stop_tokens[r]}
-        ends = (told | stopped | set(flight.at_their_ends)) - gone
+        ends = (told | stopped | flight.at_their_ends) - gone
         if not ahead and not self._may_go_on(gone | ends):
             self._leave_out(gone)
             return None
@@ -159,6 +159,8 @@ class DecodeLoop:
             self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
         else:
             self._follow(gone | ends, tokens)
+            if (gone or ends) and not self._has_its_size():
+                self._rows = None
         records = [
             members.end(
                 flight.numbers[row],
@@ -175,7 +177,6 @@ class DecodeLoop:
     def finish(self) -> dict:
         """Let Megatron end, pause and evict requests; returns what its ``step_modern`` does."""
         host, controller, context = self._host, self._host.controller, self._host.context
-        self.sizes = context.batch_dimensions
         self.interrupt()
         before = {
             "active_token_count": context.active_token_count,
@@ -224,14 +225,15 @@ class DecodeLoop:
         """Launch the step after this one, unless something but tokens may come between them."""
         rows = self._rows
         assert rows is not None
-        ends = flight.rows_of(self._ended) | self._told_to_end(flight) | set(flight.at_their_ends)
+        ends = flight.rows_of(self._ended) | self._told_to_end(flight) | flight.at_their_ends
         if (
             not self.launches_ahead
             or self._draws.kind is None
-            or (ends and self._host.waiting_request_ids)
             or not self._may_decode()
             or not self._may_go_on(ends)
-            or not rows.has_size_for(rows.count - len(ends))
+            # A request that waits may find room, or a smaller step be enough.
+            or (ends and self._host.waiting_request_ids)
+            or (ends and not rows.has_size_for(rows.count - len(ends)))
         ):
             return
         # What the device reads is changed where it is.
@@ -254,9 +256,8 @@ class DecodeLoop:
         """Prepare the step after the last one; see ``ContextRows.follow``."""
         rows, members, draws = self._rows, self._members, self._draws
         assert rows is not None and members is not None
-        fits = not ended or rows.has_size_for(rows.count - len(ended))
         order = rows.follow(ended, tokens)
-        if len(order) < len(members.numbers) or order != list(range(len(order))):
+        if order != list(range(len(members.numbers))):
             members.move(order)
             draws.move(order)
         self._count_step()
@@ -264,8 +265,11 @@ class DecodeLoop:
         if ended:
             # Their rows and blocks may be what the next request has waited for.
             self._waiting = None
-        if not fits:
-            self._rows = None
+
+    def _has_its_size(self) -> bool:
+        """Whether Megatron would pad the step that is prepared as the last one."""
+        assert self._rows is not None
+        return self._rows.has_size_for(self._rows.count)
 
     def _leave_out(self, gone: set[int]) -> None:
         """Remove rows of requests that ended before, for Megatron to finish the step."""

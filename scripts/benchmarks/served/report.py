@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.kit.arguments import count, parse_sizes
+from benchmarks.kit.arguments import count, parse_size
 from benchmarks.kit.plot import Panel, collected
 from benchmarks.kit.report import Report
 from benchmarks.kit.tables import markdown_table, tokens_text
@@ -210,7 +210,7 @@ def parse_row(text: str) -> Size:
         raise argparse.ArgumentTypeError(
             f"expected rows such as 32x1k/256 or 64x1k/256*4, got {text!r}"
         )
-    [prompt], [output], rounds = parse_sizes(match[2]), parse_sizes(match[3]), match[4]
+    prompt, output, rounds = parse_size(match[2]), parse_size(match[3]), match[4]
     if rounds and int(rounds) < 2:
         raise argparse.ArgumentTypeError(f"expected at least 2 rounds after *, got {text!r}")
     return Size(count(match[1]), prompt, output, int(rounds or 1))

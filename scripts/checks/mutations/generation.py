@@ -126,8 +126,8 @@ MUTATIONS = {
     ),
     "decode_loop_keeps_the_size_of_a_step": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
-        "        if not fits:",
-        "        if False:",
+        "            if (gone or ends) and not self._has_its_size():",
+        "            if False:",
     ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
