@@ -259,22 +259,15 @@ class Engine:
         progress, step = self._run()
         context = self.host.context
         if progress is not None:
-            assert self.decode_loop is not None
             self._idle_steps = 0
-            self.statistics.count_step(context, self.decode_loop.sizes)
+            self._count_step()
             return progress
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
         if ended or reading or context.has_unfinished_requests():
             self._idle_steps = 0
-            self.statistics.count_step(context)
-            self.statistics.evicted = self.host.evicted_request_count - self._evicted_before
-            self.statistics.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
-            self.statistics.disk_blocks = self._disk_blocks() - self._disk_blocks_before
-            drafted, accepted = self._drafts()
-            self.statistics.drafted = drafted - self._drafts_before[0]
-            self.statistics.accepted = accepted - self._drafts_before[1]
+            self._count_step()
         else:
             self._idle_steps = self._idle_steps + 1 if self._has_requests() else 0
         if self._replicas.several and not self._passes:
@@ -288,6 +281,22 @@ class Engine:
         records = {number: (self.host.requests[number].record, False) for number in sorted(running)}
         records |= {record.request_id: (record, True) for record in ended}
         return list(self._progress(records))
+
+    def _count_step(self) -> None:
+        """Bring the statistics up to date after a forward pass."""
+        host, context, found = self.host, self.host.context, self.statistics
+        step = None if self.decode_loop is None else self.decode_loop.last
+        if step is None:
+            padded = context.using_cuda_graph_this_step()
+            found.count_step(context, context.batch_dimensions, padded=padded)
+        else:
+            found.count_step(context, step.sizes, padded=step.padded)
+        found.evicted = host.evicted_request_count - self._evicted_before
+        found.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
+        found.disk_blocks = self._disk_blocks() - self._disk_blocks_before
+        drafted, accepted = self._drafts()
+        found.drafted = drafted - self._drafts_before[0]
+        found.accepted = accepted - self._drafts_before[1]
 
     def _run(self) -> tuple[list[Progress] | None, dict]:
         """A step: progress if the decode loop did all of it, else what Megatron's step returns."""

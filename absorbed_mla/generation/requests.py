@@ -50,8 +50,9 @@ class Progress:
     Attributes:
         number: The request's number, as ``Engine.add_request`` returned it.
         tokens: New token ids.
-        log_probs: Of the new tokens, as in :class:`Result`.
-        top_log_probs: Of the new tokens, as in :class:`Result`.
+        log_probs: Of the new tokens, as in :class:`Result`; if another request of the step has
+            asked for its own, also without having been asked for.
+        top_log_probs: Likewise.
         result: The result if the request has ended, otherwise None.
     """
 
@@ -110,17 +111,17 @@ class Statistics:
         return total
 
     def count_step(
-        self, context: DynamicInferenceContext, rows: InferenceBatchDimensions | None = None
+        self, context: DynamicInferenceContext, rows: InferenceBatchDimensions, *, padded: bool
     ) -> None:
         """Count a forward pass.
 
         Args:
             context: Of the engine.
-            rows: Numbers of its requests; None: it is the last one that the context was made for.
+            rows: Numbers of its requests.
+            padded: Whether it had the size of a CUDA graph.
         """
-        rows = rows or context.batch_dimensions
         self.steps += 1
-        self.graph_steps += context.using_cuda_graph_this_step()
+        self.graph_steps += padded
         self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0
         self.most_rows = max(self.most_rows, rows.req_count)
         self.most_paused = max(self.most_paused, context.paused_request_count)
@@ -172,11 +173,12 @@ def result_of(
     record: DynamicInferenceRequestRecord, sampling: SamplingParams, *, aborted: bool
 ) -> Result:
     """The result of a request that Megatron's engine is done with."""
-    result = Result(
-        tokens=_joined(record, "generated_tokens"),
-        log_probs=_joined(record, "generated_log_probs"),
-        top_log_probs=list(map(_by_token, _joined(record, "generated_top_n_logprobs"))),
-    )
+    result = Result(tokens=_joined(record, "generated_tokens"))
+    # Megatron computes them for all requests of a step if one of them has asked.
+    if sampling.logprobs is not None:
+        result.log_probs = _joined(record, "generated_log_probs")
+        top = _joined(record, "generated_top_n_logprobs")
+        result.top_log_probs = list(map(_by_token, top))
     if sampling.prompt_logprobs is not None:
         result.prompt_log_probs = _of_prompt(record, "prompt_log_probs")
         result.prompt_top_log_probs = list(

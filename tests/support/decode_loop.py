@@ -36,6 +36,7 @@ class Case:
         shared: Tokens that all prompts begin with.
         happened: What the statistics must say.
         ahead: Whether some step's tokens are all that the next one depends on.
+        joined: Whether a request begins with a step that is launched ahead.
         finished: Whether Megatron has to do the rest of every step.
     """
 
@@ -46,6 +47,7 @@ class Case:
     shared: int = 0
     happened: Callable[[Statistics], object] = lambda done: done.steps
     ahead: bool = True
+    joined: bool = False
     finished: bool = False
 
 
@@ -111,18 +113,54 @@ CASES = {
         later={8: of((150,), GREEDY)},
         happened=lambda done: done.chunks > 2 and done.mixed_steps,
     ),
-    "waiting": Case(of((40,) * 20, GREEDY.replace(max_tokens=9), sampled(max_tokens=14))),
+    "waiting": Case(
+        of((40,) * 20, GREEDY.replace(max_tokens=9), sampled(max_tokens=14)), joined=True
+    ),
     "waiting-for-blocks": Case(of((60,) * 9, GREEDY), {"blocks": 7, **CHUNKED}),
+    "waiting-for-rows-and-blocks": Case(
+        of((60, 10, 30) * 6, GREEDY.replace(max_tokens=30), sampled(max_tokens=9)),
+        {"blocks": 12},
+        joined=True,
+    ),
+    "waiting-for-each-other": Case(
+        of((100,) * 12, GREEDY, sampled(max_tokens=5)),
+        {"prefix_caching": True},
+        shared=70,
+        happened=lambda done: done.prefix_blocks,
+        joined=True,
+    ),
     "added": Case(
         of((20, 30), GREEDY.replace(max_tokens=25)),
         later={4: of((40,), sampled()), 5: of((1, 64), GREEDY), 60: of((9,), GREEDY)},
+        joined=True,
+    ),
+    "added-in-every-step": Case(
+        of((20,), GREEDY.replace(max_tokens=40)),
+        later={i: of((20 + i, i), sampled(max_tokens=i)) for i in range(2, 20)},
+        joined=True,
+    ),
+    # Requests end by tokens that come after others have begun.
+    "stopped-beside-prompts": Case(
+        of((40,) * 30, sampled(stop_token_ids=range(12), max_tokens=30), sampled(max_tokens=4)),
+        joined=True,
+    ),
+    "one-token": Case(of((40,) * 30, GREEDY.replace(max_tokens=1), GREEDY), joined=True),
+    # Megatron finishes the step that reads its prompt.
+    "top-log-probs-later": Case(
+        of((40,) * 4, sampled(max_tokens=40, stop_token_ids=range(3)), sampled(logprobs=0)),
+        later={n: of((30,), GREEDY.replace(logprobs=2, max_tokens=2)) for n in (4, 8, 12)},
+        joined=True,
+    ),
+    "penalties-later": Case(
+        of((40,) * 16, GREEDY.replace(max_tokens=9), sampled(max_tokens=5, frequency_penalty=1.0)),
+        later={9: of((30, 31), sampled(repetition_penalty=1.5, max_tokens=4), GREEDY)},
     ),
     "aborted": Case(
         of((20, 30, 58, 40), GREEDY.replace(max_tokens=40)),
         aborts={3: [1], 4: [0, 1], 20: [3]},
     ),
     "aborted-waiting": Case(
-        of((40,) * 12, GREEDY.replace(max_tokens=20)), aborts={3: [8, 1], 5: [9, 10]}
+        of((40,) * 12, GREEDY.replace(max_tokens=20)), aborts={3: [8, 1], 5: [9, 10]}, joined=True
     ),
     "graphs": Case(
         of(LENGTHS, GREEDY, sampled(max_tokens=8), sampled(max_tokens=4, top_k=4)),
@@ -213,13 +251,14 @@ def check_ahead(
         graphs: As in :func:`check`.
     """
     ours, theirs = engines_of(case, model, other, graphs, ahead=True)
-    most = count_flights(ours)
+    most, joined = count_flights(ours)
     with ours, theirs:
         reports = [run(case, engine) for engine in (ours, theirs)]
         assert reports[0].keys() == reports[1].keys()
         assert reports[0] == reports[1]
         check_results(case, ours, theirs, len(reports[0]))
         assert max(most) == 1 + case.ahead
+        assert bool(joined) >= case.joined
         ours.require_no_leak()
 
 
@@ -275,17 +314,24 @@ def count_calls(engine: Engine) -> list:
     return found
 
 
-def count_flights(engine: Engine) -> list[int]:
-    """Gets, for every step of the loop, how many steps the device had before its tokens came."""
-    loop, found = engine.decode_loop, [0]
+def count_flights(engine: Engine) -> tuple[list[int], list[int]]:
+    """Follow the steps that the device has before the tokens of the one before them come.
+
+    Returns:
+        How many it had, of every step of the loop; of those launched ahead, how many prompts they
+        read, if any.
+    """
+    loop, found, prompts = engine.decode_loop, [0], []
     go_on = loop.go_on
 
     def counted():
-        found.append(len(loop._flights))
+        flights = loop._flights
+        found.append(len(flights))
+        prompts.extend(one.sizes.prefill_req_count for one in flights[1:] if one.reads)
         return go_on()
 
     loop.go_on = counted
-    return found
+    return found, prompts
 
 
 # Of the context, of requests and tokens; the rest is for the step in between.

@@ -1,4 +1,4 @@
-"""When a step is a decode step that changes nothing but its requests' last tokens."""
+"""When steps can run without Megatron's scheduler, or with nothing of it but its admission."""
 
 from __future__ import annotations
 
@@ -63,18 +63,15 @@ def why_never(host: DynamicInferenceEngine) -> str:
     return next((reason for reason, holds in conditions.items() if holds), "")
 
 
-def is_decode_step(host: DynamicInferenceEngine) -> bool:
-    """Whether every running request has one new token in the next step, and none is paused.
+def runs_here(host: DynamicInferenceEngine) -> bool:
+    """Whether all requests of the context run, each with its whole prompt, and none has failed.
 
-    Requests that wait are not looked at, see :func:`may_admit`.
+    Requests that wait are not looked at, see ``admissions.py``.
     """
     context = host.context
     return (
-        context.total_request_count > 0
-        and context.paused_request_count == 0
-        and context.num_prefill_requests == 0
+        context.paused_request_count == 0
         and context.chunked_prefill_request_id == -1
-        and context.active_token_count == context.total_request_count
         and not host.failed_request_ids
         and host.state == EngineState.RUNNING
     )

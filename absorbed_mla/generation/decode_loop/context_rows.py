@@ -30,6 +30,7 @@ _OF_REQUESTS = (
 _OF_TOKENS = (
     "token_to_input_ids",
     "token_to_pos_ids",
+    "token_to_request_idx",
     "token_to_block_idx",
     "token_to_position_in_request",
     "token_to_local_position_within_kv_block",
@@ -58,7 +59,8 @@ class ContextRows:
 
     In the same order of rows, with the same blocks, for steps after which requests go on and no
     request is paused or evicted. Its tables are in host memory; NumPy changes them in place, in a
-    tenth of the time. Made when Megatron has prepared a decode step; there are no paused requests.
+    tenth of the time. Made when Megatron has prepared a step, which reads whole prompts or none;
+    there are no paused requests. The steps that follow are decode steps.
 
     Args:
         context: Megatron's, initialized for the step.
@@ -70,6 +72,7 @@ class ContextRows:
     def __init__(self, context: DynamicInferenceContext) -> None:
         self._context = context
         self.count = context.total_request_count
+        self._decodes = context.num_prefill_requests == 0
         self._padded = context.padded_active_request_count
         names = (*_OF_REQUESTS, *_OF_TOKENS, *_STAGED, *_OF_ROWS, _SUMS, _COUNT)
         self._of = {name: getattr(context, name).numpy() for name in names}
@@ -96,7 +99,8 @@ class ContextRows:
 
     def positions(self) -> list[int]:
         """Positions of the tokens that the step draws."""
-        found = self._of["request_kv_length_offsets"][: self.count] + 1
+        of, n = self._of, self.count
+        found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]
         return found.tolist()
 
     def may_follow(self, ended: Collection[int]) -> bool:
@@ -119,8 +123,10 @@ class ContextRows:
         return bool(used + counts[full].sum() + needed <= allocator.active_count)
 
     def has_size_for(self, count: int) -> bool:
-        """Whether Megatron would pad a step of so many rows to the size of this one."""
+        """Whether Megatron would pad a decode step of so many rows to the size of this step."""
         context = self._context
+        if not self._decodes:
+            return False
         sizes = InferenceBatchDimensions(count, 0, count)
         # Ranks that run the same steps find the same graph, and need not ask each other.
         graph = CUDAGraphBatchDimensionBuilder.match_graph_config(
@@ -143,6 +149,7 @@ class ContextRows:
             For each row of the next step, the row that it was.
         """
         order = self.remove(ended)
+        self._end_prompts()
         self._extend(order)
         self._advance(order if tokens is None else [tokens[row] for row in order])
         return order
@@ -200,6 +207,13 @@ class ContextRows:
         of[_COUNT][0] = count
         self._table_changed = True
 
+    def _end_prompts(self) -> None:
+        """Let all rows be of requests that decode."""
+        if self._context.num_prefill_requests:
+            self._context.num_prefill_requests = 0
+            self._of["request_in_prefill_status_tensor"][: self.count] = 0
+            self._of["token_to_request_idx"][: self.count] = range(self.count)
+
     def _are_full(self) -> _Array:
         """By row, whether the request's next token needs a block."""
         offsets = self._of["request_last_kv_block_offset"][: self.count]
@@ -228,6 +242,7 @@ class ContextRows:
         """Add a token to every request, which has room for it."""
         of, block = self._of, self._context.block_size_tokens
         rows = slice(0, self.count)
+        self._context.active_token_count = self.count
         positions = of["request_kv_length_offsets"][rows]
         positions += of["request_query_lengths"][rows]
         of["request_query_lengths"][rows] = 1

@@ -23,6 +23,11 @@ class Kind(Enum):
     FILTERED = "filtered"  # some from the most likely ones, which have to be found
 
 
+def draws_by_numbers(request: SampledRequest) -> bool:
+    """Whether a request's tokens so far do not count for its next one."""
+    return not (request.avoids_stop_tokens or request.params.has_penalties)
+
+
 class Draws:
     """Draws tokens of rows whose parameters are in a table on the device.
 
@@ -113,10 +118,9 @@ class Draws:
         self._randoms = Randoms(self._requests[row].seed for row in self._sampled)
 
     def _kind(self) -> Kind | None:
-        params = [request.params for request in self._requests]
-        avoiding = any(request.avoids_stop_tokens for request in self._requests)
-        if self._own or avoiding or any(one.has_penalties for one in params):
+        if self._own or not all(map(draws_by_numbers, self._requests)):
             return None
+        params = (request.params for request in self._requests)
         sampled = [one for one in params if not one.is_greedy]
         if not sampled:
             return Kind.GREEDY

@@ -54,6 +54,7 @@ class Flight:
         stop_tokens: By row, Megatron's token that ends the request.
         scores: By row, whether the request wants the token's log-probability.
         sizes: Of the step, without padding.
+        padded: Whether it has the size of a CUDA graph.
         landing: Where its tokens come to.
     """
 
@@ -62,7 +63,13 @@ class Flight:
     stop_tokens: Sequence[int]
     scores: Sequence[bool]
     sizes: InferenceBatchDimensions
+    padded: bool
     landing: Landing
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads prompts."""
+        return self.sizes.prefill_req_count > 0
 
     def rows_of(self, numbers: Collection[int]) -> set[int]:
         """Rows of those of these requests that take part."""

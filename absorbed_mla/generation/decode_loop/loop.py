@@ -1,27 +1,27 @@
-"""Runs the decode steps of an engine without Megatron's scheduler.
+"""Runs the steps of an engine, with nothing of Megatron's scheduler but its admission of requests.
 
 Where a step depends on the tokens of the one before it by nothing but the tokens themselves, which
 are on the device, it is launched before they are known here: the device never waits for the host.
 A request that such a token turns out to end has a row in one more step, whose token is not taken.
+Requests that wait may begin with such a step, beside those that go on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 
-from absorbed_mla.generation.decode_loop.conditions import is_decode_step, may_admit
+from absorbed_mla.generation.decode_loop.admissions import Admissions
+from absorbed_mla.generation.decode_loop.conditions import runs_here
 from absorbed_mla.generation.decode_loop.context_rows import ContextRows
-from absorbed_mla.generation.decode_loop.draws import Draws, Kind
+from absorbed_mla.generation.decode_loop.device_step import DeviceStep
+from absorbed_mla.generation.decode_loop.draws import Draws
 from absorbed_mla.generation.decode_loop.flight import Flight, Landing
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.decode_loop.members import Members
@@ -30,7 +30,7 @@ from absorbed_mla.generation.sampler import RequestSampler
 
 
 class DecodeLoop:
-    """Decode steps between two events: a request is admitted or paused, the last one ends.
+    """Steps between two events: a request is paused or read in chunks, the last one ends.
 
     A step is :meth:`forward`, then either :meth:`go_on` or, if that finds such an event,
     :meth:`finish`, in which Megatron's own functions do their part. When nothing runs on the device
@@ -43,13 +43,13 @@ class DecodeLoop:
         graphs: Whether steps that are padded for CUDA graphs are captured, each as a whole.
         together: Whether ranks with requests of their own compute each step together. What depends
             on a rank's requests, drawing among it, then stays out of the graphs; nothing is
-            launched ahead, and Megatron ends requests.
+            launched ahead, and Megatron admits and ends requests.
 
     Attributes:
         graphs: Of whole steps; None if they are not captured.
         together: As given.
         launches_ahead: Whether a step is launched before the tokens of the one before it are known.
-        sizes: Of the step that :meth:`go_on` took last, without padding.
+        last: The step that :meth:`go_on` or :meth:`finish` took last; None after one of Megatron's.
         waited: Seconds that the host has waited for the device in :meth:`forward`.
     """
 
@@ -63,11 +63,13 @@ class DecodeLoop:
         together: bool = False,
     ) -> None:
         self._host, self._sampler, self.together = host, sampler, together
+        self._admissions = Admissions(host, sampler, possible=not together)
         self.graphs = StepGraphs(model) if graphs else None
         context, controller = host.context, host.controller
         # Context-parallel ranks go on with the tokens of the first of them.
         own = parallel_state.get_context_parallel_world_size() > 1
         self._draws = Draws(context.max_requests, controller.vocab_size, own=own)
+        self._device_step = DeviceStep(controller, context, self._draws)
         self._landings = [Landing(context.max_requests) for _ in range(2)]
         # The device has read the numbers of the last step that was launched.
         self._read = torch.cuda.Event()
@@ -75,14 +77,12 @@ class DecodeLoop:
         self._rows: ContextRows | None = None
         self._members: Members | None = None
         self._state: tuple[int, ...] = ()
-        # The first request that waits, after the scheduler could not admit it.
-        self._waiting: int | None = None
         # Steps on the device whose tokens have not been taken, and requests that have a row in the
         # last of them, but have ended.
         self._flights: list[Flight] = []
         self._ended: set[int] = set()
         self.launches_ahead = self.graphs is not None and not together
-        self.sizes = InferenceBatchDimensions(0, 0, 0)
+        self.last: Flight | None = None
         self.waited = 0.0
 
     def begin(self) -> None:
@@ -103,15 +103,20 @@ class DecodeLoop:
             flight.landing.wait()
         self._flights.clear()
         self._ended.clear()
-        self._rows = self._members = self._waiting = None
+        self._rows = self._members = self.last = None
+        self._admissions.look_again()
 
     def applies(self) -> bool:
-        """Whether the next step only decodes, and admits no request."""
-        return bool(self._flights) or self._may_decode()
+        """Whether the next step is one of the loop's."""
+        return bool(self._flights) or self._may_run()
 
     def is_new(self) -> bool:
         """Whether Megatron has to prepare the next step, because its requests are others."""
-        return not self._flights and (self._rows is None or self._read_state() != self._state)
+        if self._flights:
+            return False
+        return (
+            self._rows is None or self._read_state() != self._state or bool(self._admissions.due())
+        )
 
     @torch.inference_mode()
     def forward(self, new: bool) -> None:
@@ -152,14 +157,14 @@ class DecodeLoop:
             return None
         del self._flights[0]
         self._ended -= {flight.numbers[row] for row in gone}
-        self.sizes = flight.sizes
+        self.last = flight
         log_probs = self._log_probs_of(flight, gone)
         progress = self._append(flight.numbers, tokens, log_probs, without=gone | ends)
         if ahead:
             self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
         else:
             self._follow(gone | ends, tokens)
-            if (gone or ends) and not self._has_its_size():
+            if (gone or ends or flight.reads) and not self._has_its_size():
                 self._rows = None
         records = [
             members.end(
@@ -177,7 +182,9 @@ class DecodeLoop:
     def finish(self) -> dict:
         """Let Megatron end, pause and evict requests; returns what its ``step_modern`` does."""
         host, controller, context = self._host, self._host.controller, self._host.context
+        flight = self._flights[0]
         self.interrupt()
+        self.last = flight
         before = {
             "active_token_count": context.active_token_count,
             "step_count": context.step_count,
@@ -203,45 +210,42 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def start_next(self) -> None:
-        """Launch the next step, if it only decodes: the device is busy until it is asked for."""
-        if self.launches_ahead and not self._flights and self._may_decode():
+        """Launch the next step, if it is the loop's: the device is busy until it is asked for."""
+        if self.launches_ahead and not self._flights and self._may_run():
             self._prepare_and_start(self.is_new())
 
-    def _may_decode(self) -> bool:
-        """Whether the context's next step decodes, and Megatron would not add a request to it."""
-        host = self._host
-        if not is_decode_step(host):
+    def _may_run(self) -> bool:
+        """Whether the context's next step is one of the loop's."""
+        if not runs_here(self._host):
             return False
-        if not host.waiting_request_ids:
-            return True
-        first = host.waiting_request_ids[0]
-        if first != self._waiting:
-            if may_admit(host):
-                return False
-            self._waiting = first
-        return True
+        due = self._admissions.due()
+        return due is not None and bool(due or self._host.context.total_request_count)
 
     def _launch_ahead(self, flight: Flight) -> None:
         """Launch the step after this one, unless something but tokens may come between them."""
-        rows = self._rows
+        rows, context = self._rows, self._host.context
         assert rows is not None
         ends = flight.rows_of(self._ended) | self._told_to_end(flight) | flight.at_their_ends
         if (
             not self.launches_ahead
             or self._draws.kind is None
-            or not self._may_decode()
+            or not runs_here(self._host)
             or not self._may_go_on(ends)
-            # A request that waits may find room, or a smaller step be enough.
-            or (ends and self._host.waiting_request_ids)
-            or (ends and not rows.has_size_for(rows.count - len(ends)))
         ):
+            return
+        due = self._admissions.due_ahead(len(ends), settled=not flight.reads)
+        if due is None:
             return
         # What the device reads is changed where it is.
         self._read.synchronize()
         self._follow(ends, None)
-        rows.publish()
+        kept = rows.count
+        if due or ((ends or flight.reads) and not rows.has_size_for(kept)):
+            self._enter(due)
+        else:
+            rows.publish()
         sampled = self._host.controller._sampled_tokens_cuda
-        inputs = self._host.context.gpu_view.token_to_input_ids[: rows.count]
+        inputs = context.gpu_view.token_to_input_ids[:kept]
         inputs.copy_(sampled.index_select(0, inputs))
         self._start()
 
@@ -263,8 +267,7 @@ class DecodeLoop:
         self._count_step()
         self._state = self._read_state()
         if ended:
-            # Their rows and blocks may be what the next request has waited for.
-            self._waiting = None
+            self._admissions.look_again()
 
     def _has_its_size(self) -> bool:
         """Whether Megatron would pad the step that is prepared as the last one."""
@@ -321,23 +324,28 @@ class DecodeLoop:
     def _prepare_and_start(self, new: bool) -> None:
         """Launch a step after one whose tokens are known."""
         if new:
+            due = self._admissions.due()
             self.interrupt()
-            self._enter()
+            self._enter(due or 0)
         else:
             assert self._rows is not None
             self._rows.publish()
         self._start()
 
-    def _enter(self) -> None:
-        """Let Megatron prepare the step, and read what its requests are."""
-        host, controller, state = self._host, self._host.controller, self._read_state()
+    def _enter(self, due: int) -> None:
+        """Let requests that wait begin, let Megatron prepare the step, and read what it is."""
+        host, context = self._host, self._host.context
         if self.graphs is not None:
-            self.graphs.keep_for(host.context)
-        controller._dynamic_step_context_init()
-        self._rows = ContextRows(host.context)
-        self._members = Members(host, self._sampler, self._rows.numbers())
+            self.graphs.keep_for(context)
+        self._admissions.admit(due)
+        # Without this event it would wait for the device.
+        host.controller._dynamic_step_context_init(record_bookkeeping_done_event=True)
+        self._rows = ContextRows(context)
+        if self._members is None:
+            self._members = Members(host, self._sampler)
+        self._members.join(self._rows.numbers())
         self._begin_draws()
-        self._state = state
+        self._state = self._read_state()
 
     def _begin_draws(self) -> None:
         assert self._rows is not None and self._members is not None
@@ -352,15 +360,13 @@ class DecodeLoop:
             self._begin_draws()
         draws.publish()
         self._read.record()
-        self._launch(rows.count, draws.kind)
-        if draws.kind is None:
-            controller._dynamic_step_sample_logits()
+        self._device_step.launch(rows.count, self.graphs, with_draws=not self.together)
         scores = rows.wants("return_log_probs").astype(bool).tolist()
         landing = self._landings[0]
         self._landings.reverse()
         landing.expect(
             controller._sampled_tokens_cuda[: rows.count],
-            self._log_probs(rows.count) if any(scores) else None,
+            self._device_step.log_probs(rows.count) if any(scores) else None,
         )
         self._flights.append(
             Flight(
@@ -369,44 +375,10 @@ class DecodeLoop:
                 rows.wants("termination_id").tolist(),
                 scores,
                 context.batch_dimensions,
+                context.using_cuda_graph_this_step(),
                 landing,
             )
         )
-
-    def _launch(self, count: int, kind: Kind | None) -> None:
-        """Run the model and draw, by a graph where there is one of this size."""
-        context = self._host.context
-        if self.graphs is None or not context.using_cuda_graph_this_step():
-            self._run(count, kind)
-            return
-        sizes, padded = context.padded_batch_dimensions, context.padded_active_request_count
-        captured = None if self.together else kind
-        self.graphs.run((sizes, captured), partial(self._run, padded, captured))
-        if captured is not kind:
-            self._draw(count, kind)
-
-    def _run(self, count: int, kind: Kind | None) -> None:
-        """Run the model; draw the tokens of the first ``count`` rows unless the sampler has to."""
-        controller, context = self._host.controller, self._host.context
-        controller._dynamic_step_forward_logits(*context.current_input_and_position_ids())
-        self._draw(count, kind)
-
-    def _draw(self, count: int, kind: Kind | None) -> None:
-        if kind is not None:
-            controller = self._host.controller
-            logits = controller._all_logits_cuda[0, :count]
-            controller._sampled_tokens_cuda[:count].copy_(self._draws.draw(logits, kind))
-
-    def _log_probs(self, count: int) -> Tensor:
-        """Log-probabilities of the tokens of all requests, float32 [rows], as Megatron's."""
-        controller, context = self._host.controller, self._host.context
-        found, _ = context.calculate_log_probs_tensors(
-            controller._all_logits_cuda[:, :count],
-            controller._sampled_tokens_cuda[:count],
-            only_last_token_logits=True,
-            sampling=controller._sampling,
-        )
-        return found
 
     def _reports_more(self) -> bool:
         """Whether requests want log-probabilities of other tokens than those drawn."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.inference.inference_request import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     Status,
@@ -21,29 +23,47 @@ class Members:
     Args:
         host: Megatron's engine.
         sampler: Of the engine; it gets the tokens, too.
-        numbers: Of the requests, by row.
 
     Attributes:
         numbers: Of the requests, by row of the last step that was prepared.
     """
 
-    def __init__(
-        self, host: DynamicInferenceEngine, sampler: RequestSampler, numbers: Sequence[int]
-    ) -> None:
-        self._host, self.numbers = host, list(numbers)
+    def __init__(self, host: DynamicInferenceEngine, sampler: RequestSampler) -> None:
+        self._host, self._sampler = host, sampler
+        self.numbers: list[int] = []
         # In the order of their numbers, in which progress is reported.
-        self._records = {number: host.requests[number].record for number in sorted(numbers)}
-        self._parts = {number: record[-1] for number, record in self._records.items()}
-        self._sampled = {number: sampler.request(number) for number in numbers}
+        self._records: dict[int, DynamicInferenceRequestRecord] = {}
+        self._parts: dict[int, DynamicInferenceRequest] = {}
+        self._sampled: dict[int, SampledRequest] = {}
         # Where their tokens are kept, which is for as long as they run.
-        self._tokens = {
-            number: (part.generated_tokens, self._sampled[number].generated)
-            for number, part in self._parts.items()
-        }
-        self._with_stop_words = {n for n, part in self._parts.items() if part.stop_word_ids}
+        self._tokens: dict[int, tuple[list[int], list[int]]] = {}
+        self._with_stop_words: set[int] = set()
+        # Those that have no token yet.
+        self._without: set[int] = set()
         # A step without log-probabilities reports the last ones that a request has.
-        self._scored = self._with("generated_log_probs")
-        self._ranked = self._with("generated_top_n_logprobs")
+        self._scored: set[int] = set()
+        self._ranked: set[int] = set()
+
+    def join(self, numbers: Sequence[int]) -> None:
+        """Have these requests in the rows of the next step; some may be new."""
+        self.numbers = list(numbers)
+        new = [number for number in numbers if number not in self._records]
+        for number in new:
+            record = self._host.requests[number].record
+            part, sampled = record[-1], self._sampler.request(number)
+            self._records[number], self._parts[number] = record, part
+            self._sampled[number] = sampled
+            self._tokens[number] = part.generated_tokens, sampled.generated
+            if part.stop_word_ids:
+                self._with_stop_words.add(number)
+            if not part.generated_tokens:
+                self._without.add(number)
+            if any(one.generated_log_probs for one in record.requests):
+                self._scored.add(number)
+            if any(one.generated_top_n_logprobs for one in record.requests):
+                self._ranked.add(number)
+        if new:
+            self._records = dict(sorted(self._records.items()))
 
     def move(self, order: Sequence[int]) -> None:
         """Rows are others; ``order`` has, for each of them, the row that it was."""
@@ -64,6 +84,10 @@ class Members:
             ours, theirs = self._tokens[number]
             ours.append(token)
             theirs.append(token)
+        if self._without:
+            for number in self._without.intersection(numbers):
+                _time_first_token(self._parts[number])
+            self._without.difference_update(numbers)
         if log_probs is not None:
             for number, value in zip(numbers, log_probs):
                 _add_log_prob(self._parts[number], value)
@@ -94,6 +118,8 @@ class Members:
         host, record, part = self._host, self._records.pop(number), self._parts.pop(number)
         if token is not None:
             part.generated_tokens.append(token)
+            if number in self._without:
+                _time_first_token(part)
             if log_prob is not None:
                 _add_log_prob(part, log_prob)
         host.stop_word_finished_request_ids.discard(number)
@@ -102,8 +128,9 @@ class Members:
         part.status = Status.COMPLETED
         part.add_event_finish()
         host.requests.pop(number).future.set_result(record)
-        for held in (self._with_stop_words, self._scored, self._ranked):
+        for held in (self._with_stop_words, self._without, self._scored, self._ranked):
             held.discard(number)
+        del self._sampled[number], self._tokens[number]
         return record
 
     def _look_for_stop_words(self, number: int) -> None:
@@ -112,10 +139,12 @@ class Members:
         if found:
             self._host.stop_word_finished_request_ids.add(number)
 
-    def _with(self, name: str) -> set[int]:
-        """Requests of which a part has something in the list of this name."""
-        records = self._records.items()
-        return {number for number, one in records if any(getattr(p, name) for p in one.requests)}
+
+def _time_first_token(part: DynamicInferenceRequest) -> None:
+    """Record how long a request has waited for its first token."""
+    kind = DynamicInferenceEventType.GENERATED_TOKEN
+    event = DynamicInferenceEvent(type=kind, payload={"token_id": part.generated_tokens[0]})
+    part.ttft = event.timestamp - part.event_add_engine.timestamp
 
 
 def _add_log_prob(part: DynamicInferenceRequest, log_prob: float) -> None:

@@ -22,7 +22,7 @@ from absorbed_mla.generation.decode_loop.graphs import (
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
-from tests.support.decode_loop import CASES, GREEDY, check, check_ahead
+from tests.support.decode_loop import CASES, GREEDY, check, check_ahead, count_flights
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
@@ -61,6 +61,42 @@ def test_padded_steps(invariant, name, kinds, monkeypatch):
     assert found <= set(Kind) and len(found) >= kinds
     clear_all()
     assert not graphs._graphs
+
+
+def test_aborted_while_its_prompt_is_read(model):
+    """By a step that was launched ahead; the others go on."""
+    engine = engine_of(model)
+    engine.decode_loop.launches_ahead = True
+    expected = engine.generate([prompt(20), prompt(30)], GREEDY)
+    _, joined = count_flights(engine)
+    with engine:
+        numbers = [engine.add_request(prompt(length), GREEDY) for length in (20, 30)]
+        for _ in range(3):
+            engine.step()
+        late = engine.add_request(prompt(40), GREEDY)
+        engine.step()
+        assert joined == [1]
+        engine.abort(late)
+        while engine.is_busy():
+            engine.step()
+        assert [engine.results[number] for number in numbers] == expected
+        assert engine.results[late].finish == "abort" and not engine.results[late].tokens
+        engine.require_no_leak()
+
+
+def test_time_to_the_first_token(model):
+    """Megatron's record of a request says how long its first token took, as in its own steps."""
+    engine = engine_of(model)
+    engine.decode_loop.launches_ahead = True
+    with engine:
+        engine.add_request(prompt(20), GREEDY)
+        engine.step()
+        late = engine.add_request(prompt(40), GREEDY.replace(max_tokens=1))
+        records = [entry.record for entry in engine.host.requests.values()]
+        while engine.is_busy():
+            engine.step()
+        assert all(0 < record[-1].ttft < 60 for record in records)
+        assert len(records) == 2 and late in engine.results
 
 
 def test_layers_run_without_graphs_of_their_own():

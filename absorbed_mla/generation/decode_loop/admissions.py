@@ -1,0 +1,135 @@
+"""Requests that wait, and how many of them begin with a step that the decode loop prepares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from itertools import islice
+
+from megatron.core.inference.engines import DynamicInferenceEngine
+
+from absorbed_mla.generation.decode_loop.conditions import may_admit
+from absorbed_mla.generation.decode_loop.draws import draws_by_numbers
+from absorbed_mla.generation.sampler import RequestSampler
+
+
+class Admissions:
+    """Lets Megatron's scheduler add requests to the loop's steps, as long as each fits as a whole.
+
+    Others, of which a step reads a part only, are left to Megatron's own steps.
+
+    Args:
+        host: Megatron's engine.
+        sampler: Of the engine.
+        possible: Whether any can be added; if not, all are left to Megatron's own steps.
+    """
+
+    def __init__(
+        self, host: DynamicInferenceEngine, sampler: RequestSampler, *, possible: bool
+    ) -> None:
+        self._host, self._sampler = host, sampler
+        # Drawing reads the last logits of each request by its row.
+        self._possible = possible and host.context.config.materialize_only_last_token_logits
+        # The first request that waits, after the scheduler could not add it.
+        self._refused: int | None = None
+
+    def look_again(self) -> None:
+        """Requests have ended: their rows and blocks may be what the next one has waited for."""
+        self._refused = None
+
+    def due(self) -> int | None:
+        """How many of the requests that wait may begin with the next step, of known tokens.
+
+        Returns:
+            A bound, 0 if none may; None if Megatron has to schedule them, since it may read a part.
+        """
+        if self._none_may():
+            return 0
+        if not may_admit(self._host):
+            self._refused = self._host.waiting_request_ids[0]
+            return 0
+        count, all_of_them = self._leading(0, ahead=False)
+        return count if count and all_of_them else None
+
+    def due_ahead(self, ended: int, *, settled: bool) -> int | None:
+        """As :meth:`due`, before the tokens of the step on the device are known.
+
+        Args:
+            ended: How many of its requests have no part in the next one.
+            settled: Whether it is a decode step, so that the context says what is free.
+        """
+        if ended:
+            self.look_again()
+        if self._none_may():
+            return 0
+        context = self._host.context
+        if context.total_request_count - ended == context.max_requests:
+            return 0
+        count, _ = self._leading(ended, ahead=True)
+        if count or ended or not settled:
+            return count or None
+        return None if self.due() != 0 else 0
+
+    def admit(self, due: int) -> int:
+        """Let the first ``due`` requests that wait begin, or as many as there are blocks for.
+
+        Returns:
+            How many have begun: their rows are the context's last ones.
+        """
+        host, context = self._host, self._host.context
+        if not due:
+            return 0
+        before = context.total_request_count
+        # The scheduler sees no others, which it might read a part of.
+        others = list(islice(host.waiting_request_ids, due, None))
+        host.waiting_request_ids = deque(islice(host.waiting_request_ids, due))
+        host.schedule_waiting_requests()
+        host.waiting_request_ids.extend(others)
+        assert context.chunked_prefill_request_id == -1, "every one fits as a whole"
+        # It has left messages for those who wait for its own steps.
+        host._run_coroutine_sync(asyncio.sleep(0))
+        self._count_prefix_hits()
+        begun = context.total_request_count - before
+        if not begun:
+            self._refused = host.waiting_request_ids[0]
+        return begun
+
+    def _none_may(self) -> bool:
+        waiting = self._host.waiting_request_ids
+        return not waiting or waiting[0] == self._refused
+
+    def _leading(self, ended: int, *, ahead: bool) -> tuple[int, bool]:
+        """How many of the first ones fit into a step, each with its whole prompt.
+
+        Returns:
+            Their number, and whether that is all that there are rows for.
+        """
+        host, context = self._host, self._host.context
+        if not self._possible or host._cg_admission_gating_active():
+            return 0, False
+        running = context.total_request_count - ended
+        tokens = context.max_tokens - running
+        # One whose beginning another is about to read is passed over.
+        most = None if context.enable_prefix_caching else context.max_requests - running
+        count = 0
+        for number in islice(host.waiting_request_ids, most):
+            tokens -= len(host.get_request(number).remaining_prompt_tokens)
+            # The sampler itself draws from tokens so far, which may be on the device only.
+            if tokens < 0 or (ahead and not draws_by_numbers(self._sampler.request(number))):
+                return count, False
+            count += 1
+        return count, True
+
+    def _count_prefix_hits(self) -> None:
+        """Add the context's counters to the engine's, as Megatron does at the end of a step."""
+        host, context = self._host, self._host.context
+        if not context.enable_prefix_caching:
+            return
+        for ours, theirs in {
+            "_prefix_cache_hits": "prefix_cache_hits",
+            "_prefix_cache_blocks_matched": "prefix_cache_blocks_matched",
+            "_prefill_tokens_computed": "prefix_cache_prefill_computed_tokens",
+            "_prefill_tokens_skipped": "prefix_cache_prefill_skipped_tokens",
+        }.items():
+            setattr(host, ours, getattr(host, ours) + getattr(context, theirs))
+            setattr(context, theirs, 0)
