@@ -29,12 +29,12 @@ from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.tokenizers import byte_level
 
 # Each waits for the device, unless its tensor is on the host.
-READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__", "numpy")
+READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__")
 LAYERS = (2, 4)
 # Of a layer on a CPU, views included: 170 with PyTorch 2.13, and 184 before they shared tables.
 MOST_OPERATIONS = 176
-# Megatron's scheduler, tables and sampling; of our attention's the two lists of lengths.
-MOST_READS = 24
+# Tables on the host, tokens that have landed; of our attention's the two lists of lengths.
+MOST_READS = 8
 CHUNKS = {"chunked_prefill": True, "step_tokens": 128, "max_sequence_length": 320}
 
 
