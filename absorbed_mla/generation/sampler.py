@@ -83,6 +83,22 @@ class SampledRequest:
     prompt: Sequence[int]
     generated: list[int] = field(default_factory=list)
     in_prompt: Tensor | None = None
+    _numbers: tuple[float, float, int, float, bool] | None = None
+
+    def numbers(self, vocabulary: int) -> tuple[float, float, int, float, bool]:
+        """Temperature, ``min_p``, ``top_k``, ``top_p``, and whether it samples; found once.
+
+        Args:
+            vocabulary: Its size, always the same.
+        """
+        if self._numbers is None:
+            params = self.params
+            # One that float32 can divide by: neither 0 nor infinity.
+            temperature = min(max(params.temperature, 1e-30), 1e30)
+            top_k = min(params.top_k or vocabulary, vocabulary)
+            sampled = not params.is_greedy
+            self._numbers = temperature, params.min_p, top_k, params.top_p, sampled
+        return self._numbers
 
     @property
     def avoids_stop_tokens(self) -> bool:
@@ -334,9 +350,5 @@ def draw_numbers(
         position: Of the token.
         vocabulary: Its size.
     """
-    params = request.params
-    # One that float32 can divide by: neither 0 nor infinity.
-    temperature = min(max(params.temperature, 1e-30), 1e30)
-    top_k = min(params.top_k or vocabulary, vocabulary)
-    sampled = not params.is_greedy
-    return temperature, uniform(request.seed, position), params.min_p, top_k, params.top_p, sampled
+    temperature, *others = request.numbers(vocabulary)
+    return temperature, uniform(request.seed, position), *others

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.generation.drawing import NUM_NUMBERS, draw_by_numbers, most_likely
-from absorbed_mla.generation.sampler import Randoms, SampledRequest, draw_numbers
+from absorbed_mla.generation.sampler import Randoms, SampledRequest
 
-# Row of the table that holds random numbers.
+# Rows of the table: that of random numbers, and of those that stay while a request runs.
 _RANDOM = 1
+_OTHERS = [row for row in range(NUM_NUMBERS) if row != _RANDOM]
 
 
 class Kind(Enum):
@@ -66,12 +67,10 @@ class Draws:
         self.kind = self._kind()
         if self.kind in (None, Kind.GREEDY):
             return
-        table = self._staged.numpy()
-        each = zip(requests, positions)
-        rows = [draw_numbers(request, position, self._vocabulary) for request, position in each]
-        table[:, : len(rows)] = tuple(zip(*rows))
+        rows = [request.numbers(self._vocabulary) for request in requests]
+        self._staged.numpy()[_OTHERS, : len(rows)] = tuple(zip(*rows))
         self._find_sampled()
-        self._random = table[_RANDOM, self._sampled].tolist()
+        self._random = self._randoms.at([positions[row] for row in self._sampled])
 
     def prepare(self, positions: Sequence[int]) -> None:
         """Find the random numbers of the tokens behind these positions, for the step after this."""

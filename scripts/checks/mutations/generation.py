@@ -47,8 +47,8 @@ MUTATIONS = {
     ),
     "seed_is_ignored": Mutation(
         "absorbed_mla/generation/sampler.py",
-        "uniform(request.seed, position), params.min_p",
-        "uniform(0, position), params.min_p",
+        "uniform(request.seed, position), *others",
+        "uniform(0, position), *others",
     ),
     "filters_leave_no_token_that_crosses_top_p": Mutation(
         "absorbed_mla/generation/drawing.py", "before >= limit", "before + ordered > limit"
@@ -97,7 +97,50 @@ MUTATIONS = {
         "lengths[:n] = positions",
     ),
     "decode_loop_admits_nobody": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py", "if may_admit(host):", "if False:"
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "if not may_admit(self._host):",
+        "if True:",
+    ),
+    "decode_loop_admits_what_does_not_fit": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens < 0 or (", "if ("
+    ),
+    "decode_loop_admits_before_tokens_that_count": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "(ahead and not draws_by_numbers(",
+        "(False and not draws_by_numbers(",
+    ),
+    "decode_loop_forgets_prefix_hits": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "        self._count_prefix_hits()\n",
+        "",
+    ),
+    "decode_loop_loses_others_that_wait": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "        host.waiting_request_ids.extend(others)\n",
+        "",
+    ),
+    "decode_loop_keeps_prompts": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "        self._end_prompts()\n",
+        "",
+    ),
+    "decode_loop_keeps_the_size_of_a_prompt": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "        if not self._decodes:\n            return False\n",
+        "",
+    ),
+    "decode_loop_draws_behind_the_first_token_of_a_prompt": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        'found = of["request_kv_length_offsets"][:n] + of["request_query_lengths"][:n]',
+        'found = of["request_kv_length_offsets"][:n] + 1',
+    ),
+    "decode_loop_forgets_first_tokens": Mutation(
+        "absorbed_mla/generation/decode_loop/members.py",
+        "                _time_first_token(self._parts[number])",
+        "                pass",
+    ),
+    "log_probs_that_others_asked_for": Mutation(
+        "absorbed_mla/generation/requests.py", "if sampling.logprobs is not None:", "if True:"
     ),
     "decode_loop_overlooks_stop_words": Mutation(
         "absorbed_mla/generation/decode_loop/members.py",
@@ -121,18 +164,18 @@ MUTATIONS = {
     ),
     "decode_loop_forgets_who_waits": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
-        "        if ended:\n            # Their",
-        "        if False:\n            # Their",
+        "        if ended:\n            self._admissions.look_again()",
+        "        if False:\n            self._admissions.look_again()",
     ),
     "decode_loop_keeps_the_size_of_a_step": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
-        "            if (gone or ends) and not self._has_its_size():",
+        "            if (gone or ends or flight.reads) and not self._has_its_size():",
         "            if False:",
     ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "self._own or avoiding or",
-        "self._own or",
+        "(request.avoids_stop_tokens or request.params.has_penalties)",
+        "request.params.has_penalties",
     ),
     "decode_loop_forgets_the_clock": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
