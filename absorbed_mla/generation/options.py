@@ -66,9 +66,9 @@ class EngineOptions:
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
-            the whole model; larger steps run without. Needs ``num_cuda_graphs`` and the decode
-            loop. 0: Megatron's graphs, one for each layer, for up to 512 tokens. See
-            ``prefill_graphs.py``.
+            the whole model; larger steps, and those of long contexts, run without. Needs
+            ``num_cuda_graphs`` and the decode loop. 0: Megatron's graphs, one for each layer, for
+            up to 512 tokens. See ``prefill_graphs.py``.
         decode_loop: Whether steps that only add a token to each request run without Megatron's
             scheduler. Tokens are the same; with graphs, one holds such a step as a whole.
         inference_config: Further fields of Megatron's ``InferenceConfig``.
@@ -152,18 +152,24 @@ class EngineOptions:
             raise ValueError(
                 f"prefill_graph_tokens must be from 0 to step_tokens {self.step_tokens}, got {most}"
             )
-        for name, works in {
+        refused = self.not_with_prefill_graphs()
+        if most and refused:
+            raise ValueError(
+                "prefill_graph_tokens needs num_cuda_graphs, decode_loop=True, "
+                "num_speculative_tokens=0 and decode_context_parallel=False, got "
+                f"{refused}"
+            )
+
+    def not_with_prefill_graphs(self) -> str:
+        """The field, with its value, that does not go with ``prefill_graph_tokens``, or ``""``."""
+        works = {
             "num_cuda_graphs": self.num_cuda_graphs is not None,
             "decode_loop": self.decode_loop,
             "num_speculative_tokens": not self.num_speculative_tokens,
             "decode_context_parallel": not self.decode_context_parallel,
-        }.items():
-            if most and not works:
-                raise ValueError(
-                    "prefill_graph_tokens needs num_cuda_graphs, decode_loop=True, "
-                    "num_speculative_tokens=0 and decode_context_parallel=False, got "
-                    f"{name}={getattr(self, name)}"
-                )
+        }
+        refused = (f"{name}={getattr(self, name)}" for name, each in works.items() if not each)
+        return next(refused, "")
 
     def _require_lasting_prefixes(self) -> None:
         """Refuse what leaves no blocks in the prefix cache to be written or read."""

@@ -7,51 +7,99 @@ where there are few tokens. A graph attends absorbed, since its work may not dep
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
+from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from absorbed_mla.attention import AbsorbedMLASelfAttention
+from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import indexers
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
+from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.log_once import log_once
+from absorbed_mla.options import AbsorbedMLAOptions
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the smallest graph; the sizes of others double.
-_LEAST_TOKENS = 64
+# Tokens of the smallest graph, and the least difference between two.
+_LEAST_TOKENS, _LEAST_STEP = 64, 32
 # Requests of a graph for few of them; those of the other one are as many as may run together.
 _FEW_REQUESTS = 4
+# Of the largest graph, where nobody says how many. A step of 1,024 tokens takes an H100 2.2 ms per
+# layer of DeepSeek-V3's widths, and its host 2.5, a slow one 5: either keeps up beyond.
+_AUTO_TOKENS = 1536
+# Pairs of a new token and a key that a graph attends to in one layer. Absorbed, each takes
+# (2176 - 640) x heads operations more than expanded, as prompts are attended to without a graph:
+# about 0.2 ms of an H100 for one prompt of 1,024 tokens, which are half a million pairs. One of
+# 1,400 tokens takes the device longer than its host, and a graph would only add to that.
+MOST_PAIRS = 1_000_000
+# Fewer new tokens after a long context attend absorbed without a graph, too (docs/inference.md).
+_EXPANDED_FROM = 171
+_NO_WHOLE_STEPS = "no CUDA graph holds whole decode steps here"
 
 
 class PrefillGraphs:
-    """Takes the place of the function with which Megatron runs the model in a step.
+    """Takes the place of two functions with which Megatron prepares a step and runs the model.
 
-    Megatron pads a step that reads prompts to one of :func:`prefill_sizes`; larger ones, and those
-    that only decode, run as they did before.
+    Megatron pads a step that reads prompts to one of :func:`prefill_sizes`. Larger steps, those
+    that attend to more pairs of tokens, and those that only decode run as they did before. Ranks
+    that hold one model together have equal requests, and decide alike.
 
     Args:
         host: Megatron's engine, built without graphs of its own for such steps.
         graphs: Of whole steps; holds these, too.
         most_tokens: Of a step with a graph, padding included.
+        most_pairs: Of a new token and a key that are attended to in such a step, as
+            :func:`pairs_of` counts them.
     """
 
-    def __init__(self, host: DynamicInferenceEngine, graphs: StepGraphs, most_tokens: int) -> None:
+    def __init__(
+        self,
+        host: DynamicInferenceEngine,
+        graphs: StepGraphs,
+        most_tokens: int,
+        most_pairs: float = MOST_PAIRS,
+    ) -> None:
         context, controller = host.context, host.controller
-        self._context, self._graphs = context, graphs
+        self._context, self._graphs, self._most_pairs = context, graphs, most_pairs
+        self._init = controller._dynamic_step_context_init
         self._forward = controller._dynamic_step_forward_logits
-        # Megatron looks here for the size of every step.
-        context.cuda_graph_batch_dimensions_list += [
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        most = min(most_tokens, context.max_tokens)
+        self._sizes = [
             size
-            for size in prefill_sizes(min(most_tokens, context.max_tokens), context.max_requests)
+            for size in prefill_sizes(most, context.max_requests, tp)
             if size.is_valid(context.max_requests, context.max_sequence_length, 0)
         ]
+        controller._dynamic_step_context_init = self._prepare
         controller._dynamic_step_forward_logits = self._run
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Let Megatron prepare a step, and find a size for it here if it reads prompts."""
+        context = self._context
+        if not context.num_prefill_requests or pairs_of(context) > self._most_pairs:
+            return self._init(*args, **kwargs)
+        # Those of decode steps do not fit. The list is looked through in such steps, too.
+        others, context.cuda_graph_batch_dimensions_list = (
+            context.cuda_graph_batch_dimensions_list,
+            self._sizes,
+        )
+        try:
+            return self._init(*args, **kwargs)
+        finally:
+            context.cuda_graph_batch_dimensions_list = others
 
     @torch.inference_mode()
     def _run(self, input_ids: Tensor, position_ids: Tensor) -> None:
@@ -65,21 +113,49 @@ class PrefillGraphs:
         self._graphs.run(size, step)
 
 
-def prefill_sizes(most_tokens: int, max_requests: int) -> list[InferenceBatchDimensions]:
-    """Sizes that steps are padded to: two for every number of tokens.
+def prefill_sizes(
+    most_tokens: int, max_requests: int, tp: int = 1
+) -> list[InferenceBatchDimensions]:
+    """Sizes that steps are padded to, smallest first: two for every number of tokens.
 
-    Rows for prompts may hold requests that decode, so that the numbers of both are no matter.
+    Numbers of tokens differ by 32 up to 256, and by an eighth of a power of two above. Rows for
+    prompts may hold requests that decode, so that the numbers of both are no matter.
 
     Args:
         most_tokens: Of the largest.
-        max_requests: Of any step.
+        max_requests: Of any step; a multiple of ``tp``.
+        tp: Tensor-parallel size, of which all numbers are multiples: ranks may divide the tokens.
     """
-    tokens = [most_tokens]
-    while tokens[-1] > _LEAST_TOKENS:
-        tokens.append(max(_LEAST_TOKENS, -(-tokens[-1] // 2)))
-    requests = {min(_FEW_REQUESTS, max_requests), max_requests}
+    largest = most_tokens // tp * tp
+    tokens = {min(_multiple(count, tp), largest) for count in _token_counts(largest)} | {largest}
+    requests = {min(_multiple(_FEW_REQUESTS, tp), max_requests), max_requests}
     pairs = {(count, min(rows, count)) for count in tokens for rows in requests}
-    return [InferenceBatchDimensions(count, rows, 0) for count, rows in sorted(pairs, reverse=True)]
+    return [InferenceBatchDimensions(count, rows, 0) for count, rows in sorted(pairs)]
+
+
+def _token_counts(most: int) -> Iterator[int]:
+    count = _LEAST_TOKENS
+    while count < most:
+        yield count
+        power = 1 << (count.bit_length() - 1)
+        count += max(_LEAST_STEP, power // 8)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
+
+
+def pairs_of(context: DynamicInferenceContext) -> float:
+    """Pairs of a new token and a key in the next step, in rows that would attend expanded.
+
+    Args:
+        context: Megatron's, whose tables are in host memory.
+    """
+    rows = slice(context.paused_request_count, context.total_request_count)
+    new = context.request_query_lengths[rows].numpy().astype(np.int64)
+    cached = context.request_kv_length_offsets[rows].numpy()
+    expanded = new * (new + cached) > _EXPANDED_FROM * cached
+    return float((new * (cached + new / 2))[expanded].sum())
 
 
 def prefill_graphs(
@@ -95,20 +171,45 @@ def prefill_graphs(
     """
     if not most_tokens:
         return None
-    if why := why_none(model, loop):
+    graphs = None if loop is None else loop.graphs
+    if why := why_none(model) or (_NO_WHOLE_STEPS if graphs is None else ""):
         log_once(logger, "steps that read prompts run without CUDA graphs", why)
         return None
-    assert loop is not None and loop.graphs is not None
-    return PrefillGraphs(host, loop.graphs, most_tokens)
+    assert graphs is not None
+    # What attends absorbed in any case gains from every graph.
+    absorbed = all(one.form == "absorbed" or one.batch_invariant for one in _attentions(model))
+    return PrefillGraphs(host, graphs, most_tokens, math.inf if absorbed else MOST_PAIRS)
 
 
-def why_none(model: GPTModel, loop: DecodeLoop | None) -> str:
+def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
+    """``prefill_graph_tokens`` for an engine of which nobody says it; logs why it is 0.
+
+    Args:
+        model: Generates.
+        options: Of the engine, with ``prefill_graph_tokens=0``.
+    """
+    if options.num_cuda_graphs is None:
+        return 0
+    refused = options.not_with_prefill_graphs()
+    why = f"they do not go with {refused}" if refused else why_none(model)
+    if why:
+        log_once(logger, "steps that read prompts have no CUDA graph of the whole model", why)
+        return 0
+    return min(_AUTO_TOKENS, options.step_tokens)
+
+
+def why_none(model: GPTModel) -> str:
     """Why a model's steps that read prompts cannot be in graphs, or ``""``."""
+    config = model.config
+    one = parallel_state.get_context_parallel_world_size() == 1
+    one = one and parallel_state.get_pipeline_model_parallel_world_size() == 1
+    whole_steps = config.cuda_graph_impl == "local" and one and torch.cuda.is_available()
     conditions = {
-        "no CUDA graph holds whole decode steps here": loop is None or loop.graphs is None,
-        "ranks read prompts of their own": loop is not None and loop.together,
+        _NO_WHOLE_STEPS: not whole_steps or config.moe_enable_routing_replay,
+        "ranks read prompts of their own": exchange_of(model) is not None,
         # With room for every token in every expert, most of a prefill would be padding.
-        "experts run one after the other": model.config.moe_pad_experts_for_cuda_graph_inference,
+        "experts run one after the other": config.moe_pad_experts_for_cuda_graph_inference,
+        "attention is Megatron's": len(_attentions(model)) < len(model.decoder.layers),
         "attention is sparse": bool(indexers(model)),
         # Its memory would be that of all requests with as many tokens as the step.
         "FlashMLA pads every request to the longest": _may_take_flash_mla(model),
@@ -117,6 +218,11 @@ def why_none(model: GPTModel, loop: DecodeLoop | None) -> str:
 
 
 def _may_take_flash_mla(model: GPTModel) -> bool:
-    attentions = (layer.self_attention for layer in model.decoder.layers)
-    names = {attention.options.paged_attention_backend for attention in attentions}
+    names = {options.paged_attention_backend for options in _attentions(model)}
     return "flash_mla" in names or ("auto" in names and find_spec("flash_mla") is not None)
+
+
+def _attentions(model: GPTModel) -> list[AbsorbedMLAOptions]:
+    """Options of the attention of each layer that has ours."""
+    layers = (layer.self_attention for layer in model.decoder.layers)
+    return [one.options for one in layers if isinstance(one, AbsorbedMLASelfAttention)]

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.inference.batch_dimensions_utils import CUDAGraphBatchDimensionBuilder
 from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions as Size
+from megatron.core.inference.config import PrefixCachingEvictionPolicy
 
+from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation import prefill_graphs
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.prefill_graphs import PrefillGraphs, prefill_sizes, why_none
+from absorbed_mla.generation.prefill_graphs import (
+    MOST_PAIRS,
+    PrefillGraphs,
+    chosen_tokens,
+    pairs_of,
+    prefill_sizes,
+    why_none,
+)
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.inference.backends import reference
 from absorbed_mla.llm.options import LLMOptions
@@ -34,6 +46,8 @@ pytestmark = needs.no_gpu
 READS = ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__index__", "numpy")
 MOST = 128
 OPTIONS = {"num_cuda_graphs": 2, "prefill_graph_tokens": MOST, "blocks": 40}
+# Of an engine that is not made.
+SIZES = {"max_sequence_length": 64, "max_requests": 2, "num_cuda_graphs": 2}
 GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
 # Alone, together, and in chunks beside requests that decode.
 BATCHES = [(20,), (100,), (30, 7, 50), (120,), (90,), (1, 2, 3, 4, 5, 6), (61,), (150, 20)]
@@ -96,7 +110,7 @@ def run(engine: Engine, *, batches=BATCHES) -> list:
         return [engine.results[number] for number in sorted(engine.results)]
 
 
-def check(model, graphs, *, batches=BATCHES, **options) -> Engine:
+def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> Engine:
     ours = engine_of(model, **{**OPTIONS, **options})
     theirs = engine_of(model, **{**OPTIONS, **options, "prefill_graph_tokens": 0})
     theirs.host.context.cuda_graph_batch_dimensions_list = []
@@ -104,7 +118,7 @@ def check(model, graphs, *, batches=BATCHES, **options) -> Engine:
     assert len(found) == sum(map(len, batches))
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens and not one.error
-        assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=error, rel=0)
     return ours
 
 
@@ -158,37 +172,250 @@ def test_graphs_of_another_cache(graphs):
 
 
 def test_sizes():
-    assert prefill_sizes(256, 64) == [
-        *(Size(256, 64, 0), Size(256, 4, 0), Size(128, 64, 0), Size(128, 4, 0)),
-        *(Size(64, 64, 0), Size(64, 4, 0)),
-    ]
-    assert prefill_sizes(100, 2) == [Size(100, 2, 0), Size(64, 2, 0)]
-    assert prefill_sizes(10, 64) == [Size(10, 10, 0), Size(10, 4, 0)]
-    assert len(prefill_sizes(2048, 256)) == 12
+    """Two for every number of tokens: 32 between two of them, above 256 an eighth."""
+    assert prefill_sizes(100, 2) == [Size(64, 2, 0), Size(96, 2, 0), Size(100, 2, 0)]
+    assert prefill_sizes(10, 64) == [Size(10, 4, 0), Size(10, 10, 0)]
+    found = prefill_sizes(1536, 64)
+    tokens = [*range(64, 256, 32), *range(256, 512, 32), *range(512, 1024, 64)]
+    tokens += range(1024, 1537, 128)
+    assert found == [Size(count, rows, 0) for count in tokens for rows in (4, 64)]
+    assert len(found) == 54
+    assert prefill_sizes(2000, 64)[-2:] == [Size(2000, 4, 0), Size(2000, 64, 0)]
 
 
-def test_why_none(monkeypatch):
-    model, sparse = generating_model(), OracleDSA(mla=TINY, heads=2, width=16, topk=24)
-    loop = DecodeLoop.__new__(DecodeLoop)
-    loop.graphs, loop.together = None, False
-    assert "whole decode steps" in why_none(model, None) == why_none(model, loop)
-    loop.graphs = StepGraphs(model)
-    assert not why_none(model, loop)
-    loop.together = True
-    assert "prompts of their own" in why_none(model, loop)
-    loop.together = False
-    model.config.moe_pad_experts_for_cuda_graph_inference = True
-    assert "one after the other" in why_none(model, loop)
-    assert "sparse" in why_none(generating_model(**generating_fields(sparse)), loop)
-    options = AbsorbedMLAOptions(paged_attention_backend="flash_mla")
+@pytest.mark.parametrize("rows", [1, 4, 5, 64])
+def test_smallest_size_is_taken(rows):
+    """By Megatron, of which the padding is less than an eighth, or than 32 tokens."""
+    sizes = prefill_sizes(1536, 64)
+    for tokens in range(max(rows, 2), 1537):
+        real = Size(tokens, 1, rows - 1)
+        found = CUDAGraphBatchDimensionBuilder.match_graph_config(real, sizes)
+        fitting = [one for one in sizes if one.token_count >= tokens]
+        assert found.token_count == min(one.token_count for one in fitting)
+        assert found.prefill_req_count == (4 if rows <= 4 else 64)
+        assert found.token_count - tokens < max(tokens / 8, 32) or tokens < 64
+    too_large = Size(1537, 1, rows - 1)
+    assert CUDAGraphBatchDimensionBuilder.match_graph_config(too_large, sizes) is None
+
+
+@pytest.mark.parametrize("tp", [2, 3, 8])
+def test_sizes_that_ranks_divide(tp):
+    found = prefill_sizes(1000, 48, tp)
+    assert found[-1] == Size(1000 // tp * tp, 48, 0)
+    assert all(not one.token_count % tp and not one.prefill_req_count % tp for one in found)
+    assert len({one.token_count for one in found}) == len(prefill_sizes(1000, 48)) / 2
+
+
+def table(new: list[int], cached: list[int], paused: int = 0) -> SimpleNamespace:
+    """A context's tables; rows behind those of requests hold anything."""
+    return SimpleNamespace(
+        paused_request_count=paused,
+        total_request_count=len(new),
+        request_query_lengths=torch.tensor([*new, 7000], dtype=torch.int32),
+        request_kv_length_offsets=torch.tensor([*cached, 0], dtype=torch.int32),
+    )
+
+
+def test_pairs():
+    """Of rows that attend expanded without a graph; paused requests have no part in the step."""
+    assert pairs_of(table([1024], [0])) == 1024 * 512
+    assert pairs_of(table([200, 300], [1000, 0])) == 200 * 1100 + 300 * 150
+    assert pairs_of(table([100, 100], [0, 0], paused=1)) == 5000
+    # Few new tokens, among them those of requests that decode, see their context absorbed anyway.
+    assert pairs_of(table([1, 160, 100], [100_000, 100_000, 500])) == 0
+    assert pairs_of(table([1, 180], [100_000, 100_000])) == 180 * 100_090 > 2**24
+    assert pairs_of(table([100_000], [100_000])) == 15e9, "more than 32 bits hold"
+
+
+def in_graphs(engine: Engine, lengths, **kinds) -> list[bool]:
+    """Whether each step that reads a prompt runs as a graph, of prompts one after the other."""
+    found, context = [], engine.host.context
+    with engine:
+        for length in lengths:
+            engine.add_request(prompt(length, **kinds), GREEDY)
+            engine.step()
+            found.append(context.using_cuda_graph_this_step())
+            while engine.is_busy():
+                engine.step()
+    return found
+
+
+@pytest.mark.parametrize(("most", "taken"), [(5000, True), (4999, False)])
+def test_steps_with_more_pairs_run_without(graphs, most, taken):
+    engine = engine_of(generating_model(), **OPTIONS)
+    engine._prefill_graphs._most_pairs = most
+    assert in_graphs(engine, [100, 20]) == [taken, True]
+    assert len(graphs[0]._graphs) == 1 + taken
+
+
+@pytest.mark.parametrize(("most", "taken"), [(11_400, True), (11_399, False)])
+def test_pairs_with_a_context_from_the_prefix_cache(graphs, most, taken):
+    """A prompt of 164 tokens, of which 64 are cached."""
+    kept = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}
+    options = {**OPTIONS, "prefix_caching": True, "inference_config": kept}
+    engine = engine_of(generating_model(), **options)
+    engine._prefill_graphs._most_pairs = most
+    assert in_graphs(engine, [65, 164], shared=64) == [True, taken]
+
+
+def test_same_tokens_with_and_without_graphs(graphs, monkeypatch):
+    """In turns, as the pairs of a step decide."""
+    monkeypatch.setattr(PrefillGraphs.__init__, "__defaults__", (3000,))
+    engine = check(generating_model(), graphs)
+    assert len(graphs[0]._graphs) > 2 and engine.statistics.steps > engine.statistics.graph_steps
+
+
+def test_sizes_of_decode_steps_stay(graphs):
+    """Also where a step that reads prompts cannot be prepared."""
+    engine = engine_of(generating_model(), **OPTIONS)
+    context, controller = engine.host.context, engine.host.controller
+    sizes = list(context.cuda_graph_batch_dimensions_list)
+    assert sizes and not any(size.prefill_req_count for size in sizes)
+    in_graphs(engine, [20])
+    assert context.cuda_graph_batch_dimensions_list == sizes
+    offered = []
+
+    def refuse(**options):
+        offered.append((options, context.cuda_graph_batch_dimensions_list))
+        raise RuntimeError("cannot be prepared")
+
+    engine._prefill_graphs._init = refuse
+    for reading in (1, 0):
+        context.num_prefill_requests = reading
+        with pytest.raises(RuntimeError, match="cannot be prepared"):
+            controller._dynamic_step_context_init(is_dummy_forward=True)
+        assert context.cuda_graph_batch_dimensions_list == sizes
+    assert [options for options, _ in offered] == [{"is_dummy_forward": True}] * 2
+    assert offered[0][1] == prefill_sizes(MOST, 8) and offered[1][1] == sizes
+
+
+def test_parity_mode(graphs):
+    """To the bit, with as many pairs as there may be."""
+    with batch_invariant_mode():
+        check(generating_model(AbsorbedMLAOptions(batch_invariant=True)), graphs, error=0)
+    assert graphs[0]._graphs
+
+
+def with_cuda(there: bool) -> SimpleNamespace:
+    return SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: there))
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A model as it is built for CUDA graphs, where there is a GPU that captures them."""
+
+    def made(*options: AbsorbedMLAOptions, **fields):
+        model = generating_model(*options, **fields)
+        model.config.cuda_graph_impl = "local"
+        return model
+
     monkeypatch.setattr(prefill_graphs, "find_spec", lambda name: None)
-    model = generating_model()
-    assert not why_none(model, loop)
-    model.decoder.layers[1].self_attention.options = options
-    assert "every request to the longest" in why_none(model, loop)
-    model.decoder.layers[1].self_attention.options = AbsorbedMLAOptions()
-    monkeypatch.setattr(prefill_graphs, "find_spec", lambda name: name == "flash_mla")
-    assert "every request to the longest" in why_none(model, loop)
+    monkeypatch.setattr(prefill_graphs, "torch", with_cuda(True))
+    return made
+
+
+def made_sparse(made):
+    sparse = OracleDSA(mla=TINY, heads=2, width=16, topk=24)
+    return made(**generating_fields(sparse))
+
+
+def with_layer(model, **fields):
+    """The model with another second layer."""
+    vars(model.decoder.layers[1].self_attention).update(fields)
+    return model
+
+
+REASONS = {
+    "no CUDA graph holds whole decode steps": lambda made: with_config(made(), "none"),
+    "one after the other": lambda made: with_config(
+        made(), moe_pad_experts_for_cuda_graph_inference=True
+    ),
+    "attention is sparse": made_sparse,
+    "every request to the longest": lambda made: with_layer(
+        made(), options=AbsorbedMLAOptions(paged_attention_backend="flash_mla")
+    ),
+    "attention is Megatron's": lambda made: with_standard_attention(made()),
+}
+
+
+def with_config(model, graphs: str = "local", **fields):
+    vars(model.config).update(fields, cuda_graph_impl=graphs)
+    return model
+
+
+def with_standard_attention(model):
+    model.decoder.layers[1].self_attention = torch.nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_why_none(captures, reason):
+    assert not why_none(captures())
+    model = REASONS[reason](captures)
+    assert reason in why_none(model)
+    assert chosen_tokens(model, EngineOptions(**SIZES)) == 0
+
+
+def test_why_none_of_the_process(captures, monkeypatch):
+    model = captures()
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill_graphs, "find_spec", lambda name: name == "flash_mla")
+        assert "every request to the longest" in why_none(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill_graphs, "exchange_of", lambda model: "of ranks")
+        assert "prompts of their own" in why_none(model)
+    for place in ("context", "pipeline_model"):
+        with monkeypatch.context() as patch:
+            name = f"get_{place}_parallel_world_size"
+            patch.setattr(prefill_graphs.parallel_state, name, lambda: 2)
+            assert "whole decode steps" in why_none(model)
+    assert not why_none(model)
+    monkeypatch.setattr(prefill_graphs, "torch", with_cuda(False))
+    assert "whole decode steps" in why_none(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "most_pairs"),
+    [
+        ({}, MOST_PAIRS),
+        ({"form": "absorbed"}, math.inf),
+        ({"batch_invariant": True}, math.inf),
+    ],
+)
+def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs):
+    host = engine_of(generating_model(), **OPTIONS).host
+    model, loop = captures(AbsorbedMLAOptions(**options)), DecodeLoop.__new__(DecodeLoop)
+    loop.graphs = None
+    for none in (None, loop):
+        assert prefill_graphs.prefill_graphs(host, model, none, MOST) is None
+    loop.graphs = StepGraphs(model)
+    assert prefill_graphs.prefill_graphs(host, model, loop, 0) is None
+    assert prefill_graphs.prefill_graphs(host, model, loop, MOST)._most_pairs == most_pairs
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 1536),
+        ({"step_tokens": 8192}, 1536),
+        ({"step_tokens": 1000}, 1000),
+        ({"num_cuda_graphs": None}, 0),
+        ({"num_speculative_tokens": 1}, 0),
+        ({"decode_context_parallel": True}, 0),
+        ({"decode_loop": False}, 0),
+    ],
+)
+def test_chosen_tokens(captures, caplog, options, tokens):
+    times_logged.cache_clear()
+    with caplog.at_level(logging.INFO, prefill_graphs.logger.name):
+        for _ in range(2):
+            assert chosen_tokens(captures(), EngineOptions(**{**SIZES, **options})) == tokens
+    messages = [r.message for r in caplog.records if r.name == prefill_graphs.logger.name]
+    if tokens or "num_cuda_graphs" in options:
+        assert not messages
+        return
+    [message], [(name, value)] = messages, options.items()
+    assert f"do not go with {name}={value}" in message
 
 
 def test_reason_is_logged_once(caplog):
@@ -198,9 +425,6 @@ def test_reason_is_logged_once(caplog):
             assert engine_of(generating_model(**MIXED), **OPTIONS)._prefill_graphs is None
     [record] = [r for r in caplog.records if r.name == prefill_graphs.logger.name]
     assert "no CUDA graph holds whole decode steps here" in record.message
-
-
-SIZES = {"max_sequence_length": 64, "max_requests": 2, "num_cuda_graphs": 2}
 
 
 @pytest.mark.parametrize(
@@ -233,5 +457,6 @@ def test_options_of_the_engine(changes, message):
 def test_options_of_the_front(changes, message):
     with pytest.raises(ValueError, match=message):
         LLMOptions(**{"cuda_graphs": True, "prefill_graph_tokens": 64, **changes})
-    given = LLMOptions(cuda_graphs=True, prefill_graph_tokens=64)
-    assert given.engine_options(64, None, None).prefill_graph_tokens == 64
+    for tokens, given in ((64, 64), (0, 0)):
+        options = LLMOptions(cuda_graphs=True, prefill_graph_tokens=given)
+        assert options.engine_options(64, None, None).prefill_graph_tokens == tokens
