@@ -1,4 +1,4 @@
-"""How many tokens the cache of ``LLM`` holds, and whether the ranks of a model share them."""
+"""Options of an engine that depend on its model: tokens of the cache, who shares it, and graphs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from absorbed_mla.data_parallel_attention.model import exchange_of
 from absorbed_mla.generation.blocks import BLOCK_SIZE, all_block_bytes
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.generation.prefill_graphs import chosen_tokens
 from absorbed_mla.generation.ranks import cache_shares, require_shared_cache
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import log_once
@@ -35,7 +36,12 @@ def engine_options(
         ValueError: If options and model do not fit each other, or no cache fits.
     """
     options = _with_sharing_chosen(model, options, max_model_len)
-    return options.engine_options(max_model_len, vocab_size, _fitting_tokens(model, options))
+    fitting = _fitting_tokens(model, options)
+    sizes = options.engine_options(max_model_len, vocab_size, fitting)
+    if options.prefill_graph_tokens is None:
+        # Before the engine captures other graphs for the same steps.
+        sizes = dataclasses.replace(sizes, prefill_graph_tokens=chosen_tokens(model, sizes))
+    return sizes
 
 
 def _with_sharing_chosen(model: GPTModel, options: LLMOptions, max_model_len: int) -> LLMOptions:

@@ -89,7 +89,10 @@ class LLMOptions:
             on a CPU.
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
             the whole model, captured when a step of its size first runs; at most
-            ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: none.
+            ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: one graph for each layer, of up to
+            512 tokens, captured when the engine is built. None: 1,536, or
+            ``max_num_batched_tokens`` if that is less; 0 where the model or other options are
+            against it.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -120,7 +123,7 @@ class LLMOptions:
     latent_cache_dtype: str = "model"
     experts: str = "auto"
     cuda_graphs: bool = False
-    prefill_graph_tokens: int = 0
+    prefill_graph_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -207,10 +210,11 @@ class LLMOptions:
 
     def _require_prefill_graphs(self) -> None:
         """Refuse what graphs of steps that read prompts do not go with."""
-        if self.prefill_graph_tokens > self.max_num_batched_tokens:
+        most = self.prefill_graph_tokens
+        if most is not None and most > self.max_num_batched_tokens:
             raise ValueError(
                 "prefill_graph_tokens must be at most max_num_batched_tokens "
-                f"{self.max_num_batched_tokens}, got {self.prefill_graph_tokens}"
+                f"{self.max_num_batched_tokens}, got {most}"
             )
         for name, accepted in {
             "cuda_graphs": True,
@@ -278,7 +282,7 @@ class LLMOptions:
     def engine_options(
         self, max_model_len: int, vocab_size: int | None, fitting_tokens: int | None
     ) -> EngineOptions:
-        """Options of the engine.
+        """Options of the engine; with ``prefill_graph_tokens`` 0 for None.
 
         Args:
             max_model_len: Of the model.
@@ -316,7 +320,7 @@ class LLMOptions:
             prefix_cache_dir=self.prefix_cache_dir,
             prefix_cache_bytes=self.prefix_cache_bytes,
             num_cuda_graphs=NUM_CUDA_GRAPHS if self.cuda_graphs else None,
-            prefill_graph_tokens=self.prefill_graph_tokens,
+            prefill_graph_tokens=self.prefill_graph_tokens or 0,
             # What ended requests leave in the cache is kept until the room is needed.
             inference_config={"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU},
         )

@@ -25,7 +25,11 @@ _NUMBERS = (
     ("host-cache-tokens", int, "tokens that it holds in host memory besides, streamed; slower"),
     ("gpu-memory-utilization", float, "share of the GPU's memory for model and cache"),
     ("num-speculative-tokens", int, "tokens that the checkpoint's MTP layer drafts per step"),
-    ("prefill-graph-tokens", int, "of a step that reads prompts in one CUDA graph; 0: none"),
+    (
+        "prefill-graph-tokens",
+        int,
+        "of a step that reads prompts in one CUDA graph; 0: one per layer (default: up to 1536)",
+    ),
     ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),
     ("seed", int, "of requests without a seed"),
 )

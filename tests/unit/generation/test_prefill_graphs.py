@@ -457,6 +457,6 @@ def test_options_of_the_engine(changes, message):
 def test_options_of_the_front(changes, message):
     with pytest.raises(ValueError, match=message):
         LLMOptions(**{"cuda_graphs": True, "prefill_graph_tokens": 64, **changes})
-    for tokens, given in ((64, 64), (0, 0)):
+    for tokens, given in ((64, 64), (0, 0), (0, None)):
         options = LLMOptions(cuda_graphs=True, prefill_graph_tokens=given)
         assert options.engine_options(64, None, None).prefill_graph_tokens == tokens

@@ -1,12 +1,15 @@
-"""decode_context_parallel="auto": ranks share the cache where not all requests fit otherwise."""
+"""What is chosen for a model: ranks that share the cache, and steps in one CUDA graph."""
 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
+from absorbed_mla.generation import prefill_graphs
 from absorbed_mla.llm import cache_size
+from absorbed_mla.llm.live_model import runner_of
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
 from tests.support.engine import generating_model
@@ -79,3 +82,65 @@ def test_other_options_take_it():
     LLMOptions(decode_context_parallel="auto", data_parallel_attention=True)
     with pytest.raises(ValueError, match="must be one of False, True, auto, got 'yes'"):
         LLMOptions(decode_context_parallel="yes")
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """A model that is built for CUDA graphs, as if there were a GPU for them."""
+    gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True))
+    monkeypatch.setattr(prefill_graphs, "torch", gpu)
+    monkeypatch.setattr(prefill_graphs, "find_spec", lambda name: None)
+    model = generating_model(num_layers=1, mtp_num_layers=1)
+    model.config.cuda_graph_impl = "local"
+    return model
+
+
+def graph_tokens(model, **options) -> tuple[int, bool]:
+    """Of the engine's options, and whether Megatron captures such steps; equal for a live model."""
+    given = LLMOptions(**{"cuda_graphs": True, **options})
+    sizes = cache_size.engine_options(model, given, 128, None)
+    runner, _ = runner_of(model, None, {"cuda_graphs": True, "max_model_len": 128, **options})
+    assert runner.options().prefill_graph_tokens == sizes.prefill_graph_tokens
+    host = sizes.to_host(model.config, 1, 1)
+    theirs = host.num_cuda_graphs is not None and host.use_cuda_graphs_for_non_decode_steps
+    return sizes.prefill_graph_tokens, theirs
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 1536),
+        ({"max_num_batched_tokens": 8192}, 1536),
+        ({"max_num_batched_tokens": 512}, 512),
+        ({"prefill_graph_tokens": 64}, 64),
+        ({"prefill_graph_tokens": 2048}, 2048),
+        ({"prefill_graph_tokens": 0}, 0),
+        ({"num_speculative_tokens": 1}, 0),
+        ({"decode_context_parallel": "auto"}, 1536),
+    ],
+)
+def test_tokens_of_graphs_of_prompts(captured, options, tokens):
+    """Megatron's graphs, one for each layer, are captured where there are no others."""
+    assert graph_tokens(captured, **options) == (tokens, not tokens)
+
+
+def test_graphs_of_prompts_need_graphs(captured):
+    assert graph_tokens(captured, cuda_graphs=False) == (0, False)
+    with pytest.raises(ValueError, match="cuda_graphs must be True with prefill_graph_tokens"):
+        graph_tokens(captured, cuda_graphs=False, prefill_graph_tokens=64)
+
+
+def test_graphs_of_prompts_go_without_a_shared_cache(captured, monkeypatch):
+    monkeypatch.setattr(cache_size, "require_shared_cache", lambda model, drafts: None)
+    monkeypatch.setattr(cache_size, "_fitting_tokens", lambda model, given: 64)
+    given = LLMOptions(cuda_graphs=True, decode_context_parallel="auto")
+    sizes = cache_size.engine_options(captured, given, 128, None)
+    assert sizes.decode_context_parallel and sizes.prefill_graph_tokens == 0
+
+
+def test_models_without_graphs_of_prompts(captured, monkeypatch):
+    """An explicit number stays; the engine logs that it has none."""
+    monkeypatch.setattr(prefill_graphs, "indexers", lambda model: ["sparse"])
+    assert graph_tokens(captured) == (0, True)
+    assert graph_tokens(captured, prefill_graph_tokens=64) == (64, False)
+    assert LLMOptions(cuda_graphs=True, data_parallel_attention=True).prefill_graph_tokens is None

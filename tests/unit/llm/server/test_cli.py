@@ -58,6 +58,7 @@ class TestOptions:
         [
             (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1, got 0"),
             (["--parity", "--form", "expanded"], "parity needs form 'absorbed' or 'auto'"),
+            (["--prefill-graph-tokens", "64"], "cuda_graphs must be True with prefill_graph_token"),
             (["--api-key", " "], "--api-key (or $ABSORBED_MLA_API_KEY) must not be empty"),
             (["--port", "70000"], "--host 127.0.0.1 --port 70000: "),
             (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
