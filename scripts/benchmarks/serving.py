@@ -140,8 +140,8 @@ class ServingBenchmark(Benchmark):
         step = "most tokens of a step"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
-        captured = "LLM(prefill_graph_tokens=...), of `ours` only"
-        add("--prefill-graph-tokens", type=int, default=0, help=captured)
+        captured = "LLM(prefill_graph_tokens=...) and our server's (default: theirs)"
+        add("--prefill-graph-tokens", type=int, metavar="N", help=captured)
         experts = "LLM(experts=...), of `ours` only"
         add(
             "--our-experts",
@@ -178,11 +178,11 @@ class ServingBenchmark(Benchmark):
                 f"--max-num-batched-tokens must be at least the {most} requests of --rows, got "
                 f"{args.max_num_batched_tokens}"
             )
-        limit = 0 if args.eager else args.max_num_batched_tokens
-        if not 0 <= args.prefill_graph_tokens <= limit:
+        limit, captured = args.max_num_batched_tokens, args.prefill_graph_tokens
+        if captured is not None and not 0 <= captured <= (0 if args.eager else limit):
             parser.error(
                 "--prefill-graph-tokens must be from 0 to --max-num-batched-tokens, and 0 with "
-                f"--eager, got {args.prefill_graph_tokens}"
+                f"--eager, got {captured}"
             )
         if args.profile:
             args.implementations = ["ours"]

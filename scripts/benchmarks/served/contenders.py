@@ -240,6 +240,8 @@ def _our_flags(settings: Settings) -> list[str]:
     numbers = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_tokens")
     flags = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in numbers]
     graphs = ["--cuda-graphs"] if settings.graphs else []
+    if settings.prefill_graph_tokens is not None:
+        graphs.append(f"--prefill-graph-tokens={settings.prefill_graph_tokens}")
     return [*flags, "--no-prefix-caching", f"--device={settings.device}", *graphs]
 
 

@@ -23,8 +23,8 @@ class Settings:
         token_bytes: Of one token in the cache, all layers.
         sizes: Numbers of requests of the measured decode steps.
         graphs: Whether decode steps are captured as CUDA graphs.
-        prefill_graph_tokens: Option of ``LLM``, but not of our server.
-        our_experts: Its option ``experts``, likewise.
+        prefill_graph_tokens: Option of ``LLM`` and of our server; None: their default.
+        our_experts: Option ``experts`` of ``LLM``, but not of our server.
     """
 
     model: str
@@ -36,7 +36,7 @@ class Settings:
     token_bytes: int
     sizes: tuple[int, ...]
     graphs: bool
-    prefill_graph_tokens: int = 0
+    prefill_graph_tokens: int | None = None
     our_experts: str = "auto"
 
     @classmethod

@@ -197,6 +197,8 @@ MISTAKES = {
         (["--implementations", "sglang"], "expected some of ours, vllm, ours-server, vllm-server"),
         (["--implementations", "vllm"], "needs the package vllm, which is not installed here"),
         (["--vllm", "nowhere"], "--implementations vllm,vllm-server needs the package vllm, which"),
+        ([*OURS, "--prefill-graph-tokens", "-1"], "must be from 0 to --max-num-batched-tokens"),
+        ([*OURS, "--prefill-graph-tokens", "64", "--eager"], "and 0 with --eager, got 64"),
         ([*OURS, "--prefill-tokens", "1k,2k"], "argument --prefill-tokens: expected a whole"),
         ([*OURS, "--server-packages", "nowhere"], "--server-packages must be a folder, got now"),
         ([*OURS, "--logs", "/proc/none"], "--logs"),

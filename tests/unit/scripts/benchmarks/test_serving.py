@@ -379,13 +379,17 @@ class TestSettings:
         assert made.graphs and not self.made("--eager").graphs
         assert Settings.read(made.text()) == made
 
-    def test_our_server_takes_what_it_is_given(self):
-        made = self.made("--rows", "3x64/8")
+    @pytest.mark.parametrize("captured", [None, 0, 64])
+    def test_our_server_takes_what_it_is_given(self, captured):
+        more = [] if captured is None else [f"--prefill-graph-tokens={captured}"]
+        made = self.made("--rows", "3x64/8", *more)
+        assert made.prefill_graph_tokens == captured and Settings.read(made.text()) == made
         command = contenders._server_command("ours-server", made, 8123, "model")
         args = cli._parser().parse_args(command[command.index("-m") + 2 :])
         given = {name: value for name, value in vars(args).items() if hasattr(LLMOptions, name)}
         options = LLMOptions(**{k: v for k, v in given.items() if v is not None})
         assert options.cuda_graphs and not options.enable_prefix_caching
+        assert options.prefill_graph_tokens == captured
         assert options.cache_tokens == made.cache_tokens and options.max_num_seqs == 3
         assert options.max_model_len == made.max_model_len and args.port == 8123
 
