@@ -180,6 +180,36 @@ MUTATIONS = {
     "decode_loop_forgets_the_clock": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
     ),
+    "prompts_in_graphs_whatever_they_attend_to": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        " or pairs_of(context) > self._most_pairs:",
+        ":",
+    ),
+    "prompts_in_graphs_without_their_context": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "(new * (cached + new / 2))",
+        "(new * new / 2)",
+    ),
+    "prompts_in_graphs_of_paused_requests": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "slice(context.paused_request_count, ",
+        "slice(0, ",
+    ),
+    "prompts_in_graphs_that_ranks_cannot_divide": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "min(_multiple(count, tp), largest)",
+        "count",
+    ),
+    "prompts_leave_their_sizes_to_decode_steps": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "            context.cuda_graph_batch_dimensions_list = others",
+        "            pass",
+    ),
+    "prompts_in_no_graphs_by_default": Mutation(
+        "absorbed_mla/llm/cache_size.py",
+        "prefill_graph_tokens=chosen_tokens(model, sizes)",
+        "prefill_graph_tokens=0",
+    ),
     "stop_string_shown_too_early": Mutation(
         "absorbed_mla/llm/completion.py",
         "self._text[: len(self._text) - self._held_back()]",

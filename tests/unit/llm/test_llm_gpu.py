@@ -86,10 +86,12 @@ def test_tokens_of_transformers(folder, expected, tp, graphs):
     assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
 
 
-def test_graphs_of_prompts(folder, expected):
-    """Read in steps that one graph holds, of few sizes; ``graph_steps`` counts all of them."""
-    sizes = {"max_num_seqs": 8, "cuda_graphs": True, "prefill_graph_tokens": 1024}
-    with LLM(folder, **sizes) as llm:
+@pytest.mark.parametrize("tokens", [None, 1024, 0])
+@pytest.mark.parametrize("tp", SIZES)
+def test_graphs_of_prompts(folder, expected, tp, tokens):
+    """Read in steps that one graph holds, or one for each layer; ``graph_steps`` counts them."""
+    sizes = {"max_num_seqs": 8, "cuda_graphs": True, "prefill_graph_tokens": tokens}
+    with LLM(folder, tensor_parallel_size=tp, **sizes) as llm:
         for _ in range(2):  # captured, and replayed
             found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
             assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
