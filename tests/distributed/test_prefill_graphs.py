@@ -1,0 +1,45 @@
+"""Steps that read prompts, padded as for CUDA graphs, over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from absorbed_mla.generation.decode_loop.graphs import StepGraphs
+from absorbed_mla.generation.prefill_graphs import PrefillGraphs
+from absorbed_mla.generation.sampling import SamplingParams
+from tests.support import needs
+from tests.support.engine import engine_of, generating_model, prompt
+
+pytestmark = needs.processes(2)
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
+# Together, in chunks beside requests that decode, and alone.
+BATCHES = [[prompt(length, length) for length in each] for each in ((20, 150, 61, 5, 100), (99,))]
+
+
+class Padded(StepGraphs):
+    """Runs steps of the sizes of graphs as they are."""
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        self._graphs[key] = None
+        step()
+
+
+@needs.no_gpu
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_same_tokens(monkeypatch, sequence_parallel):
+    """Also where ranks divide the tokens of a step, of which 101 could not be divided."""
+    model = generating_model(sequence_parallel=sequence_parallel)
+    sizes = {"blocks": 40, "num_cuda_graphs": 2, "chunked_prefill": True, "step_tokens": 128}
+    theirs, graphs = engine_of(model, **sizes), Padded(model)
+    name = "absorbed_mla.generation.engine.prefill_graphs"
+    monkeypatch.setattr(name, lambda host, *_: PrefillGraphs(host, graphs, 101))
+    engine = engine_of(model, **sizes, prefill_graph_tokens=101)
+    for prompts in BATCHES:
+        found, expected = (each.generate(prompts, GREEDY) for each in (engine, theirs))
+        for one, other in zip(found, expected, strict=True):
+            assert one.tokens == other.tokens and not one.error
+            assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
+    assert {size.token_count for size in graphs._graphs} == {96, 100}
