@@ -38,7 +38,7 @@ _LEAST_TOKENS, _LEAST_STEP = 64, 32
 # Requests of a graph for few of them; those of the other one are as many as may run together.
 _FEW_REQUESTS = 4
 # Of the largest graph, where nobody says how many. A step of 1,024 tokens takes an H100 2.2 ms per
-# layer of DeepSeek-V3's widths, and its host 2.5, a slow one 5: either keeps up beyond.
+# layer of DeepSeek-V3's widths, and its host 2.5: with half as many tokens again the host keeps up.
 _AUTO_TOKENS = 1536
 # Pairs of a new token and a key that a graph attends to in one layer. Absorbed, each takes
 # (2176 - 640) x heads operations more than expanded, as prompts are attended to without a graph:
