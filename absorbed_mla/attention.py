@@ -14,7 +14,6 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.batch_invariant.requirements import require_enabled, settle_options
 from absorbed_mla.checkpoint.hooks import register_load_hooks
 from absorbed_mla.checkpoint.parameter_marks import keep_parameter_marks
@@ -32,10 +31,10 @@ from absorbed_mla.graph_capture import (
 )
 from absorbed_mla.host_interface import HostInterface
 from absorbed_mla.inference.attention import CachedAttention
-from absorbed_mla.inference.step import InferenceStep
+from absorbed_mla.inference.latent_writer import LatentWriter
 from absorbed_mla.linear import own_output, refuse_sharded_alone
 from absorbed_mla.muon import KVUp, mark_kv_up
-from absorbed_mla.norm import has_few_rows, is_plain
+from absorbed_mla.norm import has_few_rows
 from absorbed_mla.offloading import StageOffloading, on_device
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.projections import (
@@ -144,6 +143,7 @@ class AbsorbedMLASelfAttention(HostInterface):
         )
         refuse_other_variant(config, self.core_attention)
         self.cached_attention = CachedAttention(dims, self.softmax_scale, options)
+        self.latent_writer = LatentWriter(dims, self.cached_attention)
         register_load_hooks(self, dims)
         keep_parameter_marks(self)
 
@@ -301,66 +301,29 @@ class AbsorbedMLASelfAttention(HostInterface):
             cp_size=self.context_parallel.size,
         )
         q_down, kv_down = self._down_project(hidden_states)
-        at_once = has_few_rows(kv_down) and self._norms_are_plain(kv_down)
+        norms = self._modules.get("q_layernorm"), self.kv_layernorm
+        # Under sequence parallelism, which Megatron switches off at times, a rank has some tokens.
+        few = has_few_rows(kv_down) and not self.sequence_parallel
+        at_once = few and self.latent_writer.may_run(*norms, kv_down)
         kv = kv_down if at_once else self._latent(kv_down)
         layer_offset = self._get_pp_layer_offset_for_inference
         step = self.cached_attention.open_step(context, self.layer_number, layer_offset, kv)
-        cos, sin = self.cached_attention.cos_sin(step, self.rotary, kv.device)
-        write = self._write_at_once if at_once else self._write
-        query_latent, kv = write(step, q_down, step.pack(kv), cos, sin)
+        cos_sin = self.cached_attention.cos_sin(step, self.rotary, kv.device)
+        kv = step.pack(kv)
+        if at_once:
+            query_latent, kv = self.latent_writer.write(step, *norms, q_down, kv, cos_sin)
+        else:
+            kv = rotate_tail(kv, *cos_sin, num_heads=1)
+            step.write(self.cached_attention.rows(kv))
+            query_latent = self._query_latent(q_down)
         query = self._query(query_latent)
         # Sparse attention only: the indexer's choice of keys.
         choose = self.core_attention.choose_cached_keys
-        chosen = choose and choose(step, hidden_states, lambda: query_latent, cos, sin)
+        chosen = choose and choose(step, hidden_states, lambda: query_latent, *cos_sin)
         weights = self.linear_k_up_proj(), self.linear_v_up_proj()
         query = step.pack_queries(query)
-        core_out = self.cached_attention(step, query, kv, weights, (cos, sin), chosen)
+        core_out = self.cached_attention(step, query, kv, weights, cos_sin, chosen)
         return self.linear_proj(step.unpack(core_out.flatten(2)))
-
-    def _write(
-        self, step: InferenceStep, q_down: Tensor, kv: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Write the latents of new tokens, kv [T, 1, C + R] that is normalised and not rotated.
-
-        Returns:
-            What queries are projected from, as ``_query_latent``, and what was written.
-        """
-        kv = rotate_tail(kv, cos, sin, num_heads=1)
-        step.write(self.cached_attention.rows(kv))
-        return self._query_latent(q_down), kv
-
-    def _write_at_once(
-        self, step: InferenceStep, q_down: Tensor, kv_down: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """:meth:`_write` of latents that are not normalised, either: few, on a GPU."""
-        # Imported here, because machines without a GPU need not have Triton.
-        from absorbed_mla.kernels.paged.new_latents import Normed, new_latents
-
-        slots = step.slots() if self.cached_attention.fp8 is None else None
-        query, keys = (
-            Normed(rows.flatten(0, 1), norm.weight, norm.eps)
-            for rows, norm in ((q_down, self.q_layernorm), (kv_down, self.kv_layernorm))
-        )
-        zero_centered = self.kv_layernorm.zero_centered
-        query_latent, kv = new_latents(query, keys, cos, sin, zero_centered, slots)
-        kv = kv.unsqueeze(1)
-        if slots is None:
-            step.write(self.cached_attention.rows(kv))
-        return query_latent.view(q_down.shape), kv
-
-    def _norms_are_plain(self, kv_down: Tensor) -> bool:
-        """Whether one kernel may normalise the latents of new tokens and rotate the keys'."""
-        rope = self.dims.qk_rope_head_dim
-        return (
-            self.dims.q_lora_rank is not None
-            and rope > 1
-            and not rope & (rope - 1)
-            # Each rank has some of the tokens.
-            and not self.sequence_parallel
-            and not is_enabled(kv_down.device)
-            and is_plain(self.q_layernorm, kv_down)
-            and is_plain(self.kv_layernorm, kv_down)
-        )
 
     @property
     def _recomputes_up_proj(self) -> bool:

@@ -57,8 +57,45 @@ def draw_by_numbers(logits: Tensor, numbers: Tensor, *, filters: bool) -> Tensor
 
         return draw_tokens(_readable(logits), numbers, filters=filters)
     logits = logits.float()
-    temperature, random, min_p, top_k, top_p, sampled = numbers.unsqueeze(-1).unbind(0)
-    weights = _weights(logits, temperature.float(), min_p)
+    return draw_by_weights(logits, weigh(logits, numbers), numbers, filters=filters)
+
+
+def weigh(logits: Tensor, numbers: Tensor) -> Tensor:
+    """Weights of all tokens by PyTorch's functions, without those below ``min_p``.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        numbers: As in :func:`draw_by_numbers`.
+
+    Returns:
+        int64 [rows, vocabulary].
+    """
+    temperature, _, min_p = numbers[:3].unsqueeze(-1)
+    most = logits.amax(-1, keepdim=True)
+    # The largest one may be infinite.
+    relative = torch.where(logits == most, 0.0, logits - most) / temperature.float()
+    if relative.is_cuda or not len(relative):
+        shares = relative.exp()
+    else:
+        # A CPU's exp rounds otherwise at the end of a tensor than inside it: rows one by one.
+        shares = torch.stack([row.exp() for row in relative])
+    shares = shares.masked_fill(~(shares >= min_p), 0)
+    return (shares * _SCALE).long()
+
+
+def draw_by_weights(logits: Tensor, weights: Tensor, numbers: Tensor, *, filters: bool) -> Tensor:
+    """:func:`draw_by_numbers` by PyTorch's functions, with a sort, on any device.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        weights: int64 [rows, vocabulary], see :func:`weigh`.
+        numbers: As there.
+        filters: Likewise.
+
+    Returns:
+        int64 [rows].
+    """
+    _, random, _, top_k, top_p, sampled = numbers.unsqueeze(-1)
     if filters:
         weights = _filtered(weights, logits, top_k, top_p)
     # Of NaN nothing follows.
@@ -85,17 +122,6 @@ def find_place(weights: Tensor, random: Tensor) -> Tensor:
 def _readable(logits: Tensor) -> Tensor:
     logits = logits if logits.dtype in _DTYPES else logits.float()
     return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
-def _weights(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
-    """Of all tokens, without those below ``min_p``, int64."""
-    most = logits.amax(-1, keepdim=True)
-    # The largest one may be infinite.
-    relative = torch.where(logits == most, 0.0, logits - most) / temperature
-    # exp rounds otherwise at the end of a tensor than inside it: rows one by one.
-    shares = torch.stack([row.exp() for row in relative]) if len(relative) else relative
-    shares = shares.masked_fill(~(shares >= min_p), 0)
-    return (shares * _SCALE).long()
 
 
 def _filtered(weights: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""What tests and measurements need of Megatron: standard MLA on any machine, counts of traffic."""
+"""What tests and measurements need: counts of traffic, the weights of tokens that are drawn."""

@@ -28,7 +28,13 @@ from benchmarks.attention import AttentionReport
 from benchmarks.context_parallel import CPReport
 from benchmarks.context_parallel import Row as CPRow
 from benchmarks.kit.tables import markdown_table, tokens_text
-from checks import decode_tables, latent_cache_accuracy, serving_tables, sparse_tables
+from checks import (
+    decode_tables,
+    drawing_table,
+    latent_cache_accuracy,
+    serving_tables,
+    sparse_tables,
+)
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
@@ -255,6 +261,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode": decode_tables.equal_table,
     "decode lengths": decode_tables.lengths_table,
     "latent cache": latent_cache_accuracy.table,
+    "drawing": drawing_table.table,
     "beside vllm": serving_tables.table,
     "traffic beside vllm": serving_tables.traffic_table,
     **performance.TABLES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from absorbed_mla.generation.drawing import _weights, draw_by_numbers
+from absorbed_mla.generation.drawing import draw_by_numbers, weigh
 from absorbed_mla.generation.sampler import (
     SampledRequest,
     _Row,
@@ -209,9 +209,7 @@ def test_tokens_are_those_of_the_definition(vocabulary, coarse):
     ]
     rows = [{**kinds[i % 6], "random": value} for i, value in enumerate(random)]
     numbers = table_of(rows, vocabulary)
-    temperature, _, min_p = numbers[:3].unsqueeze(-1)
-    weights = _weights(logits, temperature.float(), min_p)
-    expected = [drawn(*row) for row in zip(logits, weights, numbers.t())]
+    expected = [drawn(*row) for row in zip(logits, weigh(logits, numbers), numbers.t())]
     assert draw_by_numbers(logits, numbers, filters=True).tolist() == expected
 
 

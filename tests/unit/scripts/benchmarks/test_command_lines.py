@@ -16,6 +16,7 @@ from benchmarks.conversion import ConversionBenchmark as Conversion
 from benchmarks.decode import DecodeBenchmark as Decode
 from benchmarks.decode_context_parallel import SharedBenchmark as SharedCache
 from benchmarks.decode_steps import StepsBenchmark as DecodeSteps
+from benchmarks.drawing import DrawingBenchmark as Drawing
 from benchmarks.dsa import DSABenchmark as DSA
 from benchmarks.dsa_decode import DSADecodeBenchmark as DSADecode
 from benchmarks.dsa_layer import DSALayerBenchmark as DSALayer
@@ -86,6 +87,13 @@ MISTAKES = {
     DecodeSteps: [
         (["--loops", "vllm"], "expected some of megatron, loop"),
         (["--batch", "0"], f"argument --batch: {COUNT}"),
+        (["--render", "/nowhere.json"], FILE),
+        (["--device", "cuda"], NO_GPU),
+    ],
+    Drawing: [
+        (["--draws", "top_p,beam"], "expected some of greedy, sampled, top_p, top_k, min_p, both"),
+        (["--logits", "none"], "expected some of flat, peaked"),
+        (["--requests", "0"], f"argument --requests: {COUNT}"),
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
     ],
@@ -213,6 +221,7 @@ WITHOUT_FOLDER = {
     DSADecode,
     DSALayer,
     Decode,
+    Drawing,
     Engine,
     Fusions,
     GroupedExperts,

@@ -1,4 +1,7 @@
-"""The weights that kernels give to tokens; imported where Triton's interpreter may be."""
+"""The weights that the kernels of a drawing give to tokens, which they keep for themselves.
+
+Imported where Triton's interpreter may be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ _BLOCK = 1024
 
 
 def kernel_weights(logits: Tensor, numbers: Tensor) -> Tensor:
-    """What ``weights_of`` yields for rows without NaN, int64 [rows, vocabulary]."""
+    """What ``weights_of`` yields, int64 [rows, vocabulary].
+
+    Args:
+        logits: bf16, fp16 or fp32 [rows, vocabulary] without NaN, last axis contiguous.
+        numbers: float64 [6, rows], see ``generation.drawing``.
+    """
     weights = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
     most = logits.amax(-1).float()
     grid = (len(logits), triton.cdiv(logits.shape[1], _BLOCK))
