@@ -155,6 +155,21 @@ CASES = {
         of((40,) * 16, GREEDY.replace(max_tokens=9), sampled(max_tokens=5, frequency_penalty=1.0)),
         later={9: of((30, 31), sampled(repetition_penalty=1.5, max_tokens=4), GREEDY)},
     ),
+    "counting-tokens-later": Case(
+        of((40,) * 2, GREEDY.replace(max_tokens=40)),
+        later={
+            4: of((30,), sampled(repetition_penalty=1.5, max_tokens=4)),
+            14: of((30,), sampled(min_tokens=4, stop_token_ids=range(32))),
+        },
+        joined=True,
+    ),
+    # A step that reads prompts has as many tokens, padding included, as the one behind it.
+    "equal-sizes": Case(
+        of((20, 30), GREEDY.replace(max_tokens=30)),
+        {"max_requests": 64},
+        later={4: of((40,), sampled()), 12: of((9,), GREEDY)},
+        joined=True,
+    ),
     "aborted": Case(
         of((20, 30, 58, 40), GREEDY.replace(max_tokens=40)),
         aborts={3: [1], 4: [0, 1], 20: [3]},

@@ -9,8 +9,6 @@ from itertools import islice
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.generation.decode_loop.conditions import may_admit
-from absorbed_mla.generation.decode_loop.draws import draws_by_numbers
-from absorbed_mla.generation.sampler import RequestSampler
 
 
 class Admissions:
@@ -20,14 +18,11 @@ class Admissions:
 
     Args:
         host: Megatron's engine.
-        sampler: Of the engine.
         possible: Whether any can be added; if not, all are left to Megatron's own steps.
     """
 
-    def __init__(
-        self, host: DynamicInferenceEngine, sampler: RequestSampler, *, possible: bool
-    ) -> None:
-        self._host, self._sampler = host, sampler
+    def __init__(self, host: DynamicInferenceEngine, *, possible: bool) -> None:
+        self._host = host
         # Drawing reads the last logits of each request by its row.
         self._possible = possible and host.context.config.materialize_only_last_token_logits
         # The first request that waits, after the scheduler could not add it.
@@ -48,7 +43,7 @@ class Admissions:
         if not may_admit(self._host):
             self._refused = self._host.waiting_request_ids[0]
             return 0
-        count, all_of_them = self._leading(0, ahead=False)
+        count, all_of_them = self._leading(0)
         return count if count and all_of_them else None
 
     def due_ahead(self, ended: int, *, settled: bool) -> int | None:
@@ -65,7 +60,7 @@ class Admissions:
         context = self._host.context
         if context.total_request_count - ended == context.max_requests:
             return 0
-        count, _ = self._leading(ended, ahead=True)
+        count, _ = self._leading(ended)
         if count or ended or not settled:
             return count or None
         return None if self.due() != 0 else 0
@@ -98,7 +93,7 @@ class Admissions:
         waiting = self._host.waiting_request_ids
         return not waiting or waiting[0] == self._refused
 
-    def _leading(self, ended: int, *, ahead: bool) -> tuple[int, bool]:
+    def _leading(self, ended: int) -> tuple[int, bool]:
         """How many of the first ones fit into a step, each with its whole prompt.
 
         Returns:
@@ -114,8 +109,7 @@ class Admissions:
         count = 0
         for number in islice(host.waiting_request_ids, most):
             tokens -= len(host.get_request(number).remaining_prompt_tokens)
-            # The sampler itself draws from tokens so far, which may be on the device only.
-            if tokens < 0 or (ahead and not draws_by_numbers(self._sampler.request(number))):
+            if tokens < 0:
                 return count, False
             count += 1
         return count, True

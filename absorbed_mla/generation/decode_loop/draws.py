@@ -24,11 +24,6 @@ class Kind(Enum):
     FILTERED = "filtered"  # some from the most likely ones, which have to be found
 
 
-def draws_by_numbers(request: SampledRequest) -> bool:
-    """Whether a request's tokens so far do not count for its next one."""
-    return not (request.avoids_stop_tokens or request.params.has_penalties)
-
-
 class Draws:
     """Draws tokens of rows whose parameters are in a table on the device.
 
@@ -117,7 +112,9 @@ class Draws:
         self._randoms = Randoms(self._requests[row].seed for row in self._sampled)
 
     def _kind(self) -> Kind | None:
-        if self._own or not all(map(draws_by_numbers, self._requests)):
+        # Where tokens so far count for the next one.
+        count = (one.avoids_stop_tokens or one.params.has_penalties for one in self._requests)
+        if self._own or any(count):
             return None
         params = (request.params for request in self._requests)
         sampled = [one for one in params if not one.is_greedy]

@@ -63,7 +63,7 @@ class DecodeLoop:
         together: bool = False,
     ) -> None:
         self._host, self._sampler, self.together = host, sampler, together
-        self._admissions = Admissions(host, sampler, possible=not together)
+        self._admissions = Admissions(host, possible=not together)
         self.graphs = StepGraphs(model) if graphs else None
         context, controller = host.context, host.controller
         # Context-parallel ranks go on with the tokens of the first of them.

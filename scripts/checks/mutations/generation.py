@@ -102,12 +102,7 @@ MUTATIONS = {
         "if True:",
     ),
     "decode_loop_admits_what_does_not_fit": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens < 0 or (", "if ("
-    ),
-    "decode_loop_admits_before_tokens_that_count": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py",
-        "(ahead and not draws_by_numbers(",
-        "(False and not draws_by_numbers(",
+        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens < 0:", "if False:"
     ),
     "decode_loop_forgets_prefix_hits": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
@@ -174,8 +169,8 @@ MUTATIONS = {
     ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(
         "absorbed_mla/generation/decode_loop/draws.py",
-        "(request.avoids_stop_tokens or request.params.has_penalties)",
-        "request.params.has_penalties",
+        "(one.avoids_stop_tokens or one.params.has_penalties for",
+        "(one.params.has_penalties for",
     ),
     "decode_loop_forgets_the_clock": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "context.prefix_cache_lru_clock += 1", "pass"
