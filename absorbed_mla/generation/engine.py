@@ -23,7 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+from megatron.core.inference.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+)
+from megatron.core.inference.sampling_params import SamplingParams as HostSamplingParams
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -214,11 +218,27 @@ class Engine:
             self._sampler.add(number, sampling, seed, prompt)
             room = self.options.max_sequence_length - len(prompt)
             drafts = self.options.num_speculative_tokens > 0
-            self.host.add_request(number, list(prompt), sampling.to_host(room, drafts=drafts))
+            self._queue(number, prompt, sampling.to_host(room, drafts=drafts))
             if sampling.prompt_logprobs is not None and number in self.host.requests:
                 # Blocks found in the prefix cache have no logits.
                 self.host.requests[number].record[-1].precomputed_block_hashes = []
         return number
+
+    def _queue(self, number: int, prompt: Sequence[int], sampling: HostSamplingParams) -> None:
+        """Add a request to Megatron's queue, as its ``add_request`` does.
+
+        That puts the prompt on the device, from where the scheduler reads it again: both wait for
+        the step that runs there.
+        """
+        context = self.host.context
+        request = DynamicInferenceRequest(
+            request_id=number,
+            prompt_tokens=torch.tensor(prompt, dtype=torch.int64),
+            sampling_params=sampling,
+            block_size_tokens=context.block_size_tokens,
+            enable_prefix_caching=context.enable_prefix_caching,
+        )
+        self.host._add_request(request)
 
     def abort(self, number: int) -> None:
         """End a request as soon as possible; it keeps its tokens."""

@@ -121,3 +121,33 @@ def test_deleted():
     assert engine.decode_loop.graphs._graphs
     delete_graphs()
     assert not engine.decode_loop.graphs._graphs
+
+
+def test_the_host_waits_for_nothing_but_tokens():
+    """While requests come and begin beside others: no step, and no request, waits for the device."""
+    engine = engine_of(made(graphs=True), **SIZES)
+    params = sampled(max_tokens=30)
+
+    def run():
+        for number in range(24):
+            if number < 8:
+                engine.add_request(
+                    prompt(20 + number, number), params.replace(max_tokens=9 + number)
+                )
+            engine.step()
+        while engine.is_busy():
+            engine.step()
+
+    with engine:
+        engine.add_request(prompt(20), params)
+        engine.step()
+        run()  # Kernels are compiled, and graphs captured.
+        engine.add_request(prompt(20), params)
+        for _ in range(3):
+            engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.statistics.mixed_steps > 8
