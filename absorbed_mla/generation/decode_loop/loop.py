@@ -152,7 +152,8 @@ class DecodeLoop:
         gone, told = flight.rows_of(self._ended), self._told_to_end(flight)
         stopped = {r for r, token in enumerate(tokens) if token == flight.stop_tokens[r]}
         ends = (told | stopped | flight.at_their_ends) - gone
-        if not ahead and not self._may_go_on(gone | ends):
+        over = not ahead and self._all_end(gone | ends)
+        if not ahead and not over and not self._may_go_on(gone | ends):
             self._leave_out(gone)
             return None
         del self._flights[0]
@@ -162,19 +163,17 @@ class DecodeLoop:
         progress = self._append(flight.numbers, tokens, log_probs, without=gone | ends)
         if ahead:
             self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
-        else:
+        elif not over:
             self._follow(gone | ends, tokens)
             if (gone or ends or flight.reads) and not self._has_its_size():
                 self._rows = None
-        records = [
-            members.end(
-                flight.numbers[row],
-                None if row in told else tokens[row],
-                None if log_probs is None or row in told else log_probs[row],
-            )
-            for row in sorted(ends)
-        ]
-        if self._ended and self._ended.issuperset(members.numbers):
+        records = []
+        for row in sorted(ends):
+            last = (None, None) if row in told else (tokens[row], log_probs and log_probs[row])
+            records.append(members.end(flight.numbers[row], *last))
+        if over:
+            self._count_step()
+        if over or (self._ended and self._ended.issuperset(members.numbers)):
             self._clear()
         return progress, records
 
@@ -249,6 +248,11 @@ class DecodeLoop:
         inputs.copy_(sampled.index_select(0, inputs))
         self._start()
 
+    def _all_end(self, ended: set[int]) -> bool:
+        """Whether these are all rows of the step, and their requests are ended here."""
+        assert self._rows is not None
+        return len(ended) == self._rows.count and not self.together and not self._reports_more()
+
     def _may_go_on(self, ended: set[int]) -> bool:
         """Whether the step after this one is prepared here, without the rows of these requests."""
         assert self._rows is not None
@@ -287,7 +291,7 @@ class DecodeLoop:
         controller._all_logits_cuda[0, : len(order)] = controller._all_logits_cuda[0, kept]
 
     def _clear(self) -> None:
-        """Let the context have no requests, because all in the step on the device have ended."""
+        """Let the context have no requests, because all of the last step have ended."""
         context = self._host.context
         self._read.synchronize()
         count = context.total_request_count
