@@ -129,6 +129,17 @@ CASES = {
         happened=lambda done: done.prefix_blocks,
         joined=True,
     ),
+    # Steps of 192 tokens hold four of these prompts with their beginnings, or one long one.
+    "whole-prompts": Case(
+        of((40, 45, 44, 43, 100) * 5, GREEDY.replace(max_tokens=9), sampled(max_tokens=14)),
+        {"chunked_prefill": True},
+        joined=True,
+    ),
+    "parts-of-prompts": Case(
+        of((120,) * 9, GREEDY.replace(max_tokens=9), sampled(max_tokens=14)),
+        {**CHUNKED, "step_tokens": 192},
+        happened=lambda done: done.chunks,
+    ),
     "added": Case(
         of((20, 30), GREEDY.replace(max_tokens=25)),
         later={4: of((40,), sampled()), 5: of((1, 64), GREEDY), 60: of((9,), GREEDY)},

@@ -114,9 +114,7 @@ class DecodeLoop:
         """Whether Megatron has to prepare the next step, because its requests are others."""
         if self._flights:
             return False
-        return (
-            self._rows is None or self._read_state() != self._state or bool(self._admissions.due())
-        )
+        return self._rows is None or self._read_state() != self._state or bool(self._due())
 
     @torch.inference_mode()
     def forward(self, new: bool) -> None:
@@ -217,8 +215,12 @@ class DecodeLoop:
         """Whether the context's next step is one of the loop's."""
         if not runs_here(self._host):
             return False
-        due = self._admissions.due()
+        due = self._due()
         return due is not None and bool(due or self._host.context.total_request_count)
+
+    def _due(self) -> int | None:
+        """Requests that may begin; where nothing is launched ahead, as Megatron has it."""
+        return self._admissions.due(freely=self.launches_ahead)
 
     def _launch_ahead(self, flight: Flight) -> None:
         """Launch the step after this one, unless something but tokens may come between them."""
@@ -328,7 +330,7 @@ class DecodeLoop:
     def _prepare_and_start(self, new: bool) -> None:
         """Launch a step after one whose tokens are known."""
         if new:
-            due = self._admissions.due()
+            due = self._due()
             self.interrupt()
             self._enter(due or 0)
         else:

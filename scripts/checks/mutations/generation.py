@@ -102,7 +102,12 @@ MUTATIONS = {
         "if True:",
     ),
     "decode_loop_admits_what_does_not_fit": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens < 0:", "if False:"
+        "absorbed_mla/generation/decode_loop/admissions.py", "if more > room:", "if False:"
+    ),
+    "decode_loop_leaves_steps_empty": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "return count if freely and tokens >= _FILLED * room else 0",
+        "return count",
     ),
     "decode_loop_forgets_prefix_hits": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
