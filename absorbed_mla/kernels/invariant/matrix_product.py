@@ -1,8 +1,9 @@
 """Kernel of a matrix product whose rows get the same bits among any number of rows.
 
-The order of sums is that of ``tiles.py``. Where there are few tiles, each part of a sum has its
-program, which stores it in fp32, and a second kernel adds the parts; otherwise one program computes
-part after part. Both add the same parts in the same order.
+The order of sums is that of ``tiles.py``. One program computes part after part of a tile. Where
+there are few tiles, and in the last ones of a product that would keep a part of the device busy
+only, each part has a program, which stores its sum in fp32, and a second kernel adds the parts.
+Both add the same parts in the same order.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.invariant.tiles import PART, SUMMANDS, Tile, tile_for
+from absorbed_mla.kernels.invariant.tiles import GROUP, PART, SUMMANDS, Tile, tile_for
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
 
-# Tiles of rows that are computed side by side, so that they find the columns in the cache.
-_GROUP = tl.constexpr(8)
+_GROUP = tl.constexpr(GROUP)
 # Elements of a program that adds parts, and parts that it loads together.
 _ADDED, _AT_ONCE = 512, 8
 
@@ -39,8 +39,8 @@ def matrix_product(
         bias: What can be expanded to [rows, columns], any floating dtype.
         dtype: Of the result; None: that of ``left``.
         tile: Instead of the one of ``tiles.py``; no bit depends on it.
-        split: Whether parts have programs of their own; None: where there are few tiles. No bit
-            depends on it.
+        split: Whether parts have programs of their own, in all tiles or in none; None: as the tile
+            has it. No bit depends on it.
 
     Returns:
         [rows, columns].
@@ -55,55 +55,58 @@ def matrix_product(
     parts = triton.cdiv(summands, PART)
     tile = tile or tile_for(rows, columns, parts, left.dtype)
     tiles = tile.count(rows, columns)
-    split = parts > 1 and (tiles < tile.few if split is None else split)
+    in_parts = tile.in_parts(rows, columns, parts) if split is None else split * tiles
+    whole = tiles - in_parts
+    # Columns from here on are those of tiles in parts.
+    first = whole // tile.row_tiles(rows) * tile.columns
     bias_ = result if bias is None else bias.expand(rows, columns)
+    with not_filled():
+        shape = (parts, rows, columns - first) if in_parts else (1,)
+        sums = torch.empty(shape, dtype=torch.float32, device=left.device)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(left):
-        if not split:
-            _multiply((tiles, 1), left, right, bias_, result, tile, False, bias is not None)
-            return result
-        with not_filled():
-            sums = torch.empty(parts, rows, columns, dtype=torch.float32, device=left.device)
-        _multiply((tiles, parts), left, right, bias_, sums, tile, True, False)
-        _add_kernel[(triton.cdiv(result.numel(), _ADDED),)](
-            sums,
-            bias_,
-            result,
-            result.numel(),
-            columns,
-            parts,
-            *bias_.stride(),
-            BLOCK=_ADDED,
-            AT_ONCE=_AT_ONCE,
-            HAS_BIAS=bias is not None,
-            INTERPRETED=interpreted(),
-        )
+        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, parts)
+        if in_parts:
+            _add_parts(sums, bias, bias_, result, first)
     return result
 
 
-def _multiply(grid, left, right, bias, result, tile: Tile, split: bool, has_bias: bool) -> None:
+def _multiply(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    expanded_bias: Tensor,
+    result: Tensor,
+    sums: Tensor,
+    tile: Tile,
+    whole: int,
+    in_parts: int,
+    parts: int,
+) -> None:
     rows, summands = left.shape
     # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
     # weights) are loaded in vectors only if it is a multiple. Else one kernel serves all numbers.
     unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
-    _product_kernel[grid](
+    _product_kernel[(whole + in_parts * parts,)](
         left,
         right,
-        bias,
+        expanded_bias,
         result,
+        sums,
         rows // unit,
         right.shape[1],
         summands,
+        whole,
+        in_parts,
         *left.stride(),
         *right.stride(),
-        *bias.stride(),
+        *expanded_bias.stride(),
         UNIT=unit,
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         BLOCK_K=SUMMANDS[left.dtype],
         PART=PART,
-        SPLIT=split,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=bias is not None,
         PRECISION=precision(left.dtype),
         INTERPRETED=interpreted(),
         num_warps=tile.num_warps,
@@ -111,15 +114,39 @@ def _multiply(grid, left, right, bias, result, tile: Tile, split: bool, has_bias
     )
 
 
-@triton.jit(do_not_specialize=["row_units"])
+def _add_parts(
+    sums: Tensor, bias: Tensor | None, expanded_bias: Tensor, result: Tensor, first: int
+) -> None:
+    """Add the parts of the columns from ``first`` on."""
+    parts, rows, columns = sums.shape
+    _add_kernel[(triton.cdiv(rows * columns, _ADDED),)](
+        sums,
+        expanded_bias,
+        result,
+        rows * columns,
+        first,
+        columns,
+        parts,
+        *expanded_bias.stride(),
+        BLOCK=_ADDED,
+        AT_ONCE=_AT_ONCE,
+        HAS_BIAS=bias is not None,
+        INTERPRETED=interpreted(),
+    )
+
+
+@triton.jit(do_not_specialize=["row_units", "whole", "in_parts"])
 def _product_kernel(
     left_ptr,
     right_ptr,
     bias_ptr,
     result_ptr,
+    sums_ptr,
     row_units,
     columns,
     summands,
+    whole,
+    in_parts,
     stride_l_r,
     stride_l_k,
     stride_r_k,
@@ -131,13 +158,18 @@ def _product_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PART: tl.constexpr,
-    SPLIT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     rows = row_units * UNIT
-    row_tile, column_tile = _place(rows, columns, BLOCK_R, BLOCK_C)
+    tile, first, past = tl.program_id(0), 0, summands
+    is_part = tile >= whole
+    if is_part:
+        first = (tile - whole) // in_parts * PART
+        past = first + 1
+        tile = whole + (tile - whole) % in_parts
+    row_tile, column_tile = _place(tile, rows, columns, BLOCK_R, BLOCK_C)
     first_row, first_column = row_tile * BLOCK_R, column_tile * BLOCK_C
     # [BLOCK_R], [BLOCK_C]; offsets within a tile fit 32 bits, those of tiles need not.
     row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
@@ -150,11 +182,6 @@ def _product_kernel(
     column_there = (first_column + column < columns)[None, :]
 
     total = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-    if SPLIT:
-        first, past = tl.program_id(1) * PART, tl.program_id(1) * PART + 1
-        result_ptr += tl.program_id(1).to(tl.int64) * rows * columns
-    else:
-        first, past = 0, summands
     for start in range(first, past, PART):
         part = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
         for step in range(start, tl.minimum(start + PART, summands), BLOCK_K):
@@ -172,25 +199,33 @@ def _product_kernel(
             part = product(a, b, part, PRECISION, INTERPRETED)
         total += part
     row, column = first_row + row, first_column + column
-    if HAS_BIAS:
-        bias = bias_ptr + row.to(tl.int64)[:, None] * stride_b_r + column[None, :] * stride_b_c
-        total += tl.load(bias, mask=row_there & column_there, other=0.0).to(tl.float32)
-    tl.store(
-        result_ptr + row.to(tl.int64)[:, None] * columns + column[None, :],
-        narrow(total, result_ptr.dtype.element_ty, INTERPRETED),
-        mask=row_there & column_there,
-    )
+    there = row_there & column_there
+    if is_part:
+        # The tiles before these take the columns before theirs, in all rows.
+        before = whole // ((rows + BLOCK_R - 1) // BLOCK_R) * BLOCK_C
+        width = columns - before
+        sums = sums_ptr + tl.cast(first // PART, tl.int64) * rows * width - before
+        tl.store(sums + row.to(tl.int64)[:, None] * width + column[None, :], total, mask=there)
+    else:
+        if HAS_BIAS:
+            at = row.to(tl.int64)[:, None] * stride_b_r + column[None, :] * stride_b_c
+            total += tl.load(bias_ptr + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(
+            result_ptr + row.to(tl.int64)[:, None] * columns + column[None, :],
+            narrow(total, result_ptr.dtype.element_ty, INTERPRETED),
+            mask=there,
+        )
 
 
 @triton.jit
-def _place(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """This program's tile: rows change first, within groups of tiles of rows."""
+def _place(tile, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Where a tile is: rows change first, within groups of tiles of rows."""
     row_tiles = (rows + BLOCK_R - 1) // BLOCK_R
     column_tiles = (columns + BLOCK_C - 1) // BLOCK_C
     group_tiles = _GROUP * column_tiles
-    first = tl.program_id(0) // group_tiles * _GROUP
+    first = tile // group_tiles * _GROUP
     in_group = tl.minimum(row_tiles - first, _GROUP)
-    place = tl.program_id(0) % group_tiles
+    place = tile % group_tiles
     return first + place % in_group, place // in_group
 
 
@@ -200,7 +235,8 @@ def _add_kernel(
     bias_ptr,
     result_ptr,
     count,
-    columns,
+    first_column,
+    width,
     parts,
     stride_b_r,
     stride_b_c,
@@ -218,10 +254,12 @@ def _add_kernel(
             sums = sums_ptr + tl.cast(part, tl.int64) * count + place
             # What is beyond the last part is +0, which changes no bit of a sum that began with +0.
             total += tl.load(sums, mask=inside & (part < parts), other=0.0)
+    row, column = place // width, first_column + place % width
     if HAS_BIAS:
-        row, column = place // columns, place % columns
         bias = bias_ptr + row.to(tl.int64) * stride_b_r + column * stride_b_c
         total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     tl.store(
-        result_ptr + place, narrow(total, result_ptr.dtype.element_ty, INTERPRETED), mask=inside
+        result_ptr + row.to(tl.int64) * (first_column + width) + column,
+        narrow(total, result_ptr.dtype.element_ty, INTERPRETED),
+        mask=inside,
     )

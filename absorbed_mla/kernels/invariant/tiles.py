@@ -16,6 +16,10 @@ import torch
 PART = 2048
 # Summands of a step, by dtype; the same in all tiles of the dtype.
 SUMMANDS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
+# Tiles of rows that are computed side by side, so that they find the columns in the cache.
+GROUP = 8
+# Times that an H200 is filled by so many tiles that the last ones do not matter.
+_MANY = 8
 # Programs that keep the memory of an H200 busy: two for each of its 132 multiprocessors.
 _ENOUGH = 264
 
@@ -31,6 +35,8 @@ class Tile:
         num_stages: Steps that are loaded ahead, plus one.
         least_rows: Products of fewer rows take a later tile of the table.
         few: In products of fewer tiles than this, each part of a tile has a program.
+        at_once: Programs that an H200 runs at the same time; 0: it is no matter. Where the last
+            tiles of a product would keep less than half of it busy, their parts have programs.
     """
 
     rows: int
@@ -39,20 +45,44 @@ class Tile:
     num_stages: int
     least_rows: int = 0
     few: int = _ENOUGH
+    at_once: int = 0
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.num_warps}x{self.num_stages}"
 
     def count(self, rows: int, columns: int) -> int:
         """Tiles of a product."""
-        return -(-rows // self.rows) * -(-columns // self.columns)
+        return self.row_tiles(rows) * -(-columns // self.columns)
+
+    def row_tiles(self, rows: int) -> int:
+        """Tiles that lie below each other."""
+        return -(-rows // self.rows)
+
+    def in_parts(self, rows: int, columns: int, parts: int) -> int:
+        """How many of the last tiles of a product have a program for each part.
+
+        Args:
+            rows: Of the product.
+            columns: Of the product.
+            parts: Of each sum.
+        """
+        tiles, below = self.count(rows, columns), self.row_tiles(rows)
+        if parts == 1:
+            return 0
+        if tiles < self.few:
+            return tiles
+        # Of many tiles the last ones are a small share. Those of a column stay together.
+        if not self.at_once or tiles > _MANY * self.at_once or below > GROUP:
+            return 0
+        last = -(-(tiles % self.at_once) // below) * below
+        return last if last <= self.at_once // 2 else 0
 
 
 # With few rows the weights are all that is read. Narrow tiles read the rows more often, wide ones
 # are few: the first tile that is enough programs is taken.
 TILES = (
-    Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, few=96),
-    Tile(64, 128, num_warps=4, num_stages=4, least_rows=17),
+    Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, few=96, at_once=132),
+    Tile(64, 128, num_warps=4, num_stages=4, least_rows=17, at_once=264),
     Tile(64, 64, num_warps=4, num_stages=4),
     Tile(64, 32, num_warps=4, num_stages=5),
 )

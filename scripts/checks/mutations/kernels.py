@@ -187,6 +187,11 @@ MUTATIONS = {
         "gl.where(row < count, part.load(layout), 0.0)",
         "part.load(layout)",
     ),
+    "last_tiles_in_other_columns": Mutation(
+        "absorbed_mla/kernels/invariant/matrix_product.py",
+        "row, column = place // width, first_column + place % width",
+        "row, column = place // width, place % width",
+    ),
     "parts_in_another_order": Mutation(
         "absorbed_mla/kernels/invariant/matrix_product.py",
         "            part = first + i\n",

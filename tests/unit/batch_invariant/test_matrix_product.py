@@ -74,6 +74,16 @@ class TestBits:
         expected = matrix_product(x, w.T, bias)
         assert torch.equal(matrix_product(x, w.T, bias, tile=tile, split=split), expected)
 
+    @pytest.mark.parametrize("rows", [3, ROWS])
+    def test_of_the_last_tiles(self, rows):
+        """Parts have programs in these only: here in those of one column of tiles, of five."""
+        tile = replace(TILES[-1], few=0, at_once=4 * -(-rows // 64))
+        x, w, bias = random(rows, SUMMANDS), random(COLUMNS, SUMMANDS, seed=1), random(COLUMNS)
+        assert tile.in_parts(rows, COLUMNS, 3) == tile.row_tiles(rows)
+        for added in (None, bias):
+            expected = matrix_product(x, w.T, added, split=False)
+            assert torch.equal(matrix_product(x, w.T, added, tile=tile), expected)
+
     def test_of_many_parts(self):
         """More than are loaded together."""
         x, w = random(2, 10 * SMALL_PART, dtype=FP32), random(10 * SMALL_PART, 33, dtype=FP32)
@@ -147,6 +157,22 @@ class TestTiles:
         narrow = tile_for(1, 576, 4, BF16)
         assert narrow == TILES[-1] and narrow.count(1, 576) == 18
 
+    @pytest.mark.parametrize(
+        ("rows", "columns", "parts", "expected"),
+        [
+            (128, 36864, 4, 24),  # 288 tiles, which an H200 does in two turns and a bit
+            (32, 36864, 4, 24),
+            (256, 18432, 4, 24),  # two rows of 144 tiles
+            (128, 36864, 1, 0),
+            (128, 24576, 4, 60),
+            (128, 24576 + 1024, 4, 0),  # of 200 tiles the last 68 are more than half of a turn
+            (128, 7168, 9, 56),  # all
+            (4096, 36864, 4, 0),
+        ],
+    )
+    def test_the_last_ones_in_parts(self, rows, columns, parts, expected):
+        assert tile_for(rows, columns, parts, BF16).in_parts(rows, columns, parts) == expected
+
     def test_all_tiles_sum_in_one_order(self):
         """Warp-group instructions need 64 rows and 4 warps."""
         assert all(t.rows % 64 == t.num_warps % 4 == 0 for t in TILES)
@@ -165,6 +191,9 @@ def test_bits_on_a_gpu(dtype, summands, columns):
     for rows in (1, 8, 16, 17, 64, 65, 128, 299):
         assert torch.equal(matrix_product(x[:rows], w.T), whole[:rows]), rows
     for tile in TILES if dtype != FP32 else (FP32_TILE, replace(FP32_TILE, rows=64)):
+        last = replace(tile, few=0, at_once=max(2, tile.count(130, columns) - 1))
+        found = matrix_product(x[:130], w.T, tile=last)
+        assert torch.equal(found, whole[:130]), f"{tile}, the last ones in parts"
         for split in (False, True):
             found = matrix_product(x[:130], w.T, tile=tile, split=split)
             assert torch.equal(found, whole[:130]), (str(tile), split)
