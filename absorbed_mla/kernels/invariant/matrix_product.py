@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.invariant.tiles import GROUP, PART, SUMMANDS, Tile, tile_for
+from absorbed_mla.kernels.invariant.tiles import (
+    GROUP,
+    PART,
+    SUMMANDS,
+    Tile,
+    part_length,
+    tile_for,
+)
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
 
@@ -52,7 +59,8 @@ def matrix_product(
         result = torch.empty(rows, columns, dtype=dtype or left.dtype, device=left.device)
     if not result.numel():
         return result
-    parts = triton.cdiv(summands, PART)
+    part = part_length(summands, columns, PART)
+    parts = triton.cdiv(summands, part)
     tile = tile or tile_for(rows, columns, parts, left.dtype)
     tiles = tile.count(rows, columns)
     in_parts = tile.in_parts(rows, columns, parts) if split is None else split * tiles
@@ -65,7 +73,7 @@ def matrix_product(
         sums = torch.empty(shape, dtype=torch.float32, device=left.device)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(left):
-        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, parts)
+        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, part)
         if in_parts:
             _add_parts(sums, bias, bias_, result, first)
     return result
@@ -81,13 +89,13 @@ def _multiply(
     tile: Tile,
     whole: int,
     in_parts: int,
-    parts: int,
+    part: int,
 ) -> None:
     rows, summands = left.shape
     # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
     # weights) are loaded in vectors only if it is a multiple. Else one kernel serves all numbers.
     unit = 16 if left.stride(0) == 1 and rows % 16 == 0 else 1
-    _product_kernel[(whole + in_parts * parts,)](
+    _product_kernel[(whole + in_parts * triton.cdiv(summands, part),)](
         left,
         right,
         expanded_bias,
@@ -96,6 +104,7 @@ def _multiply(
         rows // unit,
         right.shape[1],
         summands,
+        part,
         whole,
         in_parts,
         *left.stride(),
@@ -105,7 +114,6 @@ def _multiply(
         BLOCK_R=tile.rows,
         BLOCK_C=tile.columns,
         BLOCK_K=SUMMANDS[left.dtype],
-        PART=PART,
         HAS_BIAS=bias is not None,
         PRECISION=precision(left.dtype),
         INTERPRETED=interpreted(),
@@ -145,6 +153,7 @@ def _product_kernel(
     row_units,
     columns,
     summands,
+    part_length,
     whole,
     in_parts,
     stride_l_r,
@@ -157,7 +166,6 @@ def _product_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -166,7 +174,7 @@ def _product_kernel(
     tile, first, past = tl.program_id(0), 0, summands
     is_part = tile >= whole
     if is_part:
-        first = (tile - whole) // in_parts * PART
+        first = (tile - whole) // in_parts * part_length
         past = first + 1
         tile = whole + (tile - whole) % in_parts
     row_tile, column_tile = _place(tile, rows, columns, BLOCK_R, BLOCK_C)
@@ -182,9 +190,9 @@ def _product_kernel(
     column_there = (first_column + column < columns)[None, :]
 
     total = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-    for start in range(first, past, PART):
+    for start in range(first, past, part_length):
         part = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-        for step in range(start, tl.minimum(start + PART, summands), BLOCK_K):
+        for step in range(start, tl.minimum(start + part_length, summands), BLOCK_K):
             there = k < summands - step
             a = tl.load(
                 left + tl.cast(step, tl.int64) * stride_l_k,
@@ -204,7 +212,7 @@ def _product_kernel(
         # The tiles before these take the columns before theirs, in all rows.
         before = whole // ((rows + BLOCK_R - 1) // BLOCK_R) * BLOCK_C
         width = columns - before
-        sums = sums_ptr + tl.cast(first // PART, tl.int64) * rows * width - before
+        sums = sums_ptr + tl.cast(first // part_length, tl.int64) * rows * width - before
         tl.store(sums + row.to(tl.int64)[:, None] * width + column[None, :], total, mask=there)
     else:
         if HAS_BIAS:

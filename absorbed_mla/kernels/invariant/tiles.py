@@ -1,7 +1,8 @@
 """Tiles of the batch-invariant product: they settle its speed and must not settle its bits.
 
-An element is the sum over parts of ``PART`` summands, added one after the other in fp32. A part is
-a sum in steps of ``SUMMANDS``, each by instructions of one kind: all tiles have at least 64 rows
+An element is the sum over parts of :func:`part_length` summands, which depends on the weight only,
+added one after the other in fp32. A part is a sum in steps of ``SUMMANDS``, each by instructions of
+one kind: all tiles have at least 64 rows
 and 4 warps, so that Hopper's warp-group instruction computes them, whose order of sums should
 depend neither on the rows nor on the columns of a tile. The benchmark ``invariant_products.py``
 compares the bits on a GPU; should they differ there, a single tile in ``TILES`` makes them equal.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+# The shortest part of a sum of several.
 PART = 2048
 # Summands of a step, by dtype; the same in all tiles of the dtype.
 SUMMANDS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
@@ -20,7 +22,9 @@ SUMMANDS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 GROUP = 8
 # Times that an H200 is filled by so many tiles that the last ones do not matter.
 _MANY = 8
-# Programs that keep the memory of an H200 busy: two for each of its 132 multiprocessors.
+# Multiprocessors of an H200.
+_PROCESSORS = 132
+# Programs that keep its memory busy: two for each of them.
 _ENOUGH = 264
 
 
@@ -34,6 +38,7 @@ class Tile:
         num_warps: Of a program, a multiple of 4.
         num_stages: Steps that are loaded ahead, plus one.
         least_rows: Products of fewer rows take a later tile of the table.
+        enough: So do those in which fewer parts of tiles are summed up.
         few: In products of fewer tiles than this, each part of a tile has a program.
         at_once: Programs that an H200 runs at the same time; 0: it is no matter. Where the last
             tiles of a product would keep less than half of it busy, their parts have programs.
@@ -44,6 +49,7 @@ class Tile:
     num_warps: int
     num_stages: int
     least_rows: int = 0
+    enough: int = _ENOUGH
     few: int = _ENOUGH
     at_once: int = 0
 
@@ -81,13 +87,31 @@ class Tile:
 # With few rows the weights are all that is read. Narrow tiles read the rows more often, wide ones
 # are few: the first tile that is enough programs is taken.
 TILES = (
-    Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, few=96, at_once=132),
+    Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, enough=96, few=96, at_once=132),
     Tile(64, 128, num_warps=4, num_stages=4, least_rows=17, at_once=264),
     Tile(64, 64, num_warps=4, num_stages=4),
     Tile(64, 32, num_warps=4, num_stages=5),
 )
 # fp32 has no instruction for tiles: products are sums of one element after the other.
 FP32_TILE = Tile(32, 64, num_warps=4, num_stages=3)
+
+
+def part_length(summands: int, columns: int, shortest: int = PART) -> int:
+    """Summands of a part; the last one may have fewer.
+
+    Parts are stored in fp32 and read again. So there are no more of them than multiprocessors for
+    the tiles of 128 columns, where these are between a third of them and a half.
+
+    Args:
+        summands: Of an element.
+        columns: Of the product.
+        shortest: Least number of a sum of several parts.
+    """
+    tiles = -(-columns // 128)
+    if not _PROCESSORS // 3 < tiles <= _PROCESSORS // 2 or summands <= 2 * shortest:
+        return shortest
+    step = max(SUMMANDS.values())
+    return -(-summands // (2 * step)) * step
 
 
 def tile_for(rows: int, columns: int, parts: int, dtype: torch.dtype) -> Tile:
@@ -102,6 +126,6 @@ def tile_for(rows: int, columns: int, parts: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return FP32_TILE
     for tile in TILES:
-        if rows >= tile.least_rows and parts * tile.count(rows, columns) >= _ENOUGH:
+        if rows >= tile.least_rows and parts * tile.count(rows, columns) >= tile.enough:
             return tile
     return TILES[-1]
