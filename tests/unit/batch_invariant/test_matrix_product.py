@@ -19,7 +19,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.invariant import matrix_product as kernel
     from absorbed_mla.kernels.invariant import tiles as invariant_tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
-    from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, TILES, tile_for
+    from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, TILES, part_length, tile_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Of the result's rounding, and in fp32 of a sum of 2048, each added to the ones before.
@@ -156,6 +156,13 @@ class TestTiles:
         assert few.columns < some.columns and some.rows < many.rows
         narrow = tile_for(1, 576, 4, BF16)
         assert narrow == TILES[-1] and narrow.count(1, 576) == 18
+
+    @pytest.mark.parametrize(
+        ("summands", "columns", "expected"),
+        [(18432, 7168, 9216), (16500, 8448, 8256), (4096, 7168, PART), (16384, 8449, PART)],
+    )
+    def test_lengths_of_parts(self, summands, columns, expected):
+        assert part_length(summands, columns) == expected
 
     @pytest.mark.parametrize(
         ("rows", "columns", "parts", "expected"),
