@@ -325,7 +325,8 @@ class Engine:
             if loop is not None:
                 loop.interrupt()
             return None, self.host.step_modern()
-        loop.forward(self._replicas.any(loop.is_new()))
+        if not loop.forward(self._replicas.any(loop.is_new())):
+            return None, self.host.step_modern()
         # A graph calls no hook.
         self._passes = 1
         done = loop.go_on()

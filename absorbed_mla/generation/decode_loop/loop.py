@@ -117,14 +117,19 @@ class DecodeLoop:
         return self._rows is None or self._read_state() != self._state or bool(self._due())
 
     @torch.inference_mode()
-    def forward(self, new: bool) -> None:
+    def forward(self, new: bool) -> bool:
         """Run the model and draw the tokens, unless that was launched ahead; wait for them.
 
         Args:
             new: Whether Megatron prepares the step: :meth:`is_new`, of any rank that computes it.
+
+        Returns:
+            False, if there are no requests, because the scheduler has admitted none after all.
         """
         if new or not self._flights:
             self._prepare_and_start(new)
+        if not self._flights:
+            return False
         assert self._rows is not None
         flight = self._flights[0]
         # The device is busy meanwhile.
@@ -133,6 +138,7 @@ class DecodeLoop:
         start = time.perf_counter()
         flight.landing.wait()
         self.waited += time.perf_counter() - start
+        return True
 
     @torch.inference_mode()
     def go_on(self) -> tuple[list[Progress], list[DynamicInferenceRequestRecord]] | None:
@@ -242,7 +248,8 @@ class DecodeLoop:
         self._follow(ends, None)
         kept = rows.count
         if due or ((ends or flight.reads) and not rows.has_size_for(kept)):
-            self._enter(due)
+            self._admissions.admit(due)
+            self._enter()
         else:
             rows.publish()
         sampled = self._host.controller._sampled_tokens_cuda
@@ -332,18 +339,20 @@ class DecodeLoop:
         if new:
             due = self._due()
             self.interrupt()
-            self._enter(due or 0)
+            self._admissions.admit(due or 0)
+            if not self._host.context.total_request_count:
+                return
+            self._enter()
         else:
             assert self._rows is not None
             self._rows.publish()
         self._start()
 
-    def _enter(self, due: int) -> None:
-        """Let requests that wait begin, let Megatron prepare the step, and read what it is."""
+    def _enter(self) -> None:
+        """Let Megatron prepare the step, and read what its requests are."""
         host, context = self._host, self._host.context
         if self.graphs is not None:
             self.graphs.keep_for(context)
-        self._admissions.admit(due)
         # Without this event it would wait for the device.
         host.controller._dynamic_step_context_init(record_bookkeeping_done_event=True)
         self._rows = ContextRows(context)
