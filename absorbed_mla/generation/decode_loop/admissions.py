@@ -72,15 +72,14 @@ class Admissions:
             return count or None
         return None if self.due(freely=True) != 0 else 0
 
-    def admit(self, due: int) -> int:
+    def admit(self, due: int) -> None:
         """Let the first ``due`` requests that wait begin, or as many as there are blocks for.
 
-        Returns:
-            How many have begun: their rows are the context's last ones.
+        Their rows are the context's last ones.
         """
         host, context = self._host, self._host.context
         if not due:
-            return 0
+            return
         before = context.total_request_count
         # The scheduler sees no others, which it might read a part of.
         others = list(islice(host.waiting_request_ids, due, None))
@@ -91,10 +90,8 @@ class Admissions:
         # It has left messages for those who wait for its own steps.
         host._run_coroutine_sync(asyncio.sleep(0))
         self._count_prefix_hits()
-        begun = context.total_request_count - before
-        if not begun:
+        if context.total_request_count == before:
             self._refused = host.waiting_request_ids[0]
-        return begun
 
     def _none_may(self) -> bool:
         waiting = self._host.waiting_request_ids
