@@ -69,7 +69,10 @@ def test_kernels(tmp_path):
     # Some numbers of few rows wait on the stack from tile to tile, and where splits are combined.
     few = [k for k in kernels if k["kernel"] in ("attend_few_rows", "_combine_kernel")]
     assert max(k["stack"] for k in few) <= 16
-    known = (fp8, decode, backward, *sparse, multi_head, *few)
+    # Two numbers of a product in fp32 do, with Triton 3.7, from its beginning to its end.
+    fp32 = [k for k in kernels if k["kernel"] == "_product_kernel" and not k["products"]]
+    assert max(k["stack"] for k in fp32) <= 8
+    known = (fp8, decode, backward, *sparse, multi_head, *few, *fp32)
     others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

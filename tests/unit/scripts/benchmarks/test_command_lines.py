@@ -255,7 +255,7 @@ def test_mistakes(script, options, message, tmp_path, capsys, monkeypatch):
     [
         (Attention, "attention/[cl]*.json"),
         (Attention, "fp8/layer.json"),
-        (CachedAttention, "inference/[po][rf]*.json"),
+        (CachedAttention, "inference/[po][rf][ef]*.json"),
         (ContextParallel, "context-parallel/*.json"),
         (Conversion, "conversion/benchmark.json"),
         (FP8Training, "fp8/fp8_training.json"),
@@ -279,8 +279,10 @@ def test_published_results_are_shown_again(script, files, tmp_path, capsys, monk
     ("script", "file", "figure"),
     [
         (Decode, "decode/lengths.json", "tbps"),
+        (Drawing, "generation/drawing.json", "torch_us"),
         (Engine, "inference/engine.json", "generated"),
         (Fusions, "attention/fusions.json", "ours step_us"),
+        (InvariantProducts, "inference/products.json", "tflops"),
         (QKClip, "recipes/qk_clip.json", "step_ratio"),
         (QKClip, "recipes/qk_clip-maxima.json", "worst"),
     ],

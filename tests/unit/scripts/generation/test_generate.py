@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.generation.engine import Engine
 from tests.support import needs
@@ -307,9 +306,7 @@ class TestFaults:
         assert "warning" not in run("--prompt", "a", *FEW).err
 
     def test_interrupted(self, run):
-        with mock.patch.object(
-            DynamicInferenceEngine, "step_modern", side_effect=KeyboardInterrupt
-        ):
+        with mock.patch.object(Engine, "step", side_effect=KeyboardInterrupt):
             assert run("--prompt", "a", *FEW).code == 130
 
     def test_nobody_reads(self, run):
