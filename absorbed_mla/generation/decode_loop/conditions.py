@@ -9,7 +9,18 @@ from megatron.core.inference.engines.dynamic_engine import EngineState
 from absorbed_mla.inference.tiered_context import TieredContext
 
 # Of Megatron 0.19; where a later one has other names, its own steps run.
+_HOST = (
+    "_can_schedule_chunked_prefill",
+    "_can_schedule_non_chunked_prefill",
+    "_cg_admission_gating_active",
+    "_prefill_tokens_computed",
+    "_prefill_tokens_skipped",
+    "_prefix_cache_blocks_matched",
+    "_prefix_cache_hits",
+    "schedule_waiting_requests",
+)
 _CONTEXT = (
+    "_bookkeeping_h2d_done_event",
     "_cpu_bookkeeping_buf",
     "_cpu_mha_block_table",
     "_cpu_mha_cu_kv_seq_lengths",
@@ -55,7 +66,8 @@ def why_never(host: DynamicInferenceEngine) -> str:
         "events of tokens are recorded": host.track_generated_token_events,
         "steps are logged": host.logging_step_interval > 0,
         "this Megatron has other tables": not (
-            all(hasattr(context, name) for name in _CONTEXT)
+            all(hasattr(host, name) for name in _HOST)
+            and all(hasattr(context, name) for name in _CONTEXT)
             and all(hasattr(context.kv_block_allocator, name) for name in _ALLOCATOR)
             and all(hasattr(controller, name) for name in _CONTROLLER)
         ),
@@ -83,8 +95,6 @@ def may_admit(host: DynamicInferenceEngine) -> bool:
     If not, it looks at no other. That stays so until a running request ends, since nothing else
     gives back blocks or rows.
     """
-    if not host.waiting_request_ids:
-        return False
     request = host.get_request(host.waiting_request_ids[0])
     if host.enable_chunked_prefill:
         return host._can_schedule_chunked_prefill(request)
