@@ -73,7 +73,7 @@ def matrix_product(
         sums = torch.empty(shape, dtype=torch.float32, device=left.device)
     # Triton launches on the current device, whatever the tensors' is.
     with torch.cuda.device_of(left):
-        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, part)
+        _multiply(left, right, bias, bias_, result, sums, tile, whole, in_parts, part, first)
         if in_parts:
             _add_parts(sums, bias, bias_, result, first)
     return result
@@ -90,6 +90,7 @@ def _multiply(
     whole: int,
     in_parts: int,
     part: int,
+    first: int,
 ) -> None:
     rows, summands = left.shape
     # What Triton is told of the number of rows: rows that lie beside each other (a gradient of
@@ -107,6 +108,7 @@ def _multiply(
         part,
         whole,
         in_parts,
+        first,
         *left.stride(),
         *right.stride(),
         *expanded_bias.stride(),
@@ -143,7 +145,7 @@ def _add_parts(
     )
 
 
-@triton.jit(do_not_specialize=["row_units", "whole", "in_parts"])
+@triton.jit(do_not_specialize=["row_units", "whole", "in_parts", "first_in_parts"])
 def _product_kernel(
     left_ptr,
     right_ptr,
@@ -156,6 +158,7 @@ def _product_kernel(
     part_length,
     whole,
     in_parts,
+    first_in_parts,
     stride_l_r,
     stride_l_k,
     stride_r_k,
@@ -209,10 +212,8 @@ def _product_kernel(
     row, column = first_row + row, first_column + column
     there = row_there & column_there
     if is_part:
-        # The tiles before these take the columns before theirs, in all rows.
-        before = whole // ((rows + BLOCK_R - 1) // BLOCK_R) * BLOCK_C
-        width = columns - before
-        sums = sums_ptr + tl.cast(first // part_length, tl.int64) * rows * width - before
+        width = columns - first_in_parts
+        sums = sums_ptr + tl.cast(first // part_length, tl.int64) * rows * width - first_in_parts
         tl.store(sums + row.to(tl.int64)[:, None] * width + column[None, :], total, mask=there)
     else:
         if HAS_BIAS:

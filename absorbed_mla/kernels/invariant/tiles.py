@@ -24,7 +24,9 @@ GROUP = 8
 _MANY = 8
 # Multiprocessors of an H200.
 _PROCESSORS = 132
-# Programs that keep its memory busy: two for each of them.
+# Programs of wide tiles that keep its memory busy if none of them has to wait for another.
+_ONE_TURN = 96
+# Programs that do so in any case: two for each of them.
 _ENOUGH = 264
 
 
@@ -63,6 +65,20 @@ class Tile:
     def row_tiles(self, rows: int) -> int:
         """Tiles that lie below each other."""
         return -(-rows // self.rows)
+
+    def is_enough(self, rows: int, columns: int, parts: int) -> bool:
+        """Whether a product of parts of these tiles keeps the memory busy.
+
+        Args:
+            rows: Of the product.
+            columns: Of the product.
+            parts: Of each sum.
+        """
+        programs = parts * self.count(rows, columns)
+        if self.columns == 128 and _ONE_TURN <= programs <= _PROCESSORS:
+            # One program for each multiprocessor, or nearly so. No 64 rows may be empty.
+            return rows > self.rows - 64
+        return rows >= self.least_rows and programs >= self.enough
 
     def in_parts(self, rows: int, columns: int, parts: int) -> int:
         """How many of the last tiles of a product have a program for each part.
@@ -126,6 +142,6 @@ def tile_for(rows: int, columns: int, parts: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return FP32_TILE
     for tile in TILES:
-        if rows >= tile.least_rows and parts * tile.count(rows, columns) >= tile.enough:
+        if tile.is_enough(rows, columns, parts):
             return tile
     return TILES[-1]

@@ -180,6 +180,21 @@ class TestTiles:
     def test_the_last_ones_in_parts(self, rows, columns, parts, expected):
         assert tile_for(rows, columns, parts, BF16).in_parts(rows, columns, parts) == expected
 
+    @pytest.mark.parametrize(
+        ("rows", "columns", "parts", "expected"),
+        [
+            (1, 7168, 2, (64, 128)),  # 112 programs
+            (64, 7168, 2, (64, 128)),
+            (128, 7168, 2, (128, 128)),
+            (128, 7168, 1, (64, 128)),
+            (128, 8448, 1, (64, 128)),  # 132
+            (1, 2112, 4, (64, 32)),  # 68 programs of wide tiles
+        ],
+    )
+    def test_one_program_for_each_multiprocessor(self, rows, columns, parts, expected):
+        tile = tile_for(rows, columns, parts, BF16)
+        assert (tile.rows, tile.columns) == expected
+
     def test_all_tiles_sum_in_one_order(self):
         """Warp-group instructions need 64 rows and 4 warps."""
         assert all(t.rows % 64 == t.num_warps % 4 == 0 for t in TILES)
