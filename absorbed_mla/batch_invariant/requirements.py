@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_enabled
 from absorbed_mla.options import AbsorbedMLAOptions
 
-_BACKENDS = ("auto", "triton", "reference")
+_BACKENDS = ("auto", "hopper", "triton", "reference")
 # Option -> (accepted values, why others are refused).
 _OPTIONS: dict[str, tuple[tuple, str]] = {
     "form": (("auto", "absorbed"), "a token must be computed in one form"),
@@ -81,14 +81,12 @@ def _one_backend(options: AbsorbedMLAOptions) -> dict[str, str]:
             f"{options.core_attention_backend!r} and paged_attention_backend="
             f"{options.paged_attention_backend!r} differ; leave one of them 'auto'"
         )
+    if explicit == {"hopper"} and options.latent_cache_dtype == "fp8":
+        raise ValueError(
+            "batch_invariant=True with latent_cache_dtype='fp8' does not go with the attention "
+            "backend 'hopper'; use 'auto' or 'triton'"
+        )
     return dict.fromkeys(names, next(iter(explicit), "auto"))
-
-
-def backend_for(name: str, device: torch.device) -> str:
-    """The backend of parity mode: the named one; for "auto" the one of the device."""
-    if name != "auto":
-        return name
-    return "triton" if device.type == "cuda" else "reference"
 
 
 def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:

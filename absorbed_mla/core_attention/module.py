@@ -26,7 +26,12 @@ from absorbed_mla.core_attention.key_source import TrainableKeySource
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.max_logits import MaxLogits
-from absorbed_mla.core_attention.selection import candidates, choose_batch_invariant, fastest
+from absorbed_mla.core_attention.selection import (
+    candidates,
+    choose_batch_invariant,
+    fastest,
+    invariant_name,
+)
 from absorbed_mla.dims import MLADims
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.sequences import SequenceLayout
@@ -171,8 +176,9 @@ class LatentCoreAttention(nn.Module):
         # Kernels are not launched for an empty batch.
         backend = "reference" if empty else options.core_attention_backend
         if options.batch_invariant:
-            invariant = choose_batch_invariant(requests["absorbed"], backend, keys.num_blocks)
-            return self._forms["absorbed"], invariant
+            wanted = requests["absorbed"]
+            name = backend if empty else invariant_name(options, wanted)
+            return self._forms["absorbed"], choose_batch_invariant(wanted, name, keys.num_blocks)
         # By ``training``, not by whether gradients are enabled: recomputation runs the first
         # forward without them, and must get the same choice.
         work = layout.tables.get(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
 from absorbed_mla.core_attention.cost import (
     MEASURED_GPU,
@@ -18,9 +17,11 @@ from absorbed_mla.core_attention.cost import (
     search_seconds,
     seconds,
 )
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
 from absorbed_mla.core_attention.tiled_reference import TiledReferenceBackend
 from absorbed_mla.dims import MLADims
 from absorbed_mla.log_once import log_once
+from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 
 logger = logging.getLogger(__name__)
@@ -105,20 +106,36 @@ def choose(
     return fastest(candidates(requests, backend), dims, work)
 
 
+def invariant_name(options: AbsorbedMLAOptions, request: AttentionRequest) -> str:
+    """The backend of training and of a cache in parity mode.
+
+    Args:
+        options: Of the layer.
+        request: What training needs, in the absorbed form.
+    """
+    name = options.core_attention_backend
+    if name != "auto":
+        return name
+    if request.device.type != "cuda":
+        return "reference"
+    # What the cache holds is an option, so that training and cache agree.
+    fp8 = options.latent_cache_dtype == "fp8"
+    return "triton" if fp8 or ATTENTION_BACKENDS["hopper"].why_not(request) else "hopper"
+
+
 def choose_batch_invariant(
-    request: AttentionRequest, backend: str, key_blocks: int
+    request: AttentionRequest, name: str, key_blocks: int
 ) -> AttentionBackend:
     """The backend of the absorbed form that gives a token the same bits in every batch.
 
     Args:
         request: What it must be able to do, in the absorbed form.
-        backend: ``"triton"``, ``"reference"``, or ``"auto"`` for the one of the device.
+        name: ``"hopper"``, ``"triton"`` or ``"reference"``.
         key_blocks: Number of blocks that the keys come in.
 
     Raises:
         ValueError: If no backend can do that.
     """
-    name = backend_for(backend, request.device)
     refused = {
         "it takes no attention_mask": request.masked,
         "it drops nothing (attention_dropout=0)": request.dropout,
@@ -127,10 +144,10 @@ def choose_batch_invariant(
         and request.device.type != "cpu",
     }
     reasons = [reason for reason, holds in refused.items() if holds]
-    runnable: list[AttentionBackend] = [TiledReferenceBackend()]
     if name != "reference" and not reasons:
-        runnable, refusals = ATTENTION_BACKENDS.examine(name, request)
+        refusals = ATTENTION_BACKENDS.examine(name, request)[1]
         reasons = [f"{name}: {reason}" for reason in refusals.values()]
     if reasons:
         raise ValueError(f"batch_invariant=True cannot run here: {'; '.join(reasons)}")
-    return runnable[0]
+    made = {"reference": TiledReferenceBackend, "hopper": InvariantHopper}
+    return made[name]() if name in made else ATTENTION_BACKENDS[name]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from absorbed_mla.batch_invariant.requirements import backend_for
 from absorbed_mla.core_attention.attend import AttentionPlan, attend
 from absorbed_mla.core_attention.backend import AttentionBackend, AttentionRequest
 from absorbed_mla.core_attention.cost import Work, machine_name
@@ -18,13 +17,14 @@ from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.merge import merge
-from absorbed_mla.core_attention.selection import choose
+from absorbed_mla.core_attention.selection import choose, invariant_name
 from absorbed_mla.dims import MLADims
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference import backend as paged
 from absorbed_mla.inference.backend import PagedBackend, PagedRequest
 from absorbed_mla.inference.chunked_context import ChunkedContext
 from absorbed_mla.inference.interleaved import InterleavedAttention
+from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.segments import (
     ALL_ABSORBED,
@@ -227,7 +227,7 @@ class CachedAttention:
         if self._paged_choice is None or self._paged_choice[0] != request:
             name = self.options.paged_attention_backend
             if self.options.batch_invariant:  # the backend of training
-                name = backend_for(name, q.device)
+                name = invariant_name(self.options, training_request(request))
             self._paged_choice = request, paged.choose(name, request)
         return self._paged_choice[1]
 

@@ -52,6 +52,45 @@ def _(q_content, q_rope, latent, k_rope, query_tiles, scale, kernel, record_larg
 
 
 @operator
+def latent_attention_in_pieces(
+    q_content: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    query_tiles: Tensor,
+    sequences: Tensor,
+    most_queries: int,
+    most_keys: int,
+    scale: float,
+    record_largest: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`latent_attention_forward`, of ``kernels/hopper/forward_in_pieces.py``."""
+    module = _kernel_module("hopper", "forward_in_pieces")
+    largest = _largest(q_content, record_largest)
+    inputs = (q_content, q_rope, latent, k_rope, query_tiles, sequences, most_queries, most_keys)
+    with torch.cuda.device_of(q_content):
+        recorded = largest if record_largest else None
+        return *module.forward_in_pieces(*inputs, scale, recorded), largest
+
+
+@torch.library.register_fake(latent_attention_in_pieces)
+def _(
+    q_content,
+    q_rope,
+    latent,
+    k_rope,
+    query_tiles,
+    sequences,
+    most_queries,
+    most_keys,
+    scale,
+    record_largest=False,
+):
+    lse = q_content.new_empty(q_content.shape[:3], dtype=torch.float32)
+    return q_content.new_empty(q_content.shape), lse, _largest(q_content, record_largest)
+
+
+@operator
 def multi_head_attention_forward(
     q: Tensor,
     k: Tensor,

@@ -247,6 +247,7 @@ class Pointer:
         assert (inside | (size == 0)).all(), "asked for beyond the tensor"
 
     def store(self, value, mask):
+        mask = torch.as_tensor(mask)
         offset, value, mask = torch.broadcast_tensors(self.offset, value, mask)
         self.base[offset[mask].long()] = value[mask].to(self.base.dtype)
 

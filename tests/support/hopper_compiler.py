@@ -124,17 +124,18 @@ def search_kernel() -> None:
 
 
 def decode_kernels() -> None:
-    """Decoding over a paged cache, in splits."""
+    """Decoding over a paged cache in splits; in parity mode piece by piece, too, for many tiles."""
     from absorbed_mla.kernels import operators
 
-    requests, length = 2, 8192
+    length = 8192
     cache = torch.zeros(length // 64, 64, KV_LORA_RANK + ROPE, dtype=BF16)
-    lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
-    table = torch.zeros(requests, length // 64, dtype=torch.int32)
-    query = [torch.zeros(requests, HEADS, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
-    operators.paged_attention_forward(
-        *query, cache, *lists, table, 1, length, 0.1, 0, None, False, kernel="hopper"
-    )
+    for requests, batch_invariant in ((2, False), (1, True), (128, True)):
+        lists = [torch.zeros(requests, dtype=torch.int32) for _ in range(3)]
+        table = torch.zeros(requests, length // 64, dtype=torch.int32)
+        query = [torch.zeros(requests, HEADS, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
+        operators.paged_attention_forward(
+            *query, cache, *lists, table, 1, length, 0.1, 0, None, batch_invariant, kernel="hopper"
+        )
 
 
 def fp8_cache_kernels() -> None:

@@ -21,8 +21,12 @@ class PagedHopper(PagedKernelBackend):
     rates: ClassVar[Rates] = {"NVIDIA H200": (640.0, 640.0)}
 
     def why_not(self, request: PagedRequest) -> str | None:
-        """As in training, and for the cache's block size, which may be any of FP8 rows."""
+        """As in training, and for the cache's block size, which may be any of FP8 rows.
+
+        In parity mode training has chosen, and the kernel raises if it cannot load the keys.
+        """
         by_pages = request.device.type == "cuda" and request.latent_cache_dtype == "model"
+        by_pages &= not request.batch_invariant
         if by_pages and request.block_size % _PAGE_TOKENS:
             return (
                 f"it needs a block size that is a multiple of {_PAGE_TOKENS}; the cache has "

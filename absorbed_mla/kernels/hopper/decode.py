@@ -11,9 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from absorbed_mla.kernels.fp8_latents import GROUP
 from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
+from absorbed_mla.kernels.hopper.decode_pieces_kernel import attend_decode_pieces
 from absorbed_mla.kernels.hopper.few_rows_kernel import attend_few_rows
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+from absorbed_mla.kernels.hopper.pieces import PIECE
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.launch import launch
@@ -22,6 +24,7 @@ from absorbed_mla.kernels.paged.combine import combine, places
 from absorbed_mla.kernels.paged.forward import keys_of
 from absorbed_mla.kernels.paged.padding import clear_padding
 from absorbed_mla.kernels.paged.schedule import Schedule, schedule
+from absorbed_mla.kernels.scratch import not_filled
 
 # Keys that one copy loads, at least: 8 would be possible, but are a KiB only.
 LEAST_PAGE = 16
@@ -79,8 +82,9 @@ def forward(
         scale: Multiplies the scores.
         key_start: First key in the cache.
         key_end: One past the last key that is seen, or None.
-        batch_invariant: No splits: a token's result then depends on its query and keys only, and
-            is bitwise that of forward.py.
+        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself: a token's result
+            then depends on its query and keys only. With at most ``PIECE`` keys it is bitwise that
+            of forward.py.
         num_splits: Splits of the keys of every request; None: the device chooses.
         table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
             None: it is made.
@@ -111,6 +115,11 @@ def forward(
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
+    if batch_invariant and window > PIECE.value and not split_kv.splits:
+        keys = _key_maps(cache, *widths, page)
+        _launch_pieces(queries, keys, table, block_table, (out, lse), block_size, scale, division)
+        clear_padding(query_starts, query_lengths, out, lse)
+        return out, lse
     if rows in _FEW_ROWS:
         kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *_fp8_keys(cache))
         constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
@@ -118,12 +127,13 @@ def forward(
         kernel, keys = attend_fp8_decode, _fp8_keys(cache)
     else:
         kernel, keys = attend_decode, _key_maps(cache, *widths, page)
-    results, division = (out, lse, *waiting), (tiles, split_kv)
+    results = out, lse, *waiting
     _launch(
         kernel, queries, keys, table, block_table, results, block_size, scale, division, constants
     )
     if split_kv.splits:
-        combine(*waiting, table, tiles, split_kv, (query_starts, query_lengths), (out, lse))
+        lists, result = (query_starts, query_lengths), (out, lse)
+        combine(*waiting, table, tiles, split_kv, lists, result, in_order=batch_invariant)
     else:
         clear_padding(query_starts, query_lengths, out, lse)
     return out, lse
@@ -141,13 +151,16 @@ def divide(
 ) -> plan.Division:
     """As ``divide`` of paged/forward.py."""
     tokens, heads, _ = q_content.shape
-    num_splits = 1 if batch_invariant else num_splits
     rows = ROWS.value
     # In parity mode a token's result must not depend on how many there are.
     if not batch_invariant and _has_pieces(q_content, q_rope, cache, window):
         wanted = plan.power_of_two(heads) * max_query_length
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
     tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
+    if batch_invariant:
+        few = tiles.max_tiles * tiles.head_blocks < plan.processors(q_content.device)
+        # Every piece has a program where tiles would leave some of the device idle.
+        num_splits = -(PIECE.value // KEYS.value) if few and window > PIECE.value else 1
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     return plan.Division(tiles, split_kv, KEYS.value, window)
 
@@ -214,6 +227,50 @@ def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
     return words, *(stride // UNIT.value for stride in words.stride()[:2]), size
 
 
+def _launch_pieces(
+    queries: tuple[TensorDescriptor, ...],
+    keys: tuple[TensorDescriptor, ...],
+    table: Schedule,
+    block_table: Tensor,
+    result: tuple[Tensor, Tensor],
+    block_size: int,
+    scale: float,
+    division: plan.Division,
+) -> None:
+    """Run the kernel that adds up the pieces of a tile's keys; see there."""
+    tiles, split_kv, _, _ = division
+    out, lse = result
+    programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
+    with not_filled():
+        sums = (
+            lse.new_empty(programs, ROWS.value, out.shape[2]),
+            lse.new_empty(programs, 2, ROWS.value),
+        )
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    launch(
+        attend_decode_pieces,
+        (programs,),
+        *queries,
+        *keys,
+        *table,
+        block_table,
+        out,
+        lse,
+        *sums,
+        split_kv.parts,
+        block_size,
+        block_table.stride(0),
+        out.shape[1],
+        tiles.head_blocks,
+        scale / math.log(2),
+        HEADS=tiles.heads,
+        C=out.shape[2],
+        R=queries[1].block_shape[-1],
+        num_warps=4,
+    )
+
+
 def _launch(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
@@ -223,11 +280,11 @@ def _launch(
     results: tuple[Tensor, ...],
     block_size: int,
     scale: float,
-    division: tuple[plan.Tiles, plan.SplitKV],
+    division: plan.Division,
     constants: dict[str, int],
 ) -> None:
     """Run a kernel; its arguments are described there."""
-    tiles, split_kv = division
+    tiles, split_kv, _, _ = division
     heads, kv_lora_rank = results[0].shape[1:]
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()

@@ -41,16 +41,24 @@ class ProgramTiles:
     @gluon.jit
     def count(self):
         """How many the program has."""
-        turns = self.total // gl.num_programs(0)
-        return turns + gl.where(self._number(turns) < self.total, 1, 0)
+        return count_turns(self.total)
 
     @gluon.jit
     def tile(self, turn):
         """One of them."""
-        return read_tile(self.tiles, self._number(turn), self.batches, self.heads, self.HEADS)
+        return read_tile(self.tiles, dealt(turn), self.batches, self.heads, self.HEADS)
 
-    @gluon.jit
-    def _number(self, turn):
-        programs = gl.num_programs(0)
-        program = gl.program_id(0)
-        return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+@gluon.jit
+def count_turns(total):
+    """How many of ``total`` tiles the program gets."""
+    turns = total // gl.num_programs(0)
+    return turns + gl.where(dealt(turns) < total, 1, 0)
+
+
+@gluon.jit
+def dealt(turn):
+    """The number of the tile that the program gets in a turn."""
+    programs = gl.num_programs(0)
+    program = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)

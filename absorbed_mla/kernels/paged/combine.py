@@ -29,6 +29,8 @@ def combine(
     split_kv: SplitKV,
     requests: tuple[Tensor, Tensor],
     result: tuple[Tensor, Tensor],
+    *,
+    in_order: bool = False,
 ) -> None:
     """Write output and LSE of the tokens whose keys were split, and of those in no request.
 
@@ -43,6 +45,8 @@ def combine(
         split_kv: Bounds of the parts.
         requests: Where each begins on the token axis, and its new tokens; int32 [Q] each.
         result: Output [T, N, C] and LSE [T, N], contiguous.
+        in_order: Add split after split, as parity mode does (``hopper/pieces.py``); else some
+            together.
     """
     out, lse = result
     tokens, heads, kv_lora_rank = out.shape
@@ -70,6 +74,7 @@ def combine(
         C=kv_lora_rank,
         COLUMNS=columns,
         REQUESTS=REQUESTS_AT_A_TIME,
+        IN_ORDER=in_order,
         INTERPRETED=interpreted(),
         num_warps=4,
     )
@@ -103,6 +108,7 @@ def _combine_kernel(
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
     REQUESTS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     if tl.program_id(0) >= num_places:
@@ -127,7 +133,12 @@ def _combine_kernel(
     begin, end = pieces * number // count, pieces * (number + 1) // count
     places = (first_part, count, head_blocks)
     sources, results = (split_out_ptr, split_lse_ptr), (out_ptr, lse_ptr)
-    if count <= _FEW:
+    if IN_ORDER:
+        _combine_pieces(
+            sources, results, places, first, heads, begin, end, HEADS, TOKENS, C, COLUMNS, 1,
+            INTERPRETED,
+        )  # fmt: skip
+    elif count <= _FEW:
         _combine_pieces(
             sources, results, places, first, heads, begin, end, HEADS, TOKENS, C, COLUMNS, _FEW,
             INTERPRETED,
@@ -169,7 +180,7 @@ def _combine_pieces(
         TOKENS: Tokens in a tile.
         C: ``kv_lora_rank``.
         COLUMNS: Of a piece.
-        SPLITS: Loaded at once.
+        SPLITS: Loaded at once, and added up before they are added to the others.
         INTERPRETED: Whether this runs in the interpreter.
     """
     split_out_ptr, split_lse_ptr = sources
@@ -209,9 +220,11 @@ def _combine_pieces(
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             decay = tl.exp2(top - shift)
             weight = tl.exp2(lse - shift[:, None])
-            total = total * decay + tl.reduce(weight, 1, tl.standard._sum_combine)
+            weights = tl.reduce(weight, 1, tl.standard._sum_combine)
             weighted = tl.reduce(values * weight[:, :, None], 1, tl.standard._sum_combine)
-            acc = acc * decay[:, None] + weighted
+            # One split at a time: compilers may not choose what is rounded, parity depends on it.
+            total = tl.fma(total, decay, weights)
+            acc = tl.fma(acc, decay[:, None].broadcast_to(ROWS, COLUMNS), weighted)
             top = higher
         blind = total == 0.0
         out = acc / tl.where(blind, 1.0, total)[:, None]

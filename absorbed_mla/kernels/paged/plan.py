@@ -60,7 +60,8 @@ class SplitKV(NamedTuple):
         parts: Maximum parts. A part has a program for each of the tiles for all heads of a token.
         programs: Programs that run at a time.
         min_blocks: Minimum blocks of keys in a part, where there are that many.
-        num_splits: Splits of every request, each a part; 0: the device chooses (``split_kv.py``).
+        num_splits: Splits of every request, each a part; 0: the device chooses (``split_kv.py``);
+            negative: a split for every so many blocks of keys.
     """
 
     parts: int
@@ -164,14 +165,15 @@ def split_kv_for(
         block_keys: Keys that a program loads at a time.
         resident: Programs that run on a multiprocessor at a time.
         device: Where the kernels run.
-        num_splits: Splits of every request; None: the device chooses.
+        num_splits: Splits of every request, or as in ``SplitKV``; None: the device chooses.
     """
     concurrent = processors(device) * resident
     min_blocks = max(_MIN_SPLIT_KEYS // block_keys, 1) if device.type == "cuda" else 1
     if num_splits is None and tiles.max_tiles * tiles.head_blocks >= _ENOUGH * concurrent:
         num_splits = 1
     if num_splits is not None:
-        return SplitKV(tiles.max_tiles * num_splits, concurrent, min_blocks, num_splits)
+        each = num_splits if num_splits > 0 else -(-keys // (-num_splits * block_keys))
+        return SplitKV(tiles.max_tiles * each, concurrent, min_blocks, num_splits)
     most = max(-(-keys // block_keys) // min_blocks, 1)
     parts = min(max(concurrent // tiles.head_blocks, 1), tiles.max_tiles * most)
     return SplitKV(parts, concurrent, min_blocks, 0)

@@ -127,7 +127,8 @@ def _schedule_kernel(
     CUTS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    chosen, together, least = 1, num_splits < 0, 1
+    # Cut every so many blocks, if that is what is asked for; tiles are not together (false).
+    chosen, together, least = tl.maximum(-num_splits, 1), num_splits != num_splits, 1
     if num_splits == 0:
         chosen, together = choose_step(
             lengths_ptr,

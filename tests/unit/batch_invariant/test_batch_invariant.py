@@ -170,7 +170,11 @@ class TestRefused:
         "options, named",
         [
             ({"form": "expanded"}, "form='expanded'"),
-            ({"core_attention_backend": "hopper"}, "core_attention_backend='hopper'"),
+            ({"core_attention_backend": "cudnn"}, "core_attention_backend='cudnn'"),
+            (
+                {"core_attention_backend": "hopper", "latent_cache_dtype": "fp8"},
+                "backend 'hopper'; use 'auto' or 'triton'",
+            ),
             ({"paged_attention_backend": "flash_mla"}, "paged_attention_backend='flash_mla'"),
             (
                 {"core_attention_backend": "triton", "paged_attention_backend": "reference"},
@@ -209,7 +213,8 @@ class TestRefused:
         ("backend", "device", "key_blocks", "reason"),
         [
             ("reference", "cuda", 1, "on the CPU only"),
-            ("auto", "cpu", 2, "no context parallelism"),
+            ("reference", "cpu", 2, "no context parallelism"),
+            ("hopper", "cpu", 1, "hopper: it needs a GPU"),
             ("triton", "cpu", 1, "triton: it needs a GPU"),
         ],
     )

@@ -7,6 +7,7 @@ what the compiler makes of it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
 from tests.support.hostile import poisoned_memory
@@ -45,7 +49,11 @@ def run(launcher, kernel: str, seed: int = 0, module: str | None = None):
 with triton_interpreter():
     import absorbed_mla.kernels.paged.forward  # noqa: F401
     from absorbed_mla.core_attention.masks.tiles import query_tiles
+    from absorbed_mla.inference.rows import Rows
     from absorbed_mla.kernels.hopper import decode, forward
+    from absorbed_mla.kernels.hopper.pieces import PIECE as _PIECE
+
+PIECE = _PIECE.value
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +79,7 @@ def decode_kernels(fp8: bool, seed: int):
         with run(decode, "fp8_decode", seed, "fp8_rows"), run(decode, "few_rows", seed):
             yield
     else:
-        with run(decode, "decode", seed):
+        with run(decode, "decode", seed), run(decode, "decode_pieces", seed):
             yield
 
 
@@ -205,6 +213,81 @@ class TestBatchInvariance:
         hidden = torch.ones(90, 90, dtype=torch.bool, device=DEVICE).triu(1)[:, None, None]
         expected = scores.masked_fill(hidden, -torch.inf).amax(-1)
         torch.testing.assert_close(largest.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class TestPieces:
+    """Parity mode's pieces of keys, with a program each and one after the other in a program."""
+
+    # Tokens of a tile lie on both sides of the ends of the first and the second piece.
+    LENGTHS = (4300, 2 * PIECE + 1, PIECE, PIECE + 2, 70)
+    CASE = PagedCase((1, 3, 1, 4, 2), LENGTHS, 16, 64, 128, 32, padding=1)
+
+    @staticmethod
+    def alone(inputs, number: int):
+        """One of the requests."""
+        q_content, q_rope, cache, rows, scale = inputs
+        lengths, keys = TestPieces.CASE.query_lengths, TestPieces.CASE.kv_lengths
+        first = sum(lengths[:number])
+        tokens = slice(first, first + lengths[number])
+        row = Rows.of((lengths[number],), (keys[number],), rows.block_table[number][None])
+        return (q_content[tokens], q_rope[tokens], cache, row, scale), tokens
+
+    def test_equal_the_reference_and_those_of_one_request(self):
+        inputs = self.CASE.inputs(DEVICE)
+        whole = attend(inputs, batch_invariant=True)
+        assert_equals_reference(whole, inputs)
+        for number in range(len(self.LENGTHS)):
+            one, tokens = self.alone(inputs, number)
+            assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in whole])
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_any_order(self, seed):
+        """Roles may go on in any order, with several tiles of a program."""
+        case = replace(self.CASE, query_lengths=(1,) * 5)
+        inputs = case.inputs(DEVICE)
+        expected = attend(inputs, batch_invariant=True)
+        assert_same_bits(attend(inputs, batch_invariant=True, seed=seed), expected)
+
+    def test_the_ways_are_taken(self):
+        """Else the comparison of bits would be one of the same way."""
+        inputs = self.CASE.inputs(DEVICE)
+        for (q_content, q_rope, cache, rows, _), splits in (
+            (inputs, 1),
+            (self.alone(inputs, 0)[0], -PIECE // 64),
+        ):
+            batch = len(rows.query_starts), rows.max_query_length, rows.max_kv_length
+            found = decode.divide(q_content, q_rope, cache, *batch, True, None)
+            if not ON_GPU:
+                assert found.split_kv.num_splits == splits
+
+    def test_the_training_forward_gives_the_same_bits(self):
+        """Of packed sequences at any key, in a batch; 0 and -inf for a token in none of them."""
+        spans = [Span(1, 3, 5, 75, 68), Span(3, 6, 75, 75 + PIECE + 90, PIECE + 87)]
+        keys = spans[-1].key_end
+        make = torch.Generator().manual_seed(0)
+        shapes = (6, 2, 8, 128), (6, 2, 8, 32), (keys, 2, 1, 128), (keys, 2, 32)
+        operands = [torch.randn(s, generator=make).to(BF16).to(DEVICE) for s in shapes]
+        q_content, q_rope, latent, k_rope = operands
+        with decode_kernels(False, 0), poisoned_memory():
+            rules = ScoreRules(0.1, Spans(spans))
+            out, lse = InvariantHopper().forward(AttentionInputs(*operands, None), rules)
+        assert not out[0].any() and (lse[0] == -torch.inf).all()
+        for span, entry in itertools.product(spans, range(2)):
+            kv = torch.cat((latent[span.keys, entry, 0], k_rope[span.keys, entry]), -1)
+            cache = torch.nn.functional.pad(kv, (0, 0, 0, -len(kv) % 64)).unflatten(0, (-1, 64))
+            table = torch.arange(len(cache), dtype=torch.int32, device=DEVICE)[None]
+            row = Rows.of((span.num_queries,), (span.num_keys,), table)
+            query = q_content[span.queries, entry], q_rope[span.queries, entry]
+            expected = attend((*query, cache, row, 0.1), batch_invariant=True)
+            assert_same_bits([x[span.queries, entry] for x in (out, lse)], expected)
+
+    def test_one_piece_has_the_bits_of_no_pieces(self):
+        """Of a request with few keys among others with many, and of the training forward."""
+        inputs = self.CASE.inputs(DEVICE)
+        one, _ = self.alone(inputs, 2)
+        assert one[3].max_kv_length == PIECE
+        found = attend(one, batch_invariant=True)
+        assert_same_bits(found, attend(one, num_splits=1))
 
 
 class TestRefused:

@@ -13,8 +13,11 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip(needs.NEEDS_HOPPER, allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from absorbed_mla.core_attention.masks.spans import Span
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.masks.tiles import query_tiles
+from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels.hopper import forward
 from absorbed_mla.kernels.hopper.tile import tile_shape
@@ -27,7 +30,7 @@ from tests.unit.kernels.paged import (
     decoded,
     training_operands,
 )
-from tests.unit.kernels.test_paged_hopper import FP16, attend, check
+from tests.unit.kernels.test_paged_hopper import FP16, PIECE, attend, check
 
 DEEP = PagedCase((1, 2, 0, 8), (5000, 333, 64, 777), 16, 64, 512, 64, padding=3)
 CASES = {
@@ -73,6 +76,69 @@ def test_training_and_decode_agree_to_the_bit(heads):
     tiles = query_tiles([Span(0, length, 0, length, 0)], tile_shape(heads)[0], length)
     trained = forward.forward(*training_operands(inputs), tiles.to(DEVICE), case.scale)
     assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
+
+
+PIECES = replace(
+    DEEP,
+    query_lengths=(1, 3, 70, 1, 1),
+    kv_lengths=(9000, 2 * PIECE + 1, PIECE + 30, PIECE, 20),
+    heads=128,
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PIECES,
+        *(replace(PIECES, heads=heads) for heads in (16, 24, 64)),
+        replace(PIECES, dtype=FP16),
+    ],
+    ids=["heads_128", "heads_16", "heads_24", "heads_64", "fp16"],
+)
+def test_pieces_of_one_request_and_of_many(case):
+    """In parity mode: each piece by a program of its own, and all by one program."""
+    inputs = case.inputs(DEVICE)
+    q_content, q_rope, cache, rows, scale = inputs
+    assert_equals_reference(attend(inputs, batch_invariant=True), inputs)
+    # So many rows that programs go through tiles from beginning to end.
+    times, tokens = 60, sum(case.query_lengths)
+    lengths = times * case.query_lengths, times * case.kv_lengths
+    many = Rows.of(*lengths, rows.block_table.repeat(times, 1))
+    query = [x[:tokens].repeat(times, 1, 1) for x in (q_content, q_rope)]
+    whole = attend((*query, cache, many, scale), batch_invariant=True)
+    starts = [sum(case.query_lengths[:i]) for i in range(len(case.query_lengths))]
+    for number, (start, length, keys) in enumerate(
+        zip(starts, case.query_lengths, case.kv_lengths)
+    ):
+        part = slice(start, start + length)
+        one = Rows.of((length,), (keys,), rows.block_table[number][None])
+        alone = attend((q_content[part], q_rope[part], cache, one, scale), batch_invariant=True)
+        for again in range(0, times * tokens, tokens):
+            found = [x[again + start : again + start + length] for x in whole]
+            assert_same_bits(found, alone)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_training_in_pieces_and_decode_agree_to_the_bit(heads):
+    """Of a pack of a long sequence and a short one, and of parts of the long one alone."""
+    lengths = PIECE + 700, 300
+    case = replace(DEEP, query_lengths=lengths, kv_lengths=lengths, heads=heads, padding=0)
+    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    kv = [
+        cache[rows.block_table[i, : -(-n // 64)].long()].flatten(0, 1)[:n]
+        for i, n in enumerate(lengths)
+    ]
+    latent, k_rope = torch.cat(kv)[:, None].split((512, 64), -1)
+    spans = [Span(0, lengths[0], 0, lengths[0], 0)]
+    spans += [Span(lengths[0], sum(lengths), lengths[0], sum(lengths), 0)]
+    inputs = AttentionInputs(q_content[:, None], q_rope[:, None], latent[:, :, None], k_rope, None)
+    trained = InvariantHopper().forward(inputs, ScoreRules(scale, Spans(spans)))
+    for number, begin, end in ((0, 0, 1), (0, 1, 2300), (0, 2300, lengths[0]), (1, 0, 299)):
+        first = number * lengths[0]
+        part = slice(first + begin, first + end)
+        one = Rows.of((end - begin,), (end,), rows.block_table[number][None])
+        found = attend((q_content[part], q_rope[part], cache, one, scale), batch_invariant=True)
+        assert_same_bits(found, [x[part, 0] for x in (trained.out, trained.lse)])
 
 
 def test_the_static_context_at_its_size():

@@ -1,0 +1,53 @@
+"""The backend ``hopper`` in parity mode, whose training forward has the bits of its decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.backends.hopper import HopperBackend
+from absorbed_mla.core_attention.device_table import in_use, to_device
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
+from absorbed_mla.kernels import operators
+
+
+class InvariantHopper(HopperBackend):
+    """As ``hopper``; keys are added up in pieces (``kernels/hopper/pieces.py``)."""
+
+    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
+        """See ``LatentKernelBackend``."""
+        q_content, q_rope, k_content, k_rope, _ = inputs
+        record = rules.max_logits is not None
+        out, lse, largest = operators.latent_attention_in_pieces(
+            q_content,
+            q_rope,
+            k_content.squeeze(2),
+            k_rope,
+            self._query_tiles(inputs, rules.spans),
+            *_sequences(rules.spans, q_content.device),
+            rules.scale,
+            record,
+        )
+        if record:
+            rules.record(largest)
+        return AttentionOutput(out, lse)
+
+
+def _sequences(spans: Spans, device: torch.device) -> tuple[Tensor, int, int]:
+    """The spans as ``kernels/hopper/forward_in_pieces.py`` wants them, and their greatest sizes."""
+
+    def make() -> tuple[Tensor, int, int]:
+        rows = [_row(span) for span in spans if span.num_queries]
+        table = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+        most = table.amax(0).tolist() if rows else [0] * 4
+        return to_device(lambda: table, device), most[1], most[3]
+
+    table, queries, keys = spans.tables.get(("sequences", device), make)
+    return in_use(table), queries, keys
+
+
+def _row(span: Span) -> tuple[int, int, int, int]:
+    assert span.causal_offset == span.num_keys - span.num_queries, "parity mode is causal"
+    return span.query_start, span.num_queries, span.key_start, span.num_keys

@@ -1,0 +1,234 @@
+"""Pieces of a tile's keys, and how their outputs are added up, in parity mode.
+
+A token's keys are divided into pieces of ``PIECE`` keys, from its first key on, whatever else is in
+the batch. Each piece has an online softmax of its own, and outputs and LSE are added up one after
+the other, weighted as paged/combine.py does it ``IN_ORDER``. So a token gets the same bits where
+one program goes through all pieces (decode_pieces_kernel.py), as in training, and where each piece
+has a program (decode_kernel.py), as for few long requests.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate  # as in tile.py
+
+from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
+from absorbed_mla.kernels.hopper.forward_shared import new_barriers
+from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
+from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
+from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
+
+# Keys of a piece. With fewer, long requests have more programs, and adding up takes longer.
+PIECE = gl.constexpr(2048)
+# Columns of the output that are added up at a time: a program's registers are full of its outputs.
+COLUMNS = gl.constexpr(64)
+_TABLE_COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
+
+
+@aggregate
+class WholeTiles:
+    """Tiles that a program goes through, each with all its keys, for some heads.
+
+    They are dealt from the last one, which of a prompt has the most keys, to the first.
+
+    Attributes:
+        tiles: int32 [tiles, 8], contiguous, see paged/schedule.py.
+        total: How many there are, times the groups of heads.
+        head_blocks: Tiles for all heads of a token; the group of heads varies fastest, so that
+            neighbours read the same keys.
+        HEADS: Heads in a tile.
+    """
+
+    tiles: gl.tensor
+    total: gl.tensor
+    head_blocks: gl.tensor
+    HEADS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, total, head_blocks, HEADS):
+        self.tiles = tiles
+        self.total = total
+        self.head_blocks = head_blocks
+        self.HEADS = gl.constexpr(HEADS)
+
+    @gluon.jit
+    def count(self):
+        """How many the program has."""
+        return count_turns(self.total)
+
+    @gluon.jit
+    def pieces(self, turn):
+        """Pieces of the keys of a tile; without keys there is one."""
+        keys = gl.load(self._entry(turn) + 4)
+        return gl.maximum((keys + PIECE - 1) // PIECE, 1)
+
+    @gluon.jit
+    def piece(self, turn, number):
+        """A tile, with the keys of one piece."""
+        entry = self._entry(turn)
+        first, begin = gl.load(entry + 1), number * PIECE
+        return DecodeTile(
+            gl.load(entry),
+            first,
+            first + gl.load(entry + 2),
+            begin,
+            gl.minimum(gl.load(entry + 4) - begin, PIECE),
+            gl.load(entry + 3) - 1 - begin,
+            gl.program_id(0),
+            self._number(turn) % self.head_blocks * self.HEADS,
+            self.HEADS,
+            ROWS,
+        )
+
+    @gluon.jit
+    def _entry(self, turn):
+        return self.tiles + self._number(turn) // self.head_blocks * _TABLE_COLUMNS
+
+    @gluon.jit
+    def _number(self, turn):
+        return self.total - 1 - dealt(turn)
+
+
+@aggregate
+class RunningSum:
+    """The sum of a tile's pieces so far, and what the next one is added with.
+
+    Attributes:
+        out: fp32 [programs, 64, C], contiguous: what the score and the value role have added up.
+        state: fp32 [programs, 2, 64], contiguous: of every row the largest LSE, to base 2, and the
+            sum of weights.
+        factors: In shared memory, [3, 64] fp32: of every row what the sum so far is multiplied by,
+            the weight of the piece, and the sum of weights.
+        full: Barrier: the factors are there.
+        empty: Barrier: the value role has read them.
+    """
+
+    out: gl.tensor
+    state: gl.tensor
+    factors: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, out, state, factors, full, empty):
+        self.out = out
+        self.state = state
+        self.factors = factors
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def weigh(self, bits, number, turn, layout: gl.constexpr):
+        """Tell the value role how a piece is added.
+
+        Args:
+            bits: LSE of the rows, [64], to base 2, which the score role has.
+            number: Of the piece in its tile.
+            turn: Pieces that the program has had before.
+            layout: Of the rows.
+
+        Returns:
+            As ``factors``, and LSE of all pieces so far.
+        """
+        top = self.state + gl.program_id(0) * (2 * ROWS) + gl.arange(0, ROWS, layout)
+        before = gl.full([ROWS], -float("inf"), gl.float32, layout)
+        total = gl.zeros([ROWS], gl.float32, layout)
+        if number > 0:
+            before, total = gl.load(top), gl.load(top + ROWS)
+        higher = gl.maximum(before, bits)
+        shift = gl.where(higher == -float("inf"), 0.0, higher)
+        decay, weight = gl.exp2(before - shift), gl.exp2(bits - shift)
+        total = gl.fma(total, decay, weight)
+        gl.store(top, higher)
+        gl.store(top + ROWS, total)
+        mbarrier.wait(self.empty.index(0), (turn & 1) ^ 1)
+        self.factors.index(0).store(decay)
+        self.factors.index(1).store(weight)
+        self.factors.index(2).store(total)
+        mbarrier.arrive(self.full.index(0))
+        return (decay, weight, total), gl.where(total > 0, higher + gl.log2(total), -float("inf"))
+
+    @gluon.jit
+    def read(self, turn, layout: gl.constexpr):
+        """What ``weigh`` told: the factors in a layout."""
+        mbarrier.wait(self.full.index(0), turn & 1)
+        decay = self.factors.index(0).load(layout)
+        weight = self.factors.index(1).load(layout)
+        total = self.factors.index(2).load(layout)
+        mbarrier.arrive(self.empty.index(0))
+        return decay, weight, total
+
+    @gluon.jit
+    def add(self, tile, o, factors, out, heads, number, pieces, first: gl.constexpr):
+        """Add columns of a piece; after the last piece, write them to the output.
+
+        Args:
+            tile: With the keys of the piece.
+            o: Output of the piece, columns from ``first`` on, [64, C / 2] fp32.
+            factors: As ``weigh`` gives them, in the layout of its rows.
+            out: [T, N, C], contiguous.
+            heads: N.
+            number: Of the piece.
+            pieces: Of the tile.
+            first: Column.
+        """
+        C: gl.constexpr = 2 * o.shape[1]
+        parts = _in_parts(o)
+        for part in gl.static_range(o.shape[1] // COLUMNS):
+            column = first + part * COLUMNS
+            self._add(tile, parts[part], factors, out, heads, number, pieces, column, C)
+
+    @gluon.jit
+    def _add(
+        self, tile, o, factors, out, heads, number, pieces, first: gl.constexpr, C: gl.constexpr
+    ):
+        decay, weight, total = factors
+        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, rows)
+        column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        places = self.out + (row * C)[:, None] + column[None, :]
+        before = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        if number > 0:
+            before = gl.load(places)
+        decay = gl.convert_layout(decay, rows)[:, None]
+        o = gl.fma(before, decay, o * gl.convert_layout(weight, rows)[:, None])
+        if number < pieces - 1:
+            gl.store(places, o)
+        else:
+            divisor = gl.convert_layout(gl.where(total == 0, 1.0, total), rows)[:, None]
+            _store(tile, (o / divisor).to(out.dtype.element_ty), out, heads, first, C)
+
+
+@gluon.jit
+def running_sum(out, state):
+    """A ``RunningSum`` in this memory."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factors = gl.allocate_shared_memory(gl.float32, [3, ROWS], plain)
+    return RunningSum(out, state, factors, new_barriers(1), new_barriers(1))
+
+
+@gluon.jit
+def _in_parts(o):
+    """[64, columns] as a tuple of [64, ``COLUMNS``], without moving a number."""
+    WIDTH: gl.constexpr = o.shape[1]
+    if WIDTH == COLUMNS:
+        found = (o,)
+    else:
+        left, right = gl.split(o.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)))
+        layout: gl.constexpr = accumulator_layout(WIDTH // 2, 1)
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        right = gl.convert_layout(right, layout, assert_trivial=True)
+        found = _in_parts(left) + _in_parts(right)
+    return found
+
+
+@gluon.jit
+def _store(tile, values, out, heads, first: gl.constexpr, C: gl.constexpr):
+    """Write 16-bit columns from ``first`` on of the tile's rows, [64, ``COLUMNS``]."""
+    layout: gl.constexpr = sector_layout(COLUMNS)
+    index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    pointers = out + (index * C)[:, None] + column[None, :]
+    gl.store(pointers, gl.convert_layout(values, layout), mask=inside[:, None])
