@@ -109,9 +109,7 @@ class Emulation:
             "int64": torch.int64,
             "barrier": lambda: None,
             "join": lambda a, b: torch.stack((a, b), dim=-1),
-            "load": lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(
-                mask, other
-            ),
+            "load": lambda pointer, mask=True, other=None, **_: pointer.load(mask, other),
             "log2": torch.log2,
             "max": lambda values, axis: values.amax(axis),
             "maximum": lambda a, b: torch.maximum(tensor(a), tensor(b)),
@@ -121,7 +119,7 @@ class Emulation:
             "program_id": lambda axis: torch.tensor(self.program[axis], dtype=torch.int32),
             "split": lambda values: values.unbind(-1),
             "static_range": range,
-            "store": lambda pointer, value, mask=True: pointer.store(value, mask),
+            "store": lambda pointer, value, mask=True, **_: pointer.store(value, mask),
             "sum": lambda values, axis: values.sum(axis),
             "to_tensor": tensor,
             "warp_specialize": lambda roles, warps, registers: self.roles.run(roles),

@@ -242,10 +242,7 @@ def _launch_pieces(
     out, lse = result
     programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
     with not_filled():
-        sums = (
-            lse.new_empty(programs, ROWS.value, out.shape[2]),
-            lse.new_empty(programs, 2, ROWS.value),
-        )
+        sums = lse.new_empty(programs, ROWS.value, out.shape[2])
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     launch(
@@ -257,7 +254,7 @@ def _launch_pieces(
         block_table,
         out,
         lse,
-        *sums,
+        sums,
         split_kv.parts,
         block_size,
         block_table.stride(0),

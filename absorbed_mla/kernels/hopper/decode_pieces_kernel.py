@@ -89,7 +89,6 @@ def attend_decode_pieces(
     out,
     lse,
     sum_out,
-    sum_state,
     num_parts,
     block_size,
     table_stride,
@@ -113,7 +112,6 @@ def attend_decode_pieces(
         out: As there.
         lse: As there.
         sum_out: fp32 [programs, 64, C], contiguous.
-        sum_state: fp32 [programs, 2, 64], contiguous.
         num_parts: Of ``starts``.
         block_size: As there.
         table_stride: As there.
@@ -129,7 +127,7 @@ def attend_decode_pieces(
     work = WholeTiles(tiles, total, head_blocks, HEADS)
     if gl.program_id(0) < total:
         shared = allocate(q_content, q_rope, latent, k_rope, C, R, 1)
-        sums = running_sum(sum_out, sum_state)
+        sums = running_sum(sum_out)
         keys = PagedKeys(latent, k_rope, block_table, block_size, table_stride)
         queries = q_content, q_rope
         gl.warp_specialize(

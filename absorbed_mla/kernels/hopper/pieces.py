@@ -96,24 +96,20 @@ class RunningSum:
 
     Attributes:
         out: fp32 [programs, 64, C], contiguous: what the score and the value role have added up.
-        state: fp32 [programs, 2, 64], contiguous: of every row the largest LSE, to base 2, and the
-            sum of weights.
-        factors: In shared memory, [3, 64] fp32: of every row what the sum so far is multiplied by,
-            the weight of the piece, and the sum of weights.
+        factors: In shared memory, [4, 64] fp32: of every row what the sum so far is multiplied by,
+            the weight of the piece, the sum of weights, and the largest LSE, to base 2.
         full: Barrier: the factors are there.
         empty: Barrier: the value role has read them.
     """
 
     out: gl.tensor
-    state: gl.tensor
     factors: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, out, state, factors, full, empty):
+    def __init__(self, out, factors, full, empty):
         self.out = out
-        self.state = state
         self.factors = factors
         self.full = full
         self.empty = empty
@@ -131,21 +127,21 @@ class RunningSum:
         Returns:
             As ``factors``, and LSE of all pieces so far.
         """
-        top = self.state + gl.program_id(0) * (2 * ROWS) + gl.arange(0, ROWS, layout)
         before = gl.full([ROWS], -float("inf"), gl.float32, layout)
         total = gl.zeros([ROWS], gl.float32, layout)
+        # The value role has read the factors of the piece before, of which this role needs two.
+        mbarrier.wait(self.empty.index(0), (turn & 1) ^ 1)
         if number > 0:
-            before, total = gl.load(top), gl.load(top + ROWS)
+            before = self.factors.index(3).load(layout)
+            total = self.factors.index(2).load(layout)
         higher = gl.maximum(before, bits)
         shift = gl.where(higher == -float("inf"), 0.0, higher)
         decay, weight = gl.exp2(before - shift), gl.exp2(bits - shift)
         total = gl.fma(total, decay, weight)
-        gl.store(top, higher)
-        gl.store(top + ROWS, total)
-        mbarrier.wait(self.empty.index(0), (turn & 1) ^ 1)
         self.factors.index(0).store(decay)
         self.factors.index(1).store(weight)
         self.factors.index(2).store(total)
+        self.factors.index(3).store(higher)
         mbarrier.arrive(self.full.index(0))
         return (decay, weight, total), gl.where(total > 0, higher + gl.log2(total), -float("inf"))
 
@@ -174,39 +170,64 @@ class RunningSum:
             first: Column.
         """
         C: gl.constexpr = 2 * o.shape[1]
+        END: gl.constexpr = first + o.shape[1]
         parts = _in_parts(o)
+        before = self._before(number, first, C)
         for part in gl.static_range(o.shape[1] // COLUMNS):
             column = first + part * COLUMNS
-            self._add(tile, parts[part], factors, out, heads, number, pieces, column, C)
+            # On its way while the part is added.
+            following = (
+                self._before(number, column + COLUMNS, C) if column + COLUMNS < END else before
+            )
+            self._add(tile, parts[part], before, factors, out, heads, number, pieces, column, C)
+            before = following
+
+    @gluon.jit
+    def _before(self, number, first: gl.constexpr, C: gl.constexpr):
+        """Columns of the sum so far, from ``first`` on; 0 before the first piece."""
+        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
+        there = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < ROWS * number
+        places = self._places(first, C)
+        return gl.load(places, mask=there[:, None], other=0.0, eviction_policy="evict_last")
+
+    @gluon.jit
+    def _places(self, first: gl.constexpr, C: gl.constexpr):
+        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
+        row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        return self.out + (row * C)[:, None] + column[None, :]
 
     @gluon.jit
     def _add(
-        self, tile, o, factors, out, heads, number, pieces, first: gl.constexpr, C: gl.constexpr
+        self,
+        tile,
+        o,
+        before,
+        factors,
+        out,
+        heads,
+        number,
+        pieces,
+        first: gl.constexpr,
+        C: gl.constexpr,
     ):
         decay, weight, total = factors
-        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
-        rows: gl.constexpr = gl.SliceLayout(1, layout)
-        row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, rows)
-        column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        places = self.out + (row * C)[:, None] + column[None, :]
-        before = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        if number > 0:
-            before = gl.load(places)
+        rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(COLUMNS, 1))
         decay = gl.convert_layout(decay, rows)[:, None]
         o = gl.fma(before, decay, o * gl.convert_layout(weight, rows)[:, None])
         if number < pieces - 1:
-            gl.store(places, o)
+            gl.store(self._places(first, C), o, eviction_policy="evict_last")
         else:
             divisor = gl.convert_layout(gl.where(total == 0, 1.0, total), rows)[:, None]
             _store(tile, (o / divisor).to(out.dtype.element_ty), out, heads, first, C)
 
 
 @gluon.jit
-def running_sum(out, state):
+def running_sum(out):
     """A ``RunningSum`` in this memory."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [3, ROWS], plain)
-    return RunningSum(out, state, factors, new_barriers(1), new_barriers(1))
+    factors = gl.allocate_shared_memory(gl.float32, [4, ROWS], plain)
+    return RunningSum(out, factors, new_barriers(1), new_barriers(1))
 
 
 @gluon.jit
