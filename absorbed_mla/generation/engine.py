@@ -43,13 +43,13 @@ from absorbed_mla.generation.ranks import Replicas, agree, require_layout, requi
 from absorbed_mla.generation.requests import (
     Progress,
     Result,
-    Statistics,
     count_tokens,
     progress_of,
     result_of,
 )
 from absorbed_mla.generation.sampler import RequestSampler, derive_seed
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.generation.statistics import StepCounter
 
 # Steps in a row without a forward pass after which Megatron's scheduler will never run one.
 _MAX_IDLE_STEPS = 3
@@ -98,6 +98,8 @@ class Engine:
         with inference_mode(model):
             self.host = host_engine(model, options, self._sampler)
         self._stored = stored_prefixes(model, options, self.host.context, self._replicas)
+        drafts = options.num_speculative_tokens > 0
+        self._counter = StepCounter(self.host, self._stored, drafts=drafts)
         self.decode_loop = self._decode_loop()
         self._prefill_graphs = prefill_graphs(
             self.host, model, self.decode_loop, options.prefill_graph_tokens
@@ -155,7 +157,8 @@ class Engine:
         self.stop()
         if self.decode_loop is not None:
             self.decode_loop.close()
-        self.host = self._stored = self.decode_loop = self._prefill_graphs = None
+        self.host = self._stored = self._counter = None
+        self.decode_loop = self._prefill_graphs = None
 
     def generate(
         self,
@@ -279,14 +282,12 @@ class Engine:
         progress, step = self._run()
         context = self.host.context
         if progress is not None:
-            self._idle_steps = 0
             self._count_step()
             return progress
         ended = step["finished_request_records"]
         # A request whose prompt is being read in chunks is not among the unfinished ones.
         reading = context.chunked_prefill_request_id >= 0
         if ended or reading or context.has_unfinished_requests():
-            self._idle_steps = 0
             self._count_step()
         else:
             self._idle_steps = self._idle_steps + 1 if self._has_requests() else 0
@@ -304,19 +305,9 @@ class Engine:
 
     def _count_step(self) -> None:
         """Bring the statistics up to date after a forward pass."""
-        host, context, found = self.host, self.host.context, self.statistics
-        step = None if self.decode_loop is None else self.decode_loop.last
-        if step is None:
-            padded = context.using_cuda_graph_this_step()
-            found.count_step(context, context.batch_dimensions, padded=padded)
-        else:
-            found.count_step(context, step.sizes, padded=step.padded)
-        found.evicted = host.evicted_request_count - self._evicted_before
-        found.prefix_blocks = self._prefix_blocks() - self._prefix_blocks_before
-        found.disk_blocks = self._disk_blocks() - self._disk_blocks_before
-        drafted, accepted = self._drafts()
-        found.drafted = drafted - self._drafts_before[0]
-        found.accepted = accepted - self._drafts_before[1]
+        self._idle_steps = 0
+        loop = self.decode_loop
+        self._counter.count(None if loop is None else loop.last)
 
     def _run(self) -> tuple[list[Progress] | None, dict]:
         """A step: progress if the decode loop did all of it, else what Megatron's step returns."""
@@ -366,30 +357,12 @@ class Engine:
 
     def _forget_requests(self) -> None:
         self.results: dict[int, Result] = {}
-        self.statistics = Statistics()
+        self.statistics = self._counter.begin()
         self._num_requests = self._idle_steps = 0
         self._sampling: dict[int, SamplingParams] = {}
         self._sampler.clear()
         self._unreported: list[Progress] = []
         self._to_abort: set[int] = set()
-        self._evicted_before: int = self.host.evicted_request_count
-        self._prefix_blocks_before: int = self._prefix_blocks()
-        self._disk_blocks_before: int = self._disk_blocks()
-        self._drafts_before = self._drafts()
-
-    def _prefix_blocks(self) -> int:
-        return self.host._prefix_cache_blocks_matched
-
-    def _disk_blocks(self) -> int:
-        return 0 if self._stored is None else self._stored.blocks_read
-
-    def _drafts(self) -> tuple[int, int]:
-        """Drafts proposed and accepted since the host was reset."""
-        host = self.host
-        if not self.options.num_speculative_tokens:
-            return 0, 0
-        proposed, accepted = host._spec_tokens_proposed_per_pos, host._spec_tokens_accepted_per_pos
-        return int(proposed.sum()), int(accepted.sum())
 
     def _abort(self) -> None:
         """Take waiting requests out of the queue, and end running ones as at a stop word.

@@ -1,16 +1,12 @@
-"""Results of requests, their progress after a step, and statistics of the steps."""
+"""Results of requests, and their progress after a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
-from megatron.core.inference.contexts import DynamicInferenceContext
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from absorbed_mla.generation.sampling import SamplingParams
-from absorbed_mla.inference.tiered_context import TieredContext
 
 # Log-probabilities of the most likely tokens at one position, by token.
 TopLogProbs = dict[int, float]
@@ -66,68 +62,6 @@ class Progress:
         """For pipes, in half of the time that slots take by themselves."""
         fields = self.number, self.tokens, self.log_probs, self.top_log_probs, self.result
         return Progress, fields
-
-
-@dataclass
-class Statistics:
-    """Counters of an engine's steps.
-
-    Attributes:
-        steps: Forward passes.
-        graph_steps: Forward passes padded to the size of a CUDA graph.
-        mixed_steps: Forward passes that decode some requests and prefill others.
-        most_rows: Maximum number of requests in a forward pass.
-        most_paused: Maximum number of requests that kept their blocks while they waited.
-        evicted: How often a request lost its blocks, to be prefilled again later.
-        prefix_blocks: Blocks that the prefix cache had already.
-        disk_blocks: Of these, blocks that were read from ``prefix_cache_dir``.
-        streamed_blocks: Blocks of host memory that steps have read, each time for all layers.
-        chunks: Forward passes that ended in the middle of a prompt.
-        drafted: Tokens that MTP layers proposed.
-        accepted: Of these, tokens that were generated.
-    """
-
-    steps: int = 0
-    graph_steps: int = 0
-    mixed_steps: int = 0
-    most_rows: int = 0
-    most_paused: int = 0
-    evicted: int = 0
-    prefix_blocks: int = 0
-    disk_blocks: int = 0
-    streamed_blocks: int = 0
-    chunks: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    @classmethod
-    def of_engines(cls, each: Sequence[Statistics]) -> Statistics:
-        """Of several engines together: sums, and the largest maximum of any of them."""
-        total = cls()
-        for field_ in fields(cls):
-            values = [getattr(one, field_.name) for one in each]
-            largest = field_.name.startswith("most_")
-            setattr(total, field_.name, max(values) if largest else sum(values))
-        return total
-
-    def count_step(
-        self, context: DynamicInferenceContext, rows: InferenceBatchDimensions, *, padded: bool
-    ) -> None:
-        """Count a forward pass.
-
-        Args:
-            context: Of the engine.
-            rows: Numbers of its requests.
-            padded: Whether it had the size of a CUDA graph.
-        """
-        self.steps += 1
-        self.graph_steps += padded
-        self.mixed_steps += rows.decode_req_count > 0 and rows.prefill_req_count > 0
-        self.most_rows = max(self.most_rows, rows.req_count)
-        self.most_paused = max(self.most_paused, context.paused_request_count)
-        if isinstance(context, TieredContext):
-            self.streamed_blocks += context.tiers.num_streamed
-        self.chunks += context.chunked_prefill_request_id >= 0
 
 
 def count_tokens(record: DynamicInferenceRequestRecord) -> int:

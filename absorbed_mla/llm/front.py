@@ -10,8 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Statistics
+from absorbed_mla.generation.requests import Progress
 from absorbed_mla.generation.sampler import derive_seed
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.runner import Abort, Add, LocalRunner, Runner
 
 

@@ -22,7 +22,7 @@ from absorbed_mla.llm.requests import Requests
 from absorbed_mla.llm.tokenizers import Message, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from absorbed_mla.generation.requests import Statistics
+    from absorbed_mla.generation.statistics import Statistics
     from absorbed_mla.llm.runner import Runner
 
 

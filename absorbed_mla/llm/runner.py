@@ -16,8 +16,9 @@ from absorbed_mla.batch_invariant import enable_batch_invariant_mode
 from absorbed_mla.generation.cuda_graphs import delete_graphs
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Statistics
+from absorbed_mla.generation.requests import Progress
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.cache_size import engine_options
 from absorbed_mla.llm.load import load_model, open_model, require_model
 from absorbed_mla.llm.options import LLMOptions

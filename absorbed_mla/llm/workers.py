@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Statistics
+from absorbed_mla.generation.requests import Progress
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.runner import Abort, Add
 

@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from absorbed_mla.generation.engine import Engine
-    from absorbed_mla.generation.requests import Result, Statistics
+    from absorbed_mla.generation.requests import Result
+    from absorbed_mla.generation.statistics import Statistics
 
 IMPLEMENTATIONS = ("ours", "standard")
 # Requests that run first, so that kernels are compiled when the clock starts.

@@ -3,6 +3,7 @@
 
     $ python scripts/benchmarks/serving.py --vllm /tmp/vllm --json serving.json
     $ python scripts/benchmarks/serving.py --implementations ours --profile profile.txt
+    $ python scripts/benchmarks/serving.py --implementations ours,ours-parity --json parity.json
     $ python scripts/benchmarks/serving.py --device cpu --implementations ours,ours-server \
           --scale-down 128 --vocab-size 512 --rows 2x64/8
 
@@ -19,8 +20,10 @@ Prompts are random token ids, so that no prefix is shared, and outputs have thei
 implementation runs in processes of its own, with the same number of tokens in a step, the same
 cache and CUDA graphs; `ours` and `vllm` are driven step by step, the servers over HTTP with one
 stream per request. `ours` and `vllm` live at the same time and take turns at each row, then the
-two servers do; nothing is measured before both are ready. Before a row is measured, its number of
-requests runs with few output tokens, and with prompts that are read while others generate. Output:
+two servers do; nothing is measured before both are ready. `ours-parity`, which is measured only if
+it is named, is `ours` with LLM(parity=True); it takes turns with `ours` and `vllm`, and is compared
+with `ours`. Before a row is measured, its number of requests runs with few output tokens, and with
+prompts that are read while others generate. Output:
 
     61.0 s  ours, 32 x 1k/256: ttft_ms 410, ttft_p90_ms 800, prefill_tokens_per_second 60000,
             decode_tokens_per_second 3000, step_ms 10.6
@@ -34,8 +37,9 @@ of each. Of traffic, output_tokens_per_second is that of its whole time, and tok
 time per token after its first. Medians of --repeats.
 
 --profile measures none of this: it says where the time of our steps goes, of those that decode and
-of those that read prompts, on the host and on the GPU. The exit code is 1 if a row has an error;
-the last line of the output is JSON.
+of those that read prompts, on the host and on the GPU: of `ours`, of `ours-parity`, or of both, as
+--implementations says. The exit code is 1 if a row has an error; the last line of the output is
+JSON.
 """
 
 from __future__ import annotations
@@ -64,12 +68,14 @@ from benchmarks.served import profiling
 from benchmarks.served.burst import Burst
 from benchmarks.served.contenders import (
     IMPLEMENTATIONS,
+    USUAL,
     Contender,
     ContenderError,
     missing_for_our_server,
     start,
     vllm_version,
 )
+from benchmarks.served.engines import OURS
 from benchmarks.served.model import read_config, token_bytes, write_model
 from benchmarks.served.report import Case, Row, ServingReport, Size, parse_row
 from benchmarks.served.settings import BLOCK, Settings
@@ -80,7 +86,7 @@ from console.script import leave
 
 ROWS = "1x1k/256,32x1k/256,128x1k/256,1x8k/256,32x8k/256,128x8k/256"
 # Implementations that live at the same time.
-TOGETHER = (("ours", "vllm"), ("ours-server", "vllm-server"))
+TOGETHER = (("ours", "ours-parity", "vllm"), ("ours-server", "vllm-server"))
 # Steps that all requests of a warm-up decode together.
 WARM_UP_STEPS = 8
 
@@ -128,8 +134,8 @@ class ServingBenchmark(Benchmark):
         arguments.add_common(
             parser, json=None, render=None, plot=None, device=None, time_limit=540.0, seed=1234
         )
-        whose, every = "which to measure", ",".join(IMPLEMENTATIONS)
-        add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), help=whose, default=every)
+        whose, usual = f"some of {', '.join(IMPLEMENTATIONS)}", ",".join(USUAL)
+        add("--implementations", type=list_of(one_of(IMPLEMENTATIONS)), help=whose, default=usual)
         rows = "requests x prompt / output, with * rounds for traffic"
         add("--rows", type=list_of(parse_row), default=ROWS, help=rows)
         temperatures = "of the sampling, 0 is greedy; rows are measured with each"
@@ -142,7 +148,7 @@ class ServingBenchmark(Benchmark):
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
         captured = "LLM(prefill_graph_tokens=...) and our server's (default: theirs)"
         add("--prefill-graph-tokens", type=int, metavar="N", help=captured)
-        experts = "LLM(experts=...), of `ours` only"
+        experts = "LLM(experts=...), not of the server"
         add(
             "--our-experts",
             type=one_of(("auto", "grouped", "sequential")),
@@ -185,7 +191,9 @@ class ServingBenchmark(Benchmark):
                 f"--eager, got {captured}"
             )
         if args.profile:
-            args.implementations = ["ours"]
+            args.implementations = [one for one in OURS if one in args.implementations]
+            if not args.implementations:
+                parser.error(f"--profile needs some of {', '.join(OURS)} in --implementations")
             require_writable(files={"--profile": args.profile})
         theirs = [name for name in args.implementations if name.startswith("vllm")]
         if theirs and not args.render and not vllm_version(args.vllm):
@@ -226,20 +234,20 @@ class ServingBenchmark(Benchmark):
             cuda_graphs=self._settings.graphs,
             prefill_graph_tokens=self._settings.prefill_graph_tokens,
             our_experts=self._settings.our_experts,
-            interleaved="ours and vllm row by row, then the servers row by row",
+            interleaved="; ".join(", ".join(names) for names in TOGETHER),
             checkpoint_write_seconds=self._write_seconds,
             versions={"vllm": vllm_version(args.vllm) or "not installed"},
         )
 
     def cases(self) -> list[Case]:
-        """Pairs of implementations one after the other; within a pair, row by row."""
-        pairs = [[name for name in pair if name in self.args.implementations] for pair in TOGETHER]
+        """Those that live at the same time row by row, then the others."""
         return [
             Case(name, size, temperature)
-            for pair in pairs
+            for together in TOGETHER
             for size in self.args.rows
             for temperature in self.args.temperature
-            for name in pair
+            for name in together
+            if name in self.args.implementations
         ]
 
     def rows(self) -> Iterator[Row]:
@@ -307,31 +315,32 @@ class ServingBenchmark(Benchmark):
         with self._stack:
             profiling.write(
                 self.args.profile,
+                self.args.implementations,
                 self._settings,
                 self._config["vocab_size"],
                 prompt=min(size.prompt for size in self.args.rows),
                 steps=self.args.profile_steps,
-                log=self._logs / "profile.log",
+                logs=self._logs,
             )
         return 0
 
     def _start(self, name: str) -> None:
         """Start an implementation and those that live at the same time."""
-        folders = {"vllm": self.args.vllm, "ours": self.args.server_packages}
         for one in self._together(name):
             if one not in self._running.keys() | self._failed:
-                folder = folders[one.removesuffix("-server")]
+                theirs = one.startswith("vllm")
+                folder = self.args.vllm if theirs else self.args.server_packages
                 self._running[one] = start(one, self._settings, self._logs / f"{one}.log", folder)
 
     def _together(self, name: str) -> list[str]:
         """An implementation and those that live at the same time."""
-        pair = next(pair for pair in TOGETHER if name in pair)
-        return [one for one in pair if one in self.args.implementations]
+        together = next(names for names in TOGETHER if name in names)
+        return [one for one in together if one in self.args.implementations]
 
     def _contender(self, case: Case) -> Contender:
-        """The process of an implementation, when those of its pair are ready, too.
+        """The process of an implementation, when those that live with it are ready, too.
 
-        One that loads and compiles takes the GPU's time from the other.
+        One that loads and compiles takes the GPU's time from the others.
 
         Raises:
             ContenderError: If it did not start, now or for a former case.

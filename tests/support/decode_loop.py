@@ -11,8 +11,8 @@ from megatron.core.models.gpt import GPTModel
 
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.engine import Engine
-from absorbed_mla.generation.requests import Statistics
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.generation.statistics import Statistics
 from tests.support.engine import engine_of, prompt
 
 LRU = {"prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.LRU}

@@ -15,8 +15,9 @@ from absorbed_mla.generation.blocks import BLOCK_SIZE
 from absorbed_mla.generation.cpu import enable_cpu_inference
 from absorbed_mla.generation.engine import Engine
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Result, Statistics
+from absorbed_mla.generation.requests import Result
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.options import AbsorbedMLAOptions
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from specs.absorbed_mla_mtp_specs import get_absorbed_mla_mtp_block_spec

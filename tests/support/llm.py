@@ -13,7 +13,8 @@ import torch
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Result, Statistics
+from absorbed_mla.generation.requests import Progress, Result
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.runner import Abort, Add
 from absorbed_mla.llm.server.app import build_app
 from absorbed_mla.llm.server.http_server import HTTPServer

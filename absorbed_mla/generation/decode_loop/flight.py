@@ -71,6 +71,11 @@ class Flight:
         """Whether it reads prompts."""
         return self.sizes.prefill_req_count > 0
 
+    def log_probs(self, *, without: Collection[int]) -> list[float] | None:
+        """By row, if a request wants its own that is not in one of the rows ``without``."""
+        wanted = any(wants and row not in without for row, wants in enumerate(self.scores))
+        return self.landing.log_probs() if wanted else None
+
     def rows_of(self, numbers: Collection[int]) -> set[int]:
         """Rows of those of these requests that take part."""
         if not numbers:

@@ -22,6 +22,7 @@ from absorbed_mla.generation.decode_loop.conditions import runs_here
 from absorbed_mla.generation.decode_loop.context_rows import ContextRows
 from absorbed_mla.generation.decode_loop.device_step import DeviceStep
 from absorbed_mla.generation.decode_loop.draws import Draws
+from absorbed_mla.generation.decode_loop.endings import Endings, leave_none, leave_out
 from absorbed_mla.generation.decode_loop.flight import Flight, Landing
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.decode_loop.members import Members
@@ -77,10 +78,9 @@ class DecodeLoop:
         self._rows: ContextRows | None = None
         self._members: Members | None = None
         self._state: tuple[int, ...] = ()
-        # Steps on the device whose tokens have not been taken, and requests that have a row in the
-        # last of them, but have ended.
+        # Steps on the device whose tokens have not been taken.
         self._flights: list[Flight] = []
-        self._ended: set[int] = set()
+        self._endings = Endings(host)
         self.launches_ahead = self.graphs is not None and not together
         self.last: Flight | None = None
         self.waited = 0.0
@@ -102,7 +102,7 @@ class DecodeLoop:
             # It reads tables that Megatron is about to change.
             flight.landing.wait()
         self._flights.clear()
-        self._ended.clear()
+        self._endings.forget()
         self._rows = self._members = self.last = None
         self._admissions.look_again()
 
@@ -150,34 +150,28 @@ class DecodeLoop:
             the step.
         """
         flight, members = self._flights[0], self._members
-        assert members is not None
+        assert members is not None and self._rows is not None
         ahead = len(self._flights) > 1
         tokens = flight.landing.tokens()
-        gone, told = flight.rows_of(self._ended), self._told_to_end(flight)
-        stopped = {r for r, token in enumerate(tokens) if token == flight.stop_tokens[r]}
-        ends = (told | stopped | flight.at_their_ends) - gone
-        over = not ahead and self._all_end(gone | ends)
-        if not ahead and not over and not self._may_go_on(gone | ends):
-            self._leave_out(gone)
+        ends = self._endings.of(flight, tokens)
+        ended = ends.rows
+        over = not ahead and self._all_end(ended)
+        if not ahead and not over and not self._may_go_on(ended):
+            leave_out(self._host.controller, self._rows, ends.gone)
             return None
         del self._flights[0]
-        self._ended -= {flight.numbers[row] for row in gone}
+        self._endings.note(flight, ends, members.numbers if ahead else ())
         self.last = flight
-        log_probs = self._log_probs_of(flight, gone)
-        progress = self._append(flight.numbers, tokens, log_probs, without=gone | ends)
-        if ahead:
-            self._ended |= {flight.numbers[row] for row in ends} & set(members.numbers)
-        elif not over:
-            self._follow(gone | ends, tokens)
-            if (gone or ends or flight.reads) and not self._has_its_size():
+        log_probs = flight.log_probs(without=ends.gone)
+        progress = self._append(flight.numbers, tokens, log_probs, without=ended)
+        if not ahead and not over:
+            self._follow(ended, tokens)
+            if (ended or flight.reads) and not self._has_its_size():
                 self._rows = None
-        records = []
-        for row in sorted(ends):
-            last = (None, None) if row in told else (tokens[row], log_probs and log_probs[row])
-            records.append(members.end(flight.numbers[row], *last))
+        records = ends.end(members, flight, tokens, log_probs)
         if over:
             self._count_step()
-        if over or (self._ended and self._ended.issuperset(members.numbers)):
+        if over or self._endings.are_all(members.numbers):
             self._clear()
         return progress, records
 
@@ -232,22 +226,22 @@ class DecodeLoop:
         """Launch the step after this one, unless something but tokens may come between them."""
         rows, context = self._rows, self._host.context
         assert rows is not None
-        ends = flight.rows_of(self._ended) | self._told_to_end(flight) | flight.at_their_ends
+        ended = self._endings.foreseen(flight)
         if (
             not self.launches_ahead
             or self._draws.kind is None
             or not runs_here(self._host)
-            or not self._may_go_on(ends)
+            or not self._may_go_on(ended)
         ):
             return
-        due = self._admissions.due_ahead(len(ends), settled=not flight.reads)
+        due = self._admissions.due_ahead(len(ended), settled=not flight.reads)
         if due is None:
             return
         # What the device reads is changed where it is.
         self._read.synchronize()
-        self._follow(ends, None)
+        self._follow(ended, None)
         kept = rows.count
-        if due or ((ends or flight.reads) and not rows.has_size_for(kept)):
+        if due or ((ended or flight.reads) and not rows.has_size_for(kept)):
             self._admissions.admit(due)
             self._enter()
         else:
@@ -287,31 +281,13 @@ class DecodeLoop:
         assert self._rows is not None
         return self._rows.has_size_for(self._rows.count)
 
-    def _leave_out(self, gone: set[int]) -> None:
-        """Remove rows of requests that ended before, for Megatron to finish the step."""
-        if not gone:
-            return
-        controller, rows = self._host.controller, self._rows
-        assert rows is not None
-        order = rows.remove(gone)
-        kept = torch.tensor(order, device=controller._sampled_tokens_cuda.device)
-        tokens = controller._sampled_tokens_cuda[kept]
-        controller._sampled_tokens_cuda[: len(order)] = tokens
-        controller._all_logits_cuda[0, : len(order)] = controller._all_logits_cuda[0, kept]
-
     def _clear(self) -> None:
-        """Let the context have no requests, because all of the last step have ended."""
-        context = self._host.context
+        """All requests of the last step have ended."""
         self._read.synchronize()
-        count = context.total_request_count
-        context.update_requests(torch.zeros(count, dtype=torch.uint8), torch.zeros(count).long())
+        leave_none(self._host.context)
         self._flights.clear()
-        self._ended.clear()
+        self._endings.forget()
         self._rows = self._members = None
-
-    def _told_to_end(self, flight: Flight) -> set[int]:
-        """Rows of requests that end without the token: aborted, or after a stop word."""
-        return flight.rows_of(self._host.stop_word_finished_request_ids)
 
     def _append(
         self,
@@ -328,11 +304,6 @@ class DecodeLoop:
             numbers, tokens = ([each[row] for row in rows] for each in (numbers, tokens))
             log_probs = None if log_probs is None else [log_probs[row] for row in rows]
         return self._members.append(numbers, tokens, log_probs)
-
-    def _log_probs_of(self, flight: Flight, gone: set[int]) -> list[float] | None:
-        """By row, if one that had not ended before the step wants its own."""
-        wanted = any(wants and row not in gone for row, wants in enumerate(flight.scores))
-        return flight.landing.log_probs() if wanted else None
 
     def _prepare_and_start(self, new: bool) -> None:
         """Launch a step after one whose tokens are known."""

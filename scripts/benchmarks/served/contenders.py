@@ -24,7 +24,9 @@ from benchmarks.served.engines import vllm_options
 from benchmarks.served.settings import Settings
 from console.parent import ends_with_this_process
 
-IMPLEMENTATIONS = ("ours", "vllm", "ours-server", "vllm-server")
+# What is measured unless others are named.
+USUAL = ("ours", "vllm", "ours-server", "vllm-server")
+IMPLEMENTATIONS = (*USUAL, "ours-parity")
 SCRIPTS = Path(__file__).resolve().parents[2]
 # vLLM neither asks the network, nor reports, nor compiles what is not part of it.
 _VLLM = {

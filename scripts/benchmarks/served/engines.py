@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from benchmarks.served.burst import Burst, Timeline
@@ -32,9 +33,14 @@ class Engine(Protocol):
 
 
 class Ours:
-    """``absorbed_mla.LLM``."""
+    """``absorbed_mla.LLM``.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: Of the model.
+        parity: Option of ``LLM``.
+    """
+
+    def __init__(self, settings: Settings, *, parity: bool = False) -> None:
         from absorbed_mla import LLM
 
         self.llm = LLM(
@@ -48,6 +54,7 @@ class Ours:
             cuda_graphs=settings.graphs,
             prefill_graph_tokens=settings.prefill_graph_tokens,
             experts=settings.our_experts,
+            parity=parity,
         )
         self._seen: dict[str, int] = {}
 
@@ -153,4 +160,9 @@ def run(engine: Engine, burst: Burst) -> dict[str, float | None]:
     return timeline.figures()
 
 
-ENGINES = {"ours": Ours, "vllm": VLLM}
+# The same `LLM` twice.
+OURS: dict[str, Callable[[Settings], Ours]] = {
+    "ours": Ours,
+    "ours-parity": partial(Ours, parity=True),
+}
+ENGINES: dict[str, Callable[[Settings], Engine]] = {**OURS, "vllm": VLLM}

@@ -16,14 +16,14 @@ import os
 import pstats
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
 from benchmarks.kit.command import ALONE, run_to_log
 from benchmarks.served.burst import Burst
-from benchmarks.served.engines import Ours
+from benchmarks.served.engines import OURS, Ours
 from benchmarks.served.settings import Settings
 
 # Rows of each table.
@@ -34,20 +34,28 @@ _DECODES = 3
 
 
 def write(
-    file: Path, settings: Settings, vocab_size: int, *, prompt: int, steps: int, log: Path
+    file: Path,
+    implementations: Sequence[str],
+    settings: Settings,
+    vocab_size: int,
+    *,
+    prompt: int,
+    steps: int,
+    logs: Path,
 ) -> None:
     """Profile steps of each of ``settings.sizes`` requests, and print the file.
 
     Args:
-        file: Text, rewritten after each number of requests.
+        file: Text, which grows after each number of requests.
+        implementations: Of ``OURS``, each in a process of its own, one after the other.
         settings: Of the model.
         vocab_size: Token ids of prompts are below it.
         prompt: Tokens of each prompt.
         steps: Decode steps of each profile.
-        log: File for what the process prints.
+        logs: Folder for what the processes print.
 
     Raises:
-        ValueError: If it fails, with the end of the log.
+        ValueError: If one fails, with the end of its log.
     """
     # Steps before all requests decode, three times the profiled ones, and some more.
     prompt = min(prompt, settings.max_model_len - 4 * steps)
@@ -57,9 +65,13 @@ def write(
     path = [os.environ.get("PYTHONPATH", ""), str(scripts), str(scripts.parent)]
     variables = {**ALONE, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     program = "from benchmarks.served.profiling import main; main()"
-    command = [sys.executable, "-P", "-c", program, json.dumps(work)]
-    if run_to_log(command, log, _LIMIT, variables):
-        raise ValueError("the profile failed: " + " | ".join(log.read_text().splitlines()[-4:]))
+    file.write_text("")
+    for name in implementations:
+        given = json.dumps(work | {"implementation": name})
+        log = logs / f"{name}-profile.log"
+        if run_to_log([sys.executable, "-P", "-c", program, given], log, _LIMIT, variables):
+            end = " | ".join(log.read_text().splitlines()[-4:])
+            raise ValueError(f"the profile of {name} failed: {end}")
     print(file.read_text())
 
 
@@ -67,7 +79,7 @@ def main() -> None:
     """Profile in this process; its argument is the work as JSON."""
     given = json.loads(sys.argv[1])
     settings = Settings.read(given["settings"])
-    engine, parts = Ours(settings), []
+    engine = OURS[given["implementation"]](settings)
     for requests in settings.sizes:
         # Compiles, and allocates what later steps use again.
         with _decoding(engine, requests, settings, given) as step:
@@ -79,9 +91,10 @@ def main() -> None:
         found["steps that read prompts"] = _tables(step, steps, settings)
         while engine.is_busy():
             list(engine.step())
-        each = f"{requests} requests, {given['prompt']} tokens in each prompt"
-        parts += [f"{each}, {kind}: {tables}" for kind, tables in found.items()]
-        Path(given["file"]).write_text("\n\n".join(parts) + "\n")
+        each = f"{given['implementation']}, {requests} requests, "
+        each += f"{given['prompt']} tokens in each prompt"
+        with Path(given["file"]).open("a") as file:
+            file.writelines(f"{each}, {kind}: {tables}\n\n" for kind, tables in found.items())
     engine.close()
 
 

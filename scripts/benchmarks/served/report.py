@@ -1,4 +1,7 @@
-"""What was measured of implementations that serve, and the tables of ours beside vLLM."""
+"""What was measured of implementations that serve, and the tables of those that are compared.
+
+Ours beside vLLM's, and parity mode beside the default mode.
+"""
 
 from __future__ import annotations
 
@@ -111,12 +114,16 @@ FIGURES = (
     "token_ms",
     "token_p90_ms",
 )
+# Implementations and what they are compared with.
+_VLLM = {"ours": "vllm", "ours-server": "vllm-server"}
+_DEFAULT = {"ours-parity": "ours"}
 # Columns of the tables, their figures, and how these are written.
 _BURSTS = {
     "TTFT ms": ("ttft_ms", "{:,.0f}"),
     "prefill tokens/s": ("prefill_tokens_per_second", "{:,.0f}"),
     "decode tokens/s": ("decode_tokens_per_second", "{:,.0f}"),
 }
+_PER_SECOND = " tokens/s"
 _TRAFFIC = {
     "output tokens/s": ("output_tokens_per_second", "{:,.0f}"),
     "TTFT ms": ("ttft_ms", "{:,.0f}"),
@@ -138,8 +145,15 @@ class ServingReport(Report):
 
     def peer(self, row: Row) -> Row | None:
         """The row of vLLM of the same size, for one of ours."""
-        name = row.case.implementation.replace("ours", "vllm")
-        if name == row.case.implementation:
+        return self._other(row, _VLLM)
+
+    def default(self, row: Row) -> Row | None:
+        """The row of the default mode of the same size, for one of parity mode."""
+        return self._other(row, _DEFAULT)
+
+    def _other(self, row: Row, names: dict[str, str]) -> Row | None:
+        name = names.get(row.case.implementation)
+        if name is None:
             return None
         case = dataclasses.replace(row.case, implementation=name)
         return next((one for one in self.measured if one.case == case), None)
@@ -169,7 +183,8 @@ class ServingReport(Report):
     @classmethod
     def notes(cls, reports: Sequence[ServingReport]) -> list[str]:
         """The tables of each report."""
-        return [text for report in reports for text in (table(report), traffic_table(report))]
+        tables = (table, traffic_table, parity_table, parity_traffic_table)
+        return [one(report) for report in reports for one in tables]
 
 
 def table(report: ServingReport) -> str:
@@ -177,17 +192,29 @@ def table(report: ServingReport) -> str:
 
     Of requests that arrive at once; empty if there are none.
     """
-    rows = [row for row in report.measured if row.case.size.rounds == 1]
-    return _table(report, rows, "requests x prompt/output", _BURSTS)
+    return _table(report, _BURSTS, traffic=False)
 
 
 def traffic_table(report: ServingReport) -> str:
     """As :func:`table`, of requests of which each takes the place of one that has ended."""
-    rows = [row for row in report.measured if row.case.size.rounds > 1]
-    return _table(report, rows, "requests x prompt/output * rounds", _TRAFFIC)
+    return _table(report, _TRAFFIC, traffic=True)
 
 
-def _table(report: ServingReport, rows: Sequence[Row], sizes: str, columns: dict) -> str:
+def parity_table(report: ServingReport) -> str:
+    """Each row of parity mode with the default mode's; ratios are of times, parity mode's of its.
+
+    Of requests that arrive at once; empty if there are none.
+    """
+    return _parity_table(report, _BURSTS, traffic=False)
+
+
+def parity_traffic_table(report: ServingReport) -> str:
+    """As :func:`parity_table`, of requests of which each takes the place of one that has ended."""
+    return _parity_table(report, _TRAFFIC, traffic=True)
+
+
+def _table(report: ServingReport, columns: dict[str, tuple[str, str]], *, traffic: bool) -> str:
+    rows = [row for row in _rows(report, traffic) if row.case.implementation not in _DEFAULT]
     lines = []
     for row in rows:
         if any(report.peer(one) is row for one in rows):
@@ -195,12 +222,53 @@ def _table(report: ServingReport, rows: Sequence[Row], sizes: str, columns: dict
         peer, line = report.peer(row), [row.case.implementation, row.case.work]
         for name, form in columns.values():
             own, theirs = getattr(row, name), peer and getattr(peer, name)
-            line += [form.format(one) if one else "-" for one in (own, theirs)]
-            line.append(f"{own / theirs:.2f}" if own and theirs else "-")
+            line += [*_texts(form, own, theirs), _ratio(own, theirs)]
         lines.append(line)
-    head = ["", sizes]
+    head = ["", _sizes(traffic)]
     head += [f"{name}{what}" for name in columns for what in ("", ", vLLM", ", ratio")]
     return markdown_table(head, lines, head[:2]) if lines else ""
+
+
+def _parity_table(
+    report: ServingReport, columns: dict[str, tuple[str, str]], *, traffic: bool
+) -> str:
+    lines, head = [], [_sizes(traffic)]
+    for row in _rows(report, traffic):
+        if row.case.implementation not in _DEFAULT:
+            continue
+        default, line = report.default(row), [row.case.work]
+        for column, (name, form) in columns.items():
+            own, other = getattr(row, name), default and getattr(default, name)
+            times = (other, own) if _is_rate(column) else (own, other)
+            line += [*_texts(form, other, own), _ratio(*times)]
+        lines.append(line)
+    for column in columns:
+        ratio = f"{column.removesuffix(_PER_SECOND)}, ratio of times"
+        head += [column, f"{column}, parity", ratio if _is_rate(column) else f"{column}, ratio"]
+    return markdown_table(head, lines, head[:1]) if lines else ""
+
+
+def _rows(report: ServingReport, traffic: bool) -> list[Row]:
+    """The measured ones of traffic, or of requests that arrive at once."""
+    return [row for row in report.measured if (row.case.size.rounds > 1) is traffic]
+
+
+def _sizes(traffic: bool) -> str:
+    """Head of the column that says what a row has to do."""
+    return "requests x prompt/output" + " * rounds" * traffic
+
+
+def _is_rate(column: str) -> bool:
+    """Whether more is better, and not a time."""
+    return column.endswith(_PER_SECOND)
+
+
+def _texts(form: str, *values: float | None) -> list[str]:
+    return [form.format(one) if one else "-" for one in values]
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return f"{one / other:.2f}" if one and other else "-"
 
 
 def parse_row(text: str) -> Size:

@@ -148,14 +148,14 @@ MUTATIONS = {
         "            pass",
     ),
     "decode_loop_takes_tokens_of_ended_requests": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py",
+        "absorbed_mla/generation/decode_loop/endings.py",
         "gone, told = flight.rows_of(self._ended),",
         "gone, told = set(),",
     ),
     "decode_loop_keeps_rows_of_ended_requests": Mutation(
-        "absorbed_mla/generation/decode_loop/loop.py",
-        "ends = flight.rows_of(self._ended) | self._told",
-        "ends = self._told",
+        "absorbed_mla/generation/decode_loop/endings.py",
+        "return flight.rows_of(self._ended) | self._told",
+        "return self._told",
     ),
     "decode_loop_reads_tokens_of_other_rows": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
@@ -169,7 +169,7 @@ MUTATIONS = {
     ),
     "decode_loop_keeps_the_size_of_a_step": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
-        "            if (gone or ends or flight.reads) and not self._has_its_size():",
+        "            if (ended or flight.reads) and not self._has_its_size():",
         "            if False:",
     ),
     "decode_loop_draws_too_early_stop_tokens": Mutation(

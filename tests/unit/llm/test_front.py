@@ -6,7 +6,8 @@ import pytest
 
 from absorbed_mla import LLM, SamplingParams
 from absorbed_mla.generation.options import EngineOptions
-from absorbed_mla.generation.requests import Progress, Result, Statistics
+from absorbed_mla.generation.requests import Progress, Result
+from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.front import Front
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.runner import Abort, Add

@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-from absorbed_mla.generation.requests import Result, Statistics
+from absorbed_mla.generation.requests import Result
+from absorbed_mla.generation.statistics import Statistics
 from benchmarks import engine
 from benchmarks.engine import (
     Case,

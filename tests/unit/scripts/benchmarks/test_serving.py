@@ -13,13 +13,23 @@ import pytest
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.server import cli
 from benchmarks import serving as serving_script
-from benchmarks.served import contenders, engines, streams
+from benchmarks.served import contenders, engines, profiling, streams
 from benchmarks.served.burst import Burst, Timeline, percentile
 from benchmarks.served.model import token_bytes, write_model, write_tokenizer
-from benchmarks.served.report import Case, Row, ServingReport, Size, table, traffic_table
+from benchmarks.served.report import (
+    Case,
+    Row,
+    ServingReport,
+    Size,
+    parity_table,
+    parity_traffic_table,
+    table,
+    traffic_table,
+)
 from benchmarks.served.settings import Settings
 from benchmarks.serving import ServingBenchmark, settings
 from benchmarks.synthetic_checkpoint.models import Choice
+from checks import serving_tables
 from tests.support import needs
 from tests.support.llm import serving
 
@@ -104,14 +114,14 @@ def run(capsys, *options: str) -> tuple[int, dict, str]:
 @needs.no_gpu
 def test_ours_beside_a_fake_vllm(tmp_path, capsys):
     vllm, file = fake_vllm(tmp_path / "vllm"), tmp_path / "serving.json"
-    names = "ours,vllm,vllm-server"
+    names = "ours,ours-parity,vllm,vllm-server"
     options = ["--vllm", str(vllm), "--implementations", names]
     options += ["--rows", "2x64/8,1x70/8,2x40/6*3"]
     code, report, out = run(capsys, *options, "--json", str(file))
     assert code == 0
     # Those that live together take turns; servers come after them.
     found = [row["implementation"] for row in report["rows"]]
-    assert found == ["ours", "vllm"] * 3 + ["vllm-server"] * 3
+    assert found == ["ours", "ours-parity", "vllm"] * 3 + ["vllm-server"] * 3
     traffic = [row for row in report["rows"] if row["size"]["rounds"] > 1]
     for row in traffic:
         assert row["output_tokens_per_second"] > 0 and "step_ms" not in row
@@ -126,6 +136,7 @@ def test_ours_beside_a_fake_vllm(tmp_path, capsys):
     assert report["environment"]["versions"]["vllm"] == "0.24.0"
     assert "| ours | 2 x 64/8 |" in out and "| vllm-server | 1 x 70/8 |" in out
     assert "| ours | 2 x 40/6 * 3 |" in out and "| vllm-server | 2 x 40/6 * 3 |" in out
+    assert "| 1 x 70/8 |" in out and "| 2 x 40/6 * 3 |" in out and "| ours-parity |" not in out
     assert ServingReport.read(file).summary()["rows"] == report["rows"]
 
 
@@ -296,6 +307,54 @@ def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
     assert not first.error and "vllm has ended" in second.error
 
 
+class TestImplementations:
+    def measured(self, *options: str) -> list[str]:
+        made = object.__new__(ServingBenchmark)
+        made.args = ServingBenchmark.parse([*TINY, "--rows", "1x8/6", *options])
+        return [case.implementation for case in made.cases()]
+
+    def test_parity_mode_only_if_it_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(serving_script, "missing_for_our_server", lambda _: [])
+        vllm = ("--vllm", str(fake_vllm(tmp_path / "vllm")))
+        assert self.measured(*vllm) == ["ours", "vllm", "ours-server", "vllm-server"]
+        names = "vllm,ours-parity,ours"
+        measured = self.measured(*vllm, "--implementations", names)
+        assert measured == ["ours", "ours-parity", "vllm"]
+
+    def test_parity_mode_is_an_option_of_the_same_engine(self, monkeypatch):
+        given = []
+        monkeypatch.setattr("absorbed_mla.LLM", lambda *_, **options: given.append(options))
+        for name in ("ours", "ours-parity"):
+            engines.ENGINES[name](TestSettings().made("--rows", "3x64/8"))
+        default, parity = given
+        assert not default["parity"] and parity == {**default, "parity": True}
+
+    def test_those_that_are_profiled(self, tmp_path, monkeypatch):
+        """Ours of those that are named, one after the other, into one file."""
+        file, works = tmp_path / "profile.txt", []
+
+        def run(command, log, *_):
+            works.append(json.loads(command[-1]))
+            with file.open("a") as grown:
+                grown.write(f"{works[-1]['implementation']} in {log.name}\n")
+            return int(works[-1]["prompt"] == 0)
+
+        monkeypatch.setattr(profiling, "run_to_log", run)
+        argv = [*TINY, "--profile", str(file), "--implementations"]
+        with pytest.raises(ValueError, match="--profile needs some of ours, ours-parity"):
+            ServingBenchmark.parse([*argv, "vllm"])
+        args = ServingBenchmark.parse([*argv, "vllm,ours-parity,ours"])
+        made = TestSettings().made("--rows", "3x64/8")
+        more = {"steps": 1, "logs": tmp_path}
+        profiling.write(file, args.implementations, made, 300, prompt=8, **more)
+        assert [Settings.read(work["settings"]) for work in works] == [made] * 2
+        expected = "ours in ours-profile.log\nours-parity in ours-parity-profile.log\n"
+        assert file.read_text() == expected
+        (tmp_path / "ours-parity-profile.log").write_text("no\nmemory\n")
+        with pytest.raises(ValueError, match=r"the profile of ours-parity failed: no \| memory"):
+            profiling.write(file, ["ours-parity"], made, 300, prompt=0, **more)
+
+
 class TestServerPackages:
     def test_what_is_missing_is_named(self, monkeypatch):
         monkeypatch.setattr(contenders, "_OUR_SERVER_NEEDS", ("starlette", "no_such_package"))
@@ -424,6 +483,57 @@ def test_traffic_table():
         "| ours | 64 x 1k/256 * 4 | 3,000 | 2,000 | 1.50 | 100 | 100 | 1.00 "
         "| 30,000 | 20,000 | 1.50 | 8.0 | 8.0 | 1.00 | 9.2 | 9.2 | 1.00 |"
     )
+
+
+class TestParityTables:
+    def rows(self) -> list[Row]:
+        """Of requests at once, one without the default mode; and of traffic."""
+
+        def row(name: str, size: Size, **figures: float) -> Row:
+            return Row(Case(name, size, 0.0), **figures)
+
+        def rates(prefill: float, decode: float) -> dict[str, float]:
+            return {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode}
+
+        many, one, traffic = Size(32, 1024, 256), Size(1, 1024, 256), Size(64, 1024, 256, 4)
+        of_traffic = {"ttft_ms": 50.0, "ttft_p90_ms": 90.0, "token_p90_ms": 12.0}
+        return [
+            row("ours", many, ttft_ms=400, **rates(60000, 6000)),
+            row("ours-parity", many, ttft_ms=500, **rates(40000, 4800)),
+            row("vllm", many, ttft_ms=410, **rates(55000, 5000)),
+            row("ours-parity", one, ttft_ms=30, **rates(30000, 100)),
+            row("ours", traffic, output_tokens_per_second=5000, token_ms=10.0, **of_traffic),
+            row("ours-parity", traffic, output_tokens_per_second=4000, token_ms=11.0, **of_traffic),
+        ]
+
+    def test_ratios_are_of_times(self):
+        report = ServingReport({}, self.rows())
+        head, _, *lines = parity_table(report).splitlines()
+        assert "| decode tokens/s | decode tokens/s, parity | decode, ratio of times |" in head
+        assert lines == [
+            "| 32 x 1k/256 | 400 | 500 | 1.25 | 60,000 | 40,000 | 1.50 | 6,000 | 4,800 | 1.25 |",
+            "| 1 x 1k/256 | - | 30 | - | - | 30,000 | - | - | 100 | - |",
+        ]
+        [line] = parity_traffic_table(report).splitlines()[2:]
+        assert line.startswith("| 64 x 1k/256 * 4 | 5,000 | 4,000 | 1.25 | 50 | 50 | 1.00 |")
+        assert "| 10.0 | 11.0 | 1.10 |" in line
+
+    def test_they_are_not_beside_vllm(self):
+        report = ServingReport({}, self.rows())
+        [line] = table(report).splitlines()[2:]
+        assert line.startswith("| ours | 32 x 1k/256 | 400 | 410 |")
+        report = ServingReport({}, report.rows[:1])
+        assert parity_table(report) == parity_traffic_table(report) == ""
+
+    def test_the_page(self, tmp_path):
+        assert serving_tables.parity_table(tmp_path) == "Not measured yet."
+        report = ServingReport({}, self.rows())
+        report.write(tmp_path / "generation" / "serving-parity.json")
+        both = f"{parity_table(report)}\n\n{parity_traffic_table(report)}"
+        assert serving_tables.parity_table(tmp_path) == both
+        report = ServingReport({}, report.rows[:2])
+        report.write(tmp_path / "generation" / "serving-parity.json")
+        assert serving_tables.parity_table(tmp_path) == parity_table(report)
 
 
 def test_the_cache_holds_the_longest_of_traffic():
