@@ -35,6 +35,8 @@ _CHUNKS = 4
 _FEW_ROWS = {16: 7, 32: 4}
 # Blocks of keys that these ask for before, as far as the L2 cache.
 _BLOCKS_AHEAD = 1
+# Bytes of outputs of pieces that may wait for each other.
+_MOST_WAITING = 2**29
 
 
 def page_size(block_size: int, window: int) -> int:
@@ -111,7 +113,8 @@ def forward(
     tiles, split_kv = division.tiles, division.split_kv
     table = table or schedule(query_starts, query_lengths, kv_lengths, key_start, division)
     shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
-    waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
+    with not_filled():
+        waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
@@ -158,11 +161,21 @@ def divide(
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
     tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
     if batch_invariant:
-        few = tiles.max_tiles * tiles.head_blocks < plan.processors(q_content.device)
-        # Every piece has a program where tiles would leave some of the device idle.
-        num_splits = -(PIECE.value // KEYS.value) if few and window > PIECE.value else 1
+        num_splits = _pieces(tiles, window, q_content)
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     return plan.Division(tiles, split_kv, KEYS.value, window)
+
+
+def _pieces(tiles: plan.Tiles, window: int, q_content: Tensor) -> int:
+    """``num_splits`` of parity mode, where every piece has a program or all of a tile have one.
+
+    The first where tiles alone would leave a part of the device idle.
+    """
+    programs = tiles.max_tiles * tiles.head_blocks
+    pieces = -(-window // PIECE.value)
+    waiting = 2 * pieces * programs * ROWS.value * q_content.shape[-1] * torch.float32.itemsize
+    few = programs < plan.processors(q_content.device) and waiting <= _MOST_WAITING
+    return -(PIECE.value // KEYS.value) if few and pieces > 1 else 1
 
 
 def _has_pieces(q_content: Tensor, q_rope: Tensor, cache: Tensor, window: int) -> bool:

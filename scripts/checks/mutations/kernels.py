@@ -87,6 +87,26 @@ MUTATIONS = {
         "            mbarrier.wait(shared.right_empty.index(stage), parity)\n",
         "",
     ),
+    "pieces_without_the_larger_lse": Mutation(
+        "absorbed_mla/kernels/hopper/pieces.py",
+        "self.factors.index(3).store(higher)",
+        "self.factors.index(3).store(bits)",
+    ),
+    "pieces_added_before_they_are_weighed": Mutation(
+        "absorbed_mla/kernels/hopper/pieces.py",
+        "        mbarrier.wait(self.full.index(0), turn & 1)\n",
+        "",
+    ),
+    "pieces_cut_a_block_later": Mutation(
+        "absorbed_mla/kernels/hopper/decode.py",
+        "return -(PIECE.value // KEYS.value) if",
+        "return -(PIECE.value // KEYS.value) - 1 if",
+    ),
+    "pieces_of_the_first_sequence": Mutation(
+        "absorbed_mla/kernels/hopper/forward_in_pieces.py",
+        "table = (first_keys[:, None] + blocks)",
+        "table = (first_keys[:1, None] + 0 * first_keys[:, None] + blocks)",
+    ),
     "decode_reads_behind_the_table": Mutation(
         "absorbed_mla/kernels/hopper/paged_keys.py",
         "gl.minimum(tile.key_start + block * KEYS + page, last)",

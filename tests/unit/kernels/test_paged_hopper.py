@@ -52,6 +52,9 @@ with triton_interpreter():
     from absorbed_mla.inference.rows import Rows
     from absorbed_mla.kernels.hopper import decode, forward
     from absorbed_mla.kernels.hopper.pieces import PIECE as _PIECE
+    from absorbed_mla.kernels.paged import plan
+    from absorbed_mla.kernels.paged.combine import combine
+    from absorbed_mla.kernels.paged.schedule import schedule
 
 PIECE = _PIECE.value
 
@@ -213,6 +216,33 @@ class TestBatchInvariance:
         hidden = torch.ones(90, 90, dtype=torch.bool, device=DEVICE).triu(1)[:, None, None]
         expected = scores.masked_fill(hidden, -torch.inf).amax(-1)
         torch.testing.assert_close(largest.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pieces_are_combined_in_order():
+    """One after the other, as a program adds them that goes through all; seen in fp32."""
+    pieces, heads, width = 7, 16, 128
+    tiles = plan.tiles_for(1, heads, 1, 1, 64)
+    split_kv = plan.split_kv_for(tiles, 7 * 64, 64, 1, DEVICE, -1)
+    one = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    division = plan.Division(tiles, split_kv, 64, 7 * 64)
+    table = schedule(0 * one, one, 7 * 64 * one, 0, division)
+    make = torch.Generator().manual_seed(0)
+    split_out = torch.randn(2 * pieces, 1, 64, width, generator=make).to(DEVICE)
+    # Weights are powers of two: all that is rounded are sums.
+    split_lse = torch.randint(-2, 3, (2 * pieces, 1, 64), generator=make).float().to(DEVICE)
+    out, lse = torch.empty(1, heads, width, device=DEVICE), torch.empty(1, heads, device=DEVICE)
+    lists = 0 * one, one
+    combine(split_out, split_lse, table, tiles, split_kv, lists, (out, lse), in_order=True)
+    top, total, added = torch.full((heads,), -torch.inf), torch.zeros(heads), torch.zeros(out.shape)
+    for piece in range(pieces):
+        place = 2 * piece + (piece == 0)
+        bits, values = split_lse[place, 0, :heads].cpu(), split_out[place, 0, :heads].cpu()
+        higher = torch.maximum(top, bits)
+        decay, weight = torch.exp2(top - higher), torch.exp2(bits - higher)
+        total, top = total * decay + weight, higher
+        added = added * decay[:, None] + values * weight[:, None]
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if ON_GPU else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(out.cpu(), added / total[:, None], **tolerance)
 
 
 class TestPieces:
