@@ -5,13 +5,15 @@ Of a training forward, since that is what parity mode promises.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from absorbed_mla.batch_invariant import batch_invariant_mode, requirements
-from absorbed_mla.experts.layer import group_experts
+from absorbed_mla.experts.layer import GroupedMoE, group_experts
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
 from tests.support.backends import determinism
@@ -88,11 +90,27 @@ def test_otherwise_bits_differ():
     assert not torch.equal(of_grouped(grouped, x), sequential(x)[0].detach())
 
 
+def test_router():
+    """A choice in one pass has other bits than Megatron's operators, which the mode replaces."""
+    router = layers(torch.float32)[1].router
+    assert router._is_one_pass()
+    with batch_invariant_mode("cpu"):
+        assert not router._is_one_pass()
+
+
 def test_nothing_is_added_by_atomics():
     """So a GPU needs no deterministic algorithms, which Megatron's experts need."""
     with determinism(False):
         for layer, refused in zip(layers(torch.float32), (True, False)):
             assert requirements._adds_experts_by_atomics(layer.config) is refused
+
+
+def test_several_ranks_are_refused():
+    config = config_for(TINY, torch.float32, **MANY)
+    group = SimpleNamespace(size=lambda: 2)
+    groups = SimpleNamespace(tp=group, tp_ep=group)
+    with pytest.raises(ValueError, match="need one rank in parity mode, got 2: ranks that share"):
+        GroupedMoE(config, pg_collection=groups, parity=True)
 
 
 @pytest.mark.parametrize(
