@@ -368,7 +368,8 @@ def expert_kernels() -> None:
     few_rows_product(torch.zeros(1024, 256, dtype=BF16), weights, ends)
     gate_and_up = torch.zeros(256, 4096, dtype=BF16)
     swiglu(gate_and_up, torch.zeros(32, 8), chosen.flatten(), ends)
-    summed(gate_and_up, places, ends)
+    for one_by_one in (False, True):
+        summed(gate_and_up, places, ends, one_by_one=one_by_one)
 
 
 def sampling_kernels() -> None:
