@@ -72,7 +72,7 @@ def prefill(tokens: int) -> None:
     for topk in (1, TOPK):
         order.order_by_expert(torch.zeros(tokens, topk, dtype=torch.int64), EXPERTS, 0)
     rows, ends = torch.zeros(tokens * TOPK, 64), torch.zeros(EXPERTS, dtype=torch.int32)
-    grouped_product.grouped_product(rows.to(BF16), torch.zeros(EXPERTS, 96, 64).to(BF16), ends)
+    grouped_product.grouped_product(rows.to(BF16), torch.zeros(EXPERTS, 4096, 64, dtype=BF16), ends)
     sums.summed(rows, torch.zeros(tokens, TOPK, dtype=torch.int64), ends)
     swiglu.gated(rows)
 

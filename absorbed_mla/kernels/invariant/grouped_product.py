@@ -18,10 +18,13 @@ from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, SUMMANDS, Tile
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
-# Of few rows, where weights are all that takes time, and of many.
-TILES = (Tile(64, 64, num_warps=4, num_stages=4), Tile(128, 128, num_warps=8, num_stages=4))
-# Rows of an expert in the mean up to which they are few.
-_FEW_ROWS = 64
+# ``least_rows`` are those of an expert in the mean. The first tile that is enough programs is
+# taken: with few rows the weights are all that takes time, and narrow tiles are more programs.
+TILES = (
+    Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, enough=132),
+    Tile(64, 128, num_warps=4, num_stages=4, least_rows=17),
+    Tile(64, 64, num_warps=4, num_stages=4),
+)
 
 
 def grouped_product(
@@ -50,7 +53,7 @@ def grouped_product(
         out = x.new_empty(rows, columns)
     if not out.numel():
         return out
-    tile = tile or _tile_for(rows, experts, x.dtype)
+    tile = tile or tile_for(rows, experts, columns, x.dtype)
     below = row_tiles(rows, experts, tile)
     with torch.cuda.device_of(out):
         _grouped_kernel[(below * triton.cdiv(columns, tile.columns),)](
@@ -82,10 +85,22 @@ def row_tiles(rows: int, experts: int, tile: Tile) -> int:
     return rows // tile.rows + min(rows, experts)
 
 
-def _tile_for(rows: int, experts: int, dtype: torch.dtype) -> Tile:
+def tile_for(rows: int, experts: int, columns: int, dtype: torch.dtype) -> Tile:
+    """The tile of a product.
+
+    Args:
+        rows: Of all experts together.
+        experts: That they are of.
+        columns: Of the product.
+        dtype: Of the operands, one of ``SUMMANDS``.
+    """
     if dtype == torch.float32:
         return FP32_TILE
-    return TILES[rows > _FEW_ROWS * experts]
+    for tile in TILES:
+        programs = max(experts, rows // tile.rows) * triton.cdiv(columns, tile.columns)
+        if rows >= tile.least_rows * experts and programs >= tile.enough:
+            return tile
+    return TILES[-1]
 
 
 @triton.jit(do_not_specialize=["row_tiles"], do_not_specialize_on_alignment=["tokens_ptr"])

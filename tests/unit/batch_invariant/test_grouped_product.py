@@ -107,6 +107,22 @@ def test_every_tile_has_a_program():
             assert needed <= kernel.row_tiles(sum(counts), len(counts), tile)
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "columns", "expected"),
+    [
+        (8, 16, 7168, (64, 64)),
+        (1024, 16, 7168, (64, 128)),
+        (8192, 16, 7168, (128, 128)),
+        # Of few experts wide tiles are too few programs, unless they have many rows.
+        (320, 4, 1024, (64, 64)),
+        (4096, 4, 1024, (128, 128)),
+    ],
+)
+def test_tile(rows, experts, columns, expected):
+    tile = kernel.tile_for(rows, experts, columns, BF16)
+    assert (tile.rows, tile.columns) == expected
+
+
 def test_all_tiles_sum_in_one_order():
     """Warp-group instructions need 64 rows and 4 warps."""
     assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile in TILES)
@@ -114,12 +130,13 @@ def test_all_tiles_sum_in_one_order():
 
 @needs.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("summands", "columns"), [(7168, 1024), (2048, 7168), (4096, 6144)])
+@pytest.mark.parametrize(("summands", "columns"), [(7168, 4096), (2048, 7168), (4608, 6144)])
 def test_bits_on_a_gpu(dtype, summands, columns):
     """At widths of DeepSeek-V3's experts, in every tile; also of rows that are taken."""
     counts = [1, 0, 8, 64, 65, 0, 130, 300]
     rows = random(sum(counts), summands, dtype=dtype)
-    weights = random(len(counts), columns, summands, dtype=dtype, seed=1) * summands**-0.5
+    weights = torch.empty(len(counts), columns, summands, dtype=dtype, device=rows.device)
+    weights.normal_(std=summands**-0.5)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2)).to(rows.device)
     shuffled = torch.empty_like(rows).index_copy_(0, order, rows)
     expected = one_by_one(rows, weights, counts)
