@@ -10,6 +10,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from absorbed_mla.batch_invariant.mode import enable_batch_invariant_mode, is_enabled
 from absorbed_mla.options import AbsorbedMLAOptions
 
+# Of a config whose model has grouped experts (absorbed_mla/experts).
+_IN_ORDER = "absorbed_mla_experts_in_order"
 _BACKENDS = ("auto", "hopper", "triton", "reference")
 # Option -> (accepted values, why others are refused).
 _OPTIONS: dict[str, tuple[tuple, str]] = {
@@ -115,9 +117,15 @@ def require_enabled(device: torch.device, config: MLATransformerConfig) -> None:
     enable_batch_invariant_mode(device.type)
 
 
+def declare_experts_in_order(config: MLATransformerConfig) -> None:
+    """Say that no MoE layer of this config's model leaves sums of experts to Megatron."""
+    setattr(config, _IN_ORDER, True)
+
+
 def _adds_experts_by_atomics(config: MLATransformerConfig) -> bool:
     """Whether results of more than two experts are added in any order; two give the same sum."""
     several = bool(config.num_moe_experts) and config.moe_router_topk > 2
+    several = several and not getattr(config, _IN_ORDER, False)
     in_order = config.moe_permute_fusion or torch.are_deterministic_algorithms_enabled()
     return several and not in_order
 

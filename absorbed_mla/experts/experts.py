@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.experts.product import grouped_product
 from absorbed_mla.experts.rows import ExpertRows
 
@@ -72,7 +73,8 @@ class GroupedExperts(SequentialMLP):
     def _activated(self, gate_and_up: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
         """[R, 2 F] to [R, F], times the probabilities."""
         activation = self.config.activation_func
-        if gate_and_up.is_cuda and activation is F.silu:
+        fused = activation is F.silu and not is_enabled(gate_and_up.device)
+        if gate_and_up.is_cuda and fused:
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.swiglu import swiglu
 

@@ -13,11 +13,16 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from absorbed_mla.batch_invariant.requirements import declare_experts_in_order
 from absorbed_mla.experts.dispatcher import GroupedDispatcher
 from absorbed_mla.experts.experts import GroupedExperts
 from absorbed_mla.experts.router import ChoosingRouter
 
 Block = TypeVar("Block")
+# Why ranks that share experts do not have the bits of Megatron's.
+SEVERAL_RANKS = "ranks that share experts add their sums in another order than Megatron's"
+# Fields of the config that must be False in parity mode: Megatron's experts have other bits.
+_FUSIONS = ("moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
 
 
 class GroupedMoE(MoELayer):
@@ -26,15 +31,23 @@ class GroupedMoE(MoELayer):
     Args:
         config: Of the model.
         pg_collection: Process groups; None takes Megatron's.
+        parity: Whether this is a layer of a model in parity mode (``docs/parity.md``). The process
+            must be in the mode, too: its operators, and those of grouped experts, then have the
+            bits of Megatron's ``SequentialMLP``.
         host: The other arguments of Megatron's layer.
 
     Raises:
         ValueError: If shared experts are to overlap an exchange, or data-parallel ranks share
-            experts.
+            experts; in parity mode also if any ranks do, or Megatron would fuse operators.
     """
 
     def __init__(
-        self, config: Any, *, pg_collection: ProcessGroupCollection | None = None, **host: Any
+        self,
+        config: Any,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+        parity: bool = False,
+        **host: Any,
     ) -> None:
         if config.moe_shared_expert_overlap:
             raise ValueError("moe_shared_expert_overlap must be False for grouped experts")
@@ -45,34 +58,50 @@ class GroupedMoE(MoELayer):
                 f"{groups.tp.size()} tensor-parallel ranks for grouped experts, got "
                 f"{groups.tp_ep.size()}"
             )
+        if parity or getattr(config, "batch_invariant_mode", False):
+            _require_same_bits(config, groups)
         super().__init__(config, pg_collection=groups, **host)
+        declare_experts_in_order(config)
         self.token_dispatcher = GroupedDispatcher(
             self.num_local_experts, self.local_expert_indices, config, groups
         )
 
 
-def group_experts(block: Block) -> Block:
+def _require_same_bits(config: Any, groups: ProcessGroupCollection) -> None:
+    """Refuse what would have other bits than Megatron's experts in parity mode."""
+    ranks = groups.tp_ep.size()
+    if ranks > 1:
+        raise ValueError(
+            f"grouped experts need one rank in parity mode, got {ranks}: {SEVERAL_RANKS}"
+        )
+    for name in _FUSIONS:
+        if getattr(config, name, False):
+            raise ValueError(f"grouped experts need {name} False in parity mode, got True")
+
+
+def group_experts(block: Block, *, parity: bool = False) -> Block:
     """The spec of a decoder or MTP block whose experts are grouped, for inference.
 
     Args:
         block: With the field ``layer_specs``; experts are Megatron's ``SequentialMLP``.
+        parity: See :class:`GroupedMoE`.
     """
     for i, layer in enumerate(block.layer_specs):
-        block.layer_specs[i] = _grouped(layer)
+        block.layer_specs[i] = _grouped(layer, parity)
     return block
 
 
-def _grouped(layer: ModuleSpec) -> ModuleSpec:
+def _grouped(layer: ModuleSpec, parity: bool) -> ModuleSpec:
     parts = layer.submodules
     if hasattr(parts, "mtp_model_layer"):
-        inner = _grouped(parts.mtp_model_layer)
+        inner = _grouped(parts.mtp_model_layer, parity)
         return replace(layer, submodules=replace(parts, mtp_model_layer=inner))
     if not isinstance(_submodules(parts.mlp), MoESubmodules):
         return layer
-    return replace(layer, submodules=replace(parts, mlp=_grouped_mlp(parts.mlp)))
+    return replace(layer, submodules=replace(parts, mlp=_grouped_mlp(parts.mlp, parity)))
 
 
-def _grouped_mlp(mlp: functools.partial) -> functools.partial:
+def _grouped_mlp(mlp: functools.partial, parity: bool) -> functools.partial:
     submodules = _submodules(mlp)
     experts = submodules.experts
     assert experts.func is SequentialMLP and submodules.router is TopKRouter, submodules
@@ -82,8 +111,10 @@ def _grouped_mlp(mlp: functools.partial) -> functools.partial:
         router=ChoosingRouter,
     )
     # A layer of another kind takes its dispatcher from the experts that it got.
-    made = GroupedMoE if mlp.func is MoELayer else mlp.func
-    return functools.partial(made, **{**mlp.keywords, "submodules": submodules})
+    keywords = {**mlp.keywords, "submodules": submodules}
+    if mlp.func is not MoELayer:
+        return functools.partial(mlp.func, **keywords)
+    return functools.partial(GroupedMoE, parity=parity, **keywords)
 
 
 def _submodules(mlp: Any) -> Any:

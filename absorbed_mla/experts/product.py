@@ -8,14 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import is_enabled
+
 # It loops over groups on other GPUs, with sizes that it fetches to the host.
 _CAPABILITIES = (9, 10)
+# What parity mode has kernels for.
+_INVARIANT_DTYPES = (torch.bfloat16, torch.float16)
 # Bytes of a row of an operand must be a multiple of these.
 _ALIGNMENT = 16
 
 
 def why_not_grouped(
-    device: torch.device, dtype: torch.dtype, widths: Mapping[str, int]
+    device: torch.device, dtype: torch.dtype, widths: Mapping[str, int], *, parity: bool = False
 ) -> str | None:
     """Why :func:`grouped_product` cannot run without waiting for the device; None if it can.
 
@@ -23,9 +27,13 @@ def why_not_grouped(
         device: Of the model.
         dtype: Of rows and weights.
         widths: Name -> columns of the operands.
+        parity: Whether it is to run in parity mode, by this package's kernel alone.
     """
     if device.type == "cpu":
         return None
+    if parity:
+        accepted = dtype in _INVARIANT_DTYPES
+        return None if accepted else f"in parity mode a GPU needs bfloat16 or float16, not {dtype}"
     if dtype != torch.bfloat16:
         return f"PyTorch's grouped product on a GPU needs bfloat16, and the model is in {dtype}"
     if _operator() is None:
@@ -43,7 +51,8 @@ def grouped_product(
 ) -> Tensor:
     """``rows[a:b] @ weights[e].T`` for the rows a to b of each expert e.
 
-    On a GPU the weights of experts without rows are not read, and nothing waits for the device.
+    On a GPU the weights of experts without rows are not read, and nothing waits for the device. In
+    parity mode each expert's product is that of PyTorch's ``mm`` in the mode, to the bit.
 
     Args:
         x: The rows [R, K], those of an expert together; or what they are taken from.
@@ -55,8 +64,12 @@ def grouped_product(
         [R, N]; rows behind the last end are undefined.
     """
     count = len(x if tokens is None else tokens)
+    # Imported here, because machines without a GPU need not have Triton.
+    if x.is_cuda and is_enabled(x.device):
+        from absorbed_mla.kernels.invariant.grouped_product import grouped_product as invariant
+
+        return invariant(x.contiguous(), weights, ends, tokens)
     if x.is_cuda and count:
-        # Imported here, because machines without a GPU need not have Triton.
         from absorbed_mla.kernels.experts.few_rows import few_rows_product, is_few
 
         if is_few(count, len(weights)):

@@ -7,6 +7,8 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from absorbed_mla.batch_invariant import is_enabled
+
 # Ways of balancing that choose by scores alone in inference.
 _BY_SCORE = {"none", "aux_loss", "seq_aux_loss", "global_aux_loss"}
 
@@ -103,8 +105,8 @@ class ChoosingRouter(TopKRouter):
         )
 
     def _is_one_pass(self) -> bool:
-        """Whether the choice is one that ``choose_experts`` knows."""
-        if self.router_replay is not None:
+        """Whether the choice is one that ``choose_experts`` knows, and its bits are as good."""
+        if self.router_replay is not None or is_enabled(self.weight.device):
             return False
         if self.score_function == "softmax":
             return self.config.moe_router_pre_softmax and self.expert_bias is None

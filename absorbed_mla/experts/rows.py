@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.moe.moe_utils import unpermute
 from torch import Tensor
+
+from absorbed_mla.batch_invariant import is_enabled
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,17 @@ class ExpertRows:
     def summed(self, x: Tensor) -> Tensor:
         """Sums over the rows of each token, in the order of its choices: [T * K, H] to [T, H].
 
-        Rows of experts of other ranks count for nothing, whatever they hold.
+        Rows of experts of other ranks count for nothing, whatever they hold. In parity mode there
+        are none, and sums are those of Megatron's dispatchers, in the order of rows.
         """
+        parity = is_enabled(x.device)
         if x.is_cuda:
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.sums import summed
 
-            return summed(x, self.places, self.ends)
+            return summed(x, self.places, self.ends, one_by_one=parity)
+        if parity:
+            return unpermute(x, self.tokens, torch.Size((len(self.places), x.shape[1])))
         others = torch.arange(len(x)) >= self.ends[-1]
         x = x.masked_fill(others.unsqueeze(1), 0)
         return x.index_select(0, self.places.flatten()).unflatten(0, self.places.shape).sum(1)

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from absorbed_mla.data_parallel_attention.exchange import TokenExchange
 from absorbed_mla.data_parallel_attention.model import divide_layers, divide_vocabulary
-from absorbed_mla.experts.layer import group_experts
+from absorbed_mla.experts.layer import SEVERAL_RANKS, group_experts
 from absorbed_mla.experts.product import why_not_grouped
 from absorbed_mla.generation.cuda_graphs import model_fields, seed_generators
 from absorbed_mla.llm.options import LLMOptions
@@ -184,14 +184,14 @@ def _why_not_grouped(
 ) -> str | None:
     if not config.num_experts:
         return "the model has no experts"
-    if options.parity:
-        return "in parity mode every expert's product is batch-invariant by itself"
+    if options.parity and parallel_state.get_expert_tensor_and_model_parallel_group().size() > 1:
+        return f"in parity mode {SEVERAL_RANKS}"
     parts = parallel_state.get_expert_tensor_parallel_world_size()
     widths = {
         "hidden_size": config.hidden_size,
         "a rank's channels of an expert": config.moe_ffn_hidden_size // parts,
     }
-    return why_not_grouped(device, dtype, widths)
+    return why_not_grouped(device, dtype, widths, parity=options.parity)
 
 
 def _megatron_config(
@@ -287,8 +287,8 @@ def _build(
         exchange = TokenExchange(parallel_state.get_expert_tensor_and_model_parallel_group())
         spec, parts = divide_layers(spec, exchange), exchange.size
     if grouped:
-        spec = group_experts(spec)
-        drafting = drafting and group_experts(drafting)
+        spec = group_experts(spec, parity=options.parity)
+        drafting = drafting and group_experts(drafting, parity=options.parity)
     model = GPTModel(
         megatron_config,
         transformer_layer_spec=spec,

@@ -83,8 +83,9 @@ class LLMOptions:
         latent_cache_dtype: ``"model"``, or ``"fp8"`` for 1.76 times as many tokens in the memory of
             a cache in bf16; see ``AbsorbedMLAOptions``.
         experts: How the experts of an MoE layer are computed: ``"grouped"``, all in two products
-            (on a GPU: bfloat16, compute capability 9 or 10; not with ``parity``), or
-            ``"sequential"``, one after the other. ``"auto"`` is grouped where that is possible.
+            (on a GPU: bfloat16, compute capability 9 or 10; with ``parity`` bfloat16 or float16,
+            and ``tensor_parallel_size`` 1), or ``"sequential"``, one after the other. ``"auto"`` is
+            grouped where that is possible.
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
@@ -175,8 +176,6 @@ class LLMOptions:
             )
         if self.parity and self.form == "expanded":
             raise ValueError("parity needs form 'absorbed' or 'auto', got 'expanded'")
-        if self.parity and self.experts == "grouped":
-            raise ValueError("parity needs experts 'sequential' or 'auto', got 'grouped'")
         if self.cuda_graphs and (self.form == "expanded" or self.device == "cpu"):
             raise ValueError(
                 f"cuda_graphs needs a GPU and form 'absorbed' or 'auto', got device "

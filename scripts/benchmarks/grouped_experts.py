@@ -14,7 +14,8 @@ sums        of the rows of each token
 Widths are DeepSeek-V3's, with the 16 experts of scripts/benchmarks/serving.py. All works of a case
 run in turns; figures are medians. Times are the GPU's, which is kept busy while the host queues a
 turn; "host" is what the host takes to queue one. "difference" compares with PyTorch's result, and
-TB/s count the weights of the chosen experts. A CPU has PyTorch's only.
+TB/s count the weights of the chosen experts. "parity" is the product of parity mode. A CPU has
+PyTorch's only.
 
     12.3 s  into T=32: torch 362.1 us, ours 315.4 us
 
@@ -253,7 +254,15 @@ class ExpertsBenchmark(Benchmark):
 
             return few_rows_product(x, weights, ends)
 
-        return {"torch": (lambda: of_many_rows(x, weights, ends),), "ours": (ours,)}
+        def parity() -> Tensor:
+            from absorbed_mla.kernels.invariant.grouped_product import grouped_product
+
+            return grouped_product(x, weights, ends)
+
+        def torchs() -> Tensor:
+            return of_many_rows(x, weights, ends)
+
+        return {"torch": (torchs,), "ours": (ours,), "parity": (parity,)}
 
     def _activation(self, inputs: Inputs) -> dict[str, tuple]:
         import torch.nn.functional as F

@@ -298,7 +298,7 @@ def loss_kernels() -> None:
 
 def invariant_kernels() -> None:
     """Parity mode's products of all tiles, whole and in parts, and its norm."""
-    from absorbed_mla.kernels.invariant import tiles
+    from absorbed_mla.kernels.invariant import grouped_product, tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
     from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
 
@@ -309,6 +309,10 @@ def invariant_kernels() -> None:
             matrix_product(x, weight.T, tile=tile, split=split)
     x = torch.zeros(TOKENS, 7168, dtype=BF16)
     matrix_product(x.T, x, split=False)
+    ends, weights = torch.zeros(256, dtype=torch.int32), torch.zeros(256, 128, 7168, dtype=BF16)
+    for tile in grouped_product.TILES:
+        for taken in (None, torch.zeros(TOKENS, dtype=torch.int64)):
+            grouped_product.grouped_product(x, weights, ends, taken, tile=tile)
     _, scale = rms_norm_forward(x, x[0], 1e-5, False, BF16)
     rms_norm_backward(x, x, x[0], scale, False)
 
@@ -365,7 +369,8 @@ def expert_kernels() -> None:
     few_rows_product(torch.zeros(1024, 256, dtype=BF16), weights, ends)
     gate_and_up = torch.zeros(256, 4096, dtype=BF16)
     swiglu(gate_and_up, torch.zeros(32, 8), chosen.flatten(), ends)
-    summed(gate_and_up, places, ends)
+    for one_by_one in (False, True):
+        summed(gate_and_up, places, ends, one_by_one=one_by_one)
 
 
 def sampling_kernels() -> None:

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.kernels import broadcast_k_rope, merging, operators, rotation
 from absorbed_mla.kernels.experts import choice, order, sums, swiglu
+from absorbed_mla.kernels.invariant import grouped_product
 from absorbed_mla.kernels.paged import gather, plan
 from tests.support.hopper_compiler import _H200, BF16, KV_LORA_RANK, ROPE
 
@@ -71,6 +72,7 @@ def prefill(tokens: int) -> None:
     for topk in (1, TOPK):
         order.order_by_expert(torch.zeros(tokens, topk, dtype=torch.int64), EXPERTS, 0)
     rows, ends = torch.zeros(tokens * TOPK, 64), torch.zeros(EXPERTS, dtype=torch.int32)
+    grouped_product.grouped_product(rows.to(BF16), torch.zeros(EXPERTS, 4096, 64, dtype=BF16), ends)
     sums.summed(rows, torch.zeros(tokens, TOPK, dtype=torch.int64), ends)
     swiglu.gated(rows)
 

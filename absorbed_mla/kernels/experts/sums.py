@@ -10,15 +10,19 @@ from torch import Tensor
 from absorbed_mla.kernels.triton.common import interpreted, narrow
 
 _COLUMNS = 1024
+# Behind all rows.
+_NOWHERE = tl.constexpr(2**62)
 
 
-def summed(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+def summed(rows: Tensor, places: Tensor, ends: Tensor, *, one_by_one: bool = False) -> Tensor:
     """Sums in fp32 in the order of the choices, rounded once.
 
     Args:
         rows: [R, H], contiguous.
         places: Int64 [T, K], contiguous: the row of every choice.
         ends: Int32 [E]; rows behind the last end belong to other ranks, and count for nothing.
+        one_by_one: Sum in the order of the rows, rounded after each: as Megatron's dispatchers do
+            where they are deterministic.
 
     Returns:
         [T, H].
@@ -35,7 +39,9 @@ def summed(rows: Tensor, places: Tensor, ends: Tensor) -> Tensor:
             len(ends),
             width,
             CHOICES=choices,
+            SLOTS=triton.next_power_of_2(choices),
             COLUMNS=columns,
+            ONE_BY_ONE=one_by_one,
             INTERPRETED=interpreted(),
             num_warps=4,
         )
@@ -51,7 +57,9 @@ def _sums_kernel(
     experts,
     width,
     CHOICES: tl.constexpr,
+    SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ONE_BY_ONE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -59,9 +67,18 @@ def _sums_kernel(
     there = column < width
     end = tl.load(ends_ptr + experts - 1)
     total = tl.full([COLUMNS], 0.0, tl.float32)
+    if ONE_BY_ONE:
+        slot = tl.arange(0, SLOTS)
+        places = tl.load(places_ptr + token * CHOICES + slot, mask=slot < CHOICES, other=_NOWHERE)
     for choice in tl.static_range(CHOICES):
-        place = tl.load(places_ptr + token * CHOICES + choice)
+        if ONE_BY_ONE:
+            place = tl.reduce(places, 0, tl.standard._elementwise_min)
+            places = tl.where(places == place, _NOWHERE, places)
+        else:
+            place = tl.load(places_ptr + token * CHOICES + choice)
         pointers = rows_ptr + place * width + column
         total += tl.load(pointers, mask=there & (place < end), other=0.0).to(tl.float32)
+        if ONE_BY_ONE:
+            total = narrow(total, out_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)
     total = narrow(total, out_ptr.dtype.element_ty, INTERPRETED)
     tl.store(out_ptr + token * width + column, total, mask=there)

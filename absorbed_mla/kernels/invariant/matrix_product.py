@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.invariant.parts import sum_of_parts
 from absorbed_mla.kernels.invariant.tiles import (
     GROUP,
     PART,
@@ -22,7 +23,7 @@ from absorbed_mla.kernels.invariant.tiles import (
     tile_for,
 )
 from absorbed_mla.kernels.scratch import not_filled
-from absorbed_mla.kernels.triton.common import interpreted, narrow, precision, product
+from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
 _GROUP = tl.constexpr(GROUP)
 # Elements of a program that adds parts, and parts that it loads together.
@@ -180,7 +181,8 @@ def _product_kernel(
         first = (tile - whole) // in_parts * part_length
         past = first + 1
         tile = whole + (tile - whole) % in_parts
-    row_tile, column_tile = _place(tile, rows, columns, BLOCK_R, BLOCK_C)
+    row_tiles, column_tiles = (rows + BLOCK_R - 1) // BLOCK_R, (columns + BLOCK_C - 1) // BLOCK_C
+    row_tile, column_tile = place_in_groups(tile, row_tiles, column_tiles)
     first_row, first_column = row_tile * BLOCK_R, column_tile * BLOCK_C
     # [BLOCK_R], [BLOCK_C]; offsets within a tile fit 32 bits, those of tiles need not.
     row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
@@ -191,24 +193,23 @@ def _product_kernel(
     right = right + k[:, None] * stride_r_k + column[None, :] * stride_r_c
     row_there = (first_row + row < rows)[:, None]
     column_there = (first_column + column < columns)[None, :]
-
-    total = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-    for start in range(first, past, part_length):
-        part = tl.full([BLOCK_R, BLOCK_C], 0.0, tl.float32)
-        for step in range(start, tl.minimum(start + part_length, summands), BLOCK_K):
-            there = k < summands - step
-            a = tl.load(
-                left + tl.cast(step, tl.int64) * stride_l_k,
-                mask=row_there & there[None, :],
-                other=0.0,
-            )
-            b = tl.load(
-                right + tl.cast(step, tl.int64) * stride_r_k,
-                mask=there[:, None] & column_there,
-                other=0.0,
-            )
-            part = product(a, b, part, PRECISION, INTERPRETED)
-        total += part
+    total = sum_of_parts(
+        left,
+        right,
+        row_there,
+        column_there,
+        first,
+        past,
+        part_length,
+        summands,
+        stride_l_k,
+        stride_r_k,
+        BLOCK_R,
+        BLOCK_C,
+        BLOCK_K,
+        PRECISION,
+        INTERPRETED,
+    )
     row, column = first_row + row, first_column + column
     there = row_there & column_there
     if is_part:
@@ -227,10 +228,8 @@ def _product_kernel(
 
 
 @triton.jit
-def _place(tile, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Where a tile is: rows change first, within groups of tiles of rows."""
-    row_tiles = (rows + BLOCK_R - 1) // BLOCK_R
-    column_tiles = (columns + BLOCK_C - 1) // BLOCK_C
+def place_in_groups(tile, row_tiles, column_tiles):
+    """Row and column of a tile: rows change first, within groups of tiles of rows."""
     group_tiles = _GROUP * column_tiles
     first = tile // group_tiles * _GROUP
     in_group = tl.minimum(row_tiles - first, _GROUP)

@@ -27,6 +27,15 @@ MUTATIONS = {
     "grouped_experts_of_other_ranks": Mutation(
         "absorbed_mla/experts/rows.py", "masked_fill(others.unsqueeze(1), 0)", "clone()"
     ),
+    "parity_experts_order_of_choices": Mutation(
+        "absorbed_mla/experts/rows.py", "        if parity:\n", "        if False:\n"
+    ),
+    "parity_experts_routed_in_one_pass": Mutation(
+        "absorbed_mla/experts/router.py", " or is_enabled(self.weight.device)", ""
+    ),
+    "parity_experts_of_several_ranks": Mutation(
+        "absorbed_mla/experts/layer.py", "    if ranks > 1:\n", "    if False:\n"
+    ),
     "grouped_experts_unstacked": Mutation(
         "absorbed_mla/experts/experts.py", "if not self._is_stacked(whole=False):", "if False:"
     ),

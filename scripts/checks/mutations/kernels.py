@@ -217,6 +217,29 @@ MUTATIONS = {
         "            part = first + i\n",
         "            part = parts - 1 - first - i\n",
     ),
+    "grouped_product_of_the_expert_before": Mutation(
+        "absorbed_mla/kernels/invariant/grouped_product.py", "past <= row_tile", "past < row_tile"
+    ),
+    "grouped_product_of_the_first_rows": Mutation(
+        "absorbed_mla/kernels/invariant/grouped_product.py",
+        "row = begin + number * BLOCK_R + ",
+        "row = begin + ",
+    ),
+    "grouped_product_of_even_experts": Mutation(
+        "absorbed_mla/kernels/invariant/grouped_product.py",
+        "return rows // tile.rows + min(rows, experts)",
+        "return -(-rows // tile.rows)",
+    ),
+    "grouped_experts_order_of_rows": Mutation(
+        "absorbed_mla/kernels/experts/sums.py",
+        "place = tl.reduce(places, 0, tl.standard._elementwise_min)",
+        "place = tl.load(places_ptr + token * CHOICES + CHOICES - 1 - choice)",
+    ),
+    "grouped_experts_rounded_at_last": Mutation(
+        "absorbed_mla/kernels/experts/sums.py",
+        "total = narrow(total, out_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)",
+        "pass",
+    ),
     "weight_twice_in_the_norm": Mutation(
         "absorbed_mla/kernels/invariant/rms_norm.py",
         "scale * (grad - normed * (",

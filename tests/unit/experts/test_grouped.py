@@ -181,6 +181,9 @@ def test_where_it_runs(monkeypatch):
     assert "needs bfloat16" in why_not_grouped(gpu, torch.float32, {"hidden_size": 64})
     odd = why_not_grouped(gpu, torch.bfloat16, {"hidden_size": 64, "channels": 20})
     assert odd == "channels 20 must be a multiple of 8"
+    assert why_not_grouped(gpu, torch.float16, {"channels": 20}, parity=True) is None
+    refused = why_not_grouped(gpu, torch.float32, {}, parity=True)
+    assert refused == "in parity mode a GPU needs bfloat16 or float16, not torch.float32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "compute capability 8.0" in why_not_grouped(gpu, torch.bfloat16, {})
 

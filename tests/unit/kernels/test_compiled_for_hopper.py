@@ -50,6 +50,8 @@ def test_kernels(tmp_path):
     # Tiles whose instructions were of two kinds would not have the same bits.
     products = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_product_kernel"]
     assert products == 8 * [["wgmma.mma_async"]] + [[], [], ["wgmma.mma_async"]], "fp32 has none"
+    grouped = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_grouped_kernel"]
+    assert grouped == 6 * [["wgmma.mma_async"]], "of three tiles, of rows and of taken ones"
     # Two programs of decode over FP8 rows share the registers of a multiprocessor.
     [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
@@ -91,6 +93,8 @@ def test_traffic_compiles_nothing(tmp_path):
     # Of two kinds of caches; the schedule of few and of many requests.
     assert variants.pop("_schedule_kernel") == 4
     assert variants.pop("_combine_kernel") == variants.pop("_gather_kernel") == 2
+    # Of few rows of an expert, some and many.
+    assert variants.pop("_grouped_kernel") == 3
     # Up to 64, 256 and more choices, of which a token has one or several.
     assert variants.pop("_order_kernel") == 5
     assert {"attend_decode", "attend_few_rows", "_merge_kernel"} <= {*variants}

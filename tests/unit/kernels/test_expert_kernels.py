@@ -82,6 +82,21 @@ def test_sums(dtype, first):
 
 
 @dtypes
+@pytest.mark.parametrize("topk", [1, 2, 5, 8])
+def test_sums_one_by_one(dtype, topk):
+    """As adding rows to zeros, each rounded, which ``index_add_`` does."""
+    chosen = torch.stack([torch.randperm(8)[:topk] for _ in range(11)]).to(DEVICE)
+    rows = ExpertRows.of(chosen, 8)
+    x = random(11 * topk, 72, dtype=dtype)
+    expected = x.new_zeros(11, 72)
+    for row, token in enumerate(rows.tokens.tolist()):
+        expected[token] += x[row]
+    assert torch.equal(summed(x, rows.places, rows.ends, one_by_one=True), expected)
+    if topk > 2 and dtype == torch.bfloat16:
+        assert not torch.equal(summed(x, rows.places, rows.ends), expected)
+
+
+@dtypes
 @ends_of
 @pytest.mark.parametrize(("columns", "summands"), [(128, 256), (72, 136)])
 @pytest.mark.parametrize("taken", [False, True])

@@ -207,8 +207,9 @@ LEVELS = [
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
         *("offloading", "graph_capture", "whole_step"),
     },
-    {"kernels", "experts", "sequences", "options", "data_parallel_attention"},
+    {"kernels", "sequences", "options"},
     {"batch_invariant"},
+    {"experts", "data_parallel_attention"},
     {
         *("absorb", "norm", "rope", "linear", "te_linear", "tensor_parallel", "projections"),
         *("qk_clip", "fp8_latents"),

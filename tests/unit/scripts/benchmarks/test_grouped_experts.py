@@ -18,7 +18,8 @@ with triton_interpreter():
     import absorbed_mla.kernels.experts.few_rows
     import absorbed_mla.kernels.experts.order
     import absorbed_mla.kernels.experts.sums
-    import absorbed_mla.kernels.experts.swiglu  # noqa: F401
+    import absorbed_mla.kernels.experts.swiglu
+    import absorbed_mla.kernels.invariant.grouped_product  # noqa: F401
 
 TINY = (
     "--device cpu --experts 8 --topk 4 --hidden-size 32 --moe-ffn-hidden-size 16 --tokens 3 "
@@ -47,6 +48,7 @@ def test_ours_give_what_pytorch_gives(tmp_path, capsys):
     assert list(rows) == list(KINDS)
     for kind, row in rows.items():
         assert row["ours forward_us"] > 0 and row["ours difference"] < 1e-6, kind
+    assert rows["out_of"]["parity difference"] < 1e-6
     assert rows["into"]["torch forward_tbps"] > 0 and "torch forward_tbps" not in rows["sums"]
     assert len(ExpertsReport.read(file).rows) == len(KINDS)
 

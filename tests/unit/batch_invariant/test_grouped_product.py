@@ -1,0 +1,146 @@
+"""Parity mode's product of rows with their experts' weights: the bits of each expert alone.
+
+In Triton's interpreter without a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import needs, world
+from tests.support.backends import multiply_in_one_order, triton_interpreter
+
+with triton_interpreter():
+    from absorbed_mla.kernels.invariant import grouped_product as kernel
+    from absorbed_mla.kernels.invariant import matrix_product as reference
+    from absorbed_mla.kernels.invariant.grouped_product import TILES, grouped_product
+    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# More than one tile of columns and three parts of several steps, the last ones not full.
+SUMMANDS, COLUMNS = 300, 130
+SMALL_PART = 128
+# Rows of each expert: few, none, more than a tile, all with one, none at all; of experts that are
+# no power of two, and one.
+DISTRIBUTIONS = {
+    "few": [1, 0, 3, 0, 0, 7],
+    "many": [0, 130, 1, 64, 65, 0, 0],
+    "one of all": [0, 0, 140, 0],
+    "alone": [9],
+    "none": [0, 0, 0],
+}
+distributions = pytest.mark.parametrize("counts", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+dtypes = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with triton_interpreter():
+        yield
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(world.device())
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0).to(torch.int32).to(world.device())
+
+
+def one_by_one(rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """What ``matrix_product`` gives for each expert alone."""
+    parts = rows.split(counts)
+    return torch.cat([matrix_product(part, weight.T) for part, weight in zip(parts, weights)])
+
+
+class TestBits:
+    @pytest.fixture(autouse=True)
+    def _one_order(self, monkeypatch):
+        """Several parts of few summands."""
+        multiply_in_one_order(monkeypatch)
+        for module in (kernel, reference):
+            monkeypatch.setattr(module, "PART", SMALL_PART)
+
+    @dtypes
+    @distributions
+    def test_of_each_expert_alone(self, dtype, counts):
+        rows = random(sum(counts), SUMMANDS, dtype=dtype)
+        weights = random(len(counts), COLUMNS, SUMMANDS, dtype=dtype, seed=1)
+        found = grouped_product(rows, weights, ends_of(counts))
+        assert found.dtype == dtype
+        assert torch.equal(found, one_by_one(rows, weights, counts))
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    @distributions
+    def test_of_all_tiles(self, tile, counts):
+        """Also of rows that are taken from others, some of them several times."""
+        x, weights = random(20, SUMMANDS), random(len(counts), COLUMNS, SUMMANDS, seed=1)
+        tokens = torch.arange(sum(counts), device=x.device) * 7 % 20
+        expected = one_by_one(x[tokens], weights, counts)
+        found = grouped_product(x, weights, ends_of(counts), tokens, tile=tile)
+        assert torch.equal(found, expected)
+
+    def test_rows_behind_the_last_end(self):
+        """They belong to nobody: there are fewer tiles than programs."""
+        counts = [5, 0, 70]
+        rows, weights = random(200, SUMMANDS), random(3, COLUMNS, SUMMANDS, seed=1)
+        rows[75:] = torch.nan
+        found = grouped_product(rows, weights, ends_of(counts))[:75]
+        assert torch.equal(found, one_by_one(rows[:75], weights, counts))
+
+    def test_the_comparison_can_fail(self, monkeypatch):
+        """Sums in other parts have other bits."""
+        rows, weights = random(9, SUMMANDS, dtype=FP32), random(1, 9, SUMMANDS, dtype=FP32, seed=1)
+        expected = one_by_one(rows, weights, [9])
+        monkeypatch.setattr(kernel, "PART", SUMMANDS)
+        assert not torch.equal(grouped_product(rows, weights, ends_of([9])), expected)
+
+
+def test_every_tile_has_a_program():
+    """However rows are distributed: the grid holds for the worst."""
+    for tile in TILES:
+        for counts in ([1] * 7, [tile.rows + 1] * 3, [5 * tile.rows], [tile.rows, 1, 1]):
+            needed = sum(-(-count // tile.rows) for count in counts)
+            assert needed <= kernel.row_tiles(sum(counts), len(counts), tile)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "columns", "expected"),
+    [
+        (8, 16, 7168, (64, 64)),
+        (1024, 16, 7168, (64, 128)),
+        (8192, 16, 7168, (128, 128)),
+        # Of few experts wide tiles are too few programs, unless they have many rows.
+        (320, 4, 1024, (64, 64)),
+        (4096, 4, 1024, (128, 128)),
+    ],
+)
+def test_tile(rows, experts, columns, expected):
+    tile = kernel.tile_for(rows, experts, columns, BF16)
+    assert (tile.rows, tile.columns) == expected
+
+
+def test_all_tiles_sum_in_one_order():
+    """Warp-group instructions need 64 rows and 4 warps."""
+    assert all(tile.rows % 64 == tile.num_warps % 4 == 0 for tile in TILES)
+
+
+@needs.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("summands", "columns"), [(7168, 4096), (2048, 7168), (4608, 6144)])
+def test_bits_on_a_gpu(dtype, summands, columns):
+    """At widths of DeepSeek-V3's experts, in every tile; also of rows that are taken."""
+    counts = [1, 0, 8, 64, 65, 0, 130, 300]
+    rows = random(sum(counts), summands, dtype=dtype)
+    weights = torch.empty(len(counts), columns, summands, dtype=dtype, device=rows.device)
+    weights.normal_(std=summands**-0.5)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(2)).to(rows.device)
+    shuffled = torch.empty_like(rows).index_copy_(0, order, rows)
+    expected = one_by_one(rows, weights, counts)
+    for tile in (None, *TILES):
+        assert torch.equal(grouped_product(rows, weights, ends_of(counts), tile=tile), expected)
+        found = grouped_product(shuffled, weights, ends_of(counts), order, tile=tile)
+        assert torch.equal(found, expected), str(tile)
