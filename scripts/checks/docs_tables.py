@@ -264,6 +264,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "drawing": drawing_table.table,
     "beside vllm": serving_tables.table,
     "traffic beside vllm": serving_tables.traffic_table,
+    "parity mode beside default": serving_tables.parity_table,
     **performance.TABLES,
     **{name: partial(_support_table, name) for name in KINDS},
 }
