@@ -95,7 +95,8 @@ class RunningSum:
     """The sum of a tile's pieces so far, and what the next one is added with.
 
     Attributes:
-        out: fp32 [programs, 64, C], contiguous: what the score and the value role have added up.
+        out: fp32 [programs, 64, C], contiguous: what the score and the value role have added up,
+            in an order of their own.
         factors: In shared memory, [4, 64] fp32: of every row what the sum so far is multiplied by,
             the weight of the piece, the sum of weights, and the largest LSE, to base 2.
         full: Barrier: the factors are there.
@@ -192,10 +193,17 @@ class RunningSum:
 
     @gluon.jit
     def _places(self, first: gl.constexpr, C: gl.constexpr):
+        """Where columns wait: so that the numbers of a warp's register lie side by side.
+
+        A thread reads nothing but what it wrote; see ``accumulator_layout`` for what it has.
+        """
         layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
-        row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-        return self.out + (row * C)[:, None] + column[None, :]
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        of_row = row // 8 % 2 * 256 + row // 16 * 64 + row % 8 * 8
+        of_column = column // 8 * 512 + column % 8
+        base = self.out + gl.program_id(0) * (ROWS * C) + first * ROWS
+        return base + of_row[:, None] + of_column[None, :]
 
     @gluon.jit
     def _add(
