@@ -299,7 +299,7 @@ def _variants(dtype: Any) -> Iterator[tuple[str, Callable]]:
     from absorbed_mla.kernels.invariant import tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
 
-    for tile in (tiles.FP32_TILE,) if dtype == torch.float32 else tiles.TILES:
+    for tile in tiles.FP32_TILES if dtype == torch.float32 else tiles.TILES:
         for split in (False, True):
             name = f"tile {tile} {'in parts' if split else 'whole'}"
             yield name, partial(matrix_product, tile=tile, split=split)

@@ -302,8 +302,8 @@ def invariant_kernels() -> None:
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
     from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
 
-    for tile in (*tiles.TILES, tiles.FP32_TILE):
-        dtype = torch.float32 if tile is tiles.FP32_TILE else BF16
+    for tile in (*tiles.TILES, *tiles.FP32_TILES):
+        dtype = torch.float32 if tile in tiles.FP32_TILES else BF16
         x, weight = torch.zeros(TOKENS, 7168, dtype=dtype), torch.zeros(1536, 7168, dtype=dtype)
         for split in (False, True):
             matrix_product(x, weight.T, tile=tile, split=split)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.invariant.matrix_product import place_in_groups
 from absorbed_mla.kernels.invariant.parts import sum_of_parts
-from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, SUMMANDS, Tile, part_length
+from absorbed_mla.kernels.invariant.tiles import FP32_TILES, PART, SUMMANDS, Tile, part_length
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
@@ -95,7 +95,7 @@ def tile_for(rows: int, experts: int, columns: int, dtype: torch.dtype) -> Tile:
         dtype: Of the operands, one of ``SUMMANDS``.
     """
     if dtype == torch.float32:
-        return FP32_TILE
+        return FP32_TILES[0]
     for tile in TILES:
         programs = max(experts, rows // tile.rows) * triton.cdiv(columns, tile.columns)
         if rows >= tile.least_rows * experts and programs >= tile.enough:

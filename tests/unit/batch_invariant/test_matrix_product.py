@@ -19,7 +19,7 @@ with triton_interpreter():
     from absorbed_mla.kernels.invariant import matrix_product as kernel
     from absorbed_mla.kernels.invariant import tiles as invariant_tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
-    from absorbed_mla.kernels.invariant.tiles import FP32_TILE, PART, TILES, part_length, tile_for
+    from absorbed_mla.kernels.invariant.tiles import FP32_TILES, PART, TILES, part_length, tile_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Of the result's rounding, and in fp32 of a sum of 2048, each added to the ones before.
@@ -28,7 +28,7 @@ BOUNDS = {BF16: 4e-3, FP16: 5e-4, FP32: 5e-6}
 ROWS, SUMMANDS, COLUMNS = 70, 300, 130
 SMALL_PART = 128
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
-tiles = pytest.mark.parametrize("tile", [*TILES, FP32_TILE], ids=str)
+tiles = pytest.mark.parametrize("tile", [*TILES, *FP32_TILES], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ class TestBits:
     @pytest.mark.parametrize("split", [False, True])
     def test_of_all_tiles(self, tile, split):
         """Parts in one program and in several, which a second kernel adds."""
-        dtype = FP32 if tile is FP32_TILE else BF16
+        dtype = FP32 if tile in FP32_TILES else BF16
         x, w = random(ROWS, SUMMANDS, dtype=dtype), random(COLUMNS, SUMMANDS, dtype=dtype, seed=1)
         bias = random(COLUMNS, dtype=dtype, seed=2)
         expected = matrix_product(x, w.T, bias)
@@ -198,7 +198,8 @@ class TestTiles:
     def test_all_tiles_sum_in_one_order(self):
         """Warp-group instructions need 64 rows and 4 warps."""
         assert all(t.rows % 64 == t.num_warps % 4 == 0 for t in TILES)
-        assert tile_for(4096, 4096, 1, FP32) is FP32_TILE
+        assert tile_for(4096, 4096, 1, FP32) is FP32_TILES[0]
+        assert tile_for(128, 256, 4, FP32) is FP32_TILES[1]
 
 
 @needs.gpu
@@ -212,7 +213,7 @@ def test_bits_on_a_gpu(dtype, summands, columns):
     assert relative_error(whole, x.double() @ w.double().T) < 2 * BOUNDS[dtype]
     for rows in (1, 8, 16, 17, 64, 65, 128, 299):
         assert torch.equal(matrix_product(x[:rows], w.T), whole[:rows]), rows
-    for tile in TILES if dtype != FP32 else (FP32_TILE, replace(FP32_TILE, rows=64)):
+    for tile in TILES if dtype != FP32 else (*FP32_TILES, replace(FP32_TILES[0], rows=64)):
         last = replace(tile, few=0, at_once=max(2, tile.count(130, columns) - 1))
         found = matrix_product(x[:130], w.T, tile=last)
         assert torch.equal(found, whole[:130]), f"{tile}, the last ones in parts"
