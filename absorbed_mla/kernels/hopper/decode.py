@@ -84,9 +84,9 @@ def forward(
         scale: Multiplies the scores.
         key_start: First key in the cache.
         key_end: One past the last key that is seen, or None.
-        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself: a token's result
-            then depends on its query and keys only. With at most ``PIECE`` keys it is bitwise that
-            of forward.py.
+        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself (in FP8 rows all
+            at once): a token's result then depends on its query and keys only. With at most
+            ``PIECE`` keys it is bitwise that of forward.py.
         num_splits: Splits of the keys of every request; None: the device chooses.
         table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
             None: it is made.
@@ -118,7 +118,7 @@ def forward(
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
-    if batch_invariant and window > PIECE.value and not split_kv.splits:
+    if batch_invariant and _is_long(cache, window) and not split_kv.splits:
         keys = _key_maps(cache, *widths, page)
         _launch_pieces(queries, keys, table, block_table, (out, lse), block_size, scale, division)
         clear_padding(query_starts, query_lengths, out, lse)
@@ -161,21 +161,24 @@ def divide(
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
     tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
     if batch_invariant:
-        num_splits = _pieces(tiles, window, q_content)
+        few = _is_long(cache, window) and _leave_some_idle(tiles, window, q_content)
+        # A program for each piece; else each has whole tiles.
+        num_splits = -(PIECE.value // KEYS.value) if few else 1
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     return plan.Division(tiles, split_kv, KEYS.value, window)
 
 
-def _pieces(tiles: plan.Tiles, window: int, q_content: Tensor) -> int:
-    """``num_splits`` of parity mode, where every piece has a program or all of a tile have one.
+def _is_long(cache: Tensor, window: int) -> bool:
+    """Whether keys are added up in pieces in parity mode; those in FP8 rows never are."""
+    return window > PIECE.value and cache.dtype != torch.uint8
 
-    The first where tiles alone would leave a part of the device idle.
-    """
+
+def _leave_some_idle(tiles: plan.Tiles, window: int, q_content: Tensor) -> bool:
+    """Whether tiles are too few for the device, and outputs of their pieces few enough to wait."""
     programs = tiles.max_tiles * tiles.head_blocks
-    pieces = -(-window // PIECE.value)
-    waiting = 2 * pieces * programs * ROWS.value * q_content.shape[-1] * torch.float32.itemsize
-    few = programs < plan.processors(q_content.device) and waiting <= _MOST_WAITING
-    return -(PIECE.value // KEYS.value) if few and pieces > 1 else 1
+    row_bytes = q_content.shape[-1] * torch.float32.itemsize
+    waiting = 2 * -(-window // PIECE.value) * programs * ROWS.value * row_bytes
+    return programs < plan.processors(q_content.device) and waiting <= _MOST_WAITING
 
 
 def _has_pieces(q_content: Tensor, q_rope: Tensor, cache: Tensor, window: int) -> bool:

@@ -21,7 +21,7 @@ from absorbed_mla.core_attention.selection import choose_batch_invariant
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs, world
 from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
-from tests.support.cases import INTERPRETED, TINY, config_for
+from tests.support.cases import INTERPRETED, TINY, WIDE, config_for
 from tests.support.engine import Request, engine_of, generate
 from tests.support.generation import prompts_of
 from tests.support.models import token_batch
@@ -71,6 +71,17 @@ class TestBits:
         mla = replace(TINY, heads=heads, kv_lora_rank=c, rope=rope, hidden=16 * heads, nope=13)
         model = parity_model(torch.float32, mla=mla, **LAYERS["dense"])
         assert differences(model) == []
+
+    @needs.gpu
+    @layers
+    def test_of_widths_that_hopper_takes(self, _on, layers):
+        """Training forward of its kernels, and theirs over a cache."""
+        model = parity_model(torch.bfloat16, mla=WIDE, **layers)
+        assert differences(model) == []
+        tokens, lengths = tokens_of(1), (13, 1, 62)
+        found = packed_alone(model, tokens, lengths)
+        for part, logits in zip(tokens.split(lengths, 1), found.split(lengths, 1)):
+            assert torch.equal(cached(model, part, [part.shape[1]]), logits)
 
     @needs.no_gpu
     @dtypes
