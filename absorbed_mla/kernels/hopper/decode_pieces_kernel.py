@@ -1,77 +1,184 @@
 """The decode kernel of parity mode, where programs go through all keys of a tile, piece by piece.
 
-Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, with a piece of a
-tile's keys (pieces.py) in place of a part of them: its output is added to those of the pieces
-before, which wait in memory of the program's own.
+Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, but for the end of a
+piece (pieces.py): there outputs, denominators and references begin anew, and the output is added to
+the sum of the pieces before, while the tensor cores compute scores of the next piece. In place of
+``norm_full`` and ``norm_empty`` there are the barriers of ``RunningSum``.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from absorbed_mla.kernels.hopper.forward_kernel import (
     LN_2,
     LOAD_REGISTERS,
     VALUE_REGISTERS,
-    compute_right,
-    finish_left,
-    start_left,
+    add_left,
 )
-from absorbed_mla.kernels.hopper.forward_scores import count_blocks
-from absorbed_mla.kernels.hopper.forward_shared import allocate, load_queries
+from absorbed_mla.kernels.hopper.forward_scores import (
+    count_blocks,
+    finish_scores,
+    hide,
+    rope_queries,
+    softmax,
+    some_change,
+    start_scores,
+)
+from absorbed_mla.kernels.hopper.forward_shared import (
+    STAGES,
+    allocate,
+    clear_rows,
+    load_queries,
+)
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.paged_keys import PagedKeys
-from absorbed_mla.kernels.hopper.pieces import WholeTiles, running_sum
-from absorbed_mla.kernels.hopper.tile import KEYS
+from absorbed_mla.kernels.hopper.pieces import BLOCKS, WholeTiles, running_sum
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
 @gluon.jit
 def _load_role(work, shared, queries, keys):
-    """Load the queries of each piece, then its blocks, as soon as there is room."""
-    turn, blocks = gl.to_tensor(0), gl.to_tensor(0)
+    """Load each tile's queries, then its blocks, as soon as there is room."""
+    blocks = gl.to_tensor(0)
     for index in range(work.count()):
-        for number in range(work.pieces(index)):
-            tile = work.piece(index, number)
-            load_queries(tile, 0, shared, queries[0], queries[1], turn)
-            keys.load(tile, shared, blocks)
-            blocks += count_blocks(tile)
-            turn += 1
+        tile = work.tile(index)
+        load_queries(tile, 0, shared, queries[0], queries[1], index)
+        keys.load(tile, shared, blocks)
+        blocks += count_blocks(tile)
 
 
 @gluon.jit
 def _score_role(work, shared, sums, out, lse, heads, scale):
-    """Compute each piece's scores and LSE, and the left half of each tile's output."""
+    """Compute each tile's scores, its LSE and the left half of its output."""
     rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS, 1))
     turn, blocks = gl.to_tensor(0), gl.to_tensor(0)
     for index in range(work.count()):
-        for number in range(work.pieces(index)):
-            tile = work.piece(index, number)
-            o, top, total, norm, _ = start_left(tile, shared, scale, turn, blocks)
-            blocks += count_blocks(tile)
-            bits = gl.where(total > 0, top * scale + gl.log2(total), -float("inf"))
-            factors, bits = sums.weigh(bits, number, turn, rows)
-            tile = work.piece(index, number)
-            row, inside = tile.rows(1, heads, rows)
-            gl.store(lse + row, bits * LN_2, mask=inside)
-            o = finish_left(shared, o, norm, blocks)
-            sums.add(tile, o, factors, out, heads, number, work.pieces(index), 0)
-            turn += 1
+        tile = work.tile(index)
+        count = count_blocks(tile)
+        pieces = (count + BLOCKS - 1) // BLOCKS
+        o, top, total = _left(tile, shared, sums, out, heads, scale, index, turn, blocks)
+        # Not pieces - 1: Triton 3.6 cannot compile what is known to be the last one.
+        number = (count - 1) // BLOCKS
+        factors, bits = sums.weigh(top, total, scale, number, turn + number)
+        row, inside = tile.rows(1, heads, rows)
+        gl.store(lse + row, bits * LN_2, mask=inside)
+        o = warpgroup_mma_wait(0, deps=[o])
+        blocks += count
+        mbarrier.arrive(shared.left_empty.index((blocks - 1) % STAGES))
+        sums.add(tile, o, factors, out, heads, number, pieces, 0)
+        turn += pieces
+
+
+@gluon.jit
+def _left(tile, shared, sums, out, heads, scale, tiles, turn, blocks):
+    """Queue all products of scores and of the left half, and add all pieces but the last.
+
+    Args:
+        tile: The tile.
+        shared: What ``allocate`` gave.
+        sums: The ``RunningSum``.
+        out: [T, N, C], contiguous.
+        heads: N.
+        scale: Of the scores, times log2(e).
+        tiles: How many the program has done before.
+        turn: Pieces of these tiles.
+        blocks: Likewise.
+
+    Returns:
+        Of the last piece the half [64, C / 2] whose last product is running, references and
+        denominators, each [64].
+    """
+    HALF: gl.constexpr = shared.C // 2
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    top = tile.first_top(rows)
+    total = gl.zeros([ROWS], gl.float32, rows)
+    o = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF, 1))
+    count = count_blocks(tile)
+    last = count - 1
+    mbarrier.wait(shared.q_full.index(0), tiles & 1)
+    q_rope = rope_queries(shared, layout)
+    s = start_scores(shared, blocks % STAGES, blocks // STAGES & 1, layout)
+    s = finish_scores(shared, s, q_rope, blocks % STAGES, blocks // STAGES & 1)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for number in range((last + BLOCKS) // BLOCKS):
+        end = gl.minimum((number + 1) * BLOCKS, count) - 1
+        for block in range(number * BLOCKS, end):
+            s, o, top, total = _next(tile, shared, s, o, top, total, q_rope, scale, blocks, block)
+            s = warpgroup_mma_wait(0, deps=[s])
+        if end < last:
+            s, o, top, total = _next(tile, shared, s, o, top, total, q_rope, scale, blocks, end)
+            # While scores of the next piece are computed.
+            factors, _bits = sums.weigh(top, total, scale, number, turn + number)
+            sums.add(tile, o, factors, out, heads, number, number + 2, 0)
+            top = tile.first_top(rows)
+            total = gl.zeros([ROWS], gl.float32, rows)
+            o = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF, 1))
+            s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(shared.q_empty.index(0))
+    stage = (blocks + last) % STAGES
+    values = shared.left.index(stage).reshape([KEYS, HALF])
+    # No product that is still running reads them: none was queued behind the last block's scores.
+    clear_rows(values, tile.keys - last * KEYS)
+    s = hide(s, tile, last, layout)
+    top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
+    return add_left(shared, o, factor, probs, stage), top, total
+
+
+@gluon.jit
+def _next(tile, shared, s, o, top, total, q_rope, scale, blocks, block):
+    """Add a block to the left half, and queue the scores of the next one, as ``start_left`` does.
+
+    Returns:
+        Scores that are being computed, and the half, references and denominators with the block.
+    """
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    stage = (blocks + block) % STAGES
+    if block >= tile.open_blocks():
+        s = hide(s, tile, block, layout)
+    top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
+    o = add_left(shared, o, factor, probs, stage)
+    parity = (blocks + block + 1) // STAGES & 1
+    s = start_scores(shared, stage ^ 1, parity, layout)
+    # One product, the first part of the scores, may be unfinished: the one before it is not.
+    o = warpgroup_mma_wait(1, deps=[o])
+    mbarrier.arrive(shared.left_empty.index(stage))
+    return finish_scores(shared, s, q_rope, stage ^ 1, parity), o, top, total
 
 
 @gluon.jit
 def _value_role(work, shared, sums, out, heads):
     """Compute the right half of each tile's output."""
     HALF: gl.constexpr = shared.C // 2
-    rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(HALF, 1))
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
     turn, blocks = gl.to_tensor(0), gl.to_tensor(0)
     for index in range(work.count()):
-        for number in range(work.pieces(index)):
-            tile = work.piece(index, number)
-            o = compute_right(tile, shared, turn, blocks)
-            blocks += count_blocks(tile)
-            tile = work.piece(index, number)
-            factors = sums.read(turn, rows)
-            sums.add(tile, o, factors, out, heads, number, work.pieces(index), HALF)
-            turn += 1
+        tile = work.tile(index)
+        count = count_blocks(tile)
+        pieces = (count + BLOCKS - 1) // BLOCKS
+        for number in range(pieces):
+            o = gl.zeros([ROWS, HALF], gl.float32, layout)
+            for block in range(number * BLOCKS, gl.minimum((number + 1) * BLOCKS, count)):
+                stage = (blocks + block) % STAGES
+                values = shared.right.index(stage).reshape([KEYS, HALF])
+                mbarrier.wait(shared.p_full.index(stage), (blocks + block) // STAGES & 1)
+                if block == count - 1:
+                    clear_rows(values, tile.keys - block * KEYS)
+                if some_change(shared, stage):
+                    o = o * shared.factor.index(stage).load(rows)[:, None]
+                o = warpgroup_mma(shared.probs(stage), values, o, is_async=True)
+                o = warpgroup_mma_wait(0, deps=[o])
+                mbarrier.arrive(shared.right_empty.index(stage))
+            factors = sums.read(turn + number, rows)
+            sums.add(tile, o, factors, out, heads, number, pieces, HALF)
+        blocks += count
+        turn += pieces
 
 
 @gluon.jit(

@@ -180,7 +180,7 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
         if RECORD:
             most = gl.maximum(most, gl.max(s, axis=1))
         top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
-        o = _add_left(shared, o, factor, probs, stage)
+        o = add_left(shared, o, factor, probs, stage)
         parity = (blocks + block + 1) // STAGES & 1
         s = start_scores(shared, stage ^ 1, parity, layout)
         # One product, the first part of the scores, may be unfinished: the one before it is not.
@@ -207,11 +207,11 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
     mbarrier.wait(shared.norm_empty.index(0), (tiles & 1) ^ 1)
     shared.norm.store(norm)
     mbarrier.arrive(shared.norm_full.index(0))
-    return _add_left(shared, o, factor, probs, stage), top, total, norm, most
+    return add_left(shared, o, factor, probs, stage), top, total, norm, most
 
 
 @gluon.jit
-def _add_left(shared, o, factor, probs, stage):
+def add_left(shared, o, factor, probs, stage):
     """Rescale the left half and queue the product of a block."""
     HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = accumulator_layout(HALF, 1)

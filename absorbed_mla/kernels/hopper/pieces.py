@@ -16,11 +16,13 @@ from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
 from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
-from absorbed_mla.kernels.hopper.tile import ROWS
+from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 from absorbed_mla.kernels.paged.schedule import TABLE_COLUMNS
 
-# Keys of a piece. With fewer, long requests have more programs, and adding up takes longer.
+# Keys of a piece, a multiple of those of a block. With fewer, long requests have more programs, and
+# adding up takes longer.
 PIECE = gl.constexpr(2048)
+BLOCKS = gl.constexpr(PIECE.value // KEYS.value)
 # Columns of the output that are added up at a time: a program's registers are full of its outputs.
 COLUMNS = gl.constexpr(64)
 _TABLE_COLUMNS = gl.constexpr(TABLE_COLUMNS.value)
@@ -58,36 +60,23 @@ class WholeTiles:
         return count_turns(self.total)
 
     @gluon.jit
-    def pieces(self, turn):
-        """Pieces of the keys of a tile; without keys there is one."""
-        keys = gl.load(self._entry(turn) + 4)
-        return gl.maximum((keys + PIECE - 1) // PIECE, 1)
-
-    @gluon.jit
-    def piece(self, turn, number):
-        """A tile, with the keys of one piece."""
-        entry = self._entry(turn)
-        first, begin = gl.load(entry + 1), number * PIECE
+    def tile(self, turn):
+        """One of them."""
+        number = self.total - 1 - dealt(turn)
+        entry = self.tiles + number // self.head_blocks * _TABLE_COLUMNS
+        first = gl.load(entry + 1)
         return DecodeTile(
             gl.load(entry),
             first,
             first + gl.load(entry + 2),
-            begin,
-            gl.minimum(gl.load(entry + 4) - begin, PIECE),
-            gl.load(entry + 3) - 1 - begin,
+            gl.to_tensor(0),
+            gl.load(entry + 4),
+            gl.load(entry + 3) - 1,
             gl.program_id(0),
-            self._number(turn) % self.head_blocks * self.HEADS,
+            number % self.head_blocks * self.HEADS,
             self.HEADS,
             ROWS,
         )
-
-    @gluon.jit
-    def _entry(self, turn):
-        return self.tiles + self._number(turn) // self.head_blocks * _TABLE_COLUMNS
-
-    @gluon.jit
-    def _number(self, turn):
-        return self.total - 1 - dealt(turn)
 
 
 @aggregate
@@ -97,8 +86,9 @@ class RunningSum:
     Attributes:
         out: fp32 [programs, 64, C], contiguous: what the score and the value role have added up,
             in an order of their own.
-        factors: In shared memory, [4, 64] fp32: of every row what the sum so far is multiplied by,
-            the weight of the piece, the sum of weights, and the largest LSE, to base 2.
+        factors: In shared memory, [5, 64] fp32: of every row what the sum so far is multiplied by,
+            the weight of the piece, the sum of weights, the reciprocal of the piece's softmax's
+            denominator, and the largest LSE, to base 2.
         full: Barrier: the factors are there.
         empty: Barrier: the value role has read them.
     """
@@ -116,24 +106,28 @@ class RunningSum:
         self.empty = empty
 
     @gluon.jit
-    def weigh(self, bits, number, turn, layout: gl.constexpr):
+    def weigh(self, top, denominator, scale, number, turn):
         """Tell the value role how a piece is added.
 
         Args:
-            bits: LSE of the rows, [64], to base 2, which the score role has.
+            top: References of the piece's softmax, [64].
+            denominator: Of the softmax, [64].
+            scale: Of the scores, times log2(e).
             number: Of the piece in its tile.
             turn: Pieces that the program has had before.
-            layout: Of the rows.
 
         Returns:
-            As ``factors``, and LSE of all pieces so far.
+            The first four ``factors``, and LSE of all pieces so far, to base 2.
         """
+        layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS, 1))
+        bits = gl.where(denominator > 0, top * scale + gl.log2(denominator), -float("inf"))
+        norm = gl.where(denominator > 0, 1 / denominator, 0.0)
         before = gl.full([ROWS], -float("inf"), gl.float32, layout)
         total = gl.zeros([ROWS], gl.float32, layout)
         # The value role has read the factors of the piece before, of which this role needs two.
         mbarrier.wait(self.empty.index(0), (turn & 1) ^ 1)
         if number > 0:
-            before = self.factors.index(3).load(layout)
+            before = self.factors.index(4).load(layout)
             total = self.factors.index(2).load(layout)
         higher = gl.maximum(before, bits)
         shift = gl.where(higher == -float("inf"), 0.0, higher)
@@ -142,9 +136,11 @@ class RunningSum:
         self.factors.index(0).store(decay)
         self.factors.index(1).store(weight)
         self.factors.index(2).store(total)
-        self.factors.index(3).store(higher)
+        self.factors.index(3).store(norm)
+        self.factors.index(4).store(higher)
         mbarrier.arrive(self.full.index(0))
-        return (decay, weight, total), gl.where(total > 0, higher + gl.log2(total), -float("inf"))
+        found = gl.where(total > 0, higher + gl.log2(total), -float("inf"))
+        return (decay, weight, total, norm), found
 
     @gluon.jit
     def read(self, turn, layout: gl.constexpr):
@@ -153,8 +149,9 @@ class RunningSum:
         decay = self.factors.index(0).load(layout)
         weight = self.factors.index(1).load(layout)
         total = self.factors.index(2).load(layout)
+        norm = self.factors.index(3).load(layout)
         mbarrier.arrive(self.empty.index(0))
-        return decay, weight, total
+        return decay, weight, total, norm
 
     @gluon.jit
     def add(self, tile, o, factors, out, heads, number, pieces, first: gl.constexpr):
@@ -162,8 +159,8 @@ class RunningSum:
 
         Args:
             tile: With the keys of the piece.
-            o: Output of the piece, columns from ``first`` on, [64, C / 2] fp32.
-            factors: As ``weigh`` gives them, in the layout of its rows.
+            o: Output of the piece, not normalised, columns from ``first`` on, [64, C / 2] fp32.
+            factors: As ``weigh`` gives them, in the layout of any rows.
             out: [T, N, C], contiguous.
             heads: N.
             number: Of the piece.
@@ -219,9 +216,10 @@ class RunningSum:
         first: gl.constexpr,
         C: gl.constexpr,
     ):
-        decay, weight, total = factors
+        decay, weight, total, norm = factors
         rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(COLUMNS, 1))
         decay = gl.convert_layout(decay, rows)[:, None]
+        o = o * gl.convert_layout(norm, rows)[:, None]
         o = gl.fma(before, decay, o * gl.convert_layout(weight, rows)[:, None])
         if number < pieces - 1:
             gl.store(self._places(first, C), o, eviction_policy="evict_last")
@@ -234,7 +232,7 @@ class RunningSum:
 def running_sum(out):
     """A ``RunningSum`` in this memory."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    factors = gl.allocate_shared_memory(gl.float32, [4, ROWS], plain)
+    factors = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
     return RunningSum(out, factors, new_barriers(1), new_barriers(1))
 
 

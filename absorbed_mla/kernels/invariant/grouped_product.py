@@ -22,8 +22,8 @@ from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 # taken: with few rows the weights are all that takes time, and narrow tiles are more programs.
 TILES = (
     Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, enough=132),
-    Tile(64, 128, num_warps=4, num_stages=4, least_rows=17),
-    Tile(64, 64, num_warps=4, num_stages=4),
+    Tile(64, 128, num_warps=4, num_stages=4, least_rows=49),
+    Tile(64, 64, num_warps=4, num_stages=5),
 )
 
 
