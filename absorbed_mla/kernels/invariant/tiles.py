@@ -10,6 +10,7 @@ compares the bits on a GPU; should they differ there, a single tile in ``TILES``
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,7 @@ GROUP = 8
 _MANY = 8
 # Multiprocessors of an H200.
 _PROCESSORS = 132
-# Programs of wide tiles that keep its memory busy if none of them has to wait for another.
-_ONE_TURN = 96
-# Programs that do so in any case: two for each of them.
+# Programs that keep its memory busy: two for each of them.
 _ENOUGH = 264
 
 
@@ -41,6 +40,7 @@ class Tile:
         num_stages: Steps that are loaded ahead, plus one.
         least_rows: Products of fewer rows take a later tile of the table.
         enough: So do those in which fewer parts of tiles are summed up.
+        most: And those of more.
         few: In products of fewer tiles than this, each part of a tile has a program.
         at_once: Programs that an H200 runs at the same time; 0: it is no matter. Where the last
             tiles of a product would keep less than half of it busy, their parts have programs.
@@ -52,6 +52,7 @@ class Tile:
     num_stages: int
     least_rows: int = 0
     enough: int = _ENOUGH
+    most: float = math.inf
     few: int = _ENOUGH
     at_once: int = 0
 
@@ -75,10 +76,7 @@ class Tile:
             parts: Of each sum.
         """
         programs = parts * self.count(rows, columns)
-        if self.columns == 128 and _ONE_TURN <= programs <= _PROCESSORS:
-            # One program for each multiprocessor, or nearly so. No 64 rows may be empty.
-            return rows > self.rows - 64
-        return rows >= self.least_rows and programs >= self.enough
+        return rows >= self.least_rows and self.enough <= programs <= self.most
 
     def in_parts(self, rows: int, columns: int, parts: int) -> int:
         """How many of the last tiles of a product have a program for each part.
@@ -103,6 +101,8 @@ class Tile:
 # With few rows the weights are all that is read. Narrow tiles read the rows more often, wide ones
 # are few: the first tile that is enough programs is taken.
 TILES = (
+    # So deep that a multiprocessor has room for two programs: for those that all run at a time.
+    Tile(64, 64, num_warps=4, num_stages=5, enough=96, most=_ENOUGH),
     Tile(128, 128, num_warps=8, num_stages=4, least_rows=65, enough=96, few=96, at_once=132),
     Tile(64, 128, num_warps=4, num_stages=4, least_rows=17, at_once=264),
     Tile(64, 64, num_warps=4, num_stages=4),

@@ -183,17 +183,16 @@ class TestTiles:
     @pytest.mark.parametrize(
         ("rows", "columns", "parts", "expected"),
         [
-            (1, 7168, 2, (64, 128)),  # 112 programs
-            (64, 7168, 2, (64, 128)),
-            (128, 7168, 2, (128, 128)),
-            (128, 7168, 1, (64, 128)),
-            (128, 8448, 1, (64, 128)),  # 132
-            (1, 2112, 4, (64, 32)),  # 68 programs of wide tiles
+            (1, 7168, 2, "64x64x4x5"),  # 224 programs
+            (64, 7168, 1, "64x64x4x5"),  # 112
+            (128, 7168, 2, "128x128x8x4"),  # 448 would be too many for a turn
+            (128, 2112, 4, "64x64x4x5"),  # 264
+            (1, 576, 4, "64x32x4x5"),  # 36 would leave some idle
+            (1, 24576, 1, "64x64x4x4"),  # 384
         ],
     )
-    def test_one_program_for_each_multiprocessor(self, rows, columns, parts, expected):
-        tile = tile_for(rows, columns, parts, BF16)
-        assert (tile.rows, tile.columns) == expected
+    def test_two_programs_for_each_multiprocessor(self, rows, columns, parts, expected):
+        assert str(tile_for(rows, columns, parts, BF16)) == expected
 
     def test_all_tiles_sum_in_one_order(self):
         """Warp-group instructions need 64 rows and 4 warps."""
