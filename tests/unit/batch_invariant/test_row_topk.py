@@ -51,7 +51,7 @@ def scores(*shape: int, dtype: torch.dtype = torch.float32, special: bool = True
 def check(x: Tensor, k: int, largest: bool) -> None:
     """The kernel against the sort, by bits: numbers say nothing of NaN and -0."""
     assert is_of_short_rows(x, k, -1)
-    # Long rows of a GPU are sorted by their bits, a NaN with a sign as the least.
+    # On the CPU: a GPU's radix sort may take a NaN with a sign for the least.
     expected = torch.sort(x.cpu(), dim=-1, descending=largest, stable=True)
     values, indices = row_topk.row_topk(x, k, largest)
     assert values.is_contiguous() and indices.is_contiguous()
@@ -65,7 +65,7 @@ def check(x: Tensor, k: int, largest: bool) -> None:
 @dtypes
 @pytest.mark.parametrize("columns", [1, 3, 16, 100, 256, 512])
 def test_is_the_beginning_of_a_stable_sort(columns, dtype, largest):
-    x = scores(9, columns, dtype=dtype)
+    x = scores(max(4, 40 // columns), columns, dtype=dtype)
     for k in sorted({1, min(columns, 8), min(columns, MOST_FOUND)}):
         check(x, k, largest)
 
@@ -74,7 +74,7 @@ def test_is_the_beginning_of_a_stable_sort(columns, dtype, largest):
 def test_of_any_bits(largest):
     """NaN with any sign and payload, the smallest numbers."""
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (20, 64), generator=generator, dtype=torch.int32)
+    bits = torch.randint(-(2**31), 2**31, (8, 64), generator=generator, dtype=torch.int32)
     bits[:, ::3] |= 0x7F800000
     bits[:, 1::3] &= -0x7F800001
     check(bits.view(torch.float32).to(world.device()), 32, largest)
