@@ -297,10 +297,11 @@ def loss_kernels() -> None:
 
 
 def invariant_kernels() -> None:
-    """Parity mode's products of all tiles, whole and in parts, and its norm."""
+    """Parity mode's products of all tiles, whole and in parts, its norm and its top-k."""
     from absorbed_mla.kernels.invariant import grouped_product, tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
     from absorbed_mla.kernels.invariant.rms_norm import rms_norm_backward, rms_norm_forward
+    from absorbed_mla.kernels.invariant.row_topk import row_topk
 
     for tile in (*tiles.TILES, *tiles.FP32_TILES):
         dtype = torch.float32 if tile in tiles.FP32_TILES else BF16
@@ -315,6 +316,9 @@ def invariant_kernels() -> None:
             grouped_product.grouped_product(x, weights, ends, taken, tile=tile)
     _, scale = rms_norm_forward(x, x[0], 1e-5, False, BF16)
     rms_norm_backward(x, x, x[0], scale, False)
+    for columns, k, dtype in ((32, 2, BF16), (8, 4, BF16), (256, 8, torch.float32)):
+        row_topk(torch.zeros(TOKENS, columns, dtype=dtype), k, True)
+    row_topk(torch.zeros(512, TOKENS, dtype=torch.float16).T, 32, False)
 
 
 def norm_kernels() -> None:

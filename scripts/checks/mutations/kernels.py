@@ -240,6 +240,16 @@ MUTATIONS = {
         "total = narrow(total, out_ptr.dtype.element_ty, INTERPRETED).to(tl.float32)",
         "pass",
     ),
+    "topk_puts_minus_zero_behind_zero": Mutation(
+        "absorbed_mla/kernels/invariant/row_topk.py",
+        "    key = tl.where(key == -1, 0, key)\n",
+        "",
+    ),
+    "topk_takes_the_last_of_equal_ones": Mutation(
+        "absorbed_mla/kernels/invariant/row_topk.py",
+        "first = -_greatest(tl.where(wanted, -column, -BLOCK))",
+        "first = _greatest(tl.where(wanted, column, -BLOCK))",
+    ),
     "weight_twice_in_the_norm": Mutation(
         "absorbed_mla/kernels/invariant/rms_norm.py",
         "scale * (grad - normed * (",

@@ -52,6 +52,7 @@ def test_kernels(tmp_path):
     assert products == 8 * [["wgmma.mma_async"]] + 4 * [[]] + [["wgmma.mma_async"]], "fp32 has none"
     grouped = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_grouped_kernel"]
     assert grouped == 6 * [["wgmma.mma_async"]], "of three tiles, of rows and of taken ones"
+    assert names.count("_topk_kernel") == 4, "of DeepSeek-V3's router, and of the widest rows"
     # Two programs of decode over FP8 rows share the registers of a multiprocessor.
     [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
