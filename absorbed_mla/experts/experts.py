@@ -71,17 +71,25 @@ class GroupedExperts(SequentialMLP):
         return grouped_product(self._activated(inner, rows, probs), out_of, rows.ends), None
 
     def _activated(self, gate_and_up: Tensor, rows: ExpertRows, probs: Tensor) -> Tensor:
-        """[R, 2 F] to [R, F], times the probabilities."""
+        """[R, 2 F], which may be overwritten, to [R, F], times the probabilities."""
         activation = self.config.activation_func
-        fused = activation is F.silu and not is_enabled(gate_and_up.device)
+        parity = is_enabled(gate_and_up.device)
+        # The kernel multiplies in fp32, PyTorch by fp64 probabilities in fp64.
+        fused = activation is F.silu and not (parity and probs.dtype is torch.float64)
         if gate_and_up.is_cuda and fused:
             # Imported here, because machines without a GPU need not have Triton.
             from absorbed_mla.kernels.experts.swiglu import swiglu
 
-            return swiglu(gate_and_up, probs.contiguous(), rows.choices, rows.ends)
+            return swiglu(
+                gate_and_up,
+                probs.contiguous(),
+                rows.choices,
+                rows.ends,
+                rounds_each_step=parity,
+            )
         gate, up = gate_and_up.chunk(2, -1)
-        # In place, and each product rounded as Megatron's.
-        return activation(gate).mul_(up).mul_(rows.choices_of(probs).unsqueeze(-1))
+        # In place, and each step rounded as Megatron's, whose offset of zero makes 0 of -0.
+        return activation(gate).mul_(up.add_(0.0)).mul_(rows.choices_of(probs).unsqueeze(-1))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedExperts:
         """Move or cast, as ``to()`` does."""

@@ -301,7 +301,7 @@ def _build(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    fuse_swiglu(model, rounds_each_step=options.parity)
     if not options.parity:
-        fuse_swiglu(model)
         fuse_residuals(model)
     return model if exchange is None else divide_vocabulary(model, exchange)

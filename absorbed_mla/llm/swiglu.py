@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 
 class SwiGLU(nn.Module):
-    """``silu(gate) * up``, without gradients on a GPU."""
+    """``silu(gate) * up``, without gradients on a GPU.
+
+    Args:
+        rounds_each_step: Have the bits of Megatron's own on a GPU, too.
+    """
+
+    def __init__(self, *, rounds_each_step: bool) -> None:
+        super().__init__()
+        self.rounds_each_step = rounds_each_step
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """Of [..., 2 F], the gate in the first half: [..., F]."""
@@ -18,19 +26,25 @@ class SwiGLU(nn.Module):
             # Imported here: machines without a GPU may have no Triton.
             from absorbed_mla.kernels.experts.swiglu import gated
 
-            return gated(gate_and_up)
+            return gated(gate_and_up, rounds_each_step=self.rounds_each_step)
         gate, up = gate_and_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        # Megatron's offset of zero, which makes 0 of -0.
+        return F.silu(gate) * (up + 0.0)
 
 
-def fuse_swiglu(model: nn.Module) -> None:
-    """Let all MLPs of a model that only generates compute SwiGLU so, shared experts' included."""
+def fuse_swiglu(model: nn.Module, *, rounds_each_step: bool = False) -> None:
+    """Let all MLPs of a model that only generates compute SwiGLU so, shared experts' included.
+
+    Args:
+        model: Any.
+        rounds_each_step: See :class:`SwiGLU`; for parity mode.
+    """
     for module in [*model.modules()]:
         if isinstance(module, MLP) and _is_plain_swiglu(module.config):
             # Megatron's option for an activation that takes gate and up together.
             module.config = copy.copy(module.config)
             module.config.use_te_activation_func = True
-            module.activation_func = SwiGLU()
+            module.activation_func = SwiGLU(rounds_each_step=rounds_each_step)
 
 
 def _is_plain_swiglu(config) -> bool:

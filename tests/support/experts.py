@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from absorbed_mla.experts.layer import group_experts
+from absorbed_mla.experts.rows import ExpertRows
 from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support.cases import TINY, config_for
 from tests.support.models import MIXED, gpt_model
@@ -43,3 +45,26 @@ def pair(*, dtype: torch.dtype = torch.float32, **fields) -> tuple[GPTModel, GPT
     grouped = grouped_model(dtype=dtype, **fields)
     grouped.load_state_dict(sequential.state_dict())
     return sequential, grouped
+
+
+@torch.no_grad()
+def activations(monkeypatch, sequential, grouped, gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    """What Megatron's MoE layer and the grouped one make of [R, 2 F] for the second product."""
+    expert, device = sequential.experts.local_experts[0], gate_and_up.device
+    for product in (expert.linear_fc1, expert.linear_fc2):
+        monkeypatch.setattr(product, "forward", lambda x: (x, None))
+    generator = torch.Generator().manual_seed(0)
+    topk = 2
+    chosen = torch.randint(4, (len(gate_and_up) // topk, topk), generator=generator).to(device)
+    probs = torch.rand(chosen.shape, generator=generator).to(device)
+    rows = ExpertRows.of(chosen, 4)
+    expected, _ = expert(gate_and_up, rows.choices_of(probs))
+    return grouped.experts._activated(gate_and_up.clone(), rows, probs), expected
+
+
+def signs_of_zero(rows: int, width: int) -> Tensor:
+    """Random gates and ups [rows, 2 * width], many of which are 0 or -0."""
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(1))
+    x[::2, ::3] = 0.0
+    x[:, width::4] = -0.0
+    return x

@@ -345,7 +345,7 @@ def expert_kernels() -> None:
     from absorbed_mla.kernels.experts.logits import partial_logits
     from absorbed_mla.kernels.experts.order import order_by_expert
     from absorbed_mla.kernels.experts.sums import summed
-    from absorbed_mla.kernels.experts.swiglu import swiglu
+    from absorbed_mla.kernels.experts.swiglu import gated, swiglu
 
     logits, bias = torch.zeros(32, 256), torch.zeros(256)
     for softmax in (False, True):
@@ -372,7 +372,10 @@ def expert_kernels() -> None:
         few_rows_product(torch.zeros(32, 256, dtype=BF16), weights, ends, tokens)
     few_rows_product(torch.zeros(1024, 256, dtype=BF16), weights, ends)
     gate_and_up = torch.zeros(256, 4096, dtype=BF16)
-    swiglu(gate_and_up, torch.zeros(32, 8), chosen.flatten(), ends)
+    for rounded in (False, True):
+        of_choices = torch.zeros(32, 8), chosen.flatten(), ends
+        swiglu(gate_and_up, *of_choices, rounds_each_step=rounded)
+    gated(gate_and_up, rounds_each_step=True)
     for one_by_one in (False, True):
         summed(gate_and_up, places, ends, one_by_one=one_by_one)
 

@@ -33,6 +33,12 @@ MUTATIONS = {
     "parity_experts_routed_in_one_pass": Mutation(
         "absorbed_mla/experts/router.py", " or is_enabled(self.weight.device)", ""
     ),
+    "parity_experts_keep_the_sign_of_zero": Mutation(
+        "absorbed_mla/experts/experts.py", "up.add_(0.0)", "up"
+    ),
+    "parity_mlps_round_once": Mutation(
+        "absorbed_mla/llm/load.py", "rounds_each_step=options.parity", "rounds_each_step=False"
+    ),
     "parity_experts_of_several_ranks": Mutation(
         "absorbed_mla/experts/layer.py", "    if ranks > 1:\n", "    if False:\n"
     ),

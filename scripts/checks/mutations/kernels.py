@@ -8,6 +8,14 @@ MUTATIONS = {
     "grouped_experts_sums_of_other_ranks": Mutation(
         "absorbed_mla/kernels/experts/sums.py", "mask=there & (place < end)", "mask=there"
     ),
+    "swiglu_of_a_gate_not_rounded": Mutation(
+        "absorbed_mla/kernels/experts/swiglu.py",
+        "_rounded(_silu_of_pytorch(gate, INTERPRETED), out_ptr, INTERPRETED)",
+        "_silu_of_pytorch(gate, INTERPRETED)",
+    ),
+    "swiglu_without_megatrons_offset": Mutation(
+        "absorbed_mla/kernels/experts/swiglu.py", "(up + 0.0)", "up"
+    ),
     "grouped_experts_of_all_groups": Mutation(
         "absorbed_mla/kernels/experts/choice.py",
         "tl.where(taken[:, None], key",

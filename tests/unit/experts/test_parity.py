@@ -18,7 +18,7 @@ from specs.absorbed_mla_layer_specs import get_absorbed_mla_decoder_block_spec
 from tests.support import needs
 from tests.support.backends import determinism
 from tests.support.cases import TINY, config_for
-from tests.support.experts import ROUTED, pair
+from tests.support.experts import ROUTED, activations, pair, signs_of_zero
 
 pytestmark = needs.no_gpu
 
@@ -71,6 +71,15 @@ def test_of_megatrons_experts(_on, dtype, score, deterministic):
         for tokens, seed in ((1, 0), (7, 1), (90, 2), (90, 3)):
             x = hidden(tokens, dtype, seed)
             assert torch.equal(of_grouped(grouped, x), sequential(x)[0].detach()), tokens
+
+
+@dtypes
+def test_activation(_on, monkeypatch, dtype):
+    """Also the signs of zeros, which sums hide."""
+    x = signs_of_zero(24, MANY["moe_ffn_hidden_size"]).to(dtype)
+    found, expected = activations(monkeypatch, *layers(dtype), x)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())
 
 
 @dtypes

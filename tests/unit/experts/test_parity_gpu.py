@@ -10,7 +10,7 @@ from absorbed_mla.batch_invariant import batch_invariant_mode
 from tests.conversion.models import Architecture, make_model, save
 from tests.support import needs
 from tests.support.backends import determinism
-from tests.support.experts import ROUTED, pair
+from tests.support.experts import ROUTED, activations, pair, signs_of_zero
 from tests.unit.llm.test_llm_gpu import PROMPTS, SAMPLED, token_ids
 from tests.unit.llm.test_llm_gpu import WIDTHS as MODEL_WIDTHS
 
@@ -58,6 +58,14 @@ def test_of_megatrons_experts(_on, layers, tokens):
             expected = sequential.train()(x)[0].detach()
         with torch.inference_mode():
             assert torch.equal(grouped(x)[0], expected)
+
+
+def test_activation(_on, monkeypatch, layers):
+    """By one kernel; also the signs of zeros, which sums hide."""
+    x = signs_of_zero(24, WIDTHS["moe_ffn_hidden_size"]).bfloat16().cuda()
+    found, expected = activations(monkeypatch, *layers, x)
+    assert torch.equal(found, expected)
+    assert torch.equal(found.signbit(), expected.signbit())
 
 
 def test_in_any_batch(_on, layers):

@@ -57,7 +57,8 @@ def test_kernels(tmp_path):
     [fp8] = [kernel for kernel in kernels if kernel["kernel"] == "_paged_kernel"]
     assert 2 * fp8["shared"] <= LIMIT and fp8["registers"] <= 128 and fp8["stack"] <= 128
     assert {"_encode_kernel", "_decode_kernel"} <= {*names}
-    assert {"_choice_kernel", "_order_kernel", "_swiglu_kernel", "_sums_kernel"} <= {*names}
+    assert {"_choice_kernel", "_order_kernel", "_sums_kernel"} <= {*names}
+    assert names.count("_swiglu_kernel") == 3, "rounded once, and as PyTorch with and without probs"
     assert {"_peaks_kernel", "_weighing_kernel", "_threshold_kernel", "_place_kernel"} <= {*names}
     # A few addresses wait on the stack from tile to tile: the warps that decode have 112 registers.
     [decode] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from absorbed_mla.llm.load import load_model, open_model
+from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.llm.swiglu import SwiGLU, fuse_swiglu
+from tests.support import needs
+from tests.support.llm import tiny_folder
 from tests.support.models import MIXED, gpt_model, logits
 
 SILU = {**MIXED, "activation_func": F.silu}
@@ -23,6 +28,23 @@ def test_same_logits():
     assert len(activations(model)) == 1 + 2 * (4 + 1)
     assert torch.equal(logits(model), expected)
     assert not model.config.use_te_activation_func
+
+
+def test_same_bits():
+    """On a GPU, too, where the default rounds less often."""
+    model = gpt_model(dtype=torch.bfloat16, **SILU)
+    expected = logits(model)
+    fuse_swiglu(model, rounds_each_step=True)
+    assert torch.equal(logits(model), expected)
+
+
+@needs.no_gpu
+@pytest.mark.parametrize("parity", [False, True])
+def test_parity_mode_rounds_each_step(tmp_path, parity):
+    """In a loaded model."""
+    options = LLMOptions(tensor_parallel_size=1, parity=parity)
+    model = load_model(open_model(tiny_folder(tmp_path / "m")), options, torch.device("cpu"))
+    assert {module.rounds_each_step for module in activations(model)} == {parity}
 
 
 def test_it_is_called():
