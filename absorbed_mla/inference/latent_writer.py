@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.dims import MLADims
 from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.step import InferenceStep
@@ -14,7 +13,8 @@ from absorbed_mla.norm import is_plain
 class LatentWriter:
     """Both norms of a layer, RoPE and the cache in one launch, for the latents of new tokens.
 
-    It is the faster way for the few tokens of a step that decodes on a GPU.
+    It is the faster way for the few tokens of a step that decodes on a GPU, with the bits of the
+    launches in whose place it is, so in parity mode, too.
 
     Args:
         dims: Dimensions of the layer on this rank.
@@ -38,7 +38,6 @@ class LatentWriter:
             q_norm is not None
             and rope > 1
             and not rope & (rope - 1)
-            and not is_enabled(kv_down.device)
             and is_plain(q_norm, kv_down)
             and is_plain(kv_norm, kv_down)
         )

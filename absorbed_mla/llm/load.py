@@ -302,6 +302,5 @@ def _build(
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     fuse_swiglu(model, rounds_each_step=options.parity)
-    if not options.parity:
-        fuse_residuals(model)
+    fuse_residuals(model)
     return model if exchange is None else divide_vocabulary(model, exchange)

@@ -9,7 +9,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from absorbed_mla.batch_invariant import is_enabled
 from absorbed_mla.norm import RMSNorm, few_rows, is_plain
 from absorbed_mla.whole_step import this_run
 
@@ -18,7 +17,8 @@ class NormedSum:
     """Takes the place of Megatron's bias-dropout-add, and makes what the norm behind it returns.
 
     The norm is asked as before. Where it is given the very tensor that was the sum, in the same run
-    of a whole step, it returns what was made with that.
+    of a whole step, it returns what was made with that: the bits of a sum and a norm, which parity
+    mode's norm has in any step.
 
     Args:
         norm: That takes the sum; its ``forward`` is replaced.
@@ -62,7 +62,6 @@ class NormedSum:
             and x.shape == residual.shape
             and x.is_contiguous()
             and residual.is_contiguous()
-            and not is_enabled(x.device)
         )
 
     def _normed(self, x: Tensor) -> Tensor:
