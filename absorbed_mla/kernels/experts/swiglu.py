@@ -51,8 +51,10 @@ def gated(gate_and_up: Tensor, *, rounds_each_step: bool = False) -> Tensor:
     Returns:
         [..., F].
     """
-    rows = gate_and_up.reshape(-1, gate_and_up.shape[-1]).contiguous()
-    return _launch(rows, rounds_each_step=rounds_each_step).view(*gate_and_up.shape[:-1], -1)
+    *shape, width = gate_and_up.shape
+    rows = gate_and_up.reshape(-1, width).contiguous()
+    # Not -1: an expert may have no tokens.
+    return _launch(rows, rounds_each_step=rounds_each_step).view(*shape, width // 2)
 
 
 def _launch(

@@ -158,6 +158,6 @@ def test_norms_that_are_more(at_once, norm, kind):
 def test_with_gradients(at_once):
     """Nothing but generation takes it."""
     attention = layer()
-    x = dense(7, 2).random_rows(TINY.hidden, 1).float().requires_grad_()
+    x = dense(7, 2).random_rows(TINY.hidden, 1).float().to(world.device()).requires_grad_()
     attention(x, None)[0].sum().backward()
     assert x.grad.isfinite().all() and not at_once

@@ -131,3 +131,10 @@ def test_experts(dtype, width):
     assert share_of_others(found[:19], expected[:19]) <= OTHERWISE_ROUNDED
     once = swiglu(x, probs, choices, ends)
     assert share_of_others(once[:19], expected[:19]) > 0.05, "the comparison can fail"
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 3, 8)])
+def test_of_no_tokens(shape):
+    """As an expert that nobody chose has them."""
+    found = gated(torch.empty(shape, device=DEVICE), rounds_each_step=True)
+    assert found.shape == (*shape[:-1], 4)

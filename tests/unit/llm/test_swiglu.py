@@ -20,6 +20,7 @@ def activations(model) -> list[SwiGLU]:
     return [module for module in model.modules() if isinstance(module, SwiGLU)]
 
 
+@needs.no_gpu
 def test_same_logits():
     """Of dense MLPs, experts and shared experts; the model's own config stays as it was."""
     model = gpt_model(**SILU)
