@@ -97,8 +97,8 @@ MUTATIONS = {
     ),
     "pieces_without_the_larger_lse": Mutation(
         "absorbed_mla/kernels/hopper/pieces.py",
-        "self.factors.index(3).store(higher)",
-        "self.factors.index(3).store(bits)",
+        "self.factors.index(4).store(higher)",
+        "self.factors.index(4).store(bits)",
     ),
     "pieces_added_before_they_are_weighed": Mutation(
         "absorbed_mla/kernels/hopper/pieces.py",
@@ -107,8 +107,8 @@ MUTATIONS = {
     ),
     "pieces_cut_a_block_later": Mutation(
         "absorbed_mla/kernels/hopper/decode.py",
-        "return -(PIECE.value // KEYS.value) if",
-        "return -(PIECE.value // KEYS.value) - 1 if",
+        "num_splits = -(PIECE.value // KEYS.value) if",
+        "num_splits = -(PIECE.value // KEYS.value) - 1 if",
     ),
     "pieces_of_the_first_sequence": Mutation(
         "absorbed_mla/kernels/hopper/forward_in_pieces.py",

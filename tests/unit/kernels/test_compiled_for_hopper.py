@@ -49,7 +49,9 @@ def test_kernels(tmp_path):
     assert names.count("_chosen_kernel") == 4, "target, scores, and two gradients"
     # Tiles whose instructions were of two kinds would not have the same bits.
     products = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_product_kernel"]
-    assert products == 8 * [["wgmma.mma_async"]] + 4 * [[]] + [["wgmma.mma_async"]], "fp32 has none"
+    assert products == 10 * [["wgmma.mma_async"]] + 4 * [[]] + [["wgmma.mma_async"]], (
+        "fp32 has none"
+    )
     grouped = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_grouped_kernel"]
     assert grouped == 6 * [["wgmma.mma_async"]], "of three tiles, of rows and of taken ones"
     assert names.count("_topk_kernel") == 4, "of DeepSeek-V3's router, and of the widest rows"
