@@ -19,6 +19,7 @@ from absorbed_mla.kernels.hopper.forward_kernel import (
     LOAD_REGISTERS,
     VALUE_REGISTERS,
     add_left,
+    next_left,
 )
 from absorbed_mla.kernels.hopper.forward_scores import (
     count_blocks,
@@ -109,10 +110,14 @@ def _left(tile, shared, sums, out, heads, scale, tiles, turn, blocks):
     for number in range((last + BLOCKS) // BLOCKS):
         end = gl.minimum((number + 1) * BLOCKS, count) - 1
         for block in range(number * BLOCKS, end):
-            s, o, top, total = _next(tile, shared, s, o, top, total, q_rope, scale, blocks, block)
+            s, o, top, total, _most = next_left(
+                tile, shared, s, o, top, total, top, q_rope, scale, blocks, block
+            )
             s = warpgroup_mma_wait(0, deps=[s])
         if end < last:
-            s, o, top, total = _next(tile, shared, s, o, top, total, q_rope, scale, blocks, end)
+            s, o, top, total, _most = next_left(
+                tile, shared, s, o, top, total, top, q_rope, scale, blocks, end
+            )
             # While scores of the next piece are computed.
             factors, _bits = sums.weigh(top, total, scale, number, turn + number)
             sums.add(tile, o, factors, out, heads, number, number + 2, 0)
@@ -128,27 +133,6 @@ def _left(tile, shared, sums, out, heads, scale, tiles, turn, blocks):
     s = hide(s, tile, last, layout)
     top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
     return add_left(shared, o, factor, probs, stage), top, total
-
-
-@gluon.jit
-def _next(tile, shared, s, o, top, total, q_rope, scale, blocks, block):
-    """Add a block to the left half, and queue the scores of the next one, as ``start_left`` does.
-
-    Returns:
-        Scores that are being computed, and the half, references and denominators with the block.
-    """
-    layout: gl.constexpr = accumulator_layout(KEYS, 1)
-    stage = (blocks + block) % STAGES
-    if block >= tile.open_blocks():
-        s = hide(s, tile, block, layout)
-    top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
-    o = add_left(shared, o, factor, probs, stage)
-    parity = (blocks + block + 1) // STAGES & 1
-    s = start_scores(shared, stage ^ 1, parity, layout)
-    # One product, the first part of the scores, may be unfinished: the one before it is not.
-    o = warpgroup_mma_wait(1, deps=[o])
-    mbarrier.arrive(shared.left_empty.index(stage))
-    return finish_scores(shared, s, q_rope, stage ^ 1, parity), o, top, total
 
 
 @gluon.jit

@@ -174,23 +174,9 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
     s = finish_scores(shared, s, q_rope, blocks % STAGES, blocks // STAGES & 1)
     s = warpgroup_mma_wait(0, deps=[s])
     for block in range(last):
-        stage = (blocks + block) % STAGES
-        if block >= tile.open_blocks():
-            s = hide(s, tile, block, layout)
-        if RECORD:
-            most = gl.maximum(most, gl.max(s, axis=1))
-        top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
-        o = add_left(shared, o, factor, probs, stage)
-        parity = (blocks + block + 1) // STAGES & 1
-        s = start_scores(shared, stage ^ 1, parity, layout)
-        # One product, the first part of the scores, may be unfinished: the one before it is not.
-        o = warpgroup_mma_wait(1, deps=[o])
-        mbarrier.arrive(shared.left_empty.index(stage))
-        s = finish_scores(shared, s, q_rope, stage ^ 1, parity)
-        if shared.RIGHT_WAITS:
-            # Likewise k_rope's part.
-            o = warpgroup_mma_wait(1, deps=[o])
-            mbarrier.arrive(shared.right_go.index(stage))
+        s, o, top, total, most = next_left(
+            tile, shared, s, o, top, total, most, q_rope, scale, blocks, block, RECORD
+        )
         s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(shared.q_empty.index(0))
     stage = (blocks + last) % STAGES
@@ -208,6 +194,61 @@ def start_left(tile, shared, scale, tiles=0, blocks=0, RECORD: gl.constexpr = Fa
     shared.norm.store(norm)
     mbarrier.arrive(shared.norm_full.index(0))
     return add_left(shared, o, factor, probs, stage), top, total, norm, most
+
+
+@gluon.jit
+def next_left(
+    tile,
+    shared,
+    s,
+    o,
+    top,
+    total,
+    most,
+    q_rope,
+    scale,
+    blocks,
+    block,
+    RECORD: gl.constexpr = False,
+):
+    """Add a block to the left half, and queue the scores of the next one.
+
+    Args:
+        tile: As in ``start_left``, like all that is not below.
+        shared: As there.
+        s: Products of the block's scores.
+        o: The half of the blocks before, as the next four are.
+        top: References.
+        total: Sums.
+        most: Largest products.
+        q_rope: Of ``rope_queries``.
+        scale: As there.
+        blocks: As there.
+        block: Of the tile.
+        RECORD: As there.
+
+    Returns:
+        The first five with the block; ``s`` of the next block is being computed.
+    """
+    layout: gl.constexpr = accumulator_layout(KEYS, 1)
+    stage = (blocks + block) % STAGES
+    if block >= tile.open_blocks():
+        s = hide(s, tile, block, layout)
+    if RECORD:
+        most = gl.maximum(most, gl.max(s, axis=1))
+    top, total, factor, probs = softmax(shared, s, top, total, stage, scale)
+    o = add_left(shared, o, factor, probs, stage)
+    parity = (blocks + block + 1) // STAGES & 1
+    s = start_scores(shared, stage ^ 1, parity, layout)
+    # One product, the first part of the scores, may be unfinished: the one before it is not.
+    o = warpgroup_mma_wait(1, deps=[o])
+    mbarrier.arrive(shared.left_empty.index(stage))
+    s = finish_scores(shared, s, q_rope, stage ^ 1, parity)
+    if shared.RIGHT_WAITS:
+        # Likewise k_rope's part.
+        o = warpgroup_mma_wait(1, deps=[o])
+        mbarrier.arrive(shared.right_go.index(stage))
+    return s, o, top, total, most
 
 
 @gluon.jit
