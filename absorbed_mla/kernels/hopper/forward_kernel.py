@@ -217,7 +217,7 @@ def next_left(
         tile: As in ``start_left``, like all that is not below.
         shared: As there.
         s: Products of the block's scores.
-        o: The half of the blocks before, as the next four are.
+        o: The half, of the blocks before, as the next three are.
         top: References.
         total: Sums.
         most: Largest products.
