@@ -9,30 +9,17 @@ from absorbed_mla.core_attention.backends.hopper import HopperBackend
 from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
-from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput
 from absorbed_mla.kernels import operators
 
 
 class InvariantHopper(HopperBackend):
     """As ``hopper``; keys are added up in pieces (``kernels/hopper/pieces.py``)."""
 
-    def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
-        """See ``LatentKernelBackend``."""
-        q_content, q_rope, k_content, k_rope, _ = inputs
-        record = rules.max_logits is not None
-        out, lse, largest = operators.latent_attention_in_pieces(
-            q_content,
-            q_rope,
-            k_content.squeeze(2),
-            k_rope,
-            self._query_tiles(inputs, rules.spans),
-            *_sequences(rules.spans, q_content.device),
-            rules.scale,
-            record,
-        )
-        if record:
-            rules.record(largest)
-        return AttentionOutput(out, lse)
+    def _attend(
+        self, operands: tuple[Tensor, ...], rules: ScoreRules, record: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sequences = _sequences(rules.spans, operands[0].device)
+        return operators.latent_attention_in_pieces(*operands, *sequences, rules.scale, record)
 
 
 def _sequences(spans: Spans, device: torch.device) -> tuple[Tensor, int, int]:

@@ -47,20 +47,19 @@ class LatentKernelBackend:
     def forward(self, inputs: AttentionInputs, rules: ScoreRules) -> AttentionOutput:
         """See ``reference_forward``; the output has the dtype of the query."""
         q_content, q_rope, k_content, k_rope, _ = inputs
+        tiles = self._query_tiles(inputs, rules.spans)
+        operands = q_content, q_rope, k_content.squeeze(2), k_rope, tiles
         record = rules.max_logits is not None
-        out, lse, largest = operators.latent_attention_forward(
-            q_content,
-            q_rope,
-            k_content.squeeze(2),
-            k_rope,
-            self._query_tiles(inputs, rules.spans),
-            rules.scale,
-            self.name,
-            record,
-        )
+        out, lse, largest = self._attend(operands, rules, record)
         if record:
             rules.record(largest)
         return AttentionOutput(out, lse)
+
+    def _attend(
+        self, operands: tuple[Tensor, ...], rules: ScoreRules, record: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator of the forward: output, LSE and, if recorded, largest scores."""
+        return operators.latent_attention_forward(*operands, rules.scale, self.name, record)
 
     def backward(
         self,

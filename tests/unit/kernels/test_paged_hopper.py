@@ -18,6 +18,7 @@ pytest.importorskip("triton.experimental.gluon")
 from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.max_logits import MaxLogits
 from absorbed_mla.core_attention.types import AttentionInputs
 from tests.support.backends import triton_interpreter
 from tests.support.gluon_emulation import emulated
@@ -302,6 +303,12 @@ class TestPieces:
             rules = ScoreRules(0.1, Spans(spans))
             out, lse = InvariantHopper().forward(AttentionInputs(*operands, None), rules)
         assert not out[0].any() and (lse[0] == -torch.inf).all()
+        largest = torch.full((8,), -torch.inf, device=DEVICE)
+        recording = ScoreRules(0.1, Spans(spans), max_logits=MaxLogits(largest))
+        with decode_kernels(False, 0), run(forward, "forward"):
+            again = InvariantHopper().forward(AttentionInputs(*operands, None), recording)
+        assert_same_bits((again.out, again.lse), (out, lse))
+        assert largest.isfinite().all()
         for span, entry in itertools.product(spans, range(2)):
             kv = torch.cat((latent[span.keys, entry, 0], k_rope[span.keys, entry]), -1)
             cache = torch.nn.functional.pad(kv, (0, 0, 0, -len(kv) % 64)).unflatten(0, (-1, 64))
