@@ -115,6 +115,8 @@ def forward(
     shape = (places(split_kv), tiles.head_blocks, tiles.heads * tiles.tokens)
     with not_filled():
         waiting = out.new_empty((*shape, out.shape[-1]), dtype=torch.float32), lse.new_empty(shape)
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
@@ -259,8 +261,6 @@ def _launch_pieces(
     programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
     with not_filled():
         sums = lse.new_empty(programs, ROWS.value, out.shape[2])
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
     launch(
         attend_decode_pieces,
         (programs,),
@@ -299,8 +299,6 @@ def _launch(
     """Run a kernel; its arguments are described there."""
     tiles, split_kv, _, _ = division
     heads, kv_lora_rank = results[0].shape[1:]
-    if block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
     launch(
         kernel,
         (split_kv.parts * tiles.head_blocks,),
