@@ -49,7 +49,9 @@ class LLMOptions:
         max_model_len: Maximum number of tokens of a prompt and what is generated after it; None:
             the model's.
         max_num_seqs: Maximum number of requests that run together; others wait.
-        max_num_batched_tokens: Maximum number of tokens of a forward pass.
+        max_num_batched_tokens: Maximum number of tokens of a forward pass, beside those that
+            ``max_num_seqs`` running requests add (one each, and drafts), so that prompts fill it
+            whatever runs.
         cache_tokens: Tokens of all requests that the latent cache holds. None: on a GPU what fits
             beside the model, on a CPU 65,536, in both cases at most ``max_num_seqs`` times
             ``max_model_len``.
@@ -62,8 +64,8 @@ class LLMOptions:
         prefix_cache_dir: Folder in which these beginnings outlive the process; engines of the same
             weights may share it. None: nowhere.
         prefix_cache_bytes: Most bytes in that folder; files used longest ago are deleted.
-        enable_chunked_prefill: Whether prompts longer than ``max_num_batched_tokens`` are read in
-            chunks; if not, they are refused.
+        enable_chunked_prefill: Whether prompts longer than a forward pass are read in chunks; if
+            not, they are refused.
         decode_context_parallel: Whether the tensor-parallel processes share the cache, each with
             its part of every request's tokens, instead of having all of it: it holds
             ``tensor_parallel_size`` times the tokens in the same memory. Not with ``parity``.
@@ -91,9 +93,8 @@ class LLMOptions:
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
             the whole model, captured when a step of its size first runs; at most
             ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: one graph for each layer, of up to
-            512 tokens, captured when the engine is built. None: 1,536, or
-            ``max_num_batched_tokens`` if that is less; 0 where the model or other options are
-            against it.
+            512 tokens, captured when the engine is built. None: 1,536, or the tokens of a forward
+            pass if they are fewer; 0 where the model or other options are against it.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.
@@ -271,6 +272,12 @@ class LLMOptions:
         assert self.tensor_parallel_size is not None
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def step_tokens(self) -> int:
+        """Maximum number of tokens of a forward pass."""
+        running = self.max_num_seqs * (1 + self.num_speculative_tokens)
+        return self.max_num_batched_tokens + running
+
     def useful_tokens(self, longest: int) -> int:
         """Tokens that ``max_num_seqs`` requests of ``longest`` tokens keep in the cache."""
         from absorbed_mla.generation.options import cached_tokens
@@ -308,7 +315,7 @@ class LLMOptions:
             max_requests=self.max_num_seqs,
             cache_tokens=self.cache_tokens or min(useful, fitting),
             host_cache_tokens=self.host_cache_tokens,
-            step_tokens=self.max_num_batched_tokens,
+            step_tokens=self.step_tokens,
             vocab_size=vocab_size,
             seed=self.seed,
             prompt_logprobs=self.prompt_logprobs,

@@ -143,7 +143,7 @@ class ServingBenchmark(Benchmark):
         add("--repeats", type=count, default=2, help="bursts of each kind that are measured")
         prefill = "most prompt tokens of a burst that measures prefill alone"
         add("--prefill-tokens", type=parse_size, default="64k", help=prefill)
-        step = "most tokens of a step"
+        step = "most tokens of a step, beside one of each request"
         add("--max-num-batched-tokens", type=count, default=8192, help=step)
         add("--eager", action="store_true", help="run all of them without CUDA graphs")
         captured = "LLM(prefill_graph_tokens=...) and our server's (default: theirs)"
@@ -174,16 +174,10 @@ class ServingBenchmark(Benchmark):
 
     @classmethod
     def check(cls, parser: Parser, args: argparse.Namespace) -> None:
-        """That vLLM and what our server needs are there, and that steps hold all requests."""
+        """That vLLM and what our server needs are there."""
         require_writable(folders={"--logs": args.logs})
         if args.server_packages and not args.server_packages.is_dir():
             parser.error(f"--server-packages must be a folder, got {args.server_packages}")
-        most = max(size.requests for size in args.rows)
-        if args.max_num_batched_tokens < most:
-            parser.error(
-                f"--max-num-batched-tokens must be at least the {most} requests of --rows, got "
-                f"{args.max_num_batched_tokens}"
-            )
         limit, captured = args.max_num_batched_tokens, args.prefill_graph_tokens
         if captured is not None and not 0 <= captured <= (0 if args.eager else limit):
             parser.error(
@@ -380,9 +374,8 @@ class ServingBenchmark(Benchmark):
         rounds = min(size.rounds, 2)
         most = 2 * self.args.prefill_tokens // (size.requests * rounds)
         prompt = max(1, min(size.prompt, most))
-        # What requests that generate leave of a step.
-        left = max(1, self.args.max_num_batched_tokens - size.requests)
-        steps = -(-size.requests * rounds * prompt // left) + WARM_UP_STEPS
+        read = size.requests * rounds * prompt
+        steps = -(-read // self.args.max_num_batched_tokens) + WARM_UP_STEPS
         return Size(size.requests, prompt, min(size.output, steps), rounds)
 
     def _prefill(self, size: Size) -> Size:

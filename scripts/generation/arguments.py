@@ -194,11 +194,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
             "tokens that the latent cache holds, over all prompts; if it fills up, some wait and "
             "are computed again (default: what those that run at a time need)",
         ),
-        ("--step-tokens", 2048, "tokens of a forward, rounded up to 64"),
+        ("--step-tokens", 2048, "tokens of a forward beside those of prompts that were read"),
     ):
         add(flag, type=int, default=default, metavar="N", help=text)
     for flag, text in (
-        ("--no-chunked-prefill", "refuse prompts above --step-tokens"),
+        ("--no-chunked-prefill", "refuse prompts longer than a forward"),
         ("--no-prefix-caching", "compute equal beginnings of prompts twice"),
         (
             "--cuda-graphs",

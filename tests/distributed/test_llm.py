@@ -117,7 +117,7 @@ def test_converted(saved, folder, to):
 def test_bfloat16_and_chunks(saved):
     """They run, with every option that changes the engine; values differ by rounding."""
     path, expected = saved("experts")
-    options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    options = {"max_num_batched_tokens": 56, "enable_prefix_caching": False}
     assert generated(path, form="expanded", **options) == expected
     assert all(map(len, generated(path, dtype="bfloat16", **options)))
 
@@ -125,7 +125,7 @@ def test_bfloat16_and_chunks(saved):
 @needs.processes(2)
 def test_shared_cache(saved):
     path, expected = saved("experts")
-    assert generated(path, decode_context_parallel=True, max_num_batched_tokens=64) == expected
+    assert generated(path, decode_context_parallel=True, max_num_batched_tokens=56) == expected
 
 
 @needs.processes(2, 4)
@@ -139,7 +139,7 @@ def test_data_parallel_attention(saved, name, groups):
     parts = world.size() // groups
     options = {"data_parallel_attention": True, "expert_parallel_size": groups}
     with world.parallel(tp=1, expert_model_parallel_size=groups, expert_tensor_parallel_size=parts):
-        assert generated(path, **options, max_num_batched_tokens=64) == expected
+        assert generated(path, **options, max_num_batched_tokens=56) == expected
 
 
 @needs.processes(2)
@@ -209,7 +209,7 @@ def assert_parity(path: Path, params: list[SamplingParams], **sizes) -> None:
                 token_ids(llm.generate([prompt], one, use_tqdm=False))[0]
                 for prompt, one in zip(prompts, params, strict=True)
             ]
-        with LLM(path, **options, max_num_batched_tokens=64, cache_tokens=320) as llm:
+        with LLM(path, **options, max_num_batched_tokens=56, cache_tokens=320) as llm:
             together = llm.generate([*prompts, *prompts], [*params, *params], use_tqdm=False)
             assert llm.statistics().evicted + llm.statistics().most_paused
     finally:

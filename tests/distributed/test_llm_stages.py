@@ -128,7 +128,7 @@ def test_drafts_and_chunks(drafting, layout):
     prompts = [[token % 64 for token in one] for one in PROMPTS]
     params = [GREEDY, GREEDY.replace(temperature=0.7, seed=1), GREEDY.replace(top_p=0.5, seed=2)]
     expected = generated(drafting, ({"tensor_parallel_size": 1}, {}), prompts, params)
-    options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 64}
+    options = {"num_speculative_tokens": 2, "max_num_batched_tokens": 40}
     assert generated(drafting, layout, prompts, params, **options) == expected
 
 

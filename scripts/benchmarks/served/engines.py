@@ -121,7 +121,7 @@ def vllm_options(settings: Settings) -> dict[str, object]:
     return {
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_batched_tokens": settings.step_tokens,
         "kv_cache_memory_bytes": settings.cache_bytes,
         # What is checked to be free at the start; the cache has the size above.
         "gpu_memory_utilization": 0.1,

@@ -18,7 +18,7 @@ class Settings:
         device: ``"cuda"`` or ``"cpu"``.
         max_model_len: Longest prompt and output together, in tokens.
         max_num_seqs: Most requests of a step.
-        max_num_batched_tokens: Most tokens of a step.
+        max_num_batched_tokens: Most tokens of a step, beside one of each of ``max_num_seqs``.
         cache_tokens: That the latent cache holds.
         token_bytes: Of one token in the cache, all layers.
         sizes: Numbers of requests of the measured decode steps.
@@ -48,6 +48,11 @@ class Settings:
     def text(self) -> str:
         """As JSON."""
         return json.dumps(asdict(self))
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, which vLLM calls ``max_num_batched_tokens``."""
+        return self.max_num_batched_tokens + self.max_num_seqs
 
     @property
     def cache_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What is chosen for a model: ranks that share the cache, and steps in one CUDA graph."""
+"""What is chosen for a model: shared caches, tokens of a step, steps in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -107,11 +107,19 @@ def graph_tokens(model, **options) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(
+    ("options", "tokens"), [({}, 120 + 8), ({"num_speculative_tokens": 2}, 120 + 3 * 8)]
+)
+def test_prompts_fill_a_step_beside_running_requests(options, tokens):
+    given = LLMOptions(max_num_batched_tokens=120, max_num_seqs=8, **options)
+    assert given.engine_options(128, None, None).step_tokens == tokens
+
+
+@pytest.mark.parametrize(
     ("options", "tokens"),
     [
         ({}, 1536),
         ({"max_num_batched_tokens": 8192}, 1536),
-        ({"max_num_batched_tokens": 512}, 512),
+        ({"max_num_batched_tokens": 500, "max_num_seqs": 12}, 512),
         ({"prefill_graph_tokens": 64}, 64),
         ({"prefill_graph_tokens": 2048}, 2048),
         ({"prefill_graph_tokens": 0}, 0),

@@ -395,7 +395,7 @@ def test_prompt_longer_than_the_device_cache():
         generating_model(),
         max_model_len=400,
         max_num_seqs=1,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=63,
         cache_tokens=192,
         host_cache_tokens=256,
     ) as own:

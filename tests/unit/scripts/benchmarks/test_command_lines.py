@@ -212,7 +212,6 @@ MISTAKES = {
         ([*OURS, "--logs", "/proc/none"], "--logs"),
         (["--implementations", "vllm", "--profile", "p"], "--profile needs some of ours, ours-par"),
         (["--temperature", "-1"], "argument --temperature: expected a number of at least 0"),
-        ([*OURS, "--max-num-batched-tokens", "64"], "must be at least the 128 requests of --rows"),
         ([*OURS, "--render", "/nowhere.json"], FILE),
         ([*OURS, "--device", "cuda"], NO_GPU),
     ],

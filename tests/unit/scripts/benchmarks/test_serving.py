@@ -263,14 +263,14 @@ class TestWarmUp:
         return made._mixed(made.args.rows[0])
 
     def test_outputs_last_until_all_prompts_are_read(self):
-        # 17 steps of 8,064 tokens, and 8 that only decode.
-        assert self.warm_up("128x1k/256") == Size(128, 1024, 25)
-        assert self.warm_up("64x1k/256*4") == Size(64, 1024, 25, 2)
+        # 16 steps of 8,192 tokens of prompts, and 8 that only decode.
+        assert self.warm_up("128x1k/256") == Size(128, 1024, 24)
+        assert self.warm_up("64x1k/256*4") == Size(64, 1024, 24, 2)
         assert self.warm_up("128x1k/4") == Size(128, 1024, 4)
 
     def test_prompts_are_shorter_where_they_are_too_many_tokens(self):
-        assert self.warm_up("128x8k/256") == Size(128, 1024, 25)
-        assert self.warm_up("32x1k/256", "--prefill-tokens", "4k") == Size(32, 256, 10)
+        assert self.warm_up("128x8k/256") == Size(128, 1024, 24)
+        assert self.warm_up("32x1k/256", "--prefill-tokens", "4k") == Size(32, 256, 9)
 
 
 def test_both_are_ready_before_one_is_measured(tmp_path, monkeypatch):
@@ -437,6 +437,13 @@ class TestSettings:
         assert made.sizes == (1, 100) and made.captured == [1, 2, 4, 8, 16, 32, 64, 100]
         assert made.graphs and not self.made("--eager").graphs
         assert Settings.read(made.text()) == made
+
+    def test_steps_of_both_hold_the_same_number_of_tokens(self):
+        made = self.made("--rows", "3x64/8")
+        ours = LLMOptions(
+            max_num_seqs=made.max_num_seqs, max_num_batched_tokens=made.max_num_batched_tokens
+        )
+        assert engines.vllm_options(made)["max_num_batched_tokens"] == ours.step_tokens
 
     @pytest.mark.parametrize("captured", [None, 0, 64])
     def test_our_server_takes_what_it_is_given(self, captured):

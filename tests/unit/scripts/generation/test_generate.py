@@ -181,7 +181,7 @@ class TestOptionsOfTheEngine:
         three = ["--prompt", "a"] * 3
         _, options = made(*three, *words.split(), "--no-prefix-caching", "--seed", 7)
         assert (options.max_sequence_length, options.max_requests) == (100, 2)
-        assert (options.cache_tokens, options.step_tokens, options.seed) == (640, 128, 7)
+        assert (options.cache_tokens, options.step_tokens, options.seed) == (640, 128 + 2, 7)
         assert options.vocab_size == 257
         assert options.chunked_prefill and not options.prefix_caching
 
@@ -195,9 +195,9 @@ class TestOptionsOfTheEngine:
         assert (options.max_sequence_length, options.cache_tokens) == (512, 64)
 
     def test_no_chunks(self, run):
-        done = run("--prompt", "x" * 65, *GREEDY, "--step-tokens", 64, "--no-chunked-prefill")
+        done = run("--prompt", "x" * 66, *GREEDY, "--step-tokens", 64, "--no-chunked-prefill")
         assert done.code == 1
-        assert done.rows[0]["error"] == "the prompt has 65 tokens, a step without chunks 64"
+        assert done.rows[0]["error"] == "the prompt has 66 tokens, a step without chunks 65"
 
 
 def test_parity_mode_changes_no_token(run):
