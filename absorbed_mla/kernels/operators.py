@@ -59,6 +59,7 @@ def latent_attention_in_pieces(
     k_rope: Tensor,
     query_tiles: Tensor,
     sequences: Tensor,
+    blocks: Tensor,
     most_queries: int,
     most_keys: int,
     scale: float,
@@ -67,10 +68,11 @@ def latent_attention_in_pieces(
     """As :func:`latent_attention_forward`, of ``kernels/hopper/forward_in_pieces.py``."""
     module = _kernel_module("hopper", "forward_in_pieces")
     largest = _largest(q_content, record_largest)
-    inputs = (q_content, q_rope, latent, k_rope, query_tiles, sequences, most_queries, most_keys)
+    inputs = q_content, q_rope, latent, k_rope, query_tiles
+    lists = sequences, blocks, most_queries, most_keys
     with torch.cuda.device_of(q_content):
         recorded = largest if record_largest else None
-        return *module.forward_in_pieces(*inputs, scale, recorded), largest
+        return *module.forward_in_pieces(*inputs, *lists, scale, recorded), largest
 
 
 @torch.library.register_fake(latent_attention_in_pieces)
@@ -81,6 +83,7 @@ def _(
     k_rope,
     query_tiles,
     sequences,
+    blocks,
     most_queries,
     most_keys,
     scale,

@@ -23,6 +23,7 @@ def forward_in_pieces(
     k_rope: Tensor,
     tiles: Tensor,
     sequences: Tensor,
+    blocks: Tensor,
     most_queries: int,
     most_keys: int,
     scale: float,
@@ -36,8 +37,10 @@ def forward_in_pieces(
         latent: As there.
         k_rope: As there.
         tiles: As there.
-        sequences: First query of each, number of queries, first key, and number of keys, of which
-            the last query sees all; int32 [sequences, 4] on the device.
+        sequences: First query of each, number of queries, and number of keys, of which the last
+            query sees all; int32 [3, sequences] on the device.
+        blocks: First key of each block of 64 of their keys, int32 [sequences, blocks] on the
+            device; beyond the last block any key that is there.
         most_queries: Of a sequence.
         most_keys: Of a sequence.
         scale: As there.
@@ -52,11 +55,7 @@ def forward_in_pieces(
     if largest is not None:
         forward(*operands, tiles, scale, largest)
     cache = _side_by_side(latent, k_rope)
-    query_starts, queries, first_keys, keys = (each.contiguous() for each in sequences.unbind(1))
-    blocks = torch.arange(0, most_keys, KEYS.value, dtype=torch.int32, device=sequences.device)
-    # Entries behind the last key of a sequence are not read, but must be somewhere.
-    table = (first_keys[:, None] + blocks).clamp_(max=len(latent) - 1)
-    lists = query_starts, queries, keys, table
+    lists = *sequences.unbind(0), blocks
     found = [
         decode.forward(*query, rows, *lists, most_queries, most_keys, scale, 0, None, True, None)
         for *query, rows in zip(q_content.unbind(1), q_rope.unbind(1), cache)

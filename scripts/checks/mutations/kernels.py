@@ -111,9 +111,9 @@ MUTATIONS = {
         "num_splits = -(PIECE.value // KEYS.value) - 1 if",
     ),
     "pieces_of_the_first_sequence": Mutation(
-        "absorbed_mla/kernels/hopper/forward_in_pieces.py",
-        "table = (first_keys[:, None] + blocks)",
-        "table = (first_keys[:1, None] + 0 * first_keys[:, None] + blocks)",
+        "absorbed_mla/core_attention/invariant_hopper.py",
+        "blocks = first_keys[:, None] + ",
+        "blocks = first_keys[:1, None] + 0 * first_keys[:, None] + ",
     ),
     "decode_reads_behind_the_table": Mutation(
         "absorbed_mla/kernels/hopper/paged_keys.py",
