@@ -110,7 +110,7 @@ class PrefillGraphs:
             step()
             return
         self._graphs.keep_for(context)
-        self._graphs.run(size, step)
+        self._graphs.run(size, step, self._sizes[-1].token_count / size.token_count)
 
 
 def prefill_sizes(

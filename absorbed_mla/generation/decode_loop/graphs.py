@@ -16,12 +16,18 @@ from absorbed_mla.whole_step import whole_step
 # All that live: NCCL cannot destroy a process group while a graph holds one of its collectives.
 _LIVING: weakref.WeakSet[StepGraphs] = weakref.WeakSet()
 
+# Memory of steps grows with their tokens, but for some tensors with their rows: of much larger
+# steps nothing is known.
+_MOST_LARGER = 4
+
 
 class StepGraphs:
     """Runs steps of a model, each captured once; a graph reads weights where they are.
 
     Graphs share a pool of memory: only one of them runs at a time, and what they leave behind is
-    in tensors of others.
+    in tensors of others. A capture takes from the pool what is free, but of a large tensor only in
+    one piece, so that the pool would grow with each step that is larger than those before it: the
+    first one takes the memory of larger ones, too.
 
     Args:
         model: Its layers' own graphs are not used inside of a step's.
@@ -32,19 +38,22 @@ class StepGraphs:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._last: torch.cuda.CUDAGraph | None = None
         self._pool: tuple[int, int] | None = None
+        # Bytes that were taken at once, and a graph whose life keeps them in the pool.
+        self._room: tuple[int, torch.cuda.CUDAGraph | None] = 0, None
         self._places: Sequence[int] = ()
         self._buffers: Sequence[int] = ()
         _LIVING.add(self)
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], larger: float = 1) -> None:
         """Run a step, or the graph that was captured when one of this key ran first.
 
         Args:
             key: Of all that the step's work depends on, beside the values in tensors.
             step: Repeatable; on the current stream.
+            larger: How many times its tokens the largest step has.
         """
         if key not in self._graphs:
-            self._graphs[key] = self._captured(step)
+            self._graphs[key] = self._captured(step, larger)
         self._last = self._graphs[key]
         self._last.replay()
 
@@ -72,21 +81,43 @@ class StepGraphs:
         """Delete all graphs; they are captured anew where they are needed."""
         self._graphs.clear()
         self._pool = self._last = None
+        self._room = 0, None
 
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, step: Callable[[], None], larger: float) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _without_layer_graphs(self._model):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             # Kernels are compiled, and libraries start, outside of a capture.
             with whole_step():
                 step()
             torch.cuda.synchronize()
-            # Other threads, NCCL's among them, may call CUDA meanwhile.
-            capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
-            with capture, whole_step():
+            if larger > 1:
+                self._make_room(torch.cuda.max_memory_allocated() - before, larger)
+            with self._capture(graph), whole_step():
                 step()
         return graph
+
+    def _make_room(self, needed: int, larger: float) -> None:
+        """Take the memory of larger steps at once, if this one's is not there, and theirs is free.
+
+        Args:
+            needed: Bytes of this step.
+            larger: See :meth:`run`.
+        """
+        room = int(needed * min(larger, _MOST_LARGER))
+        if needed <= self._room[0] or room > torch.cuda.mem_get_info()[0]:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with self._capture(graph):
+            torch.zeros(room, dtype=torch.uint8, device="cuda")
+        self._room = room, graph
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Other threads, NCCL's among them, may call CUDA meanwhile.
+        return torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
 
 
 def _place(tensor: Tensor) -> int:

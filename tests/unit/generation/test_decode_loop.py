@@ -53,7 +53,9 @@ def test_launched_ahead(invariant, case):
 @pytest.mark.parametrize(("name", "kinds"), [("everything", 1), ("graphs", 3)])
 def test_padded_steps(invariant, name, kinds, monkeypatch):
     """A step that is kept, and run again with other numbers, as a graph is."""
-    monkeypatch.setattr(StepGraphs, "_captured", lambda self, step: SimpleNamespace(replay=step))
+    monkeypatch.setattr(
+        StepGraphs, "_captured", lambda self, step, larger: SimpleNamespace(replay=step)
+    )
     graphs = StepGraphs(invariant)
     with batch_invariant_mode():
         check_ahead(invariant, CASES[name], graphs=graphs)

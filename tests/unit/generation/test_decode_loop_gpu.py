@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensi
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.cuda_graphs import delete_graphs
+from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support import needs
@@ -40,6 +42,30 @@ def test_captured(case, batch_invariant):
     """Greedy, sampled and filtered steps; blocks that run out, requests that come and go."""
     with batch_invariant_mode() if batch_invariant else contextlib.nullcontext():
         check_captured(case, AbsorbedMLAOptions(batch_invariant=batch_invariant))
+
+
+def test_memory_of_steps_that_grow():
+    """Is that of the largest and of what was taken for a few sizes before it, not of all."""
+    made, sizes, mib = [], range(1, 17), 2**20
+
+    def step(size):
+        for _ in range(2):
+            made[:] = [torch.ones(size * 16 * mib, dtype=torch.uint8, device="cuda")]
+
+    graphs = StepGraphs(torch.nn.Linear(2, 2))
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    for size in sizes:
+        graphs.run(size, partial(step, size), sizes[-1] / size)
+        assert made[0].all()
+        made.clear()
+    torch.cuda.empty_cache()
+    taken = before - torch.cuda.mem_get_info()[0]
+    largest = 2 * sizes[-1] * 16 * mib
+    assert largest <= taken < 1.5 * largest
+    graphs.clear()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < largest / 4
 
 
 def test_prompts():

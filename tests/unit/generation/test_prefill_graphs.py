@@ -56,7 +56,13 @@ BATCHES = [(20,), (100,), (30, 7, 50), (120,), (90,), (1, 2, 3, 4, 5, 6), (61,),
 class Recorded(StepGraphs):
     """Graphs that raise at what waits for a GPU, and are operators run again."""
 
-    def _captured(self, step):
+    def __init__(self, model):
+        super().__init__(model)
+        self.larger = set()
+
+    def _captured(self, step, larger):
+        self.larger.add(larger)
+
         def refuse(*_, **__):
             raise RuntimeError("a number is read on the host")
 
@@ -128,6 +134,7 @@ def test_same_tokens(graphs, chunks):
     engine = check(generating_model(), graphs, **chunks)
     sizes = graphs[0]._graphs.keys()
     assert set(sizes) <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
+    assert graphs[0].larger == {MOST / size.token_count for size in sizes}
     assert engine.statistics.graph_steps
 
 
