@@ -41,6 +41,7 @@ with triton_interpreter():
     import absorbed_mla.kernels.triton.forward  # noqa: F401
 
 ENGINE = {"step_tokens": 64, "chunked_prefill": True}
+FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
 layers = pytest.mark.parametrize("layers", LAYERS.values(), ids=list(LAYERS))
 # On a GPU the kernels compute in bf16 and fp16.
 fp32 = needs.no_gpu
@@ -74,9 +75,10 @@ class TestBits:
 
     @needs.gpu
     @layers
-    def test_of_widths_that_hopper_takes(self, _on, layers):
+    @pytest.mark.parametrize("options", [{}, FP8], ids=["model", "fp8"])
+    def test_of_widths_that_hopper_takes(self, _on, layers, options):
         """Training forward of its kernels, and theirs over a cache."""
-        model = parity_model(torch.bfloat16, mla=WIDE, **layers)
+        model = parity_model(torch.bfloat16, mla=WIDE, options=options, **layers)
         assert differences(model) == []
         tokens, lengths = tokens_of(1), (13, 1, 62)
         found = packed_alone(model, tokens, lengths)
@@ -182,10 +184,6 @@ class TestRefused:
         [
             ({"form": "expanded"}, "form='expanded'"),
             ({"core_attention_backend": "cudnn"}, "core_attention_backend='cudnn'"),
-            (
-                {"core_attention_backend": "hopper", "latent_cache_dtype": "fp8"},
-                "backend 'hopper'; use 'auto' or 'triton'",
-            ),
             ({"paged_attention_backend": "flash_mla"}, "paged_attention_backend='flash_mla'"),
             (
                 {"core_attention_backend": "triton", "paged_attention_backend": "reference"},
