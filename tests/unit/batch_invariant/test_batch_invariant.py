@@ -17,7 +17,11 @@ from absorbed_mla.batch_invariant import (
     requirements,
 )
 from absorbed_mla.core_attention.backend import AttentionRequest
-from absorbed_mla.core_attention.selection import choose_batch_invariant
+from absorbed_mla.core_attention.backends import triton
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.selection import choose_batch_invariant, invariant_name
+from absorbed_mla.inference import backend as paged
+from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs, world
 from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
@@ -171,6 +175,53 @@ def test_the_hosts_function_is_completed(monkeypatch):
         assert torch.topk(scores, 3, sorted=False).indices.tolist() == [1, 3, 2]
     finally:
         disable_batch_invariant_mode()
+
+
+class TestChoice:
+    """The backend of training and of a cache, whatever the cache holds."""
+
+    CACHE = paged.PagedRequest(
+        torch.device("cuda"), torch.bfloat16, 16, 512, 64, 64, batch_invariant=True
+    )
+
+    @pytest.fixture(autouse=True)
+    def _device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(paged, "machine_name", lambda device: "NVIDIA H200")
+        # It asks for the shared memory of a real device.
+        monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
+
+    @pytest.mark.parametrize("held", ["model", "fp8"])
+    @pytest.mark.parametrize(
+        ("asked", "change", "capability", "name"),
+        [
+            ("auto", {}, (9, 0), "hopper"),
+            ("auto", {"dtype": torch.float16}, (9, 0), "hopper"),
+            ("auto", {"kv_lora_rank": 64}, (9, 0), "triton"),
+            ("auto", {}, (8, 9), "triton"),
+            ("hopper", {}, (9, 0), "hopper"),
+            ("triton", {}, (9, 0), "triton"),
+        ],
+    )
+    def test_on_gpus(self, held, asked, change, capability, name, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        options = AbsorbedMLAOptions(
+            batch_invariant=True, core_attention_backend=asked, latent_cache_dtype=held
+        )
+        config = config_for(TINY, torch.bfloat16)
+        options = requirements.settle_options(options, config, causal=True, tp_size=1)
+        request = replace(self.CACHE, latent_cache_dtype=held, **change)
+        training = training_request(request)
+        assert invariant_name(options, training) == name
+        trains = choose_batch_invariant(training, name, 1)
+        assert trains.name == paged.choose(name, request).name == name
+        assert isinstance(trains, InvariantHopper) == (name == "hopper")
+
+    def test_hopper_by_name_where_it_cannot_run(self):
+        request = training_request(replace(self.CACHE, kv_lora_rank=64, latent_cache_dtype="fp8"))
+        message = r"batch_invariant=True cannot run here: hopper: widths 64 \(latent\)"
+        with pytest.raises(ValueError, match=message):
+            choose_batch_invariant(request, "hopper", 1)
 
 
 class TestRefused:
