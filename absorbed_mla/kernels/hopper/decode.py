@@ -38,6 +38,8 @@ _FEW_ROWS = {16: 7, 32: 4}
 _BLOCKS_AHEAD = 1
 # Bytes of outputs of pieces that may wait for each other.
 _MOST_WAITING = 2**29
+# What kernels take of keys: tensor maps, or of FP8 rows what ``_fp8_keys`` gives.
+_Keys = tuple[TensorDescriptor | Tensor | int, ...]
 
 
 def page_size(block_size: int, window: int) -> int:
@@ -122,10 +124,7 @@ def forward(
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
     fp8 = cache.dtype == torch.uint8
-    if rows in _FEW_ROWS:
-        keys = *_fp8_maps(cache, *widths, page), *_fp8_keys(cache)
-    else:
-        keys = _fp8_keys(cache) if fp8 else _key_maps(cache, *widths, page)
+    keys: _Keys = _fp8_keys(cache) if fp8 else _key_maps(cache, *widths, page)
     if batch_invariant and _is_long(window) and not split_kv.splits:
         kernel = attend_fp8_decode_pieces if fp8 else attend_decode_pieces
         result = out, lse
@@ -136,7 +135,7 @@ def forward(
         return out, lse
     kernel = attend_fp8_decode if fp8 else attend_decode
     if rows in _FEW_ROWS:
-        kernel = attend_few_rows
+        kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *keys)
         constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
     results = out, lse, *waiting
     _launch(
@@ -254,7 +253,7 @@ def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
 def _launch_pieces(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
-    keys: tuple[TensorDescriptor | Tensor | int, ...],
+    keys: _Keys,
     table: Schedule,
     block_table: Tensor,
     result: tuple[Tensor, Tensor],
@@ -294,7 +293,7 @@ def _launch_pieces(
 def _launch(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
-    keys: tuple[TensorDescriptor | Tensor | int, ...],
+    keys: _Keys,
     table: Schedule,
     block_table: Tensor,
     results: tuple[Tensor, ...],

@@ -4,7 +4,7 @@ A token's keys are divided into pieces of ``PIECE`` keys, from its first key on,
 the batch. Each piece has an online softmax of its own, and outputs and LSE are added up one after
 the other, weighted as paged/combine.py does it ``IN_ORDER``. So a token gets the same bits where
 one program goes through all pieces (decode_pieces_kernel.py), as in training, and where each piece
-has a program (decode_kernel.py), as for few long requests.
+has a program (decode_kernel.py), as for few long requests. Keys may be rows in FP8 (fp8_rows.py).
 """
 
 from triton.experimental import gluon
