@@ -1,0 +1,267 @@
+"""The product of many rows, each element summed in the order of invariant/parts.py.
+
+A program computes one tile of 128 x 256 elements after another. The warps have three roles:
+
+* ``_load_role``, one warp: copies 64 summands of the tile's rows and columns after 64 to a ring of
+  stages by tensor maps (TMA), also those of the next tile while this one is being finished.
+* ``_multiply_role``, twice four warps: the sums of 64 of the rows, and their way to the result.
+
+A role has registers for the sums of a part, which the tensor cores add to, and for half as many
+others. So of the sums of the parts before, it keeps one half of the columns in registers and the
+other in shared memory, where results wait later until they are copied to memory.
+
+While a role does something else than to multiply, the other multiplies, as far as it is behind.
+The second begins a stage later for this.
+
+Barriers, one for each stage, are passed once for each step:
+
+* ``full``: the operands are there.
+* ``empty``: both multiply roles are done with them.
+
+A wait names the parity of the phase that it waits for. The phase before the first, which is named
+for what was not used yet, counts as passed.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate  # as in tile.py
+
+from absorbed_mla.kernels.hopper.layouts import accumulator_layout
+from absorbed_mla.kernels.hopper.product_shared import COLUMNS, HALF, ROWS, STEP, allocate
+from absorbed_mla.kernels.hopper.synchronize import synchronize
+from absorbed_mla.kernels.invariant.groups import place_in_groups
+
+# Registers of each thread of the roles but the first. At launch three warpgroups (the load role's
+# warp counts as one) have 168 each; the first gets what the others leave of these 504: 240.
+MULTIPLY_REGISTERS = gl.constexpr(240)
+LOAD_REGISTERS = gl.constexpr(24)
+# Tiles of rows that are computed side by side: 132 programs read 16 of these and 8 of columns.
+_GROUP = gl.constexpr(16)
+_place_in_groups = gluon.jit(place_in_groups)
+
+
+@aggregate
+class Work:
+    """What all programs have to do.
+
+    Attributes:
+        row_tiles: Tiles of the product that lie below each other.
+        column_tiles: Those beside each other.
+        steps: Of an element's sum, each of 64 summands.
+        part_steps: Of each of its parts but the last.
+        columns: Of the product.
+    """
+
+    row_tiles: gl.tensor
+    column_tiles: gl.tensor
+    steps: gl.tensor
+    part_steps: gl.tensor
+    columns: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, row_tiles, column_tiles, steps, part_steps, columns):
+        self.row_tiles = row_tiles
+        self.column_tiles = column_tiles
+        self.steps = steps
+        self.part_steps = part_steps
+        self.columns = columns
+
+    @gluon.jit
+    def count(self):
+        """Tiles."""
+        return self.row_tiles * self.column_tiles
+
+    @gluon.jit
+    def place(self, tile):
+        """First row and column of a tile."""
+        row, column = _place_in_groups(tile, self.row_tiles, self.column_tiles, _GROUP)
+        return row * (2 * ROWS), column * COLUMNS
+
+    @gluon.jit
+    def parts_before_the_last(self):
+        """How many there are."""
+        return (self.steps - 1) // self.part_steps
+
+
+@gluon.jit
+def _load_role(work, shared, left, right):
+    """Load the operands of every step when its stage is free."""
+    index = gl.to_tensor(0)
+    for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
+        row, column = work.place(tile)
+        for step in range(work.steps):
+            stage, parity = shared.place(index)
+            mbarrier.wait(shared.empty.index(stage), parity ^ 1)
+            full = shared.full.index(stage)
+            mbarrier.expect(full, left.block_type.nbytes + right.block_type.nbytes)
+            summand = step * STEP
+            tma.async_copy_global_to_shared(left, [row, summand], full, shared.left.index(stage))
+            position = [column, summand]
+            tma.async_copy_global_to_shared(right, position, full, shared.right.index(stage))
+            index += 1
+
+
+@gluon.jit
+def _multiply_role(
+    work,
+    shared,
+    result,
+    bias,
+    ROLE: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Compute 64 of the rows of every tile."""
+    index = gl.to_tensor(0)
+    if ROLE == 1:
+        if work.steps > 1:
+            mbarrier.wait(shared.full.index(1), 0)
+    for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
+        left, right = _sum(work, shared, index, ROLE, SEVERAL)
+        index += work.steps
+        row, column = work.place(tile)
+        row += ROLE * ROWS
+        if HAS_BIAS:
+            left = _add_bias(left, bias, column, work.columns)
+        _store(shared, result, left, row, column, ROLE, 0)
+        if HAS_BIAS:
+            right = _add_bias(right, bias, column + HALF, work.columns)
+        _store(shared, result, right, row, column + HALF, ROLE, 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
+    """The two halves [64, 128] of a tile's sums, of which step 0 is the program's ``index``-th."""
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    total = gl.zeros([ROWS, HALF], gl.float32, layout)
+    steps = work.steps
+    if SEVERAL:
+        sums = shared.sums(ROLE)
+        parts = work.parts_before_the_last()
+        for part in range(parts):
+            left, right = _sum_part(shared, index, work.part_steps, ROLE)
+            index += work.part_steps
+            total += left
+            if part > 0:
+                right += sums.load(layout)
+            else:
+                right += 0.0
+                # The results of the tile before have left.
+                tma.store_wait(0)
+                synchronize()
+            sums.store(right)
+        steps -= parts * work.part_steps
+        left, right = _sum_part(shared, index, steps, ROLE)
+        right += sums.load(layout)
+    else:
+        left, right = _sum_part(shared, index, steps, ROLE)
+        # A sum of parts begins with +0, which makes +0 of a part that is -0.
+        right += 0.0
+    return left + total, right
+
+
+@gluon.jit
+def _sum_part(shared, index, steps, ROLE: gl.constexpr):
+    """The two halves [64, 128] of the sums of so many steps."""
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS, 1))
+    acc = _queue(shared, index, acc, ROLE, False)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    for step in range(1, steps):
+        acc = _queue(shared, index + step, acc, ROLE, True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        _release(shared, index + step - 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _release(shared, index + steps - 1)
+    layout: gl.constexpr = accumulator_layout(HALF, 1)
+    left, right = gl.split(acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _queue(shared, index, acc, ROLE: gl.constexpr, ADDED: gl.constexpr):
+    """Queue the product of a step when its operands are there."""
+    stage, parity = shared.place(index)
+    mbarrier.wait(shared.full.index(stage), parity)
+    rows, columns = shared.operands(stage, ROLE)
+    return warpgroup_mma(rows, columns, acc, use_acc=ADDED, is_async=True)
+
+
+@gluon.jit
+def _release(shared, index):
+    stage, _ = shared.place(index)
+    mbarrier.arrive(shared.empty.index(stage))
+
+
+@gluon.jit
+def _add_bias(values, bias, first, columns):
+    """Add that of the columns from ``first`` on, in fp32."""
+    layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF, 1))
+    # A column for each thread, then 32 for each: so many addresses would need too many registers.
+    column = first + gl.arange(0, HALF, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    added = gl.load(bias + column, mask=column < columns, other=0.0).to(gl.float32)
+    return values + gl.convert_layout(added, layout)[None, :]
+
+
+@gluon.jit
+def _store(shared, result, values, row, column, ROLE: gl.constexpr, SIDE: gl.constexpr):
+    """Begin to copy a half of a role's result to memory, when there is room for it."""
+    tma.store_wait(shared.BUFFERS - 1)
+    synchronize()
+    buffer = shared.buffer(ROLE, SIDE)
+    buffer.store(values.to(buffer.dtype))
+    fence_async_shared()
+    synchronize()
+    tma.async_copy_shared_to_global(result, [row, column], buffer)
+
+
+@gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "columns"])
+def multiply(
+    left,
+    right,
+    result,
+    bias,
+    row_tiles,
+    column_tiles,
+    steps,
+    part_steps,
+    columns,
+    STAGES: gl.constexpr,
+    SEVERAL: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """The product of rows and columns, by any number of programs.
+
+    Args:
+        left: Tensor map of [rows, summands] in boxes [128, 64].
+        right: Of [columns, summands] in boxes [256, 64].
+        result: Of [rows, columns] in boxes [64, 128].
+        bias: [columns], contiguous; not read without HAS_BIAS.
+        row_tiles: See ``Work``, like the next four.
+        column_tiles: As there.
+        steps: As there.
+        part_steps: As there.
+        columns: As there.
+        STAGES: Of the ring; 4 leave no room for sums of several parts.
+        SEVERAL: Whether there is more than one part.
+        HAS_BIAS: Whether there is one.
+    """
+    work = Work(row_tiles, column_tiles, steps, part_steps, columns)
+    shared = allocate(left.dtype, STAGES, 2 if STAGES == 3 else 1)
+    gl.warp_specialize(
+        [
+            (_multiply_role, (work, shared, result, bias, 0, SEVERAL, HAS_BIAS)),
+            (_multiply_role, (work, shared, result, bias, 1, SEVERAL, HAS_BIAS)),
+            (_load_role, (work, shared, left, right)),
+        ],
+        [4, 1],  # warps of the roles but the first, which has the launch's four
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )

@@ -1,0 +1,85 @@
+"""The shared memory of the product of many rows, and the barriers that say what is in it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.core import _aggregate as aggregate  # as in tile.py
+
+from absorbed_mla.kernels.hopper.backward_shared import allocate_operand
+from absorbed_mla.kernels.hopper.forward_shared import new_barriers
+from absorbed_mla.kernels.hopper.layouts import SWIZZLED
+
+# Rows of a role: the M of a warpgroup's product. A tile has those of two roles.
+ROWS = gl.constexpr(64)
+# Columns of a tile, the widest N of a product: shared memory brings 10 KiB for each step of 16
+# summands, for which the tensor cores take 128 cycles.
+COLUMNS = gl.constexpr(256)
+# Half of them; a role keeps one half of its sums in registers and the other in shared memory.
+HALF = gl.constexpr(128)
+# Summands that arrive together.
+STEP = SWIZZLED
+# Of fp32 in the accumulator's layout: the rows of a warp are in different banks.
+_SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+
+
+@aggregate
+class Shared:
+    """Buffers, and barriers that product_kernel.py describes.
+
+    Attributes:
+        left: Of the stages, [stages, 128, 64].
+        right: Likewise, [stages, 256, 64].
+        kept: Results on their way to memory, [2 * BUFFERS, 64, 128]: those of each role.
+        full, empty: A barrier for each stage.
+        STAGES: How many there are.
+        BUFFERS: Of each role; two have room for half of the sums of its rows.
+    """
+
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+    kept: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    BUFFERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, barriers, STAGES, BUFFERS):
+        self.left, self.right, self.kept = buffers
+        self.full, self.empty = barriers
+        self.STAGES = gl.constexpr(STAGES)
+        self.BUFFERS = gl.constexpr(BUFFERS)
+
+    @gluon.jit
+    def place(self, index):
+        """Stage and parity of the program's step of an index."""
+        return index % self.STAGES, index // self.STAGES & 1
+
+    @gluon.jit
+    def operands(self, stage, role: gl.constexpr):
+        """Rows [64, 64] of a role and columns [64, 256]."""
+        rows = self.left.index(stage).slice(role * ROWS, ROWS, dim=0)
+        return rows, self.right.index(stage).permute((1, 0))
+
+    @gluon.jit
+    def buffer(self, role: gl.constexpr, side: gl.constexpr):
+        """Where one half of the columns of a role's result leaves from, [64, 128]."""
+        return self.kept.index(role * self.BUFFERS + side % self.BUFFERS)
+
+    @gluon.jit
+    def sums(self, role: gl.constexpr):
+        """Where a role's two buffers are, sums [64, 128] in fp32."""
+        return self.kept._reinterpret(gl.float32, [2, ROWS, HALF], _SUMS).index(role)
+
+
+@gluon.jit
+def allocate(dtype: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr):
+    """All shared memory, with its barriers ready for use."""
+    buffers = (
+        allocate_operand(dtype, 2 * ROWS, STEP, STAGES),
+        allocate_operand(dtype, COLUMNS, STEP, STAGES),
+        allocate_operand(dtype, ROWS, HALF, 2 * BUFFERS),
+    )
+    barriers = new_barriers(STAGES), new_barriers(STAGES, 2)
+    fence_async_shared()
+    return Shared(buffers, barriers, STAGES, BUFFERS)
