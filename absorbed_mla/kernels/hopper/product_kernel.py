@@ -34,7 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
-from absorbed_mla.kernels.hopper.product_shared import COLUMNS, HALF, ROWS, STEP, allocate
+from absorbed_mla.kernels.hopper.product_shared import (
+    COLUMNS,
+    HALF,
+    ROWS,
+    STEP,
+    allocate,
+    is_transposed,
+)
 from absorbed_mla.kernels.hopper.synchronize import synchronize
 from absorbed_mla.kernels.invariant.groups import place_in_groups
 
@@ -101,11 +108,18 @@ def _load_role(work, shared, left, right):
             mbarrier.wait(shared.empty.index(stage), parity ^ 1)
             full = shared.full.index(stage)
             mbarrier.expect(full, left.block_type.nbytes + right.block_type.nbytes)
-            summand = step * STEP
-            tma.async_copy_global_to_shared(left, [row, summand], full, shared.left.index(stage))
-            position = [column, summand]
-            tma.async_copy_global_to_shared(right, position, full, shared.right.index(stage))
+            _load(left, row, step * STEP, full, shared.left.index(stage))
+            _load(right, column, step * STEP, full, shared.right.index(stage))
             index += 1
+
+
+@gluon.jit
+def _load(operand, first, summand, full, target):
+    """Begin to load summands of the rows or columns from ``first`` on."""
+    if is_transposed(operand.block_shape):
+        tma.async_copy_global_to_shared(operand, [summand, first], full, target)
+    else:
+        tma.async_copy_global_to_shared(operand, [first, summand], full, target)
 
 
 @gluon.jit
@@ -148,7 +162,7 @@ def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
         parts = work.parts_before_the_last()
         for part in range(parts):
             left, right = _sum_part(shared, index, work.part_steps, ROLE)
-            index += work.part_steps
+            index = index + work.part_steps
             total += left
             if part > 0:
                 right += sums.load(layout)
@@ -158,7 +172,7 @@ def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
                 tma.store_wait(0)
                 synchronize()
             sums.store(right)
-        steps -= parts * work.part_steps
+        steps = steps - parts * work.part_steps
         left, right = _sum_part(shared, index, steps, ROLE)
         right += sums.load(layout)
     else:
@@ -224,7 +238,7 @@ def _store(shared, result, values, row, column, ROLE: gl.constexpr, SIDE: gl.con
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "column_tiles", "steps", "part_steps", "columns"])
-def multiply(
+def multiply_rows(
     left,
     right,
     result,
@@ -241,8 +255,10 @@ def multiply(
     """The product of rows and columns, by any number of programs.
 
     Args:
-        left: Tensor map of [rows, summands] in boxes [128, 64].
-        right: Of [columns, summands] in boxes [256, 64].
+        left: Tensor map of [rows, summands] in boxes [128, 64], or of [summands, rows] in boxes
+            [64, 128].
+        right: Likewise of [columns, summands] in boxes [256, 64], or of [summands, columns] in
+            boxes [64, 256].
         result: Of [rows, columns] in boxes [64, 128].
         bias: [columns], contiguous; not read without HAS_BIAS.
         row_tiles: See ``Work``, like the next four.
@@ -255,7 +271,7 @@ def multiply(
         HAS_BIAS: Whether there is one.
     """
     work = Work(row_tiles, column_tiles, steps, part_steps, columns)
-    shared = allocate(left.dtype, STAGES, 2 if STAGES == 3 else 1)
+    shared = allocate(left, right, STAGES, 2 if STAGES == 3 else 1)
     gl.warp_specialize(
         [
             (_multiply_role, (work, shared, result, bias, 0, SEVERAL, HAS_BIAS)),

@@ -27,8 +27,8 @@ class Shared:
     """Buffers, and barriers that product_kernel.py describes.
 
     Attributes:
-        left: Of the stages, [stages, 128, 64].
-        right: Likewise, [stages, 256, 64].
+        left: Of the stages, [stages, 128, 64], or [stages, 64, 128] where rows lie side by side.
+        right: Likewise, [stages, 256, 64], or [stages, 64, 256] where columns do.
         kept: Results on their way to memory, [2 * BUFFERS, 64, 128]: those of each role.
         full, empty: A barrier for each stage.
         STAGES: How many there are.
@@ -58,8 +58,14 @@ class Shared:
     @gluon.jit
     def operands(self, stage, role: gl.constexpr):
         """Rows [64, 64] of a role and columns [64, 256]."""
-        rows = self.left.index(stage).slice(role * ROWS, ROWS, dim=0)
-        return rows, self.right.index(stage).permute((1, 0))
+        rows, columns = self.left.index(stage), self.right.index(stage)
+        if is_transposed(rows.shape):
+            rows = rows.slice(role * ROWS, ROWS, dim=1).permute((1, 0))
+        else:
+            rows = rows.slice(role * ROWS, ROWS, dim=0)
+        if not is_transposed(columns.shape):
+            columns = columns.permute((1, 0))
+        return rows, columns
 
     @gluon.jit
     def buffer(self, role: gl.constexpr, side: gl.constexpr):
@@ -72,12 +78,19 @@ class Shared:
         return self.kept._reinterpret(gl.float32, [2, ROWS, HALF], _SUMS).index(role)
 
 
+@gluon.constexpr_function
+def is_transposed(shape):
+    """Whether summands lie below each other in an operand of this shape, not side by side."""
+    return shape[0] == STEP.value
+
+
 @gluon.jit
-def allocate(dtype: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr):
-    """All shared memory, with its barriers ready for use."""
+def allocate(left, right, STAGES: gl.constexpr, BUFFERS: gl.constexpr):
+    """All shared memory, for the boxes of these tensor maps, with its barriers ready for use."""
+    dtype: gl.constexpr = left.dtype
     buffers = (
-        allocate_operand(dtype, 2 * ROWS, STEP, STAGES),
-        allocate_operand(dtype, COLUMNS, STEP, STAGES),
+        allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
+        allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
         allocate_operand(dtype, ROWS, HALF, 2 * BUFFERS),
     )
     barriers = new_barriers(STAGES), new_barriers(STAGES, 2)
