@@ -10,8 +10,8 @@ A role has registers for the sums of a part, which the tensor cores add to, and 
 others. So of the sums of the parts before, it keeps one half of the columns in registers and the
 other in shared memory, where results wait later until they are copied to memory.
 
-While a role does something else than to multiply, the other multiplies, as far as it is behind.
-The second begins a stage later for this.
+While a role does something else than to multiply, the other multiplies, if it is behind or ahead.
+So the second role begins a stage later.
 
 Barriers, one for each stage, are passed once for each step:
 
@@ -51,6 +51,8 @@ MULTIPLY_REGISTERS = gl.constexpr(240)
 LOAD_REGISTERS = gl.constexpr(24)
 # Tiles of rows that are computed side by side: 132 programs read 16 of these and 8 of columns.
 _GROUP = gl.constexpr(16)
+# Stages that the second role begins later, fewer than there are.
+_LATER = gl.constexpr(1)
 _place_in_groups = gluon.jit(place_in_groups)
 
 
@@ -134,9 +136,8 @@ def _multiply_role(
 ):
     """Compute 64 of the rows of every tile."""
     index = gl.to_tensor(0)
-    if ROLE == 1:
-        if work.steps > 1:
-            mbarrier.wait(shared.full.index(1), 0)
+    if ROLE == 1 and work.steps > _LATER:
+        mbarrier.wait(shared.full.index(_LATER), 0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
         left, right = _sum(work, shared, index, ROLE, SEVERAL)
         index += work.steps

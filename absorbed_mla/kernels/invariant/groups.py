@@ -1,7 +1,9 @@
 """The order of a product's tiles, for kernels in Triton and in Gluon, which each compile it."""
 
+import triton.language as tl
 
-def place_in_groups(tile, row_tiles, column_tiles, GROUP):
+
+def place_in_groups(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
     """Row and column of a tile: rows change first, within groups of ``GROUP`` tiles of rows.
 
     So tiles that are computed at one time find their rows and columns in the cache.

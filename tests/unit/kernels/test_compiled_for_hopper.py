@@ -52,6 +52,8 @@ def test_kernels(tmp_path):
     assert products == 10 * [["wgmma.mma_async"]] + 4 * [[]] + [["wgmma.mma_async"]], (
         "fp32 has none"
     )
+    wide = [kernel["products"] for kernel in kernels if kernel["kernel"] == "multiply_rows"]
+    assert wide == 2 * [["wgmma.mma_async"]], "of several parts and of one"
     grouped = [kernel["products"] for kernel in kernels if kernel["kernel"] == "_grouped_kernel"]
     assert grouped == 6 * [["wgmma.mma_async"]], "of three tiles, of rows and of taken ones"
     assert names.count("_topk_kernel") == 4, "of DeepSeek-V3's router, and of the widest rows"
