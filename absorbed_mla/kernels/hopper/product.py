@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from absorbed_mla.kernels.hopper.product_kernel import multiply_rows
-from absorbed_mla.kernels.hopper.product_shared import COLUMNS, HALF, ROWS, STEP
+from absorbed_mla.kernels.hopper.product_shared import COLUMNS, QUARTER, ROWS, STEP
 from absorbed_mla.kernels.hopper.tensor_map import has_map, tensor_map
 from absorbed_mla.kernels.launch import launch
 
@@ -41,26 +41,25 @@ def multiply(
         bias: As there.
         result: As there; is written.
         part: Summands of a part, a multiple of 64.
-        stages: Steps of 64 summands in shared memory, 3 or 4; sums of several parts have 3.
+        stages: Steps of 64 summands in shared memory, at most 4.
     """
     (rows, summands), columns = left.shape, right.shape[1]
     step = STEP.value
     row_tiles, column_tiles = -(-rows // (2 * ROWS.value)), -(-columns // COLUMNS.value)
-    several = summands > part
     launch(
         multiply_rows,
         (min(_processors(left.device), row_tiles * column_tiles),),
         _operand_map(left, 2 * ROWS.value),
         _operand_map(right.T, COLUMNS.value),
-        tensor_map(result, (ROWS.value, HALF.value)),
+        tensor_map(result, (ROWS.value, QUARTER.value)),
         result if bias is None else bias,
         row_tiles,
         column_tiles,
         -(-summands // step),
         part // step,
         columns,
-        STAGES=3 if several else stages,
-        SEVERAL=several,
+        STAGES=stages,
+        SEVERAL=summands > part,
         HAS_BIAS=bias is not None,
         num_warps=4,
     )

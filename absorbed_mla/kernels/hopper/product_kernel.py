@@ -6,9 +6,9 @@ A program computes one tile of 128 x 256 elements after another. The warps have 
   stages by tensor maps (TMA), also those of the next tile while this one is being finished.
 * ``_multiply_role``, twice four warps: the sums of 64 of the rows, and their way to the result.
 
-A role has registers for the sums of a part, which the tensor cores add to, and for half as many
-others. So of the sums of the parts before, it keeps one half of the columns in registers and the
-other in shared memory, where results wait later until they are copied to memory.
+A role has registers for the sums of a part, which the tensor cores add to, and for three quarters
+as many others. So of the sums of the parts before, it keeps three quarters of the columns there and
+one in shared memory, where results wait later until they are copied to memory.
 
 While a role does something else than to multiply, the other multiplies, if it is behind or ahead.
 So the second role begins a stage later.
@@ -35,8 +35,9 @@ from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout
 from absorbed_mla.kernels.hopper.product_shared import (
+    BUFFERS,
     COLUMNS,
-    HALF,
+    QUARTER,
     ROWS,
     STEP,
     allocate,
@@ -139,53 +140,56 @@ def _multiply_role(
     if ROLE == 1 and work.steps > _LATER:
         mbarrier.wait(shared.full.index(_LATER), 0)
     for tile in range(gl.program_id(0), work.count(), gl.num_programs(0)):
-        left, right = _sum(work, shared, index, ROLE, SEVERAL)
+        quarters = _sum(work, shared, index, ROLE, SEVERAL)
         index += work.steps
         row, column = work.place(tile)
         row += ROLE * ROWS
-        if HAS_BIAS:
-            left = _add_bias(left, bias, column, work.columns)
-        _store(shared, result, left, row, column, ROLE, 0)
-        if HAS_BIAS:
-            right = _add_bias(right, bias, column + HALF, work.columns)
-        _store(shared, result, right, row, column + HALF, ROLE, 1)
+        for number in gl.static_range(4):
+            values = quarters[number]
+            first = column + number * QUARTER
+            if HAS_BIAS:
+                values = _add_bias(values, bias, first, work.columns)
+            _store(shared, result, values, row, first, ROLE, number)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _sum(work, shared, index, ROLE: gl.constexpr, SEVERAL: gl.constexpr):
-    """The two halves [64, 128] of a tile's sums, of which step 0 is the program's ``index``-th."""
-    layout: gl.constexpr = accumulator_layout(HALF, 1)
-    total = gl.zeros([ROWS, HALF], gl.float32, layout)
+    """A tile's sums, of which step 0 is the program's ``index``-th, as four times [64, 64]."""
+    layout: gl.constexpr = accumulator_layout(QUARTER, 1)
     steps = work.steps
     if SEVERAL:
         sums = shared.sums(ROLE)
+        total_0 = gl.zeros([ROWS, QUARTER], gl.float32, layout)
+        total_1, total_2 = total_0, total_0
         parts = work.parts_before_the_last()
         for part in range(parts):
-            left, right = _sum_part(shared, index, work.part_steps, ROLE)
+            q_0, q_1, q_2, q_3 = _sum_part(shared, index, work.part_steps, ROLE)
             index = index + work.part_steps
-            total += left
+            total_0 = total_0 + q_0
+            total_1 = total_1 + q_1
+            total_2 = total_2 + q_2
             if part > 0:
-                right += sums.load(layout)
+                q_3 = q_3 + sums.load(layout)
             else:
-                right += 0.0
+                q_3 = q_3 + 0.0
                 # The results of the tile before have left.
                 tma.store_wait(0)
                 synchronize()
-            sums.store(right)
+            sums.store(q_3)
         steps = steps - parts * work.part_steps
-        left, right = _sum_part(shared, index, steps, ROLE)
-        right += sums.load(layout)
+        q_0, q_1, q_2, q_3 = _sum_part(shared, index, steps, ROLE)
+        quarters = (q_0 + total_0, q_1 + total_1, q_2 + total_2, q_3 + sums.load(layout))
     else:
-        left, right = _sum_part(shared, index, steps, ROLE)
+        q_0, q_1, q_2, q_3 = _sum_part(shared, index, steps, ROLE)
         # A sum of parts begins with +0, which makes +0 of a part that is -0.
-        right += 0.0
-    return left + total, right
+        quarters = (q_0 + 0.0, q_1 + 0.0, q_2 + 0.0, q_3 + 0.0)
+    return quarters
 
 
 @gluon.jit
 def _sum_part(shared, index, steps, ROLE: gl.constexpr):
-    """The two halves [64, 128] of the sums of so many steps."""
+    """The sums of so many steps, as four times [64, 64]."""
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS, 1))
     acc = _queue(shared, index, acc, ROLE, False)
     acc = warpgroup_mma_wait(1, deps=[acc])
@@ -195,8 +199,16 @@ def _sum_part(shared, index, steps, ROLE: gl.constexpr):
         _release(shared, index + step - 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(shared, index + steps - 1)
-    layout: gl.constexpr = accumulator_layout(HALF, 1)
-    left, right = gl.split(acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]))
+    left, right = _halves(acc)
+    return _halves(left) + _halves(right)
+
+
+@gluon.jit
+def _halves(x):
+    """Of the columns of an accumulator, without moving a number."""
+    WIDTH: gl.constexpr = x.shape[1] // 2
+    layout: gl.constexpr = accumulator_layout(WIDTH, 1)
+    left, right = gl.split(x.reshape([ROWS, 2, WIDTH]).permute([0, 2, 1]))
     left = gl.convert_layout(left, layout, assert_trivial=True)
     return left, gl.convert_layout(right, layout, assert_trivial=True)
 
@@ -219,19 +231,19 @@ def _release(shared, index):
 @gluon.jit
 def _add_bias(values, bias, first, columns):
     """Add that of the columns from ``first`` on, in fp32."""
-    layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(HALF, 1))
-    # A column for each thread, then 32 for each: so many addresses would need too many registers.
-    column = first + gl.arange(0, HALF, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    layout: gl.constexpr = gl.SliceLayout(0, accumulator_layout(QUARTER, 1))
+    # A column for each thread, then 16 for each: so many addresses would need too many registers.
+    column = first + gl.arange(0, QUARTER, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     added = gl.load(bias + column, mask=column < columns, other=0.0).to(gl.float32)
     return values + gl.convert_layout(added, layout)[None, :]
 
 
 @gluon.jit
-def _store(shared, result, values, row, column, ROLE: gl.constexpr, SIDE: gl.constexpr):
-    """Begin to copy a half of a role's result to memory, when there is room for it."""
-    tma.store_wait(shared.BUFFERS - 1)
+def _store(shared, result, values, row, column, ROLE: gl.constexpr, NUMBER: gl.constexpr):
+    """Begin to copy a quarter of a role's result to memory, when there is room for it."""
+    tma.store_wait(BUFFERS - 1)
     synchronize()
-    buffer = shared.buffer(ROLE, SIDE)
+    buffer = shared.buffer(ROLE, NUMBER)
     buffer.store(values.to(buffer.dtype))
     fence_async_shared()
     synchronize()
@@ -260,19 +272,19 @@ def multiply_rows(
             [64, 128].
         right: Likewise of [columns, summands] in boxes [256, 64], or of [summands, columns] in
             boxes [64, 256].
-        result: Of [rows, columns] in boxes [64, 128].
+        result: Of [rows, columns] in boxes [64, 64].
         bias: [columns], contiguous; not read without HAS_BIAS.
         row_tiles: See ``Work``, like the next four.
         column_tiles: As there.
         steps: As there.
         part_steps: As there.
         columns: As there.
-        STAGES: Of the ring; 4 leave no room for sums of several parts.
+        STAGES: Of the ring, at most 4.
         SEVERAL: Whether there is more than one part.
         HAS_BIAS: Whether there is one.
     """
     work = Work(row_tiles, column_tiles, steps, part_steps, columns)
-    shared = allocate(left, right, STAGES, 2 if STAGES == 3 else 1)
+    shared = allocate(left, right, STAGES)
     gl.warp_specialize(
         [
             (_multiply_role, (work, shared, result, bias, 0, SEVERAL, HAS_BIAS)),

@@ -14,8 +14,10 @@ ROWS = gl.constexpr(64)
 # Columns of a tile, the widest N of a product: shared memory brings 10 KiB for each step of 16
 # summands, for which the tensor cores take 128 cycles.
 COLUMNS = gl.constexpr(256)
-# Half of them; a role keeps one half of its sums in registers and the other in shared memory.
-HALF = gl.constexpr(128)
+# Of these a role keeps the last in shared memory, and the others in registers.
+QUARTER = gl.constexpr(64)
+# Quarters of a role's result that leave at one time; their memory has room for one in fp32.
+BUFFERS = gl.constexpr(2)
 # Summands that arrive together.
 STEP = SWIZZLED
 # Of fp32 in the accumulator's layout: the rows of a warp are in different banks.
@@ -29,10 +31,9 @@ class Shared:
     Attributes:
         left: Of the stages, [stages, 128, 64], or [stages, 64, 128] where rows lie side by side.
         right: Likewise, [stages, 256, 64], or [stages, 64, 256] where columns do.
-        kept: Results on their way to memory, [2 * BUFFERS, 64, 128]: those of each role.
+        kept: Results on their way to memory, [4, 64, 64]: two buffers of each role.
         full, empty: A barrier for each stage.
         STAGES: How many there are.
-        BUFFERS: Of each role; two have room for half of the sums of its rows.
     """
 
     left: gl.shared_memory_descriptor
@@ -41,14 +42,12 @@ class Shared:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    BUFFERS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, barriers, STAGES, BUFFERS):
+    def __init__(self, buffers, barriers, STAGES):
         self.left, self.right, self.kept = buffers
         self.full, self.empty = barriers
         self.STAGES = gl.constexpr(STAGES)
-        self.BUFFERS = gl.constexpr(BUFFERS)
 
     @gluon.jit
     def place(self, index):
@@ -68,14 +67,14 @@ class Shared:
         return rows, columns
 
     @gluon.jit
-    def buffer(self, role: gl.constexpr, side: gl.constexpr):
-        """Where one half of the columns of a role's result leaves from, [64, 128]."""
-        return self.kept.index(role * self.BUFFERS + side % self.BUFFERS)
+    def buffer(self, role: gl.constexpr, quarter: gl.constexpr):
+        """Where a quarter of the columns of a role's result leaves from, [64, 64]."""
+        return self.kept.index(role * BUFFERS + quarter % BUFFERS)
 
     @gluon.jit
     def sums(self, role: gl.constexpr):
-        """Where a role's two buffers are, sums [64, 128] in fp32."""
-        return self.kept._reinterpret(gl.float32, [2, ROWS, HALF], _SUMS).index(role)
+        """Where a role's two buffers are, sums [64, 64] in fp32."""
+        return self.kept._reinterpret(gl.float32, [2, ROWS, QUARTER], _SUMS).index(role)
 
 
 @gluon.constexpr_function
@@ -85,14 +84,14 @@ def is_transposed(shape):
 
 
 @gluon.jit
-def allocate(left, right, STAGES: gl.constexpr, BUFFERS: gl.constexpr):
+def allocate(left, right, STAGES: gl.constexpr):
     """All shared memory, for the boxes of these tensor maps, with its barriers ready for use."""
     dtype: gl.constexpr = left.dtype
     buffers = (
         allocate_operand(dtype, left.block_shape[0], left.block_shape[1], STAGES),
         allocate_operand(dtype, right.block_shape[0], right.block_shape[1], STAGES),
-        allocate_operand(dtype, ROWS, HALF, 2 * BUFFERS),
+        allocate_operand(dtype, ROWS, QUARTER, 2 * BUFFERS),
     )
     barriers = new_barriers(STAGES), new_barriers(STAGES, 2)
     fence_async_shared()
-    return Shared(buffers, barriers, STAGES, BUFFERS)
+    return Shared(buffers, barriers, STAGES)

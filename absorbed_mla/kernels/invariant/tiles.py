@@ -125,7 +125,7 @@ TILES = (
     Tile(64, 64, num_warps=4, num_stages=4),
     Tile(64, 32, num_warps=4, num_stages=5),
 )
-# Of many rows on Hopper. There are stages for sums of one part; of several there are 3.
+# Of many rows on Hopper.
 WIDE_TILE = Tile(128, 256, num_warps=12, num_stages=4, least_rows=512, few=0, at_once=132)
 # Its time in those of the tile of 128 columns: less than 2, or less than it seems.
 _WIDE_TIME = 1.6

@@ -99,7 +99,8 @@ def test_every_tile_is_computed_once(rows, columns, programs, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("summands", "stages"), [(PART, 3), (PART, 4), (SUMMANDS, 3)])
+@pytest.mark.parametrize("summands", [PART, SUMMANDS])
+@pytest.mark.parametrize("stages", [3, 4])
 def test_any_order_of_roles_and_copies(summands, stages, seed, monkeypatch):
     monkeypatch.setattr(product, "_processors", lambda device: 1)
     left, right = operands(300, 600, summands)
