@@ -300,9 +300,9 @@ def test_bits_on_a_gpu(dtype, summands, columns):
 @pytest.mark.parametrize(
     ("rows", "summands", "columns"),
     [
-        (1024, 1536, 24576),
+        (1024, 1536, 6144),
         (1000, 7168, 2112),  # four parts
-        (1500, 16384, 7168),  # two
+        (1500, 4104, 5640),  # two
         (77, 2056, 264),  # the second of one step, which summands do not fill
         (4096, 136, 16392),
     ],
