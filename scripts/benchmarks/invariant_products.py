@@ -3,6 +3,7 @@
 
     $ python scripts/benchmarks/invariant_products.py --json docs/inference/products.json
     $ python scripts/benchmarks/invariant_products.py --works proj --rows 32 --tiles 64x64x4x5
+    $ python scripts/benchmarks/invariant_products.py --rows 1k,8k --tiles 128x128x8x4,128x256x12x3
 
 Rows of bf16 times a weight [outputs, inputs], as linear layers have it, of DeepSeek-V3's widths.
 Implementations of an input are repeated in turns; each call takes another copy of the weight, so
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
@@ -286,23 +287,31 @@ class ProductBenchmark(Benchmark):
         changed = [] if torch.equal(found, whole[: case.rows]) else ["number of rows"]
         if case.implementation == OURS:
             count = min(case.rows, _COMPARED)
-            for name, product in _variants(x.dtype):
+            for name, product in _variants(x, weight):
                 if not torch.equal(product(x[:count], weight.T), whole[:count]):
                     changed.append(name)
         return changed
 
 
-def _variants(dtype: Any) -> Iterator[tuple[str, Callable]]:
-    """Our product with every tile of a dtype, whole and in parts, by name."""
+def _variants(x: Tensor, weight: Tensor) -> Iterator[tuple[str, Callable]]:
+    """Our product with every tile of these, whole and in parts, by name."""
     import torch
 
     from absorbed_mla.kernels.invariant import tiles
-    from absorbed_mla.kernels.invariant.matrix_product import matrix_product
+    from absorbed_mla.kernels.invariant.matrix_product import has_wide_tile, matrix_product
 
-    for tile in tiles.FP32_TILES if dtype == torch.float32 else tiles.TILES:
+    if has_wide_tile(x.device) and _lie_in_rows(x, weight):
+        yield f"tile {tiles.WIDE_TILE}", partial(matrix_product, tile=tiles.WIDE_TILE)
+    for tile in tiles.FP32_TILES if x.dtype == torch.float32 else tiles.TILES:
         for split in (False, True):
             name = f"tile {tile} {'in parts' if split else 'whole'}"
             yield name, partial(matrix_product, tile=tile, split=split)
+
+
+def _lie_in_rows(x: Tensor, weight: Tensor) -> bool:
+    from absorbed_mla.kernels.hopper.product import can_multiply
+
+    return can_multiply(x, weight.T, None, x.new_empty(len(x), len(weight)))
 
 
 def widths_of(text: str) -> tuple[int, int]:

@@ -310,8 +310,11 @@ def invariant_kernels() -> None:
         x, weight = torch.zeros(TOKENS, 7168, dtype=dtype), torch.zeros(1536, 7168, dtype=dtype)
         for split in (False, True):
             matrix_product(x, weight.T, tile=tile, split=split)
-    x = torch.zeros(TOKENS, 7168, dtype=BF16)
+    x, weight = torch.zeros(TOKENS, 7168, dtype=BF16), torch.zeros(1536, 7168, dtype=BF16)
     matrix_product(x.T, x, split=False)
+    # Of several parts and of one, each with all that adds code.
+    matrix_product(x, weight.T, weight[:, 0].contiguous(), tile=tiles.WIDE_TILE)
+    matrix_product(x.T, x, x[0], tile=tiles.WIDE_TILE)
     ends, weights = torch.zeros(256, dtype=torch.int32), torch.zeros(256, 128, 7168, dtype=BF16)
     for tile in grouped_product.TILES:
         for taken in (None, torch.zeros(TOKENS, dtype=torch.int64)):

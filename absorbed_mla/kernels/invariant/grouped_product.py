@@ -12,12 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from absorbed_mla.kernels.invariant.matrix_product import place_in_groups
+from absorbed_mla.kernels.invariant import groups
 from absorbed_mla.kernels.invariant.parts import sum_of_parts
-from absorbed_mla.kernels.invariant.tiles import FP32_TILES, PART, SUMMANDS, Tile, part_length
+from absorbed_mla.kernels.invariant.tiles import (
+    FP32_TILES,
+    GROUP,
+    PART,
+    SUMMANDS,
+    Tile,
+    part_length,
+)
 from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
+_GROUP = tl.constexpr(GROUP)
+_place_in_groups = triton.jit(groups.place_in_groups)
 # ``least_rows`` are those of an expert in the mean. The first tile that is enough programs is
 # taken: with few rows the weights are all that takes time, and narrow tiles are more programs.
 TILES = (
@@ -125,7 +134,7 @@ def _grouped_kernel(
 ):
     # Tiles of rows of one expert follow each other, and find its columns in the cache.
     column_tiles = (columns + BLOCK_C - 1) // BLOCK_C
-    row_tile, column_tile = place_in_groups(tl.program_id(0), row_tiles, column_tiles)
+    row_tile, column_tile = _place_in_groups(tl.program_id(0), row_tiles, column_tiles, _GROUP)
     expert, number = _expert_of(row_tile, ends_ptr, experts, EXPERTS, BLOCK_R)
     if expert >= experts:
         return

@@ -3,7 +3,8 @@
 The order of sums is that of ``tiles.py``. One program computes part after part of a tile. Where
 there are few tiles, and in the last ones of a product that would keep a part of the device busy
 only, each part has a program, which stores its sum in fp32, and a second kernel adds the parts.
-Both add the same parts in the same order.
+Both add the same parts in the same order, and so does the kernel of many rows for Hopper
+(hopper/product_kernel.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from absorbed_mla.kernels.invariant import groups
 from absorbed_mla.kernels.invariant.parts import sum_of_parts
 from absorbed_mla.kernels.invariant.tiles import (
     GROUP,
     PART,
     SUMMANDS,
+    WIDE_TILE,
     Tile,
+    is_wide_faster,
     part_length,
     tile_for,
 )
@@ -26,6 +30,7 @@ from absorbed_mla.kernels.scratch import not_filled
 from absorbed_mla.kernels.triton.common import interpreted, narrow, precision
 
 _GROUP = tl.constexpr(GROUP)
+_place_in_groups = triton.jit(groups.place_in_groups)
 # Elements of a program that adds parts, and parts that it loads together.
 _ADDED, _AT_ONCE = 512, 8
 
@@ -46,9 +51,10 @@ def matrix_product(
         right: [summands, columns], in the dtype of ``left``, any strides.
         bias: What can be expanded to [rows, columns], any floating dtype.
         dtype: Of the result; None: that of ``left``.
-        tile: Instead of the one of ``tiles.py``; no bit depends on it.
+        tile: Instead of the one of ``tiles.py``; no bit depends on it. A wide one takes what
+            ``can_multiply`` of hopper/product.py says.
         split: Whether parts have programs of their own, in all tiles or in none; None: as the tile
-            has it. No bit depends on it.
+            has it. No bit depends on it. A wide tile has none.
 
     Returns:
         [rows, columns].
@@ -62,7 +68,12 @@ def matrix_product(
         return result
     part = part_length(summands, columns, PART)
     parts = triton.cdiv(summands, part)
+    if tile is None and split is None and _is_wide_chosen(left, right, bias, result, parts):
+        tile = WIDE_TILE
     tile = tile or tile_for(rows, columns, parts, left.dtype)
+    if tile.is_wide:
+        _multiply_wide(left, right, bias, result, part, tile)
+        return result
     tiles = tile.count(rows, columns)
     in_parts = tile.in_parts(rows, columns, parts) if split is None else split * tiles
     whole = tiles - in_parts
@@ -78,6 +89,33 @@ def matrix_product(
         if in_parts:
             _add_parts(sums, bias, bias_, result, first)
     return result
+
+
+def has_wide_tile(device: torch.device) -> bool:
+    """Whether there is a kernel for ``WIDE_TILE``."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _is_wide_chosen(
+    left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor, parts: int
+) -> bool:
+    """Whether ``WIDE_TILE`` is possible and faster than others."""
+    if not has_wide_tile(result.device) or not is_wide_faster(*result.shape, parts):
+        return False
+    # Imported here, because Triton's versions for other devices need not have Gluon.
+    from absorbed_mla.kernels.hopper.product import can_multiply
+
+    return can_multiply(left, right, bias, result)
+
+
+def _multiply_wide(
+    left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor, part: int, tile: Tile
+) -> None:
+    from absorbed_mla.kernels.hopper import product
+
+    assert product.can_multiply(left, right, bias, result), "not for this tile"
+    with torch.cuda.device_of(left):
+        product.multiply(left, right, bias, result, part, tile.num_stages)
 
 
 def _multiply(
@@ -182,7 +220,7 @@ def _product_kernel(
         past = first + 1
         tile = whole + (tile - whole) % in_parts
     row_tiles, column_tiles = (rows + BLOCK_R - 1) // BLOCK_R, (columns + BLOCK_C - 1) // BLOCK_C
-    row_tile, column_tile = place_in_groups(tile, row_tiles, column_tiles)
+    row_tile, column_tile = _place_in_groups(tile, row_tiles, column_tiles, _GROUP)
     first_row, first_column = row_tile * BLOCK_R, column_tile * BLOCK_C
     # [BLOCK_R], [BLOCK_C]; offsets within a tile fit 32 bits, those of tiles need not.
     row, column = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
@@ -225,16 +263,6 @@ def _product_kernel(
             narrow(total, result_ptr.dtype.element_ty, INTERPRETED),
             mask=there,
         )
-
-
-@triton.jit
-def place_in_groups(tile, row_tiles, column_tiles):
-    """Row and column of a tile: rows change first, within groups of tiles of rows."""
-    group_tiles = _GROUP * column_tiles
-    first = tile // group_tiles * _GROUP
-    in_group = tl.minimum(row_tiles - first, _GROUP)
-    place = tile % group_tiles
-    return first + place % in_group, place // in_group
 
 
 @triton.jit

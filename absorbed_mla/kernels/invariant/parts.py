@@ -1,4 +1,7 @@
-"""The order in which batch-invariant products sum an element, for all of their kernels."""
+"""The order in which batch-invariant products sum an element, for all of their kernels.
+
+That for Hopper has it in ``_sum`` of hopper/product_kernel.py.
+"""
 
 from __future__ import annotations
 

@@ -59,6 +59,11 @@ class Tile:
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.num_warps}x{self.num_stages}"
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is one of hopper/product_kernel.py, whose programs have three warpgroups."""
+        return self.num_warps == 12
+
     def count(self, rows: int, columns: int) -> int:
         """Tiles of a product."""
         return self.row_tiles(rows) * -(-columns // self.columns)
@@ -97,6 +102,18 @@ class Tile:
         last = -(-(tiles % self.at_once) // below) * below
         return last if last <= self.at_once // 2 else 0
 
+    def turns(self, rows: int, columns: int, parts: int) -> float:
+        """How often an H200 is given as many tiles of a product as it runs at the same time.
+
+        Args:
+            rows: Of the product.
+            columns: Of the product.
+            parts: Of each sum.
+        """
+        in_parts = self.in_parts(rows, columns, parts)
+        whole = self.count(rows, columns) - in_parts
+        return -(-whole // self.at_once) + -(-in_parts * parts // self.at_once) / parts
+
 
 # With few rows the weights are all that is read. Narrow tiles read the rows more often, wide ones
 # are few: the first tile that is enough programs is taken.
@@ -108,6 +125,10 @@ TILES = (
     Tile(64, 64, num_warps=4, num_stages=4),
     Tile(64, 32, num_warps=4, num_stages=5),
 )
+# Of many rows on Hopper.
+WIDE_TILE = Tile(128, 256, num_warps=12, num_stages=4, least_rows=512, few=0, at_once=132)
+# Its time in those of the tile of 128 columns: less than 2, or less than it seems.
+_WIDE_TIME = 1.6
 # fp32 has no instruction for tiles: products are sums of one element after the other.
 FP32_TILES = (
     Tile(32, 64, num_warps=4, num_stages=3, enough=_PROCESSORS),
@@ -145,3 +166,18 @@ def tile_for(rows: int, columns: int, parts: int, dtype: torch.dtype) -> Tile:
     """
     tiles = FP32_TILES if dtype == torch.float32 else TILES
     return next((t for t in tiles if t.is_enough(rows, columns, parts)), tiles[-1])
+
+
+def is_wide_faster(rows: int, columns: int, parts: int) -> bool:
+    """Whether ``WIDE_TILE`` is, where it is possible: by the turns of whole tiles.
+
+    Args:
+        rows: Of the product.
+        columns: Of the product.
+        parts: Of each sum.
+    """
+    tile = tile_for(rows, columns, parts, torch.bfloat16)
+    if rows < WIDE_TILE.least_rows or tile.columns != 128 or not tile.at_once:
+        return False
+    turns = WIDE_TILE.turns(rows, columns, parts)
+    return _WIDE_TIME * turns <= tile.turns(rows, columns, parts)

@@ -240,6 +240,27 @@ MUTATIONS = {
         "            part = first + i\n",
         "            part = parts - 1 - first - i\n",
     ),
+    "wide_product_forgets_a_part": Mutation(
+        "absorbed_mla/kernels/hopper/product_kernel.py", "if part > 0:", "if part > 1:"
+    ),
+    "wide_product_sums_over_results": Mutation(
+        "absorbed_mla/kernels/hopper/product_kernel.py",
+        "                tma.store_wait(0)\n                synchronize()\n",
+        "",
+    ),
+    "wide_product_results_overwritten": Mutation(
+        "absorbed_mla/kernels/hopper/product_kernel.py",
+        "tma.store_wait(BUFFERS - 1)",
+        "tma.store_wait(BUFFERS)",
+    ),
+    "wide_product_operands_given_up_early": Mutation(
+        "absorbed_mla/kernels/hopper/product_kernel.py",
+        "        acc = warpgroup_mma_wait(1, deps=[acc])\n        _release(",
+        "        _release(",
+    ),
+    "wide_product_of_the_first_rows": Mutation(
+        "absorbed_mla/kernels/hopper/product_kernel.py", "row += ROLE * ROWS", "pass"
+    ),
     "grouped_product_of_the_expert_before": Mutation(
         "absorbed_mla/kernels/invariant/grouped_product.py", "past <= row_tile", "past < row_tile"
     ),

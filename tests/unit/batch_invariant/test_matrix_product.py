@@ -5,6 +5,7 @@ In Triton's interpreter without a GPU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,15 @@ with triton_interpreter():
     from absorbed_mla.kernels.invariant import matrix_product as kernel
     from absorbed_mla.kernels.invariant import tiles as invariant_tiles
     from absorbed_mla.kernels.invariant.matrix_product import matrix_product
-    from absorbed_mla.kernels.invariant.tiles import FP32_TILES, PART, TILES, part_length, tile_for
+    from absorbed_mla.kernels.invariant.tiles import (
+        FP32_TILES,
+        PART,
+        TILES,
+        WIDE_TILE,
+        is_wide_faster,
+        part_length,
+        tile_for,
+    )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Of the result's rounding, and in fp32 of a sum of 2048, each added to the ones before.
@@ -194,11 +203,76 @@ class TestTiles:
     def test_two_programs_for_each_multiprocessor(self, rows, columns, parts, expected):
         assert str(tile_for(rows, columns, parts, BF16)) == expected
 
+    @pytest.mark.parametrize(
+        ("rows", "columns", "parts", "expected"),
+        [
+            (8192, 7168, 4, True),
+            (1024, 7168, 2, True),  # 224 tiles, two turns; of 128 columns 448, more than three
+            (8192, 576, 4, False),  # a quarter of the third tile of columns
+            (1024, 2112, 4, False),  # 72, and of 128 columns 136, the last ones in parts
+            (1024, 24576, 1, True),
+            (256, 36864, 4, False),
+            (16384, 64, 4, False),
+        ],
+    )
+    def test_wide_ones_of_many_rows(self, rows, columns, parts, expected):
+        assert is_wide_faster(rows, columns, parts) == expected
+
     def test_all_tiles_sum_in_one_order(self):
         """Warp-group instructions need 64 rows and 4 warps."""
         assert all(t.rows % 64 == t.num_warps % 4 == 0 for t in TILES)
         assert tile_for(4096, 4096, 1, FP32) is FP32_TILES[0]
         assert tile_for(128, 256, 4, FP32) is FP32_TILES[1]
+
+
+class TestWideTile:
+    """The kernel for Hopper, emulated; alone it is tested in ``test_product.py``."""
+
+    @pytest.fixture
+    def emulated_kernel(self):
+        pytest.importorskip("triton.experimental.gluon")
+        from absorbed_mla.kernels.hopper import product
+        from tests.support.gluon_emulation import emulated
+
+        with emulated(product, "multiply_rows", "product_kernel"):
+            yield
+
+    @needs.no_gpu
+    @pytest.mark.no_cover
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_bits(self, transposed, small_parts, emulated_kernel):
+        """Of parts that are exact, so that their order alone is seen."""
+        x, w = (
+            torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+            for shape in ((ROWS, 304), (136, 304))
+        )
+        x[:, :SMALL_PART], x[:, 2 * SMALL_PART :] = 0, 0
+        x[:, 0], x[:, 2 * SMALL_PART], w[:, [0, 2 * SMALL_PART]] = 4096, -4096, 4096
+        bias = random(136)
+        right = w.T.contiguous() if transposed else w.T
+        found = matrix_product(x, right, bias, tile=WIDE_TILE)
+        assert torch.equal(found, matrix_product(x, right, bias, tile=TILES[0], split=False))
+
+    @pytest.mark.parametrize("chosen", [False, True])
+    def test_is_chosen(self, chosen, monkeypatch):
+        """Where it is faster and can multiply them, unless another is asked for."""
+        pytest.importorskip("triton.experimental.gluon")
+        monkeypatch.setattr(kernel, "has_wide_tile", lambda device: True)
+        monkeypatch.setattr(kernel, "is_wide_faster", lambda *sizes: chosen)
+        calls = []
+        monkeypatch.setattr(kernel, "_multiply_wide", lambda *args: calls.append(args))
+        x, w = random(3, 64), random(8, 64, seed=1)
+        matrix_product(x, w.T)
+        assert len(calls) == chosen
+        for others in ({"tile": TILES[-1]}, {"split": False}, {"dtype": FP32}):
+            matrix_product(x, w.T, **others)
+        matrix_product(x[:, 1:], w[:, 1:].T)
+        assert len(calls) == chosen
+
+    def test_refuses_what_it_cannot_multiply(self):
+        pytest.importorskip("triton.experimental.gluon")
+        with pytest.raises(AssertionError, match="not for this tile"):
+            matrix_product(random(3, 64), random(64, 8), dtype=FP32, tile=WIDE_TILE)
 
 
 @needs.gpu
@@ -219,3 +293,33 @@ def test_bits_on_a_gpu(dtype, summands, columns):
         for split in (False, True):
             found = matrix_product(x[:130], w.T, tile=tile, split=split)
             assert torch.equal(found, whole[:130]), (str(tile), split)
+
+
+@needs.hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("rows", "summands", "columns"),
+    [
+        (1024, 1536, 6144),
+        (1000, 7168, 2112),  # four parts
+        (1500, 4104, 5640),  # two
+        (77, 2056, 264),  # the second of one step, which summands do not fill
+        (4096, 136, 16392),
+    ],
+)
+def test_bits_of_the_wide_tile_on_a_gpu(rows, summands, columns, dtype):
+    """Those of another tile, of operands that lie as in a product and as in its gradients."""
+    x = random(rows, summands, dtype=dtype)
+    w = random(columns, summands, dtype=dtype, seed=1) * summands**-0.5
+    bias = random(columns, dtype=dtype, seed=2)
+    rows_apart, columns_apart = x.T.contiguous().T, w.T.contiguous()
+    for added in (None, bias):
+        expected = matrix_product(x, w.T, added, tile=TILES[1], split=False)
+        for stages in (3, 4):
+            tile = replace(WIDE_TILE, num_stages=stages)
+            for left, right in itertools.product((x, rows_apart), (w.T, columns_apart)):
+                if left.stride(1) != 1 and rows % 8:
+                    continue
+                found = matrix_product(left, right, added, tile=tile)
+                assert torch.equal(found, expected), (stages, left.stride(), right.stride())
+    assert torch.equal(matrix_product(x, w.T, bias), expected)

@@ -46,7 +46,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
 
 
 def test_bits_that_differ(capsys, monkeypatch):
-    def variants(dtype):
+    def variants(x, weight):
         return [("tile 1x1", lambda left, right: left @ right + 1)]
 
     monkeypatch.setattr(invariant_products, "_variants", variants)
