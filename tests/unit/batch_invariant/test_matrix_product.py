@@ -208,7 +208,13 @@ class TestTiles:
         [
             (8192, 7168, 4, True),
             (1024, 7168, 2, True),  # 224 tiles, two turns; of 128 columns 448, more than three
-            (8192, 576, 4, False),  # a quarter of the third tile of columns
+            (
+                8192,
+                576,
+                4,
+                True,
+            ),  # two turns, though a quarter of the third tile of columns is used
+            (2048, 576, 4, False),  # of 128 columns 80, all in parts
             (1024, 2112, 4, False),  # 72, and of 128 columns 136, the last ones in parts
             (1024, 24576, 1, True),
             (256, 36864, 4, False),

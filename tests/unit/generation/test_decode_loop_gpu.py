@@ -54,18 +54,18 @@ def test_memory_of_steps_that_grow():
 
     graphs = StepGraphs(torch.nn.Linear(2, 2))
     torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
+    before = torch.cuda.memory_reserved()
     for size in sizes:
         graphs.run(size, partial(step, size), sizes[-1] / size)
         assert made[0].all()
         made.clear()
     torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info()[0]
+    taken = torch.cuda.memory_reserved() - before
     largest = 2 * sizes[-1] * 16 * mib
     assert largest <= taken < 1.5 * largest
     graphs.clear()
     torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] < largest / 4
+    assert torch.cuda.memory_reserved() - before < largest / 4
 
 
 def test_prompts():
