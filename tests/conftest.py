@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import tempfile
 import warnings
 from pathlib import Path
@@ -27,6 +28,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 from tests.support import report, world  # noqa: E402
 from tests.support.auxiliary_losses import forget_auxiliary_losses  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
+from tests.support.forked_python import ForkedPopen, fork_server  # noqa: E402
 
 _TABLE = pytest.StashKey[ErrorTable]()
 
@@ -105,3 +107,17 @@ def _no_former_losses() -> None:
 def error_table(pytestconfig: pytest.Config) -> ErrorTable:
     """Where grid tests record their worst errors."""
     return pytestconfig.stash[_TABLE]
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> None:
+    """Started before a test looks at the children of its process."""
+    if not torch.cuda.is_available():
+        fork_server()
+
+
+@pytest.fixture
+def forked_python(_fork_server, monkeypatch) -> None:
+    """Python programs that a test starts are forked; PyTorch and Megatron are imported already."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(subprocess, "Popen", ForkedPopen)

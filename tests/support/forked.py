@@ -22,6 +22,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -129,10 +130,15 @@ def _fork(main, *arguments) -> int:
     sys.stdout.flush()
     bind = ends_with_this_process()
     pid = os.fork()
-    if pid:
-        return pid
+    if not pid:
+        bind()
+        leave(main, *arguments)
+    return pid
+
+
+def leave(main, *arguments) -> NoReturn:
+    """Call ``main`` in a forked process, and exit as Python does."""
     code = 1
-    bind()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         main(*arguments)

@@ -24,7 +24,8 @@ from tests.conversion.support import random_tensors, tiny_config, write_hugging_
 from tests.support import needs
 from tests.support.llm import tiny_folder, until
 
-pytestmark = needs.no_gpu
+# Scripts start their ranks with an interpreter of its own each.
+pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
 
 OPTIONS = {"tokenizer": "bytes", "max_num_seqs": 4, "parity": True}
 PROMPTS = ["An", "the quick brown fox"]

@@ -112,6 +112,7 @@ def run(capsys, *options: str) -> tuple[int, dict, str]:
 
 
 @needs.no_gpu
+@pytest.mark.usefixtures("forked_python")
 def test_ours_beside_a_fake_vllm(tmp_path, capsys, monkeypatch):
     started, start = [], serving_script.start
     monkeypatch.setattr(
