@@ -9,8 +9,11 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import pytest
-import torch
+# What is imported and collected stays; looking for garbage among it takes a third of the time.
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -56,10 +59,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected stays: collections that tests ask for need not visit it."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What is imported and collected stays: collections from here on need not visit it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

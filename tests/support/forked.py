@@ -11,6 +11,7 @@ Only for machines without a GPU. Ranks import the modules whose coverage is meas
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -185,8 +186,11 @@ def serve() -> None:
 def main(arguments: list[str]) -> int:
     """``RANKS PROGRAM [ARGUMENT...]``, or ``--serve [MODULE...]`` to import those modules too."""
     serving = arguments[0] == "--serve"
+    gc.disable()  # there is no garbage in what is imported
     for name in (*IMPORTS, *(arguments[1:] if serving else ())):
         importlib.import_module(name)
+    gc.freeze()  # shared with all ranks
+    gc.enable()
     share_one_device()
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -238,10 +238,11 @@ def _run_program(kind: str, words: list[str], safe_path: bool, base_path: list[s
 def serve(base_path: list[str]) -> None:
     """What the process does that forks programs, over the socket of its argument."""
     connection = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # there is no garbage in what is imported
     for name in IMPORTS:
         importlib.import_module(name)
-    share_one_device()
-    gc.collect()
     gc.freeze()  # shared with all programs
+    gc.enable()
+    share_one_device()
     with contextlib.suppress(KeyboardInterrupt):
         _serve(connection, base_path)
