@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path, monkeypatch):
     """No process of this test, dead or alive, and no file."""
-    # Megatron keeps one that writes checkpoints.
+    # One forks the programs of tests.
     before = {*psutil.Process().children()}
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
