@@ -25,6 +25,11 @@ line_probes.start()
 from absorbed_mla.cpu_host import enable_cpu_host  # noqa: E402
 
 enable_cpu_host()
+# Of kinds of devices that are not there torch.manual_seed keeps each seed for later, with the stack
+# of its call: a millisecond for every test.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
