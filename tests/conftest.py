@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import tempfile
 import warnings
 from pathlib import Path
 
-import pytest
-import torch
+# What is imported and collected stays; looking for garbage among it takes a third of the time.
+gc.disable()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Megatron warns about every optional package it does not find.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -21,12 +25,18 @@ line_probes.start()
 from absorbed_mla.cpu_host import enable_cpu_host  # noqa: E402
 
 enable_cpu_host()
+# Of kinds of devices that are not there torch.manual_seed keeps each seed for later, with the stack
+# of its call: a millisecond for every test.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
 # Deterministic mode asks for it where there is a GPU.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from tests.support import report, world  # noqa: E402
 from tests.support.auxiliary_losses import forget_auxiliary_losses  # noqa: E402
 from tests.support.error_table import ErrorTable  # noqa: E402
+from tests.support.forked_python import ForkedPopen, fork_server  # noqa: E402
 
 _TABLE = pytest.StashKey[ErrorTable]()
 
@@ -54,10 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
-    """What is imported and collected stays: collections that tests ask for need not visit it."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What is imported and collected stays: collections from here on need not visit it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -105,3 +117,17 @@ def _no_former_losses() -> None:
 def error_table(pytestconfig: pytest.Config) -> ErrorTable:
     """Where grid tests record their worst errors."""
     return pytestconfig.stash[_TABLE]
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> None:
+    """Started before a test looks at the children of its process."""
+    if not torch.cuda.is_available():
+        fork_server()
+
+
+@pytest.fixture
+def forked_python(_fork_server, monkeypatch) -> None:
+    """Python programs that a test starts are forked; PyTorch and Megatron are imported already."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(subprocess, "Popen", ForkedPopen)

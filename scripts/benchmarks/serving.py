@@ -124,6 +124,7 @@ class ServingBenchmark(Benchmark):
         self._config = read_config(model)
         self._settings = settings(args, self._config, model, self._device)
         self._running: dict[str, Contender] = {}
+        self._ended: set[str] = set()
         self._failed: dict[str, ContenderError] = {}
         self._warm: set[tuple] = set()
 
@@ -253,6 +254,7 @@ class ServingBenchmark(Benchmark):
                 ended = set(self._running) - {one.implementation for one in cases[number + 1 :]}
                 for name in ended:
                     self._running.pop(name).close()
+                self._ended |= ended
         finally:
             for one in self._running.values():
                 one.close()
@@ -327,9 +329,10 @@ class ServingBenchmark(Benchmark):
                 self._running[one] = start(one, self._settings, self._logs / f"{one}.log", folder)
 
     def _together(self, name: str) -> list[str]:
-        """An implementation and those that live at the same time."""
+        """An implementation and those that live at the same time, until their last cases."""
         together = next(names for names in TOGETHER if name in names)
-        return [one for one in together if one in self.args.implementations]
+        left = set(self.args.implementations) - self._ended
+        return [one for one in together if one in left]
 
     def _contender(self, case: Case) -> Contender:
         """The process of an implementation, when those that live with it are ready, too.

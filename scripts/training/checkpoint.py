@@ -7,6 +7,7 @@ are collected here because Megatron does it in megatron.training, which needs Py
 from __future__ import annotations
 
 import argparse
+import queue
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from torch import nn
@@ -81,6 +83,7 @@ class Checkpointer:
             "world_size": dist.get_world_size(),
             "run": self._run,
         }
+        _write_in_this_process()
         strategy = TorchDistSaveShardedStrategy(thread_count=1)
         dist_checkpointing.save(state, str(path), strategy)
         dist.barrier()
@@ -146,3 +149,13 @@ def _restore_rng(states: dict) -> None:
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def _write_in_this_process() -> None:
+    """Have no process started that passes on what was written.
+
+    Megatron starts one on every rank, for writers in processes of their own, which are not used
+    here. It imports PyTorch and Megatron: five seconds of a core before the first checkpoint.
+    """
+    if getattr(filesystem_async, "_results_queue", False) is None:
+        filesystem_async._results_queue = queue.SimpleQueue()

@@ -16,10 +16,13 @@ from absorbed_mla.core_attention.forms.absorbed import AbsorbedForm
 from absorbed_mla.core_attention.forms.expanded import ExpandedForm
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.oracle import OracleMLA
-from tests.support import needs, world
+from tests.support import needs, quick_interpreter, world
 from tests.support.cases import INTERPRETED, WIDE, config_for
 from tests.support.harness import Setup
 from tests.support.layouts import LAYOUTS
+
+if not needs.HAS_GPU:
+    quick_interpreter.quicken()
 
 FORMS = {"absorbed": AbsorbedForm(), "expanded": ExpandedForm(1)}
 

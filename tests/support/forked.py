@@ -11,6 +11,7 @@ Only for machines without a GPU. Ranks import the modules whose coverage is meas
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -129,10 +131,15 @@ def _fork(main, *arguments) -> int:
     sys.stdout.flush()
     bind = ends_with_this_process()
     pid = os.fork()
-    if pid:
-        return pid
+    if not pid:
+        bind()
+        leave(main, *arguments)
+    return pid
+
+
+def leave(main, *arguments) -> NoReturn:
+    """Call ``main`` in a forked process, and exit as Python does."""
     code = 1
-    bind()
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         main(*arguments)
@@ -179,8 +186,11 @@ def serve() -> None:
 def main(arguments: list[str]) -> int:
     """``RANKS PROGRAM [ARGUMENT...]``, or ``--serve [MODULE...]`` to import those modules too."""
     serving = arguments[0] == "--serve"
+    gc.disable()  # there is no garbage in what is imported
     for name in (*IMPORTS, *(arguments[1:] if serving else ())):
         importlib.import_module(name)
+    gc.freeze()  # shared with all ranks
+    gc.enable()
     share_one_device()
     # Otherwise the ranks would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -5,8 +5,8 @@ A program of its own, because it replaces Triton's driver:
     python -m tests.support.hopper_compiler
 
 It calls the launchers at DeepSeek-V3's dimensions, compiles what they launch instead of running it,
-and prints a line of JSON for each kernel: its name, and what memory it takes. Results are never
-computed, so launchers return any numbers.
+and prints a line of JSON for each kernel: its name, what memory it takes, and where Triton's cache
+has it. Results are never computed, so launchers return any numbers.
 
 A large kernel takes seconds. Where it has several options, each value of each is compiled, not each
 combination; of an option that only adds code, the value that adds it.
@@ -26,6 +26,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -56,6 +57,7 @@ def _compiled_launch(self: JITFunction, grid):
     def launch(*args, **kwargs):
         kernel = self.warmup(*args, grid=grid, **kwargs)
         about = {"kernel": self.fn.__name__, "fp8_rows": bool(kwargs.get("GROUP"))}
+        about["cache"] = get_cache_manager(kernel.hash).cache_dir
         print(json.dumps(about | _assembled(kernel)), flush=True)
 
     return launch

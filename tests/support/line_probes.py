@@ -11,6 +11,8 @@ to nothing. What was found is written as coverage's own data, for ``coverage com
 from __future__ import annotations
 
 import ast
+import functools
+import hashlib
 import importlib.machinery
 import os
 import sys
@@ -79,15 +81,29 @@ def _probe(lines: list[int], statement: ast.stmt) -> ast.stmt:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles a module with probes, and keeps no bytecode of it."""
+    """Compiles a module with probes, and keeps its bytecode in a folder of its own."""
 
     def get_code(self, fullname: str):
-        tree = Probes().visit(ast.parse(self.get_data(self.path)))
-        return compile(tree, self.path, "exec", dont_inherit=True)
+        before = sys.pycache_prefix
+        sys.pycache_prefix = _bytecode_folder()
+        try:
+            return super().get_code(fullname)
+        finally:
+            sys.pycache_prefix = before
+
+    def source_to_code(self, data, path: str, *, _optimization: int = -1):
+        return compile(Probes().visit(ast.parse(data)), path, "exec", dont_inherit=True)
 
     def exec_module(self, module) -> None:
         setattr(module, _NAME, _FOUND.setdefault(self.path, {}))
         super().exec_module(module)
+
+
+@functools.cache
+def _bytecode_folder() -> str:
+    """Other probes, other bytecode."""
+    probes = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    return str(ROOT / ".pytest_cache" / "line_probes" / probes)
 
 
 class _Finder(importlib.machinery.PathFinder):

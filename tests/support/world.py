@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
 
 from tests.support.gloo import share_one_device
@@ -25,6 +27,10 @@ def start() -> None:
     """Join torchrun's processes, or be a world of one; tensor-parallel over all of them."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     share_one_device()
+    # Without it Megatron starts a process that imports PyTorch and Megatron, to pass on what was
+    # written by writers in processes of their own, which no test has.
+    if getattr(filesystem_async, "_results_queue", False) is None:
+        filesystem_async._results_queue = queue.SimpleQueue()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "TORCHELASTIC_RUN_ID" in os.environ:

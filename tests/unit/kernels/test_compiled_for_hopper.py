@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,15 +22,33 @@ pytest.importorskip("triton.experimental.gluon")
 LIMIT = 232448
 
 
+@pytest.fixture
+def kernel_cache(pytestconfig, tmp_path) -> Path:
+    """Where Triton finds what it has compiled for a former run: some minutes of a core.
+
+    It is found by the source of a kernel and of all that it calls, its arguments, and the compiler.
+    """
+    cache = getattr(pytestconfig, "cache", None)  # absent under -p no:cacheprovider
+    return cache.mkdir("hopper_kernels") if cache else tmp_path
+
+
+def forget_others(cache: Path, used: set[str]) -> None:
+    """Remove kernels of former sources."""
+    for folder in cache.iterdir():
+        if str(folder) not in used:
+            shutil.rmtree(folder)
+
+
 @pytest.mark.no_cover
 @pytest.mark.skipif(needs.HAS_GPU, reason="a GPU runs them")
-def test_kernels(tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+def test_kernels(kernel_cache):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(kernel_cache)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.hopper_compiler"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    forget_others(kernel_cache, {kernel.pop("cache") for kernel in kernels})
     names = [kernel["kernel"] for kernel in kernels]
     assert "attend_forward" in names
     # Two numbers wait on the stack from tile to tile, none from block to block.

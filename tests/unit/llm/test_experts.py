@@ -21,7 +21,7 @@ from tests.conversion.support import random_tensors, tiny_config, write_hugging_
 from tests.support import needs
 from tests.support.llm import tiny_folder
 
-pytestmark = needs.no_gpu
+pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ def folder(tmp_path_factory):
     return tiny_folder(tmp_path_factory.mktemp("llm") / "model")
 
 
+@pytest.mark.usefixtures("forked_python")
 @needs.no_gpu
 def test_processes_of_two_stages(folder):
     """They are started here, and generate what the whole model does in this process."""
@@ -33,6 +34,7 @@ def test_processes_of_two_stages(folder):
     assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in expected]
 
 
+@pytest.mark.usefixtures("forked_python")
 @needs.no_gpu
 def test_processes_with_attention_of_their_own(folder):
     """Sampled tokens do not depend on which process gets a request."""

@@ -24,7 +24,8 @@ from tests.conversion.support import random_tensors, tiny_config, write_hugging_
 from tests.support import needs
 from tests.support.llm import tiny_folder, until
 
-pytestmark = needs.no_gpu
+# Scripts start their ranks with an interpreter of its own each.
+pytestmark = [needs.no_gpu, pytest.mark.usefixtures("forked_python")]
 
 OPTIONS = {"tokenizer": "bytes", "max_num_seqs": 4, "parity": True}
 PROMPTS = ["An", "the quick brown fox"]
@@ -49,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path, monkeypatch):
     """No process of this test, dead or alive, and no file."""
-    # Megatron keeps one that writes checkpoints.
+    # One forks the programs of tests.
     before = {*psutil.Process().children()}
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_the_way_is_short(form):
     """At most 16 files for a training forward and 14 for a decode; the script's own bounds."""

@@ -102,8 +102,9 @@ class TestOptions:
 
 
 @needs.no_gpu
+@pytest.mark.usefixtures("forked_python")
 class TestEndToEnd:
-    """The real command, two ranks, parity mode."""
+    """The whole command, two ranks, parity mode."""
 
     PROMPTS = ("An", "the quick brown fox")
 

@@ -17,6 +17,7 @@ TINY = """
 
 
 @needs.no_gpu
+@pytest.mark.usefixtures("forked_python")
 def test_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "abc")
     argv = [str(tmp_path), "--iterations", "2", "--first-iterations", "1"]

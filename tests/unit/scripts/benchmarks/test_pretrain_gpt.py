@@ -17,6 +17,7 @@ from benchmarks import megatron_log
 from benchmarks.kit.command import ALONE
 from benchmarks.pretraining import ENTRY, PretrainingBenchmark, megatron_arguments
 from tests.support import needs
+from tests.support.forked_python import forks_python
 
 pytestmark = needs.no_gpu
 
@@ -75,7 +76,8 @@ def outputs(tmp_path_factory) -> dict[str, str]:
     path = os.pathsep.join([str(ENTRY.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, **ALONE, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", FORKED, runs]
-    code = subprocess.run(command, env=env, capture_output=True, timeout=300).returncode
+    with forks_python():
+        code = subprocess.run(command, env=env, capture_output=True, timeout=300).returncode
     texts = {log.stem: log.read_text() for log in commands if log.exists()}
     assert code == 0, list(texts.values())[-1][-3000:]
     return texts

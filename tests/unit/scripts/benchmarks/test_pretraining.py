@@ -21,6 +21,7 @@ from benchmarks.pretraining import (
     Run,
     megatron_arguments,
 )
+from tests.support.forked_python import forks_python
 
 parse_arguments = PretrainingBenchmark.parse
 ENVIRONMENT = {
@@ -73,7 +74,8 @@ def trained(tmp_path_factory) -> tuple[Path, str]:
     """Both trainings on a CPU: the folder and the output."""
     folder = tmp_path_factory.mktemp("pretraining")
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+    stdout = contextlib.redirect_stdout(output)
+    with pytest.MonkeyPatch.context() as patch, stdout, forks_python():
         # Of this process and of the trainings.
         patch.setattr(torch.cuda, "is_available", lambda: False)
         for name, value in {"CUDA_VISIBLE_DEVICES": "", "GIT_COMMIT": "abc"}.items():

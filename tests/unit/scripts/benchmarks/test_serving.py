@@ -112,13 +112,19 @@ def run(capsys, *options: str) -> tuple[int, dict, str]:
 
 
 @needs.no_gpu
-def test_ours_beside_a_fake_vllm(tmp_path, capsys):
+@pytest.mark.usefixtures("forked_python")
+def test_ours_beside_a_fake_vllm(tmp_path, capsys, monkeypatch):
+    started, start = [], serving_script.start
+    monkeypatch.setattr(
+        serving_script, "start", lambda name, *more: started.append(name) or start(name, *more)
+    )
     vllm, file = fake_vllm(tmp_path / "vllm"), tmp_path / "serving.json"
     names = "ours,ours-parity,vllm,vllm-server"
     options = ["--vllm", str(vllm), "--implementations", names]
     options += ["--rows", "2x64/8,1x70/8,2x40/6*3"]
     code, report, out = run(capsys, *options, "--json", str(file))
     assert code == 0
+    assert started == names.split(","), "once each: none again when it has ended before others"
     # Those that live together take turns; servers come after them.
     found = [row["implementation"] for row in report["rows"]]
     assert found == ["ours", "ours-parity", "vllm"] * 3 + ["vllm-server"] * 3

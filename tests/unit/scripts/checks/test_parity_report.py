@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from checks import parity_report
 from tests.support.environment import without_launcher
 
@@ -22,6 +24,7 @@ sys.exit(parity_report.main(["--device", "cpu", "--json", sys.argv[2]]))
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_starts_on_a_cpu(tmp_path):
     report = tmp_path / "new" / "parity.json"
     command = [sys.executable, "-c", ALONE, str(SCRIPTS), str(report)]

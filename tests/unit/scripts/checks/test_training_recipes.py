@@ -48,6 +48,7 @@ def comparison(tmp_path_factory) -> Comparison:
     return Comparison(OneRank(), tmp_path_factory.mktemp("weights"), args)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_as_a_command(tmp_path):
     """In a process of its own, whose recipes of two processes say so."""
     report = tmp_path / "new" / "recipes.json"

@@ -336,6 +336,7 @@ def test_in_a_process_of_its_own(checkpoint, run):
     assert done.stderr.startswith(b"1 prompt, 8 tokens in ")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_ctrl_c_in_a_process_of_its_own(checkpoint):
     """Megatron's engine would print the stacks of all threads."""
     script = Path(__file__).resolve().parents[4] / "scripts" / "generate.py"
