@@ -88,8 +88,9 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _without_layer_graphs(self._model):
-            torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
+            if larger > 1:
+                torch.cuda.reset_peak_memory_stats()
             # Kernels are compiled, and libraries start, outside of a capture.
             with whole_step():
                 step()
