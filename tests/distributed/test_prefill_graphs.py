@@ -22,7 +22,7 @@ BATCHES = [[prompt(length, length) for length in each] for each in ((20, 150, 61
 class Padded(StepGraphs):
     """Runs steps of the sizes of graphs as they are."""
 
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], larger: float = 1) -> None:
         self._graphs[key] = None
         step()
 
