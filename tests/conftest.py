@@ -130,4 +130,5 @@ def _fork_server() -> None:
 def forked_python(_fork_server, monkeypatch) -> None:
     """Python programs that a test starts are forked; PyTorch and Megatron are imported already."""
     if not torch.cuda.is_available():
+        # Not by forks_python: a test that patches it, too, would give ForkedPopen back afterwards.
         monkeypatch.setattr(subprocess, "Popen", ForkedPopen)

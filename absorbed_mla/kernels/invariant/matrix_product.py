@@ -100,7 +100,7 @@ def _is_wide_chosen(
     left: Tensor, right: Tensor, bias: Tensor | None, result: Tensor, parts: int
 ) -> bool:
     """Whether ``WIDE_TILE`` is possible and faster than others."""
-    if not has_wide_tile(result.device) or not is_wide_faster(*result.shape, parts):
+    if not is_wide_faster(*result.shape, parts) or not has_wide_tile(result.device):
         return False
     # Imported here, because Triton's versions for other devices need not have Gluon.
     from absorbed_mla.kernels.hopper.product import can_multiply

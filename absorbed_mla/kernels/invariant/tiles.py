@@ -177,8 +177,10 @@ def is_wide_faster(rows: int, columns: int, parts: int) -> bool:
         columns: Of the product.
         parts: Of each sum.
     """
+    if rows < WIDE_TILE.least_rows:
+        return False
     tile = tile_for(rows, columns, parts, torch.bfloat16)
-    if rows < WIDE_TILE.least_rows or tile.columns != 128 or not tile.at_once:
+    if tile.columns != 128 or not tile.at_once:
         return False
     turns = WIDE_TILE.turns(rows, columns, parts)
     return _WIDE_TIME * turns <= tile.turns(rows, columns, parts)
