@@ -336,6 +336,11 @@ def _tile(text: str) -> tuple[int, ...]:
             "expected ROWSxCOLUMNSxWARPSxSTAGES with multiples of 64 rows and of 4 warps, such as "
             f"128x128x8x4; got {text!r}"
         )
+    if sizes[2] == 12 and (sizes[:2] != (128, 256) or not 1 <= sizes[3] <= 4):
+        raise argparse.ArgumentTypeError(
+            "expected 128x256x12xSTAGES with at most 4 stages for 12 warps, the kernel of many "
+            f"rows for Hopper; got {text!r}"
+        )
     return sizes
 
 

@@ -145,6 +145,8 @@ MISTAKES = {
         (["--works", "q_up,other"], "expected q_down, kv_down, q_up, proj, fc1, fc2 or INPUTSxOUT"),
         (["--rows", "0"], f"argument --rows: {COUNT}"),
         (["--tiles", "32x64x4x3"], "expected ROWSxCOLUMNSxWARPSxSTAGES with multiples of 64 rows"),
+        (["--tiles", "64x256x12x4"], "expected 128x256x12xSTAGES with at most 4 stages"),
+        (["--tiles", "128x256x12x5"], "expected 128x256x12xSTAGES with at most 4 stages"),
         (["--seconds-per-row", "nan"], SECONDS),
         (["--render", "/nowhere.json"], FILE),
         (["--device", "cuda"], NO_GPU),
