@@ -83,11 +83,6 @@ def _one_backend(options: AbsorbedMLAOptions) -> dict[str, str]:
             f"{options.core_attention_backend!r} and paged_attention_backend="
             f"{options.paged_attention_backend!r} differ; leave one of them 'auto'"
         )
-    if explicit == {"hopper"} and options.latent_cache_dtype == "fp8":
-        raise ValueError(
-            "batch_invariant=True with latent_cache_dtype='fp8' does not go with the attention "
-            "backend 'hopper'; use 'auto' or 'triton'"
-        )
     return dict.fromkeys(names, next(iter(explicit), "auto"))
 
 

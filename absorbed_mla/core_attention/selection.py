@@ -118,9 +118,7 @@ def invariant_name(options: AbsorbedMLAOptions, request: AttentionRequest) -> st
         return name
     if request.device.type != "cuda":
         return "reference"
-    # What the cache holds is an option, so that training and cache agree.
-    fp8 = options.latent_cache_dtype == "fp8"
-    return "triton" if fp8 or ATTENTION_BACKENDS["hopper"].why_not(request) else "hopper"
+    return "triton" if ATTENTION_BACKENDS["hopper"].why_not(request) else "hopper"
 
 
 def choose_batch_invariant(

@@ -8,6 +8,8 @@ r"""Measure decode: absorbed attention of new tokens over a paged latent cache, 
     $ python scripts/benchmarks/decode.py --implementations "ours, triton" --kv 8k \
           --block-sizes 1,100
     $ python scripts/benchmarks/decode.py --implementations "ours, hopper;ours, hopper, fp8" --kv 8k
+    $ python scripts/benchmarks/decode.py --kv 8k --block-sizes 64 \
+          --implementations "ours, hopper, parity;ours, hopper, fp8, parity"
     $ python scripts/benchmarks/decode.py --device cpu --heads 2 --batches 2 --kv 100 \
           --block-sizes 16 --kv-lora-rank 32 --qk-pos-emb-head-dim 16
     $ python scripts/benchmarks/decode.py --render docs/decode/decode.json
@@ -23,10 +25,11 @@ The requests of a batch have so many keys as --lengths says:
 Their blocks lie in random order in the cache. Others are FlashMLA, FlashInfer and vLLM's kernels,
 where they can be imported; what cannot run has the reason in its row. Outputs are compared with the
 reference's in fp32; "..., fp8" attends over FP8 rows (latent_cache_dtype), and is compared with the
-reference over what is read from them. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a
-CPU in float32. On a GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache
-is overwritten before every repetition, outside of the time. All implementations of an input are
-repeated in turns. A call counts
+reference over what is read from them; "..., parity" is parity mode (batch_invariant), measured
+where it is named. The widths are DeepSeek-V3's; a GPU computes in bfloat16, a CPU in float32. On a
+GPU a call is recorded as a CUDA graph where that is possible, and the L2 cache is overwritten
+before every repetition, outside of the time. All implementations of an input are repeated in turns.
+A call counts
 
     pairs = sum(kv * s_q - s_q * (s_q - 1) / 2)           causal inside the new tokens
     FLOP  = heads * pairs * 2 * (2 * kv_lora_rank + rope) scores and values
@@ -57,7 +60,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # A checkout runs without being installed; appended, so that an installed package wins.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.decode_cases import FAST, IMPLEMENTATIONS, LENGTHS, Case
+from benchmarks.decode_cases import FAST, IMPLEMENTATIONS, IN_PARITY, LENGTHS, Case
 from benchmarks.decode_report import DecodeReport, Ratio, Row
 from benchmarks.kit import arguments, provenance
 from benchmarks.kit.arguments import DIMS, list_of, one_of, parse_sizes
@@ -136,8 +139,8 @@ class DecodeBenchmark(Benchmark):
         add("--query-lengths", type=parse_sizes, default="1,2", help="new tokens of each request")
         add("--block-sizes", type=parse_sizes, default="64,16", help="tokens of a cache block")
         # Their names have commas.
-        implementations = list_of(one_of(IMPLEMENTATIONS), separator=";")
-        names = f"separated by ; (default: on a GPU {'; '.join(FAST)}; on a CPU all)"
+        implementations = list_of(one_of((*IMPLEMENTATIONS, *IN_PARITY)), separator=";")
+        names = f"separated by ; (default: on a GPU {'; '.join(FAST)}; on a CPU all but parity)"
         add("--implementations", type=implementations, help=f"what to measure, {names}")
         arguments.add_dims(parser, {name: DIMS[name] for name in _WIDTHS})
 
@@ -246,13 +249,14 @@ class DecodeBenchmark(Benchmark):
             self.content,
             self.rope,
             case.block_size,
+            case.batch_invariant,
             latent_cache_dtype="fp8" if case.over_fp8 else "model",
         )
         try:
             backend = choose(name, request)
         except ValueError as error:
             raise Refused(str(error)) from None
-        forward = partial(backend.forward, *inputs)
+        forward = partial(backend.forward, *inputs, batch_invariant=case.batch_invariant)
         return lambda: forward()[0]
 
     def _graph(self, attend: Attend) -> Callable[[], None] | None:

@@ -13,6 +13,11 @@ OURS = tuple(f"ours, {name}" for name in PAGED_ATTENTION_BACKENDS if name != "au
 _FP8 = ", fp8"
 OVER_FP8 = tuple(f"ours, {name}{_FP8}" for name in ("hopper", "reference", "triton"))
 IMPLEMENTATIONS = (*OURS, *OVER_FP8, *PEERS)
+_PARITY = ", parity"
+# Measured where they are named.
+IN_PARITY = tuple(
+    f"ours, {name}{cache}{_PARITY}" for name in ("hopper", "triton") for cache in ("", _FP8)
+)
 # The shortest of drawn requests.
 _LEAST_KEYS = 64
 # The reference takes too long at the sizes that are measured on a GPU.
@@ -56,7 +61,7 @@ class Case:
     """Requests, and whose attention.
 
     Attributes:
-        implementation: One of :data:`IMPLEMENTATIONS`.
+        implementation: One of :data:`IMPLEMENTATIONS` or :data:`IN_PARITY`.
         heads: Of one rank.
         batch: Requests.
         kv: Keys of each request, or at most, new tokens included.
@@ -87,12 +92,18 @@ class Case:
     @property
     def over_fp8(self) -> bool:
         """Whether the cache has FP8 rows."""
-        return self.implementation.endswith(_FP8)
+        return self.implementation.removesuffix(_PARITY).endswith(_FP8)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether it runs in parity mode."""
+        return self.implementation.endswith(_PARITY)
 
     @property
     def backend(self) -> str:
         """The name of ours among the backends."""
-        return self.implementation.removeprefix("ours, ").removesuffix(_FP8)
+        name = self.implementation.removeprefix("ours, ").removesuffix(_PARITY)
+        return name.removesuffix(_FP8)
 
     @property
     def keys(self) -> str:

@@ -155,9 +155,11 @@ def fp8_cache_kernels() -> None:
     # Tiles of 16 rows in splits, and of 32 whole.
     fp8_decode("hopper", 16, 2)
     fp8_decode("hopper", 32, 128)
+    # Piece by piece, for many tiles.
+    fp8_decode("hopper", HEADS, 128, batch_invariant=True)
 
 
-def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
+def fp8_decode(kernel: str, heads: int, requests: int = 128, batch_invariant: bool = False) -> None:
     """One new token of each request."""
     from absorbed_mla.fp8_latents import Fp8Latents
     from absorbed_mla.kernels import operators
@@ -168,7 +170,7 @@ def fp8_decode(kernel: str, heads: int, requests: int = 128) -> None:
     table = torch.zeros(requests, length // 64, dtype=torch.int32)
     query = [torch.zeros(requests, heads, w, dtype=BF16) for w in (KV_LORA_RANK, ROPE)]
     operators.paged_attention_forward(
-        *query, cache, *lists, table, 1, length, 0.1, 0, None, False, kernel=kernel
+        *query, cache, *lists, table, 1, length, 0.1, 0, None, batch_invariant, kernel=kernel
     )
 
 

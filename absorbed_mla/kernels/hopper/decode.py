@@ -13,6 +13,7 @@ from absorbed_mla.kernels.fp8_latents import GROUP
 from absorbed_mla.kernels.hopper.decode_kernel import attend_decode
 from absorbed_mla.kernels.hopper.decode_pieces_kernel import attend_decode_pieces
 from absorbed_mla.kernels.hopper.few_rows_kernel import attend_few_rows
+from absorbed_mla.kernels.hopper.fp8_decode_pieces_kernel import attend_fp8_decode_pieces
 from absorbed_mla.kernels.hopper.fp8_rows import UNIT, attend_fp8_decode
 from absorbed_mla.kernels.hopper.layouts import SWIZZLED
 from absorbed_mla.kernels.hopper.pieces import PIECE
@@ -37,6 +38,8 @@ _FEW_ROWS = {16: 7, 32: 4}
 _BLOCKS_AHEAD = 1
 # Bytes of outputs of pieces that may wait for each other.
 _MOST_WAITING = 2**29
+# What kernels take of keys: tensor maps, or of FP8 rows what ``_fp8_keys`` gives.
+_Keys = tuple[TensorDescriptor | Tensor | int, ...]
 
 
 def page_size(block_size: int, window: int) -> int:
@@ -84,9 +87,9 @@ def forward(
         scale: Multiplies the scores.
         key_start: First key in the cache.
         key_end: One past the last key that is seen, or None.
-        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself (in FP8 rows all
-            at once): a token's result then depends on its query and keys only. With at most
-            ``PIECE`` keys it is bitwise that of forward.py.
+        batch_invariant: Keys are added up in pieces of ``PIECE``, each by itself: a token's result
+            then depends on its query and keys only. With at most ``PIECE`` keys it is bitwise that
+            of forward.py. Over FP8 rows it is that over latents that were decoded before.
         num_splits: Splits of the keys of every request; None: the device chooses.
         table: Of the batch, as ``operators.paged_schedule`` makes it for all layers of a step;
             None: it is made.
@@ -120,18 +123,20 @@ def forward(
     queries = _query_maps(q_content, q_rope, tiles)
     widths, block_size = (out.shape[-1], q_rope.shape[-1]), cache.shape[1]
     rows, page, constants = shape[-1], page_size(block_size, window), {}
-    if batch_invariant and _is_long(cache, window) and not split_kv.splits:
-        keys = _key_maps(cache, *widths, page)
-        _launch_pieces(queries, keys, table, block_table, (out, lse), block_size, scale, division)
+    fp8 = cache.dtype == torch.uint8
+    keys: _Keys = _fp8_keys(cache) if fp8 else _key_maps(cache, *widths, page)
+    if batch_invariant and _is_long(window) and not split_kv.splits:
+        kernel = attend_fp8_decode_pieces if fp8 else attend_decode_pieces
+        result = out, lse
+        _launch_pieces(
+            kernel, queries, keys, table, block_table, result, block_size, scale, division
+        )
         clear_padding(query_starts, query_lengths, out, lse)
         return out, lse
+    kernel = attend_fp8_decode if fp8 else attend_decode
     if rows in _FEW_ROWS:
-        kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *_fp8_keys(cache))
+        kernel, keys = attend_few_rows, (*_fp8_maps(cache, *widths, page), *keys)
         constants = {"ROWS": rows, "PIECES": _FEW_ROWS[rows], "AHEAD": _BLOCKS_AHEAD}
-    elif cache.dtype == torch.uint8:
-        kernel, keys = attend_fp8_decode, _fp8_keys(cache)
-    else:
-        kernel, keys = attend_decode, _key_maps(cache, *widths, page)
     results = out, lse, *waiting
     _launch(
         kernel, queries, keys, table, block_table, results, block_size, scale, division, constants
@@ -163,16 +168,16 @@ def divide(
         rows = next((few for few in _FEW_ROWS if wanted <= few), rows)
     tiles = plan.tiles_for(requests, heads, tokens, max_query_length, rows)
     if batch_invariant:
-        few = _is_long(cache, window) and _leave_some_idle(tiles, window, q_content)
+        few = _is_long(window) and _leave_some_idle(tiles, window, q_content)
         # A program for each piece; else each has whole tiles.
         num_splits = -(PIECE.value // KEYS.value) if few else 1
     split_kv = plan.split_kv_for(tiles, window, KEYS.value, 1, q_content.device, num_splits)
     return plan.Division(tiles, split_kv, KEYS.value, window)
 
 
-def _is_long(cache: Tensor, window: int) -> bool:
-    """Whether keys are added up in pieces in parity mode; those in FP8 rows never are."""
-    return window > PIECE.value and cache.dtype != torch.uint8
+def _is_long(window: int) -> bool:
+    """Whether keys are added up in pieces in parity mode."""
+    return window > PIECE.value
 
 
 def _leave_some_idle(tiles: plan.Tiles, window: int, q_content: Tensor) -> bool:
@@ -246,8 +251,9 @@ def _fp8_keys(cache: Tensor) -> tuple[Tensor | int, ...]:
 
 
 def _launch_pieces(
+    kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
-    keys: tuple[TensorDescriptor, ...],
+    keys: _Keys,
     table: Schedule,
     block_table: Tensor,
     result: tuple[Tensor, Tensor],
@@ -255,14 +261,14 @@ def _launch_pieces(
     scale: float,
     division: plan.Division,
 ) -> None:
-    """Run the kernel that adds up the pieces of a tile's keys; see there."""
+    """Run a kernel that adds up the pieces of a tile's keys; see there."""
     tiles, split_kv, _, _ = division
     out, lse = result
     programs = min(split_kv.parts * tiles.head_blocks, split_kv.programs)
     with not_filled():
         sums = lse.new_empty(programs, ROWS.value, out.shape[2])
     launch(
-        attend_decode_pieces,
+        kernel,
         (programs,),
         *queries,
         *keys,
@@ -287,7 +293,7 @@ def _launch_pieces(
 def _launch(
     kernel: JITFunction,
     queries: tuple[TensorDescriptor, ...],
-    keys: tuple[TensorDescriptor | Tensor | int, ...],
+    keys: _Keys,
     table: Schedule,
     block_table: Tensor,
     results: tuple[Tensor, ...],

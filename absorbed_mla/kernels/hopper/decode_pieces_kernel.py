@@ -43,7 +43,7 @@ from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
 
 
 @gluon.jit
-def _load_role(work, shared, queries, keys):
+def load_role(work, shared, queries, keys):
     """Load each tile's queries, then its blocks, as soon as there is room."""
     blocks = gl.to_tensor(0)
     for index in range(work.count()):
@@ -54,7 +54,7 @@ def _load_role(work, shared, queries, keys):
 
 
 @gluon.jit
-def _score_role(work, shared, sums, out, lse, heads, scale):
+def score_role(work, shared, sums, out, lse, heads, scale):
     """Compute each tile's scores, its LSE and the left half of its output."""
     rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(KEYS, 1))
     turn, blocks = gl.to_tensor(0), gl.to_tensor(0)
@@ -136,7 +136,7 @@ def _left(tile, shared, sums, out, heads, scale, tiles, turn, blocks):
 
 
 @gluon.jit
-def _value_role(work, shared, sums, out, heads):
+def value_role(work, shared, sums, out, heads):
     """Compute the right half of each tile's output."""
     HALF: gl.constexpr = shared.C // 2
     layout: gl.constexpr = accumulator_layout(HALF, 1)
@@ -223,9 +223,9 @@ def attend_decode_pieces(
         queries = q_content, q_rope
         gl.warp_specialize(
             [
-                (_score_role, (work, shared, sums, out, lse, heads, scale)),
-                (_value_role, (work, shared, sums, out, heads)),
-                (_load_role, (work, shared, queries, keys)),
+                (score_role, (work, shared, sums, out, lse, heads, scale)),
+                (value_role, (work, shared, sums, out, heads)),
+                (load_role, (work, shared, queries, keys)),
             ],
             [4, 1],  # warps of the roles but the first, which has the launch's four
             [VALUE_REGISTERS, LOAD_REGISTERS],

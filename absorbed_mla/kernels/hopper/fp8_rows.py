@@ -243,6 +243,15 @@ def _widened(words, dtype: gl.constexpr):
     return gl.convert_layout(wide, _LAYOUT).to(dtype)
 
 
+@gluon.jit
+def allocate_rows(q_content, q_rope, C: gl.constexpr, R: gl.constexpr):
+    """All shared memory, for the boxes of the queries; a chunk of keys shares their scales."""
+    CHUNK: gl.constexpr = GROUP if GROUP < C // 2 else C // 2
+    layout: gl.constexpr = block_layout(C)
+    rope_layout: gl.constexpr = block_layout(R)
+    return allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, True)
+
+
 @gluon.jit(
     do_not_specialize=[
         "block_units",
@@ -307,10 +316,7 @@ def attend_fp8_decode(
     part = Part(tiles, starts, head_blocks, HEADS, ROWS)
     begin, end = part.range()
     if begin < end:
-        CHUNK: gl.constexpr = GROUP if GROUP < C // 2 else C // 2
-        layout: gl.constexpr = block_layout(C)
-        rope_layout: gl.constexpr = block_layout(R)
-        shared = allocate_blocks(q_content, q_rope, C, R, CHUNK, layout, rope_layout, True)
+        shared = allocate_rows(q_content, q_rope, C, R)
         units = block_units, row_units, together
         keys = Fp8Rows(words, *units, block_table, table_stride, BLOCK_SIZE)
         queries = q_content, q_rope

@@ -4,7 +4,7 @@ A token's keys are divided into pieces of ``PIECE`` keys, from its first key on,
 the batch. Each piece has an online softmax of its own, and outputs and LSE are added up one after
 the other, weighted as paged/combine.py does it ``IN_ORDER``. So a token gets the same bits where
 one program goes through all pieces (decode_pieces_kernel.py), as in training, and where each piece
-has a program (decode_kernel.py), as for few long requests.
+has a program (decode_kernel.py), as for few long requests. Keys may be rows in FP8 (fp8_rows.py).
 """
 
 from triton.experimental import gluon
@@ -91,19 +91,22 @@ class RunningSum:
             denominator, and the largest LSE, to base 2.
         full: Barrier: the factors are there.
         empty: Barrier: the value role has read them.
+        COLUMNS: How many are added up at a time.
     """
 
     out: gl.tensor
     factors: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    COLUMNS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, out, factors, full, empty):
+    def __init__(self, out, factors, full, empty, COLUMNS):
         self.out = out
         self.factors = factors
         self.full = full
         self.empty = empty
+        self.COLUMNS = gl.constexpr(COLUMNS)
 
     @gluon.jit
     def weigh(self, top, denominator, scale, number, turn):
@@ -169,21 +172,20 @@ class RunningSum:
         """
         C: gl.constexpr = 2 * o.shape[1]
         END: gl.constexpr = first + o.shape[1]
-        parts = _in_parts(o)
+        parts = _in_parts(o, self.COLUMNS)
         before = self._before(number, first, C)
-        for part in gl.static_range(o.shape[1] // COLUMNS):
-            column = first + part * COLUMNS
+        for part in gl.static_range(o.shape[1] // self.COLUMNS):
+            column = first + part * self.COLUMNS
             # On its way while the part is added.
-            following = (
-                self._before(number, column + COLUMNS, C) if column + COLUMNS < END else before
-            )
+            after = column + self.COLUMNS
+            following = self._before(number, after, C) if after < END else before
             self._add(tile, parts[part], before, factors, out, heads, number, pieces, column, C)
             before = following
 
     @gluon.jit
     def _before(self, number, first: gl.constexpr, C: gl.constexpr):
         """Columns of the sum so far, from ``first`` on; 0 before the first piece."""
-        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
+        layout: gl.constexpr = accumulator_layout(self.COLUMNS, 1)
         there = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < ROWS * number
         places = self._places(first, C)
         return gl.load(places, mask=there[:, None], other=0.0, eviction_policy="evict_last")
@@ -194,9 +196,9 @@ class RunningSum:
 
         A thread reads nothing but what it wrote; see ``accumulator_layout`` for what it has.
         """
-        layout: gl.constexpr = accumulator_layout(COLUMNS, 1)
+        layout: gl.constexpr = accumulator_layout(self.COLUMNS, 1)
         row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        column = gl.arange(0, self.COLUMNS, gl.SliceLayout(0, layout))
         of_row = row // 8 % 2 * 256 + row // 16 * 64 + row % 8 * 8
         of_column = column // 8 * 512 + column % 8
         base = self.out + gl.program_id(0) * (ROWS * C) + first * ROWS
@@ -217,7 +219,7 @@ class RunningSum:
         C: gl.constexpr,
     ):
         decay, weight, total, norm = factors
-        rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(COLUMNS, 1))
+        rows: gl.constexpr = gl.SliceLayout(1, accumulator_layout(self.COLUMNS, 1))
         decay = gl.convert_layout(decay, rows)[:, None]
         o = o * gl.convert_layout(norm, rows)[:, None]
         o = gl.fma(before, decay, o * gl.convert_layout(weight, rows)[:, None])
@@ -229,16 +231,16 @@ class RunningSum:
 
 
 @gluon.jit
-def running_sum(out):
-    """A ``RunningSum`` in this memory."""
+def running_sum(out, COLUMNS: gl.constexpr = COLUMNS):
+    """A ``RunningSum`` in this memory, of so many columns at a time."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factors = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
-    return RunningSum(out, factors, new_barriers(1), new_barriers(1))
+    return RunningSum(out, factors, new_barriers(1), new_barriers(1), COLUMNS)
 
 
 @gluon.jit
-def _in_parts(o):
-    """[64, columns] as a tuple of [64, ``COLUMNS``], without moving a number."""
+def _in_parts(o, COLUMNS: gl.constexpr):
+    """[64, columns] as a tuple of [64, COLUMNS], without moving a number."""
     WIDTH: gl.constexpr = o.shape[1]
     if WIDTH == COLUMNS:
         found = (o,)
@@ -247,13 +249,14 @@ def _in_parts(o):
         layout: gl.constexpr = accumulator_layout(WIDTH // 2, 1)
         left = gl.convert_layout(left, layout, assert_trivial=True)
         right = gl.convert_layout(right, layout, assert_trivial=True)
-        found = _in_parts(left) + _in_parts(right)
+        found = _in_parts(left, COLUMNS) + _in_parts(right, COLUMNS)
     return found
 
 
 @gluon.jit
 def _store(tile, values, out, heads, first: gl.constexpr, C: gl.constexpr):
-    """Write 16-bit columns from ``first`` on of the tile's rows, [64, ``COLUMNS``]."""
+    """Write 16-bit columns from ``first`` on of the tile's rows, [64, columns]."""
+    COLUMNS: gl.constexpr = values.shape[1]
     layout: gl.constexpr = sector_layout(COLUMNS)
     index, inside = tile.rows(1, heads, gl.SliceLayout(1, layout))
     column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))

@@ -115,6 +115,21 @@ MUTATIONS = {
         "blocks = first_keys[:, None] + ",
         "blocks = first_keys[:1, None] + 0 * first_keys[:, None] + ",
     ),
+    "fp8_rows_without_pieces": Mutation(
+        "absorbed_mla/kernels/hopper/decode.py",
+        "if batch_invariant and _is_long(window) and not split_kv.splits:",
+        "if batch_invariant and not fp8 and _is_long(window) and not split_kv.splits:",
+    ),
+    "pieces_of_few_columns_in_one_place": Mutation(
+        "absorbed_mla/kernels/hopper/pieces.py",
+        "column = first + part * self.COLUMNS\n",
+        "column = first + part * self.COLUMNS // COLUMNS * COLUMNS\n",
+    ),
+    "parity_of_few_fp8_rows": Mutation(
+        "absorbed_mla/kernels/hopper/decode.py",
+        "if not batch_invariant and _has_pieces(",
+        "if _has_pieces(",
+    ),
     "decode_reads_behind_the_table": Mutation(
         "absorbed_mla/kernels/hopper/paged_keys.py",
         "gl.minimum(tile.key_start + block * KEYS + page, last)",

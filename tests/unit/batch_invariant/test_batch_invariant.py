@@ -17,7 +17,11 @@ from absorbed_mla.batch_invariant import (
     requirements,
 )
 from absorbed_mla.core_attention.backend import AttentionRequest
-from absorbed_mla.core_attention.selection import choose_batch_invariant
+from absorbed_mla.core_attention.backends import triton
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.selection import choose_batch_invariant, invariant_name
+from absorbed_mla.inference import backend as paged
+from absorbed_mla.inference.paged_kernels import training_request
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.support import needs, world
 from tests.support.backends import determinism, multiply_in_one_order, triton_interpreter
@@ -41,6 +45,7 @@ with triton_interpreter():
     import absorbed_mla.kernels.triton.forward  # noqa: F401
 
 ENGINE = {"step_tokens": 64, "chunked_prefill": True}
+FP8 = {"latent_cache_dtype": "fp8", "train_on_cached_latents": True}
 layers = pytest.mark.parametrize("layers", LAYERS.values(), ids=list(LAYERS))
 # On a GPU the kernels compute in bf16 and fp16.
 fp32 = needs.no_gpu
@@ -74,9 +79,10 @@ class TestBits:
 
     @needs.gpu
     @layers
-    def test_of_widths_that_hopper_takes(self, _on, layers):
+    @pytest.mark.parametrize("options", [{}, FP8], ids=["model", "fp8"])
+    def test_of_widths_that_hopper_takes(self, _on, layers, options):
         """Training forward of its kernels, and theirs over a cache."""
-        model = parity_model(torch.bfloat16, mla=WIDE, **layers)
+        model = parity_model(torch.bfloat16, mla=WIDE, options=options, **layers)
         assert differences(model) == []
         tokens, lengths = tokens_of(1), (13, 1, 62)
         found = packed_alone(model, tokens, lengths)
@@ -171,6 +177,53 @@ def test_the_hosts_function_is_completed(monkeypatch):
         disable_batch_invariant_mode()
 
 
+class TestChoice:
+    """The backend of training and of a cache, whatever the cache holds."""
+
+    CACHE = paged.PagedRequest(
+        torch.device("cuda"), torch.bfloat16, 16, 512, 64, 64, batch_invariant=True
+    )
+
+    @pytest.fixture(autouse=True)
+    def _device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(paged, "machine_name", lambda device: "NVIDIA H200")
+        # It asks for the shared memory of a real device.
+        monkeypatch.setattr(triton, "_why_not_shared_memory", lambda *_: None)
+
+    @pytest.mark.parametrize("held", ["model", "fp8"])
+    @pytest.mark.parametrize(
+        ("asked", "change", "capability", "name"),
+        [
+            ("auto", {}, (9, 0), "hopper"),
+            ("auto", {"dtype": torch.float16}, (9, 0), "hopper"),
+            ("auto", {"kv_lora_rank": 64}, (9, 0), "triton"),
+            ("auto", {}, (8, 9), "triton"),
+            ("hopper", {}, (9, 0), "hopper"),
+            ("triton", {}, (9, 0), "triton"),
+        ],
+    )
+    def test_on_gpus(self, held, asked, change, capability, name, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        options = AbsorbedMLAOptions(
+            batch_invariant=True, core_attention_backend=asked, latent_cache_dtype=held
+        )
+        config = config_for(TINY, torch.bfloat16)
+        options = requirements.settle_options(options, config, causal=True, tp_size=1)
+        request = replace(self.CACHE, latent_cache_dtype=held, **change)
+        training = training_request(request)
+        assert invariant_name(options, training) == name
+        trains = choose_batch_invariant(training, name, 1)
+        assert trains.name == paged.choose(name, request).name == name
+        assert isinstance(trains, InvariantHopper) == (name == "hopper")
+
+    def test_hopper_by_name_where_it_cannot_run(self):
+        request = training_request(replace(self.CACHE, kv_lora_rank=64, latent_cache_dtype="fp8"))
+        message = r"batch_invariant=True cannot run here: hopper: widths 64 \(latent\)"
+        with pytest.raises(ValueError, match=message):
+            choose_batch_invariant(request, "hopper", 1)
+
+
 class TestRefused:
     def test_without_the_mode(self):
         model = parity_model(torch.float32)
@@ -182,10 +235,6 @@ class TestRefused:
         [
             ({"form": "expanded"}, "form='expanded'"),
             ({"core_attention_backend": "cudnn"}, "core_attention_backend='cudnn'"),
-            (
-                {"core_attention_backend": "hopper", "latent_cache_dtype": "fp8"},
-                "backend 'hopper'; use 'auto' or 'triton'",
-            ),
             ({"paged_attention_backend": "flash_mla"}, "paged_attention_backend='flash_mla'"),
             (
                 {"core_attention_backend": "triton", "paged_attention_backend": "reference"},

@@ -98,12 +98,15 @@ def test_kernels(kernel_cache):
     # A few addresses of pieces of keys do, from tile to tile.
     [pieces] = [kernel for kernel in kernels if kernel["kernel"] == "attend_decode_pieces"]
     assert pieces["stack"] <= 48
+    # And some numbers from piece to piece, where the warps that decode have their registers.
+    [fp8_pieces] = [kernel for kernel in kernels if kernel["kernel"] == "attend_fp8_decode_pieces"]
+    assert fp8_pieces["stack"] <= 96
     # A few numbers of the product of many rows do, where a part's sums are added and a bias is.
     wide = [kernel for kernel in kernels if kernel["kernel"] == "multiply_rows"]
     several, one = (kernel["stack"] for kernel in wide)
     assert several <= 32 and one == 0
     assert [kernel["products"] for kernel in wide] == 2 * [["wgmma.mma_async"]]
-    known = (fp8, decode, backward, *sparse, multi_head, *few, pieces, *wide)
+    known = (fp8, decode, backward, *sparse, multi_head, *few, pieces, fp8_pieces, *wide)
     others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT

@@ -14,6 +14,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Span, Spans
+from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.fp8_latents import Fp8Latents
+from absorbed_mla.inference.rows import Rows
 from tests.support.backends import triton_interpreter
 from tests.support.paged import PagedCase, fp8_inputs
 from tests.unit.kernels.paged import (
@@ -23,7 +29,19 @@ from tests.unit.kernels.paged import (
     assert_same_bits,
     decoded,
 )
-from tests.unit.kernels.test_paged_hopper import FP16, MIXED, SHORT, attend
+from tests.unit.kernels.test_paged_hopper import (
+    BF16,
+    FP16,
+    IN_PIECES,
+    MIXED,
+    PIECE,
+    SHORT,
+    alone,
+    assert_ways_are_taken,
+    attend,
+    decode,
+    decode_kernels,
+)
 
 CASES = {
     **{f"block_{size}": replace(MIXED, block_size=size) for size in (1, 48, 64, 100, 1024)},
@@ -88,6 +106,66 @@ def test_parity_mode():
     case = replace(MIXED, query_lengths=(70,), kv_lengths=(70,), heads=8, padding=0)
     inputs = fp8_inputs(case, DEVICE)
     assert_chunks_have_the_same_bits(attend, inputs, ((0, 1), (66, 70)))
+
+
+class TestPieces:
+    """Parity mode's pieces of keys: the bits are those over decoded latents, and of training."""
+
+    def test_of_one_request_and_of_many(self):
+        """With a program for each piece, and one for all."""
+        inputs = fp8_inputs(IN_PIECES, DEVICE)
+        assert_ways_are_taken(inputs)
+        expected = attend(decoded(inputs, BF16), batch_invariant=True)
+        assert_same_bits(attend(inputs, batch_invariant=True), expected)
+        for number in range(len(IN_PIECES.kv_lengths)):
+            one, tokens = alone(inputs, number)
+            assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in expected])
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_any_order(self, seed):
+        """Roles may go on in any order, with several tiles of a program."""
+        case = replace(IN_PIECES, query_lengths=(1,) * 5)
+        inputs = fp8_inputs(case, DEVICE)
+        expected = attend(inputs, batch_invariant=True)
+        assert_same_bits(attend(inputs, batch_invariant=True, seed=seed), expected)
+
+    def test_blocks_of_any_size(self):
+        """Keys of a block of 64 lie in several blocks of the cache."""
+        case = replace(IN_PIECES, query_lengths=(1, 3), kv_lengths=(90, PIECE + 100), padding=0)
+        expected = attend(fp8_inputs(case, DEVICE), batch_invariant=True)
+        found = attend(fp8_inputs(replace(case, block_size=100), DEVICE), batch_invariant=True)
+        assert_same_bits(found, expected)
+
+    def test_training_forward_gives_the_same_bits(self):
+        """Over latents that were rounded and read again, as a layer trains on cached ones."""
+        latents, keys, queries = Fp8Latents(128, 32), PIECE + 90, 3
+        make = torch.Generator().manual_seed(0)
+        shapes = (queries, 1, 16, 128), (queries, 1, 16, 32), (keys, 1, 160)
+        *query, kv = (torch.randn(s, generator=make).to(BF16).to(DEVICE) for s in shapes)
+        latent, k_rope = latents.rounded(kv).split((128, 32), -1)
+        span = Span(0, queries, 0, keys, keys - queries)
+        inputs = AttentionInputs(*query, latent[:, :, None], k_rope, None)
+        with decode_kernels(False, 0):
+            trained = InvariantHopper().forward(inputs, ScoreRules(0.1, Spans([span])))
+        rows = torch.nn.functional.pad(latents.encode(kv[:, 0]), (0, 0, 0, -keys % 64))
+        cache = rows.unflatten(0, (-1, 64))
+        table = torch.arange(len(cache), dtype=torch.int32, device=DEVICE)[None]
+        batch = *(x[:, 0] for x in query), cache, Rows.of((queries,), (keys,), table), 0.1
+        found = attend(batch, batch_invariant=True)
+        assert_same_bits(found, [x[:, 0] for x in (trained.out, trained.lse)])
+
+
+def test_parity_mode_of_few_rows():
+    """Their own kernel sums in another order, so that it is not taken."""
+    case = PagedCase((1,), (130,), 16, 64, 512, 64)
+    q_content, q_rope, cache, *_ = inputs = fp8_inputs(case, DEVICE)
+    few, whole = (
+        decode.divide(q_content, q_rope, cache, 1, 1, 130, batch_invariant, None).tiles
+        for batch_invariant in (False, True)
+    )
+    assert (few.heads * few.tokens, whole.heads * whole.tokens) == (16, 64)
+    expected = attend(decoded(inputs, BF16), batch_invariant=True)
+    assert_same_bits(attend(inputs, batch_invariant=True), expected)
 
 
 def test_rows_together_and_apart():

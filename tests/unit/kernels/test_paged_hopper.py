@@ -80,7 +80,11 @@ def attend(inputs, window=(0, None), batch_invariant=False, num_splits=None, see
 def decode_kernels(fp8: bool, seed: int):
     """Within, the launcher's kernels over rows in FP8, or over latents, run."""
     if fp8:
-        with run(decode, "fp8_decode", seed, "fp8_rows"), run(decode, "few_rows", seed):
+        with (
+            run(decode, "fp8_decode", seed, "fp8_rows"),
+            run(decode, "fp8_decode_pieces", seed),
+            run(decode, "few_rows", seed),
+        ):
             yield
     else:
         with run(decode, "decode", seed), run(decode, "decode_pieces", seed):
@@ -246,50 +250,54 @@ def test_pieces_are_combined_in_order():
     torch.testing.assert_close(out.cpu(), added / total[:, None], **tolerance)
 
 
+# Tokens of a tile lie on both sides of the ends of the first and the second piece.
+_LENGTHS = (4300, 2 * PIECE + 1, PIECE, PIECE + 2, 70)
+IN_PIECES = PagedCase((1, 3, 1, 4, 2), _LENGTHS, 16, 64, 128, 32, padding=1)
+
+
+def alone(inputs, number: int):
+    """One of the requests of ``IN_PIECES``, and its tokens."""
+    q_content, q_rope, cache, rows, scale = inputs
+    lengths, keys = IN_PIECES.query_lengths, IN_PIECES.kv_lengths
+    first = sum(lengths[:number])
+    tokens = slice(first, first + lengths[number])
+    row = Rows.of((lengths[number],), (keys[number],), rows.block_table[number][None])
+    return (q_content[tokens], q_rope[tokens], cache, row, scale), tokens
+
+
+def assert_ways_are_taken(inputs) -> None:
+    """A program for each piece, and one for all: else equal bits would be those of one way."""
+    for (q_content, q_rope, cache, rows, _), splits in (
+        (inputs, 1),
+        (alone(inputs, 0)[0], -PIECE // 64),
+    ):
+        batch = len(rows.query_starts), rows.max_query_length, rows.max_kv_length
+        found = decode.divide(q_content, q_rope, cache, *batch, True, None)
+        if not ON_GPU:
+            assert found.split_kv.num_splits == splits
+
+
 class TestPieces:
     """Parity mode's pieces of keys, with a program each and one after the other in a program."""
 
-    # Tokens of a tile lie on both sides of the ends of the first and the second piece.
-    LENGTHS = (4300, 2 * PIECE + 1, PIECE, PIECE + 2, 70)
-    CASE = PagedCase((1, 3, 1, 4, 2), LENGTHS, 16, 64, 128, 32, padding=1)
-
-    @staticmethod
-    def alone(inputs, number: int):
-        """One of the requests."""
-        q_content, q_rope, cache, rows, scale = inputs
-        lengths, keys = TestPieces.CASE.query_lengths, TestPieces.CASE.kv_lengths
-        first = sum(lengths[:number])
-        tokens = slice(first, first + lengths[number])
-        row = Rows.of((lengths[number],), (keys[number],), rows.block_table[number][None])
-        return (q_content[tokens], q_rope[tokens], cache, row, scale), tokens
-
     def test_equal_the_reference_and_those_of_one_request(self):
-        inputs = self.CASE.inputs(DEVICE)
+        inputs = IN_PIECES.inputs(DEVICE)
         whole = attend(inputs, batch_invariant=True)
         assert_equals_reference(whole, inputs)
-        for number in range(len(self.LENGTHS)):
-            one, tokens = self.alone(inputs, number)
+        for number in range(len(IN_PIECES.kv_lengths)):
+            one, tokens = alone(inputs, number)
             assert_same_bits(attend(one, batch_invariant=True), [x[tokens] for x in whole])
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_any_order(self, seed):
         """Roles may go on in any order, with several tiles of a program."""
-        case = replace(self.CASE, query_lengths=(1,) * 5)
+        case = replace(IN_PIECES, query_lengths=(1,) * 5)
         inputs = case.inputs(DEVICE)
         expected = attend(inputs, batch_invariant=True)
         assert_same_bits(attend(inputs, batch_invariant=True, seed=seed), expected)
 
     def test_the_ways_are_taken(self):
-        """Else the comparison of bits would be one of the same way."""
-        inputs = self.CASE.inputs(DEVICE)
-        for (q_content, q_rope, cache, rows, _), splits in (
-            (inputs, 1),
-            (self.alone(inputs, 0)[0], -PIECE // 64),
-        ):
-            batch = len(rows.query_starts), rows.max_query_length, rows.max_kv_length
-            found = decode.divide(q_content, q_rope, cache, *batch, True, None)
-            if not ON_GPU:
-                assert found.split_kv.num_splits == splits
+        assert_ways_are_taken(IN_PIECES.inputs(DEVICE))
 
     def test_the_training_forward_gives_the_same_bits(self):
         """Of packed sequences at any key, in a batch; 0 and -inf for a token in none of them."""
@@ -320,8 +328,8 @@ class TestPieces:
 
     def test_one_piece_has_the_bits_of_no_pieces(self):
         """Of a request with few keys among others with many, and of the training forward."""
-        inputs = self.CASE.inputs(DEVICE)
-        one, _ = self.alone(inputs, 2)
+        inputs = IN_PIECES.inputs(DEVICE)
+        one, _ = alone(inputs, 2)
         assert one[3].max_kv_length == PIECE
         found = attend(one, batch_invariant=True)
         assert_same_bits(found, attend(one, num_splits=1))

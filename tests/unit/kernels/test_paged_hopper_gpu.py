@@ -18,6 +18,7 @@ from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Span, Spans
 from absorbed_mla.core_attention.masks.tiles import query_tiles
 from absorbed_mla.core_attention.types import AttentionInputs
+from absorbed_mla.fp8_latents import Fp8Latents
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels.hopper import forward
 from absorbed_mla.kernels.hopper.tile import tile_shape
@@ -78,6 +79,7 @@ def test_training_and_decode_agree_to_the_bit(heads):
     assert_same_bits([x[:, 0] for x in trained], attend(inputs, batch_invariant=True))
 
 
+over = pytest.mark.parametrize("fp8", [False, True], ids=["over_latents", "over_fp8_rows"])
 PIECES = replace(
     DEEP,
     query_lengths=(1, 3, 70, 1, 1),
@@ -95,11 +97,17 @@ PIECES = replace(
     ],
     ids=["heads_128", "heads_16", "heads_24", "heads_64", "fp16"],
 )
-def test_pieces_of_one_request_and_of_many(case):
+@over
+def test_pieces_of_one_request_and_of_many(case, fp8):
     """In parity mode: each piece by a program of its own, and all by one program."""
-    inputs = case.inputs(DEVICE)
+    inputs = fp8_inputs(case, DEVICE) if fp8 else case.inputs(DEVICE)
     q_content, q_rope, cache, rows, scale = inputs
-    assert_equals_reference(attend(inputs, batch_invariant=True), inputs)
+    found = attend(inputs, batch_invariant=True)
+    if fp8:
+        assert_equals_reference(found, decoded(inputs, torch.float64), lse_tolerance=2e-3)
+        assert_same_bits(found, attend(decoded(inputs, case.dtype), batch_invariant=True))
+    else:
+        assert_equals_reference(found, inputs)
     # So many rows that programs go through tiles from beginning to end.
     times, tokens = 60, sum(case.query_lengths)
     lengths = times * case.query_lengths, times * case.kv_lengths
@@ -118,27 +126,46 @@ def test_pieces_of_one_request_and_of_many(case):
             assert_same_bits(found, alone)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_training_in_pieces_and_decode_agree_to_the_bit(heads):
-    """Of a pack of a long sequence and a short one, and of parts of the long one alone."""
-    lengths = PIECE + 700, 300
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@over
+def test_training_in_pieces_and_decode_agree_to_the_bit(heads, fp8):
+    """Of a pack of a long sequence and a short one, and of parts of these alone and together."""
+    lengths = 5000, PIECE - 8
     case = replace(DEEP, query_lengths=lengths, kv_lengths=lengths, heads=heads, padding=0)
-    q_content, q_rope, cache, rows, scale = case.inputs(DEVICE)
+    q_content, q_rope, cache, rows, scale = inputs = case.inputs(DEVICE)
     kv = [
         cache[rows.block_table[i, : -(-n // 64)].long()].flatten(0, 1)[:n]
         for i, n in enumerate(lengths)
     ]
-    latent, k_rope = torch.cat(kv)[:, None].split((512, 64), -1)
+    kv = torch.cat(kv)[:, None]
+    if fp8:  # as a layer trains on what the cache returns
+        kv, cache = Fp8Latents(512, 64).rounded(kv), fp8_inputs(case, DEVICE, inputs)[2]
+    latent, k_rope = kv.split((512, 64), -1)
     spans = [Span(0, lengths[0], 0, lengths[0], 0)]
     spans += [Span(lengths[0], sum(lengths), lengths[0], sum(lengths), 0)]
-    inputs = AttentionInputs(q_content[:, None], q_rope[:, None], latent[:, :, None], k_rope, None)
-    trained = InvariantHopper().forward(inputs, ScoreRules(scale, Spans(spans)))
-    for number, begin, end in ((0, 0, 1), (0, 1, 2300), (0, 2300, lengths[0]), (1, 0, 299)):
-        first = number * lengths[0]
-        part = slice(first + begin, first + end)
-        one = Rows.of((end - begin,), (end,), rows.block_table[number][None])
-        found = attend((q_content[part], q_rope[part], cache, one, scale), batch_invariant=True)
-        assert_same_bits(found, [x[part, 0] for x in (trained.out, trained.lse)])
+    operands = q_content[:, None], q_rope[:, None], latent[:, :, None], k_rope, None
+    trained = InvariantHopper().forward(AttentionInputs(*operands), ScoreRules(scale, Spans(spans)))
+
+    def check_parts(*parts: tuple[int, int, int]) -> None:
+        """Some tokens of these sequences, in one batch."""
+        tokens = [torch.arange(n * lengths[0] + a, n * lengths[0] + b) for n, a, b in parts]
+        new, seen = [b - a for _, a, b in parts], [b for _, _, b in parts]
+        batch = Rows.of(new, seen, rows.block_table[[n for n, _, _ in parts]])
+        chosen = torch.cat(tokens).to(DEVICE)
+        query = q_content[chosen], q_rope[chosen]
+        found = attend((*query, cache, batch, scale), batch_invariant=True)
+        assert_same_bits(found, [x[chosen, 0] for x in (trained.out, trained.lse)])
+
+    # Prefill, whole and in chunks.
+    check_parts((0, 0, lengths[0]), (1, 0, lengths[1]))
+    for part in ((0, 0, 1), (0, 1, 2300), (0, 2300, lengths[0]), (1, 0, lengths[1] - 1)):
+        check_parts(part)
+    # Decode: alone, and so many that programs go through all pieces of a tile.
+    for end in (lengths[0], 4097, PIECE + 1, PIECE):
+        check_parts((0, end - 1, end))
+    check_parts((1, lengths[1] - 1, lengths[1]))
+    check_parts(*((end % 2, end - 1, end) for end in range(1000, PIECE - 8, 3)))
+    check_parts(*((0, end - 1, end) for end in range(PIECE, lengths[0], 7)))
 
 
 def test_the_static_context_at_its_size():

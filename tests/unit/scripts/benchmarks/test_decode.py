@@ -105,11 +105,11 @@ def test_cases():
     assert "ours, hopper" in OURS and "ours, auto" not in OURS
     assert [case.batch for case in found[:: len(IMPLEMENTATIONS) - 2]] == [1, 32, 128]
     assert {(case.kv, case.block_size, case.lengths) for case in found} == {(8192, 64, "uniform")}
-    named = parse_arguments(["--implementations", "vLLM, Triton;ours, triton"])
-    assert [case.implementation for case in cases(named, "cuda")[:2]] == [
-        "vLLM, Triton",
-        "ours, triton",
-    ]
+    names = ["vLLM, Triton", "ours, triton", "ours, hopper, fp8, parity"]
+    named = cases(parse_arguments(["--implementations", ";".join(names)]), "cuda")[:3]
+    assert [case.implementation for case in named] == names
+    assert [case.batch_invariant for case in named] == [False, False, True]
+    assert (named[2].backend, named[2].over_fp8) == ("hopper", True)
 
 
 class TestPeers:
