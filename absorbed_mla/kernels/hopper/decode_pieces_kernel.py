@@ -2,8 +2,8 @@
 
 Roles, shared memory, barriers and arithmetic are those of decode_kernel.py, but for the end of a
 piece (pieces.py): there outputs, denominators and references begin anew, and the output is added to
-the sum of the pieces before, while the tensor cores compute scores of the next piece. In place of
-``norm_full`` and ``norm_empty`` there are the barriers of ``RunningSum``.
+the sum of the pieces before, while the tensor cores compute scores of the next piece. ``norm_full``
+and ``norm_empty`` are of the factors that ``RunningSum`` has, per piece.
 """
 
 from triton.experimental import gluon
@@ -218,7 +218,7 @@ def attend_decode_pieces(
     work = WholeTiles(tiles, total, head_blocks, HEADS)
     if gl.program_id(0) < total:
         shared = allocate(q_content, q_rope, latent, k_rope, C, R, 1)
-        sums = running_sum(sum_out)
+        sums = running_sum(sum_out, shared)
         keys = PagedKeys(latent, k_rope, block_table, block_size, table_stride)
         queries = q_content, q_rope
         gl.warp_specialize(

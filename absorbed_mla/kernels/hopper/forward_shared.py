@@ -38,7 +38,7 @@ class Shared:
         ROPE_LAYOUT: Of k_rope, [64, 1, R].
         READER_FENCES: See ``keys_are_there``.
         IN_REGISTERS: Operands that the score role has in registers: 1: P; 2: k_rope's queries, too.
-        RIGHT_WAITS: Whether ``right_go`` is used.
+        RIGHT_WAITS: Whether ``right_go`` is used; else it is ``p_full``, see ``new_barriers``.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -193,13 +193,14 @@ def allocate_blocks(
         gl.allocate_shared_memory(gl.int32, [STAGES, 4], plain),
         gl.allocate_shared_memory(gl.float32, [ROWS], plain),
     )
+    p_full = new_barriers(STAGES)
     barriers = (
         new_barriers(1),
         new_barriers(1),
         new_barriers(STAGES * CHUNKS),
         new_barriers(STAGES),
-        new_barriers(STAGES),
-        new_barriers(STAGES),
+        p_full,
+        new_barriers(STAGES) if RIGHT_WAITS else p_full,
         new_barriers(STAGES),
         new_barriers(STAGES),
         new_barriers(1),
@@ -221,7 +222,12 @@ def allocate_blocks(
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Barriers that so many arrivals pass, of a thread or of the bytes that it announced."""
+    """Barriers that so many arrivals pass, of a thread or of the bytes that it announced.
+
+    All must be used. The compiler gives the memory of one that is not to another buffer, without
+    the mbarrier.inval that PTX requires before. On a GPU that other processes share, numbers in
+    that buffer have then become the barrier's first state.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
         mbarrier.init(barriers.index(index), count=ARRIVALS)

@@ -86,7 +86,7 @@ def attend_fp8_decode_pieces(
     work = WholeTiles(tiles, total, head_blocks, HEADS)
     if gl.program_id(0) < total:
         shared = allocate_rows(q_content, q_rope, C, R)
-        sums = running_sum(sum_out, _COLUMNS)
+        sums = running_sum(sum_out, shared, _COLUMNS)
         units = block_units, row_units, together
         keys = Fp8Rows(words, *units, block_table, table_stride, BLOCK_SIZE)
         queries = q_content, q_rope

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate  # as in tile.py
 
 from absorbed_mla.kernels.hopper.decode_tile import DecodeTile
-from absorbed_mla.kernels.hopper.forward_shared import new_barriers
 from absorbed_mla.kernels.hopper.forward_tiles import count_turns, dealt
 from absorbed_mla.kernels.hopper.layouts import accumulator_layout, sector_layout
 from absorbed_mla.kernels.hopper.tile import KEYS, ROWS
@@ -231,11 +230,15 @@ class RunningSum:
 
 
 @gluon.jit
-def running_sum(out, COLUMNS: gl.constexpr = COLUMNS):
-    """A ``RunningSum`` in this memory, of so many columns at a time."""
+def running_sum(out, shared, COLUMNS: gl.constexpr = COLUMNS):
+    """A ``RunningSum`` in this memory, of so many columns at a time.
+
+    It has the barriers with which ``shared``, what ``allocate`` gave, hands over ``norm``: pieces
+    have ``factors`` in its place.
+    """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factors = gl.allocate_shared_memory(gl.float32, [5, ROWS], plain)
-    return RunningSum(out, factors, new_barriers(1), new_barriers(1), COLUMNS)
+    return RunningSum(out, factors, shared.norm_full, shared.norm_empty, COLUMNS)
 
 
 @gluon.jit
