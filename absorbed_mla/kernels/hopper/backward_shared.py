@@ -24,7 +24,7 @@ class Shared:
         probs: P, [rows, keys].
         grad_scores: dS times the scale of the scores, [rows, keys].
         rows_full: All rows are there.
-        keys_full: The block of keys is there.
+        keys_full: The block of keys is there; ``rows_full`` where keys come otherwise.
     """
 
     q_content: gl.shared_memory_descriptor
@@ -53,8 +53,10 @@ class Shared:
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
-    """Shared memory with its barriers ready for use."""
+def allocate(
+    dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, LOADS_KEYS: gl.constexpr = True
+):
+    """Shared memory with its barriers ready for use: ``keys_full`` if ``load_keys`` is called."""
     operands = (
         allocate_operand(dtype, ROWS, C),
         allocate_operand(dtype, ROWS, R),
@@ -65,9 +67,11 @@ def allocate(dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr):
         allocate_operand(dtype, ROWS, KEYS),
     )
     rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(rows_full, count=1)
-    mbarrier.init(keys_full, count=1)
+    keys_full = rows_full  # as in new_barriers, none is unused
+    if LOADS_KEYS:
+        keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(keys_full, count=1)
     fence_async_shared()
     synchronize()
     return Shared(operands, rows_full, keys_full)

@@ -149,7 +149,7 @@ def attend_sparse_backward(
     tile = read_sparse_tile(lists, first, length, queries, batches, heads, HEADS)
     latent += tile.batch.to(gl.int64) * latent_b
     k_rope += tile.batch.to(gl.int64) * rope_b
-    shared = allocate(q_content.dtype, C, R)
+    shared = allocate(q_content.dtype, C, R, LOADS_KEYS=False)
     blocks = (tile.keys + KEYS - 1) // KEYS
     load_rows(q_content, q_rope, grad_out, shared, tile)
     if blocks > 0:
