@@ -29,6 +29,8 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
+from tests.support.idle_barriers import idle_barriers
+
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 # Tokens and heads: tiles of whole tokens, and both sides of a causal diagonal.
 TOKENS, HEADS, KV_LORA_RANK, ROPE = 256, 128, 512, 64
@@ -66,7 +68,7 @@ def _compiled_launch(self: JITFunction, grid):
 def _assembled(kernel) -> dict[str, Any]:
     """Bytes of shared memory, and of each thread's stack, where spilled registers go.
 
-    Besides the kinds of instructions that multiply matrices.
+    Besides the kinds of instructions that multiply matrices, and barriers that nothing uses.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -77,7 +79,8 @@ def _assembled(kernel) -> dict[str, Any]:
     [registers] = re.findall(r"REG:(\d+)", done.stdout)
     found = {"shared": kernel.metadata.shared, "stack": int(stack)}
     products = sorted({*re.findall(r"wgmma\.mma_async|mma\.sync", kernel.asm["ptx"])})
-    return found | {"registers": int(registers), "products": products}
+    idle = idle_barriers(kernel.asm["ttgir"])
+    return found | {"registers": int(registers), "products": products, "idle_barriers": idle}
 
 
 def training_kernels() -> None:

@@ -1,7 +1,8 @@
 """What Triton's compiler makes of the Hopper kernels, which it does without a GPU, too.
 
 Their results are tested by emulation (test_paged_hopper.py) and on GPUs; this finds what only the
-compiler sees: code that it refuses, shared memory that there is not, registers that do not suffice.
+compiler sees: code that it refuses, shared memory that there is not, registers that do not suffice,
+barriers whose memory it gives to others.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def test_kernels(kernel_cache):
     others = (kernel for kernel in kernels if kernel not in known)
     assert [kernel for kernel in others if kernel["stack"]] == [], "registers are spilled"
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT
+    idle = [(kernel["kernel"], kernel["idle_barriers"]) for kernel in kernels]
+    assert [each for each in idle if each[1]] == [], "their memory is not theirs alone"
 
 
 @pytest.mark.no_cover
