@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +25,13 @@ from absorbed_mla.generation.prefill_graphs import (
     MOST_PAIRS,
     PrefillGraphs,
     chosen_tokens,
+    has_whole_prompts,
     pairs_of,
     prefill_sizes,
     why_none,
 )
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.backends import reference
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
@@ -40,6 +44,7 @@ from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.experts import FEW, grouped_model
 from tests.support.models import MIXED
 from tests.support.recorded_graphs import RecordedGraph
+from tests.support.tile_reference import TileReference
 
 pytestmark = needs.no_gpu
 
@@ -132,10 +137,36 @@ def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> 
 def test_same_tokens(graphs, chunks):
     """Of steps of many lengths from few graphs, none of which reads anything on the host."""
     engine = check(generating_model(), graphs, **chunks)
-    sizes = graphs[0]._graphs.keys()
-    assert set(sizes) <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
+    sizes = {size for size, _ in graphs[0]._graphs}
+    assert sizes <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
     assert graphs[0].larger == {MOST / size.token_count for size in sizes}
     assert engine.statistics.graph_steps
+
+
+@pytest.fixture
+def tiles(graphs, monkeypatch) -> TileReference:
+    """The backend of graphs in which whole prompts attend expanded; of steps without one, too."""
+    backend = TileReference()
+    monkeypatch.setattr(CachedAttention, "_expanded_backend", lambda self, *_: backend)
+    expanding = partial(PrefillGraphs, expands=True)
+    monkeypatch.setattr(sys.modules[__name__], "PrefillGraphs", expanding)
+    return backend
+
+
+@pytest.mark.parametrize("chunks", [{}, {"chunked_prefill": True, "step_tokens": 128}])
+@pytest.mark.parametrize("latents", ["model", "fp8"])
+def test_whole_prompts(graphs, tiles, chunks, latents):
+    """Expanded over the step's own tokens, beside rows that decode over the cache."""
+    model = generating_model(AbsorbedMLAOptions(latent_cache_dtype=latents))
+    check(model, graphs, **chunks, error=5e-5 if latents == "model" else 2e-3)
+    kinds = {whole for _, whole in graphs[0]._graphs}
+    assert kinds == {True, False} and tiles.kinds == {"DeviceSpans", "Spans"}
+
+
+def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
+    engine = engine_of(generating_model(), **OPTIONS)
+    engine._prefill_graphs._most_pairs = 0
+    assert in_graphs(engine, [100, 20]) == [True, True]
 
 
 def test_prefixes(graphs):
@@ -232,6 +263,24 @@ def test_pairs():
     assert pairs_of(table([1, 160, 100], [100_000, 100_000, 500])) == 0
     assert pairs_of(table([1, 180], [100_000, 100_000])) == 180 * 100_090 > 2**24
     assert pairs_of(table([100_000], [100_000])) == 15e9, "more than 32 bits hold"
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "whole"),
+    [
+        ([9], [0], True),
+        ([1, 1, 9, 2], [5, 0, 0, 0], True),
+        ([1, 9, 9, 9, 9], [5, 0, 0, 0, 0], True),
+        ([9, 9, 9, 9, 9], [0, 0, 0, 0, 0], False),  # more than there is room for
+        ([1, 9, 1], [5, 0, 0], False),  # a token behind a prompt
+        ([1, 9, 9], [5, 0, 1], False),  # a prompt of which something is cached
+        ([1, 1], [5, 0], False),
+    ],
+)
+def test_which_rows_are_whole_prompts(new, cached, whole):
+    assert has_whole_prompts(table(new, cached)) is whole
+    # Not those of paused requests.
+    assert has_whole_prompts(table([9, *new], [3, *cached], paused=1)) is whole
 
 
 def in_graphs(engine: Engine, lengths, **kinds) -> list[bool]:
@@ -403,8 +452,8 @@ def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({}, 1536),
-        ({"step_tokens": 8192}, 1536),
+        ({"step_tokens": 3000}, 3000),
+        ({"step_tokens": 8192}, 3072),
         ({"step_tokens": 1000}, 1000),
         ({"num_cuda_graphs": None}, 0),
         ({"num_speculative_tokens": 1}, 0),
