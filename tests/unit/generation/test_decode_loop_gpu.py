@@ -80,8 +80,9 @@ def test_prompts():
         results += [engine.generate(prompts, [GREEDY.replace(logprobs=0)] * 5) for _ in range(2)]
         if model is ours:
             assert engine.statistics.graph_steps == engine.statistics.steps
-            kinds = {key[1:] for key in engine.decode_loop.graphs._graphs if isinstance(key, tuple)}
-            assert kinds == {(True,), (False,)}, "whole prompts apart, and chunks"
+            keys = engine.decode_loop.graphs._graphs
+            kinds = {whole for size, whole in keys if size.prefill_req_count}
+            assert kinds == {True, False}, "whole prompts apart, and chunks"
         engine.close()
     for one, again, *others in zip(*results, strict=True):
         assert one == again
