@@ -1,4 +1,4 @@
-"""CUDA graphs of the model in steps that read prompts, captured when one of their size first runs.
+"""CUDA graphs of the model in steps that read prompts, one for each size.
 
 The host of such a step launches every layer's kernels one by one, and takes longer than the device
 where there are few tokens, or the host is slow. Work in a graph may not depend on lengths: whole
@@ -103,15 +103,38 @@ class PrefillGraphs:
         self._whole_prompts = self._expands and has_whole_prompts(context)
         if not self._whole_prompts and pairs_of(context) > self._most_pairs:
             return self._init(*args, **kwargs)
+        with self._offered():
+            return self._init(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _offered(self) -> Iterator[None]:
+        """Have Megatron look through the sizes of this class for one that fits."""
+        context = self._context
         # Those of decode steps do not fit. The list is looked through in such steps, too.
         others, context.cuda_graph_batch_dimensions_list = (
             context.cuda_graph_batch_dimensions_list,
             self._sizes,
         )
         try:
-            return self._init(*args, **kwargs)
+            yield
         finally:
             context.cuda_graph_batch_dimensions_list = others
+
+    def capture(self) -> None:
+        """Capture graphs of steps with more than a few requests, of any number of tokens.
+
+        Traffic would wait for each for a tenth of a second. Graphs of other steps are captured when
+        one of their size first runs. The context must have no requests; it is reset.
+        """
+        rows = self._sizes[-1].prefill_req_count
+        # Smaller ones then take the memory of the largest.
+        for size in reversed(self._sizes):
+            if size.prefill_req_count == rows and (size, self._expands) not in self._graphs:
+                with self._offered():
+                    inputs = self._init(construct_graph_dimensions=size)
+                self._whole_prompts = self._expands
+                self._run(*inputs[:2])
+                self._context.reset()
 
     @torch.inference_mode()
     def _run(self, input_ids: Tensor, position_ids: Tensor) -> None:

@@ -142,15 +142,18 @@ class LocalRunner:
 
     def wake(self) -> None:
         """See :class:`Runner`."""
-        if self._engine is None:
-            try:
-                self._engine = Engine(self._model, self._options)
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit "
-                    "into this GPU's memory; fewer do, or a smaller max_num_seqs"
-                ) from error
-        self._engine.start()
+        if self._engine is not None:
+            self._engine.start()
+            return
+        try:
+            self._engine = Engine(self._model, self._options)
+            self._engine.start()
+            self._engine.capture()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit into "
+                "this GPU's memory; fewer do, or a smaller max_num_seqs"
+            ) from error
 
     def options(self) -> EngineOptions:
         """See :class:`Runner`."""

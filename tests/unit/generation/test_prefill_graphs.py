@@ -169,6 +169,33 @@ def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
     assert in_graphs(engine, [100, 20]) == [True, True]
 
 
+def test_captured_before_traffic(graphs, tiles):
+    """Sizes with many requests, the largest first; then only those of few are captured."""
+    engine = engine_of(generating_model(), **OPTIONS)
+    with engine:
+        engine.capture()
+        sizes = [size for size in prefill_sizes(MOST, 8) if size.prefill_req_count == 8]
+        assert list(graphs[0]._graphs) == [(size, True) for size in reversed(sizes)]
+        captured = dict(graphs[0]._graphs)
+        engine.capture()
+        assert graphs[0]._graphs == captured
+        for i in range(6):
+            engine.add_request(prompt(10, i), GREEDY)
+        engine.step()
+        engine.add_request(prompt(60, 7), GREEDY)
+        while engine.is_busy():
+            engine.step()
+        assert {whole for size, whole in graphs[0]._graphs if size.prefill_req_count == 8} == {
+            True,
+            False,  # six prompts
+        }
+        found = [engine.results[number].tokens for number in sorted(engine.results)]
+    plain = engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0})
+    prompts = [*(prompt(10, i) for i in range(6)), prompt(60, 7)]
+    assert found == [one.tokens for one in plain.generate(prompts, [GREEDY] * 7)]
+    engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0}).capture()
+
+
 def test_prefixes(graphs):
     check(generating_model(), graphs, prefix_caching=True)
 
