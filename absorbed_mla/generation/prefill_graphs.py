@@ -131,7 +131,7 @@ class PrefillGraphs:
         for size in reversed(self._sizes):
             if size.prefill_req_count == rows and (size, self._expands) not in self._graphs:
                 with self._offered():
-                    inputs = self._init(construct_graph_dimensions=size)
+                    inputs = self._init(construct_graph_dimensions=_with_prompts(size))
                 self._whole_prompts = self._expands
                 self._run(*inputs[:2])
                 self._context.reset()
@@ -148,6 +148,14 @@ class PrefillGraphs:
         key = size, self._whole_prompts
         with _reading(context, whole_prompts=self._whole_prompts):
             self._graphs.run(key, step, self._sizes[-1].token_count / size.token_count)
+
+
+def _with_prompts(size: InferenceBatchDimensions) -> InferenceBatchDimensions:
+    """Requests that decode before a few prompts, as ``WholePrompts`` has them, in one size."""
+    tokens, rows = size.token_count, size.prefill_req_count
+    prompts = max(1, min(MOST_PROMPTS, rows, tokens // 2))
+    decoding = max(0, min(rows - prompts, tokens - 2 * prompts))
+    return InferenceBatchDimensions(tokens, prompts, decoding)
 
 
 @contextlib.contextmanager

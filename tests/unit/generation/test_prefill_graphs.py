@@ -24,6 +24,7 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import (
     MOST_PAIRS,
     PrefillGraphs,
+    _with_prompts,
     chosen_tokens,
     has_whole_prompts,
     pairs_of,
@@ -169,11 +170,20 @@ def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
     assert in_graphs(engine, [100, 20]) == [True, True]
 
 
-def test_captured_before_traffic(graphs, tiles):
+def test_captured_before_traffic(graphs, tiles, monkeypatch):
     """Sizes with many requests, the largest first; then only those of few are captured."""
-    engine = engine_of(generating_model(), **OPTIONS)
+    engine, runs = engine_of(generating_model(), **OPTIONS), []
+    context, run_step = engine.host.context, StepGraphs.run
     with engine:
-        engine.capture()
+        with monkeypatch.context() as patch:
+
+            def run(*args):
+                runs.append(has_whole_prompts(context))
+                run_step(*args)
+
+            patch.setattr(StepGraphs, "run", run)
+            engine.capture()
+        assert runs == [True] * len(graphs[0]._graphs), "another one reads what is not there"
         sizes = [size for size in prefill_sizes(MOST, 8) if size.prefill_req_count == 8]
         assert list(graphs[0]._graphs) == [(size, True) for size in reversed(sizes)]
         captured = dict(graphs[0]._graphs)
@@ -246,6 +256,18 @@ def test_sizes():
     assert found == [Size(count, rows, 0) for count in tokens for rows in (4, 64)]
     assert len(found) == 54
     assert prefill_sizes(2000, 64)[-2:] == [Size(2000, 4, 0), Size(2000, 64, 0)]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 48])
+def test_rows_that_sizes_are_captured_with(rows):
+    """One-token rows and a few prompts of at least two, which Megatron pads to the size."""
+    sizes = prefill_sizes(700, rows)
+    for size in sizes:
+        found = _with_prompts(size)
+        assert found.token_count == size.token_count
+        assert 1 <= found.prefill_req_count <= 4
+        assert found.token_count >= 2 * found.prefill_req_count + found.decode_req_count
+        assert CUDAGraphBatchDimensionBuilder.match_graph_config(found, sizes) == size
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
