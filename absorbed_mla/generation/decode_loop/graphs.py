@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, captured when a step of their size first runs."""
+"""CUDA graphs of whole steps, each captured with a step of its size."""
 
 from __future__ import annotations
 
