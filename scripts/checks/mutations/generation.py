@@ -243,8 +243,8 @@ MUTATIONS = {
     ),
     "whole_prompts_attend_absorbed_too": Mutation(
         "absorbed_mla/inference/whole_prompts.py",
-        "rows.query_lengths * one,",
-        "rows.query_lengths,",
+        "one = rows.query_lengths == 1",
+        "one = rows.query_lengths >= 1",
     ),
     "whole_prompts_not_rounded_to_fp8": Mutation(
         "absorbed_mla/inference/attention.py",

@@ -159,7 +159,8 @@ def tiles(graphs, monkeypatch) -> TileReference:
 def test_whole_prompts(graphs, tiles, chunks, latents):
     """Expanded over the step's own tokens, beside rows that decode over the cache."""
     model = generating_model(AbsorbedMLAOptions(latent_cache_dtype=latents))
-    check(model, graphs, **chunks, error=5e-5 if latents == "model" else 2e-3)
+    engine = check(model, graphs, **chunks, error=5e-5 if latents == "model" else 2e-3)
+    assert not engine.host.context.reads_whole_prompts, "nor do graphs of decode steps"
     kinds = {whole for _, whole in graphs[0]._graphs}
     assert kinds == {True, False} and tiles.kinds == {"DeviceSpans", "Spans"}
 
