@@ -64,6 +64,7 @@ class AttentionBackend(Protocol):
             ``"cpu"`` are relative rates on every other machine; 1 where they are not given.
         searches_max_logits: Whether it computes scores again for the largest ones
             (``largest_scores.py``), rather than record them in forward.
+        reads_device_spans: Whether its forward takes ``DeviceSpans``.
     """
 
     name: str
@@ -71,6 +72,7 @@ class AttentionBackend(Protocol):
     forms: tuple[str, ...]
     rates: Mapping[str, tuple[float, float]]
     searches_max_logits: bool
+    reads_device_spans: bool
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """The reason why the backend cannot do what is requested here, or None."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from absorbed_mla.core_attention.backend import AttentionRequest
 from absorbed_mla.core_attention.device_table import in_use, to_device
 from absorbed_mla.core_attention.masks import tiles
+from absorbed_mla.core_attention.masks.device_spans import DeviceSpans
 from absorbed_mla.core_attention.masks.scores import ScoreRules
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
@@ -29,6 +30,7 @@ class LatentKernelBackend:
     name: str
     forms = ("absorbed",)
     searches_max_logits = False
+    reads_device_spans = False
 
     def query_tile_size(self, inputs: AttentionInputs) -> int:
         """Query tokens in a tile of the kernels."""
@@ -93,6 +95,8 @@ class LatentKernelBackend:
 
 def query_tile_table(spans: Spans, size: int, length: int, device: torch.device) -> Tensor:
     """The tile table of queries on the device, of the whole axis."""
+    if isinstance(spans, DeviceSpans):
+        return spans.query_tiles(size, length)
     return in_use(
         spans.tables.get(
             ("query tiles", size, length, device),

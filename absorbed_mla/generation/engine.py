@@ -135,6 +135,14 @@ class Engine:
             self._active = stack.pop_all()
         self._forget_requests()
 
+    def capture(self) -> None:
+        """Capture the CUDA graphs of a started engine that steps with prompts may soon need.
+
+        Without it each is captured when a step of its size first runs. Collective.
+        """
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.capture()
+
     def finish(self) -> None:
         """Abort all requests; where replicas share experts, go on until none has any."""
         if self._active is None or not self._replicas.several:

@@ -1,11 +1,14 @@
-"""CUDA graphs of the model in steps that read prompts, captured when one of their size first runs.
+"""CUDA graphs of the model in steps that read prompts, one for each size.
 
 The host of such a step launches every layer's kernels one by one, and takes longer than the device
-where there are few tokens. A graph attends absorbed, since its work may not depend on lengths.
+where there are few tokens, or the host is slow. Work in a graph may not depend on lengths: whole
+prompts attend expanded to the step's own tokens, where a backend can (``whole_prompts.py``), and
+all else absorbed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -28,8 +31,8 @@ from absorbed_mla.generation.blocks import indexers
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.decode_loop.loop import DecodeLoop
 from absorbed_mla.generation.options import EngineOptions
+from absorbed_mla.inference.whole_prompts import MOST_PROMPTS
 from absorbed_mla.log_once import log_once
-from absorbed_mla.options import AbsorbedMLAOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +41,9 @@ _LEAST_TOKENS, _LEAST_STEP = 64, 32
 # Requests of a graph for few of them; those of the other one are as many as may run together.
 _FEW_REQUESTS = 4
 # Of the largest graph, where nobody says how many. A step of 1,024 tokens takes an H100 2.2 ms per
-# layer of DeepSeek-V3's widths, and its host 2.5: with half as many tokens again the host keeps up.
-_AUTO_TOKENS = 1536
-# Pairs of a new token and a key that a graph attends to in one layer. Absorbed, each takes
+# layer of DeepSeek-V3's widths, and its host 2.5 or more; a slow one keeps up with 3,072 tokens.
+_AUTO_TOKENS = 3072
+# Pairs of a new token and a key that a graph attends to absorbed in one layer. Each takes
 # (2176 - 640) x heads operations more than expanded, as prompts are attended to without a graph:
 # about 0.2 ms of an H100 for one prompt of 1,024 tokens, which are half a million pairs. One of
 # 1,400 tokens takes the device longer than its host, and a graph would only add to that.
@@ -54,15 +57,16 @@ class PrefillGraphs:
     """Takes the place of two functions with which Megatron prepares a step and runs the model.
 
     Megatron pads a step that reads prompts to one of :func:`prefill_sizes`. Larger steps, those
-    that attend to more pairs of tokens, and those that only decode run as they did before. Ranks
-    that hold one model together have equal requests, and decide alike.
+    that attend absorbed to more pairs of tokens, and those that only decode run as they did before.
+    Ranks that hold one model together have equal requests, and decide alike.
 
     Args:
         host: Megatron's engine, built without graphs of its own for such steps.
         graphs: Of whole steps; holds these, too.
         most_tokens: Of a step with a graph, padding included.
         most_pairs: Of a new token and a key that are attended to in such a step, as
-            :func:`pairs_of` counts them.
+            :func:`pairs_of` counts them, unless whole prompts are expanded.
+        expands: Whether whole prompts attend expanded; see ``CachedAttention.expands_in_graphs``.
     """
 
     def __init__(
@@ -71,9 +75,14 @@ class PrefillGraphs:
         graphs: StepGraphs,
         most_tokens: int,
         most_pairs: float = MOST_PAIRS,
+        *,
+        expands: bool = False,
     ) -> None:
         context, controller = host.context, host.controller
         self._context, self._graphs, self._most_pairs = context, graphs, most_pairs
+        # Blocks in host memory are several parts of a cache.
+        self._expands = expands and not hasattr(context, "tiers")
+        self._whole_prompts = False
         self._init = controller._dynamic_step_context_init
         self._forward = controller._dynamic_step_forward_logits
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -89,17 +98,43 @@ class PrefillGraphs:
     def _prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Let Megatron prepare a step, and find a size for it here if it reads prompts."""
         context = self._context
-        if not context.num_prefill_requests or pairs_of(context) > self._most_pairs:
+        if not context.num_prefill_requests:
             return self._init(*args, **kwargs)
+        self._whole_prompts = self._expands and has_whole_prompts(context)
+        if not self._whole_prompts and pairs_of(context) > self._most_pairs:
+            return self._init(*args, **kwargs)
+        with self._offered():
+            return self._init(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _offered(self) -> Iterator[None]:
+        """Have Megatron look through the sizes of this class for one that fits."""
+        context = self._context
         # Those of decode steps do not fit. The list is looked through in such steps, too.
         others, context.cuda_graph_batch_dimensions_list = (
             context.cuda_graph_batch_dimensions_list,
             self._sizes,
         )
         try:
-            return self._init(*args, **kwargs)
+            yield
         finally:
             context.cuda_graph_batch_dimensions_list = others
+
+    def capture(self) -> None:
+        """Capture graphs of steps with more than a few requests, of any number of tokens.
+
+        Traffic would wait for each for a tenth of a second. Graphs of other steps are captured when
+        one of their size first runs. The context must have no requests; it is reset.
+        """
+        rows = self._sizes[-1].prefill_req_count
+        # Smaller ones then take the memory of the largest.
+        for size in reversed(self._sizes):
+            if size.prefill_req_count == rows and (size, self._expands) not in self._graphs:
+                with self._offered():
+                    inputs = self._init(construct_graph_dimensions=_with_prompts(size))
+                self._whole_prompts = self._expands
+                self._run(*inputs[:2])
+                self._context.reset()
 
     @torch.inference_mode()
     def _run(self, input_ids: Tensor, position_ids: Tensor) -> None:
@@ -110,7 +145,27 @@ class PrefillGraphs:
             step()
             return
         self._graphs.keep_for(context)
-        self._graphs.run(size, step, self._sizes[-1].token_count / size.token_count)
+        key = size, self._whole_prompts
+        with _reading(context, whole_prompts=self._whole_prompts):
+            self._graphs.run(key, step, self._sizes[-1].token_count / size.token_count)
+
+
+def _with_prompts(size: InferenceBatchDimensions) -> InferenceBatchDimensions:
+    """Requests that decode before a few prompts, as ``WholePrompts`` has them, in one size."""
+    tokens, rows = size.token_count, size.prefill_req_count
+    prompts = max(1, min(MOST_PROMPTS, rows, tokens // 2))
+    decoding = max(0, min(rows - prompts, tokens - 2 * prompts))
+    return InferenceBatchDimensions(tokens, prompts, decoding)
+
+
+@contextlib.contextmanager
+def _reading(context: DynamicInferenceContext, *, whole_prompts: bool) -> Iterator[None]:
+    """Tell the cache inside the block which rows a captured step may have."""
+    context.reads_whole_prompts = whole_prompts
+    try:
+        yield
+    finally:
+        context.reads_whole_prompts = False
 
 
 def prefill_sizes(
@@ -158,6 +213,20 @@ def pairs_of(context: DynamicInferenceContext) -> float:
     return float((new * (cached + new / 2))[expanded].sum())
 
 
+def has_whole_prompts(context: DynamicInferenceContext) -> bool:
+    """Whether the next step has rows as ``WholePrompts`` has them.
+
+    Args:
+        context: Megatron's, whose tables are in host memory.
+    """
+    rows = slice(context.paused_request_count, context.total_request_count)
+    prompts = context.request_query_lengths[rows].numpy() > 1
+    count = int(prompts.sum())
+    last = slice(len(prompts) - count, None)
+    whole = not context.request_kv_length_offsets[rows].numpy()[prompts].any()
+    return 0 < count <= MOST_PROMPTS and whole and bool(prompts[last].all())
+
+
 def prefill_graphs(
     host: DynamicInferenceEngine, model: GPTModel, loop: DecodeLoop | None, most_tokens: int
 ) -> PrefillGraphs | None:
@@ -177,8 +246,15 @@ def prefill_graphs(
         return None
     assert graphs is not None
     # What attends absorbed in any case gains from every graph.
-    absorbed = all(one.form == "absorbed" or one.batch_invariant for one in _attentions(model))
-    return PrefillGraphs(host, graphs, most_tokens, math.inf if absorbed else MOST_PAIRS)
+    layers = _attentions(model)
+    absorbed = all(one.options.form == "absorbed" or one.options.batch_invariant for one in layers)
+    weight = next(model.parameters())
+    expands = all(
+        one.cached_attention.expands_in_graphs(weight.device, model.config.params_dtype)
+        for one in layers
+    )
+    most_pairs = math.inf if absorbed else MOST_PAIRS
+    return PrefillGraphs(host, graphs, most_tokens, most_pairs, expands=expands)
 
 
 def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
@@ -218,11 +294,11 @@ def why_none(model: GPTModel) -> str:
 
 
 def _may_take_flash_mla(model: GPTModel) -> bool:
-    names = {options.paged_attention_backend for options in _attentions(model)}
+    names = {one.options.paged_attention_backend for one in _attentions(model)}
     return "flash_mla" in names or ("auto" in names and find_spec("flash_mla") is not None)
 
 
-def _attentions(model: GPTModel) -> list[AbsorbedMLAOptions]:
-    """Options of the attention of each layer that has ours."""
+def _attentions(model: GPTModel) -> list[AbsorbedMLASelfAttention]:
+    """The attention of each layer that has ours."""
     layers = (layer.self_attention for layer in model.decoder.layers)
-    return [one.options for one in layers if isinstance(one, AbsorbedMLASelfAttention)]
+    return [one for one in layers if isinstance(one, AbsorbedMLASelfAttention)]

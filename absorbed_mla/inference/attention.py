@@ -35,6 +35,7 @@ from absorbed_mla.inference.segments import (
 )
 from absorbed_mla.inference.step import InferenceStep, LatentCache, RowLengths, choose_cache
 from absorbed_mla.inference.token_shares import TokenShares
+from absorbed_mla.inference.whole_prompts import OwnKeys, WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import ATTENTION_BACKENDS
 from absorbed_mla.rope import RotaryTable
@@ -135,6 +136,8 @@ class CachedAttention:
             return q.new_empty(0, 1, self.dims.num_heads_per_rank, self.dims.v_head_dim)
         if step.shares is not None:
             return self._divided(step, step.shares, q, kv, weights, cos_sin)
+        if over is None and step.whole_prompts is not None:
+            return self._apart(step, step.whole_prompts, q, kv, weights, cos_sin)
         outputs = []
         for segment in self._segments(step, q) if over is None else (ALL_ABSORBED,):
             run = partial(self._absorbed, over) if segment.form == "absorbed" else self._expanded
@@ -144,6 +147,33 @@ class CachedAttention:
                 run(step, segment, q[tokens], kv[tokens], weights, (cos[tokens], sin[tokens]))
             )
         return _joined(outputs, q, self.dims)
+
+    def expands_in_graphs(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a step in a CUDA graph may have ``whole_prompts``, which attend expanded."""
+        if self.options.form != "auto" or self.options.batch_invariant:
+            return False
+        backend = self._expanded_backend(device, dtype)
+        return backend is not None and backend.reads_device_spans
+
+    def _apart(
+        self,
+        step: InferenceStep,
+        prompts: WholePrompts,
+        q: Tensor,
+        kv: Tensor,
+        weights: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """:meth:`__call__` where whole prompts attend expanded, and all other rows absorbed."""
+        first = slice(prompts.tokens)
+        cos, sin = cos_sin
+        # Either form makes its query in place.
+        decoding = q[first].clone(), kv[first], weights, (cos[first], sin[first])
+        decoded = self._absorbed(None, step, ALL_ABSORBED, *decoding, rows=prompts.decoding)
+        out = self._attend_expanded(OwnKeys(prompts.spans), q, self.rounded(kv), weights, cos_sin)
+        # Zeros where there is no token of the other kind.
+        out[first] += decoded
+        return out
 
     def _divided(
         self,
@@ -204,7 +234,7 @@ class CachedAttention:
             return step.tables.get("segments, all expanded", make)
         if step.rows.max_query_length == 1:
             return (ALL_ABSORBED,)
-        expanded = self._expanded_backend(q)
+        expanded = self._expanded_backend(q.device, q.dtype)
         if expanded is None:
             return (ALL_ABSORBED,)
         costs = self.dims, self._paged_backend(step, q), expanded, machine_name(q.device)
@@ -231,13 +261,15 @@ class CachedAttention:
             self._paged_choice = request, paged.choose(name, request)
         return self._paged_choice[1]
 
-    def _expanded_backend(self, q: Tensor) -> AttentionBackend | None:
+    def _expanded_backend(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> AttentionBackend | None:
         """The backend of the expanded form; None where ``form="auto"`` and none can run."""
         key_width, value_width = self.expanded.widths(self.dims)
         request = AttentionRequest(
             form="expanded",
-            device=q.device,
-            dtype=q.dtype,
+            device=device,
+            dtype=dtype,
             key_width=key_width,
             value_width=value_width,
             masked=False,
@@ -256,21 +288,22 @@ class CachedAttention:
         shorter = max(self.options.expansion_chunk_size // heads, _MIN_CHUNK_KEYS)
         return min(self.options.context_chunk_size, shorter)
 
-    def _absorbed(self, over, step, segment, q, kv, weights, cos_sin) -> Tensor:
+    def _absorbed(self, over, step, segment, q, kv, weights, cos_sin, rows=None) -> Tensor:
+        """Of a segment; ``rows`` are others with the same tokens, of a cache in one part."""
         w_uk, w_uv = weights
         q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query_in_place(q, w_uk, *cos_sin))
         backend, total = over or self._paged_backend(step, q), None
         if step.ranks is not None:
             backend = InterleavedAttention(backend, step.ranks)
         for part in step.parts():
-            rows = part.rows
+            of_part = rows or part.rows
             if segment is not ALL_ABSORBED:
-                rows = self._rows_of(step, rows, segment)
+                of_part = self._rows_of(step, of_part, segment)
             attended = backend.forward(
                 q_content,
                 q_rope,
                 part.cache,
-                rows,
+                of_part,
                 self.softmax_scale,
                 key_start=part.start,
                 key_end=part.end,
@@ -318,7 +351,7 @@ class CachedAttention:
         rules = ScoreRules(
             scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size
         )
-        backend = self._expanded_backend(q)
+        backend = self._expanded_backend(q.device, q.dtype)
         assert backend is not None
         plan = AttentionPlan(self.expanded, backend, keys, rules)
         query = self.expanded.query(q, weights[0], *cos_sin)

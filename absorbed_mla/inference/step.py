@@ -17,6 +17,7 @@ from absorbed_mla.caching import DerivedTables
 from absorbed_mla.inference.cache_ranks import CacheRanks
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.token_shares import TokenShares
+from absorbed_mla.inference.whole_prompts import WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.registry import LATENT_CACHES
 
@@ -84,6 +85,7 @@ class InferenceStep(Protocol):
         windowed: Whether there may be several parts.
         ranks: Those that share the latents of every request; None: each rank has all of them.
         shares: How ranks divide the new tokens; None: each computes all of them.
+        whole_prompts: In a CUDA graph, its rows where they are none but those; None: they are any.
         tables: What a layer derives from rows and lengths; the same object for all layers of a
             forward where its cache has one for them.
     """
@@ -93,6 +95,7 @@ class InferenceStep(Protocol):
     windowed: bool
     ranks: CacheRanks | None
     shares: TokenShares | None
+    whole_prompts: WholePrompts | None
     tables: DerivedTables
 
     @property

@@ -107,7 +107,7 @@ class LocalRunner:
             model, options, model.max_sequence_length, checkpoint.config.vocab_size
         )
         runner = cls(model, sizes)
-        runner.wake()
+        runner._wake(capture=True)
         return runner
 
     def step(self, commands: Sequence[Add | Abort]) -> list[Progress]:
@@ -141,16 +141,22 @@ class LocalRunner:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """See :class:`Runner`."""
-        if self._engine is None:
-            try:
+        """See :class:`Runner`; graphs of prompts are captured as they are needed."""
+        self._wake(capture=False)
+
+    def _wake(self, *, capture: bool) -> None:
+        """See :meth:`wake`; with ``capture`` before there are requests."""
+        try:
+            if self._engine is None:
                 self._engine = Engine(self._model, self._options)
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit "
-                    "into this GPU's memory; fewer do, or a smaller max_num_seqs"
-                ) from error
-        self._engine.start()
+            self._engine.start()
+            if capture:
+                self._engine.capture()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit into "
+                "this GPU's memory; fewer do, or a smaller max_num_seqs"
+            ) from error
 
     def options(self) -> EngineOptions:
         """See :class:`Runner`."""

@@ -22,7 +22,7 @@ BATCHES = [[prompt(length, length) for length in each] for each in ((20, 150, 61
 class Padded(StepGraphs):
     """Runs steps of the sizes of graphs as they are."""
 
-    def run(self, key: Hashable, step: Callable[[], None], larger: float = 1) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], larger: float | None = None) -> None:
         self._graphs[key] = None
         step()
 
@@ -42,4 +42,4 @@ def test_same_tokens(monkeypatch, sequence_parallel):
         for one, other in zip(found, expected, strict=True):
             assert one.tokens == other.tokens and not one.error
             assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
-    assert {size.token_count for size in graphs._graphs} == {96, 100}
+    assert {size.token_count for size, _ in graphs._graphs} == {96, 100}

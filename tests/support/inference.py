@@ -51,6 +51,7 @@ class PagedStep:
 
     ranks = None
     shares = None
+    whole_prompts = None
 
     def __init__(
         self,

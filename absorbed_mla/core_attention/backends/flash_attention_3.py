@@ -58,6 +58,7 @@ class FlashAttention3Backend:
     # Tested but not timed here: the forward rate is what others measured.
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (600.0, 410.0)}
     searches_max_logits = False
+    reads_device_spans = False
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -35,6 +35,7 @@ class HopperExpandedBackend:
     # Measured on an H100 beside cuDNN, in whose proportion they stand to its rates here.
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (700.0, 450.0)}
     searches_max_logits = False
+    reads_device_spans = True
 
     def why_not(self, request: AttentionRequest) -> str | None:
         """See ``AttentionBackend``."""

@@ -160,6 +160,7 @@ class ReferenceBackend:
     # On the H200 a guess. Elsewhere it is slow beside any kernel of a GPU.
     rates: Mapping[str, tuple[float, float]] = {"NVIDIA H200": (15.0, 15.0), "gpu": (0.05, 0.05)}
     searches_max_logits = False
+    reads_device_spans = False
     forward = staticmethod(reference_forward)
     backward = staticmethod(reference_backward)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, captured when a step of their size first runs."""
+"""CUDA graphs of whole steps, each captured with a step of its size."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class StepGraphs:
         self._buffers: Sequence[int] = ()
         _LIVING.add(self)
 
-    def run(self, key: Hashable, step: Callable[[], None], larger: float = 1) -> None:
+    def run(self, key: Hashable, step: Callable[[], None], larger: float | None = None) -> None:
         """Run a step, or the graph that was captured when one of this key ran first.
 
         Args:
             key: Of all that the step's work depends on, beside the values in tensors.
             step: Repeatable; on the current stream.
-            larger: How many times its tokens the largest step has.
+            larger: How many times its tokens the largest step has; None: not to be asked.
         """
         if key not in self._graphs:
             self._graphs[key] = self._captured(step, larger)
@@ -83,19 +83,22 @@ class StepGraphs:
         self._pool = self._last = None
         self._room = 0, None
 
-    def _captured(self, step: Callable[[], None], larger: float) -> torch.cuda.CUDAGraph:
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def _captured(self, step: Callable[[], None], larger: float | None) -> torch.cuda.CUDAGraph:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with _without_layer_graphs(self._model):
             before = torch.cuda.memory_allocated()
-            if larger > 1:
+            if larger is not None:
                 torch.cuda.reset_peak_memory_stats()
             # Kernels are compiled, and libraries start, outside of a capture.
             with whole_step():
                 step()
             torch.cuda.synchronize()
-            if larger > 1:
+            if larger is not None:
                 self._make_room(torch.cuda.max_memory_allocated() - before, larger)
             with self._capture(graph), whole_step():
                 step()
@@ -108,8 +111,13 @@ class StepGraphs:
             needed: Bytes of this step.
             larger: See :meth:`run`.
         """
+        if needed <= self._room[0]:
+            return
+        if larger == 1:  # its own memory is there for all that follow
+            self._room = needed, self._room[1]
+            return
         room = int(needed * min(larger, _MOST_LARGER))
-        if needed <= self._room[0] or room > torch.cuda.mem_get_info()[0]:
+        if room > torch.cuda.mem_get_info()[0]:
             return
         graph = torch.cuda.CUDAGraph()
         with self._capture(graph):

@@ -21,6 +21,7 @@ from absorbed_mla.inference.interleaved import InterleavedPart
 from absorbed_mla.inference.rows import Rows
 from absorbed_mla.inference.step import CachePart, RowLengths
 from absorbed_mla.inference.token_shares import TokenShares
+from absorbed_mla.inference.whole_prompts import WholePrompts
 from absorbed_mla.options import AbsorbedMLAOptions
 from absorbed_mla.whole_step import this_run
 
@@ -70,6 +71,7 @@ class ForwardRows:
         lengths: Of the rows, on the host; None for a CUDA graph.
         positions: Of every new token in its request, int64 [T].
         places: Block of the cache, and position in it, of every new token; int64 [T] each.
+        whole_prompts: See :class:`InferenceStep`.
         tables: What layers derive from these.
     """
 
@@ -77,6 +79,7 @@ class ForwardRows:
     lengths: RowLengths | None
     positions: Tensor
     places: tuple[Tensor, Tensor]
+    whole_prompts: WholePrompts | None = None
     tables: DerivedTables = field(default_factory=lambda: DerivedTables(_MOST_TABLES))
 
     @classmethod
@@ -110,7 +113,8 @@ class ForwardRows:
             max_query_length=int(max_query_length),
             max_kv_length=int(max_kv_length),
         )
-        view, tokens = context.gpu_view, slice(context.padded_active_token_count)
+        count = context.padded_active_token_count
+        view, tokens = context.gpu_view, slice(count)
         return cls(
             rows,
             None if context.using_cuda_graph_this_step() else _lengths(context),
@@ -119,6 +123,7 @@ class ForwardRows:
                 view.token_to_block_idx[tokens],
                 view.token_to_local_position_within_kv_block[tokens].long(),
             ),
+            WholePrompts.of(rows, count) if _reads_whole_prompts(context) else None,
         )
 
 
@@ -161,6 +166,7 @@ class DynamicStep:
         self.max_position = int(context.max_sequence_length) + drafts
         self._forward = ForwardRows.of(context)
         self.rows, self.lengths = self._forward.rows, self._forward.lengths
+        self.whole_prompts = self._forward.whole_prompts
         self.tables = self._forward.tables
 
     def require_rows(self, rows: Tensor) -> None:
@@ -239,6 +245,11 @@ class DynamicStep:
         """The layer's rows on this rank, [blocks, block_size, C + R] or bytes of FP8 rows."""
         cache = self.context.key_value_cache(self.layer_number)[0]
         return cache.view(self.row_dtype or cache.dtype)
+
+
+def _reads_whole_prompts(context: Any) -> bool:
+    """Whether a graph is being captured of steps with such rows; see ``prefill_graphs.py``."""
+    return getattr(context, "reads_whole_prompts", False)
 
 
 def _ranks(context: Any) -> CacheRanks | None:

@@ -65,6 +65,7 @@ class StaticStep:
 
     ranks: CacheRanks | None = None
     shares = None
+    whole_prompts = None
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ _NUMBERS = (
     (
         "prefill-graph-tokens",
         int,
-        "of a step that reads prompts in one CUDA graph; 0: one per layer (default: up to 1536)",
+        "of a step that reads prompts in one CUDA graph; 0: one per layer (default: up to 3072)",
     ),
     ("prefix-cache-bytes", int, "most bytes in --prefix-cache-dir"),
     ("seed", int, "of requests without a seed"),

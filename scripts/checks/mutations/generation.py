@@ -197,8 +197,8 @@ MUTATIONS = {
     ),
     "prompts_in_graphs_whatever_they_attend_to": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",
-        " or pairs_of(context) > self._most_pairs:",
-        ":",
+        "pairs_of(context) > self._most_pairs:",
+        "False:",
     ),
     "prompts_in_graphs_without_their_context": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",
@@ -207,8 +207,59 @@ MUTATIONS = {
     ),
     "prompts_in_graphs_of_paused_requests": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",
-        "slice(context.paused_request_count, ",
-        "slice(0, ",
+        "slice(context.paused_request_count, context.total_request_count)\n    new =",
+        "slice(0, context.total_request_count)\n    new =",
+    ),
+    "whole_prompts_of_paused_requests": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "slice(context.paused_request_count, context.total_request_count)\n    prompts =",
+        "slice(0, context.total_request_count)\n    prompts =",
+    ),
+    "whole_prompts_with_something_cached": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "<= MOST_PROMPTS and whole and",
+        "<= MOST_PROMPTS and",
+    ),
+    "more_whole_prompts_than_there_is_room_for": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py", "0 < count <= MOST_PROMPTS", "0 < count"
+    ),
+    "whole_prompts_before_rows_that_decode": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py", " and bool(prompts[last].all())", ""
+    ),
+    "whole_prompts_graph_for_any_rows": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "key = size, self._whole_prompts",
+        "key = size, self._expands",
+    ),
+    "prompts_captured_with_rows_that_decode_behind": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "construct_graph_dimensions=_with_prompts(size)",
+        "construct_graph_dimensions=size",
+    ),
+    "whole_prompts_seen_in_later_steps": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "        context.reads_whole_prompts = False",
+        "        pass",
+    ),
+    "whole_prompts_attend_absorbed_too": Mutation(
+        "absorbed_mla/inference/whole_prompts.py",
+        "one = rows.query_lengths == 1",
+        "one = rows.query_lengths >= 1",
+    ),
+    "whole_prompts_not_rounded_to_fp8": Mutation(
+        "absorbed_mla/inference/attention.py",
+        "q, self.rounded(kv), weights",
+        "q, kv, weights",
+    ),
+    "padding_behind_prompts_not_written": Mutation(
+        "absorbed_mla/core_attention/masks/device_spans.py",
+        "count = torch.cat((self.lengths, first, length - last))",
+        "count = torch.cat((self.lengths, first, 0 * last))",
+    ),
+    "tiles_of_device_spans_see_too_much": Mutation(
+        "absorbed_mla/core_attention/masks/device_spans.py",
+        "torch.where(query >= keys - 1, SEES_ALL, query)",
+        "torch.where(query >= keys - 2, SEES_ALL, query)",
     ),
     "prompts_in_graphs_that_ranks_cannot_divide": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",

@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 import torch
 from megatron.core.inference import utils as inference_utils
-from megatron.core.inference.batch_dimensions_utils import InferenceBatchDimensions
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
 from absorbed_mla.generation.cuda_graphs import delete_graphs
@@ -82,7 +81,8 @@ def test_prompts():
         if model is ours:
             assert engine.statistics.graph_steps == engine.statistics.steps
             keys = engine.decode_loop.graphs._graphs
-            assert any(isinstance(key, InferenceBatchDimensions) for key in keys)
+            kinds = {whole for size, whole in keys if size.prefill_req_count}
+            assert kinds == {True, False}, "whole prompts apart, and chunks"
         engine.close()
     for one, again, *others in zip(*results, strict=True):
         assert one == again

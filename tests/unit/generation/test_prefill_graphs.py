@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,12 +24,15 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.prefill_graphs import (
     MOST_PAIRS,
     PrefillGraphs,
+    _with_prompts,
     chosen_tokens,
+    has_whole_prompts,
     pairs_of,
     prefill_sizes,
     why_none,
 )
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.inference.attention import CachedAttention
 from absorbed_mla.inference.backends import reference
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
@@ -40,6 +45,7 @@ from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.experts import FEW, grouped_model
 from tests.support.models import MIXED
 from tests.support.recorded_graphs import RecordedGraph
+from tests.support.tile_reference import TileReference
 
 pytestmark = needs.no_gpu
 
@@ -132,10 +138,73 @@ def check(model, graphs, *, batches=BATCHES, error: float = 5e-5, **options) -> 
 def test_same_tokens(graphs, chunks):
     """Of steps of many lengths from few graphs, none of which reads anything on the host."""
     engine = check(generating_model(), graphs, **chunks)
-    sizes = graphs[0]._graphs.keys()
-    assert set(sizes) <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
+    sizes = {size for size, _ in graphs[0]._graphs}
+    assert sizes <= set(prefill_sizes(MOST, 8)) and len(sizes) > 2
     assert graphs[0].larger == {MOST / size.token_count for size in sizes}
     assert engine.statistics.graph_steps
+
+
+@pytest.fixture
+def tiles(graphs, monkeypatch) -> TileReference:
+    """The backend of graphs in which whole prompts attend expanded; of steps without one, too."""
+    backend = TileReference()
+    monkeypatch.setattr(CachedAttention, "_expanded_backend", lambda self, *_: backend)
+    expanding = partial(PrefillGraphs, expands=True)
+    monkeypatch.setattr(sys.modules[__name__], "PrefillGraphs", expanding)
+    return backend
+
+
+@pytest.mark.parametrize("chunks", [{}, {"chunked_prefill": True, "step_tokens": 128}])
+@pytest.mark.parametrize("latents", ["model", "fp8"])
+def test_whole_prompts(graphs, tiles, chunks, latents):
+    """Expanded over the step's own tokens, beside rows that decode over the cache."""
+    model = generating_model(AbsorbedMLAOptions(latent_cache_dtype=latents))
+    engine = check(model, graphs, **chunks, error=5e-5 if latents == "model" else 2e-3)
+    assert not engine.host.context.reads_whole_prompts, "nor do graphs of decode steps"
+    kinds = {whole for _, whole in graphs[0]._graphs}
+    assert kinds == {True, False} and tiles.kinds == {"DeviceSpans", "Spans"}
+
+
+def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
+    engine = engine_of(generating_model(), **OPTIONS)
+    engine._prefill_graphs._most_pairs = 0
+    assert in_graphs(engine, [100, 20]) == [True, True]
+
+
+def test_captured_before_traffic(graphs, tiles, monkeypatch):
+    """Sizes with many requests, the largest first; then only those of few are captured."""
+    engine, runs = engine_of(generating_model(), **OPTIONS), []
+    context, run_step = engine.host.context, StepGraphs.run
+    with engine:
+        with monkeypatch.context() as patch:
+
+            def run(*args):
+                runs.append(has_whole_prompts(context))
+                run_step(*args)
+
+            patch.setattr(StepGraphs, "run", run)
+            engine.capture()
+        assert runs == [True] * len(graphs[0]._graphs), "another one reads what is not there"
+        sizes = [size for size in prefill_sizes(MOST, 8) if size.prefill_req_count == 8]
+        assert list(graphs[0]._graphs) == [(size, True) for size in reversed(sizes)]
+        captured = dict(graphs[0]._graphs)
+        engine.capture()
+        assert graphs[0]._graphs == captured
+        for i in range(6):
+            engine.add_request(prompt(10, i), GREEDY)
+        engine.step()
+        engine.add_request(prompt(60, 7), GREEDY)
+        while engine.is_busy():
+            engine.step()
+        assert {whole for size, whole in graphs[0]._graphs if size.prefill_req_count == 8} == {
+            True,
+            False,  # six prompts
+        }
+        found = [engine.results[number].tokens for number in sorted(engine.results)]
+    plain = engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0})
+    prompts = [*(prompt(10, i) for i in range(6)), prompt(60, 7)]
+    assert found == [one.tokens for one in plain.generate(prompts, [GREEDY] * 7)]
+    engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0}).capture()
 
 
 def test_prefixes(graphs):
@@ -190,6 +259,18 @@ def test_sizes():
     assert prefill_sizes(2000, 64)[-2:] == [Size(2000, 4, 0), Size(2000, 64, 0)]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 48])
+def test_rows_that_sizes_are_captured_with(rows):
+    """One-token rows and a few prompts of at least two, which Megatron pads to the size."""
+    sizes = prefill_sizes(700, rows)
+    for size in sizes:
+        found = _with_prompts(size)
+        assert found.token_count == size.token_count
+        assert 1 <= found.prefill_req_count <= 4
+        assert found.token_count >= 2 * found.prefill_req_count + found.decode_req_count
+        assert CUDAGraphBatchDimensionBuilder.match_graph_config(found, sizes) == size
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
 def test_smallest_size_is_taken(rows):
     """By Megatron, of which the padding is less than an eighth, or than 32 tokens."""
@@ -232,6 +313,24 @@ def test_pairs():
     assert pairs_of(table([1, 160, 100], [100_000, 100_000, 500])) == 0
     assert pairs_of(table([1, 180], [100_000, 100_000])) == 180 * 100_090 > 2**24
     assert pairs_of(table([100_000], [100_000])) == 15e9, "more than 32 bits hold"
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "whole"),
+    [
+        ([9], [0], True),
+        ([1, 1, 9, 2], [5, 0, 0, 0], True),
+        ([1, 9, 9, 9, 9], [5, 0, 0, 0, 0], True),
+        ([9, 9, 9, 9, 9], [0, 0, 0, 0, 0], False),  # more than there is room for
+        ([1, 9, 1], [5, 0, 0], False),  # a token behind a prompt
+        ([1, 9, 9], [5, 0, 1], False),  # a prompt of which something is cached
+        ([1, 1], [5, 0], False),
+    ],
+)
+def test_which_rows_are_whole_prompts(new, cached, whole):
+    assert has_whole_prompts(table(new, cached)) is whole
+    # Not those of paused requests.
+    assert has_whole_prompts(table([9, *new], [3, *cached], paused=1)) is whole
 
 
 def in_graphs(engine: Engine, lengths, **kinds) -> list[bool]:
@@ -403,8 +502,8 @@ def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({}, 1536),
-        ({"step_tokens": 8192}, 1536),
+        ({"step_tokens": 3000}, 3000),
+        ({"step_tokens": 8192}, 3072),
         ({"step_tokens": 1000}, 1000),
         ({"num_cuda_graphs": None}, 0),
         ({"num_speculative_tokens": 1}, 0),

@@ -32,6 +32,7 @@ class ToyStep:
     """See ``InferenceStep``: the whole tensor is one block."""
 
     windowed = False
+    whole_prompts = None
     ranks = None
     shares = None
 
