@@ -136,10 +136,15 @@ class Engine:
         self._forget_requests()
 
     def capture(self) -> None:
-        """Capture the CUDA graphs of a started engine that steps with prompts may soon need.
+        """Capture the CUDA graphs of steps that read prompts, and empty the prefix cache.
 
         Without it each is captured when a step of its size first runs. Collective.
+
+        Raises:
+            RuntimeError: If the engine has not been started, or has requests.
         """
+        if self._active is None or self._has_requests():
+            raise RuntimeError("capture needs a started engine without requests")
         if self._prefill_graphs is not None:
             self._prefill_graphs.capture()
 

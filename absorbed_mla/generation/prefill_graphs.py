@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 # Tokens of the smallest graph, and the least difference between two.
 _LEAST_TOKENS, _LEAST_STEP = 64, 32
-# Requests of a graph for few of them; those of the other one are as many as may run together.
-_FEW_REQUESTS = 4
 # Of the largest graph, where nobody says how many. A step of 1,024 tokens takes an H100 2.2 ms per
 # layer of DeepSeek-V3's widths, and its host 2.5 or more; a slow one keeps up with 3,072 tokens.
 _AUTO_TOKENS = 3072
+# Of the largest one that attends absorbed, where a step without a graph expands prompts.
+_AUTO_TOKENS_ABSORBED = 1536
 # Pairs of a new token and a key that a graph attends to absorbed in one layer. Each takes
 # (2176 - 640) x heads operations more than expanded, as prompts are attended to without a graph:
 # about 0.2 ms of an H100 for one prompt of 1,024 tokens, which are half a million pairs. One of
@@ -80,18 +80,16 @@ class PrefillGraphs:
     ) -> None:
         context, controller = host.context, host.controller
         self._context, self._graphs, self._most_pairs = context, graphs, most_pairs
-        # Blocks in host memory are several parts of a cache.
-        self._expands = expands and not hasattr(context, "tiers")
-        self._whole_prompts = False
+        self._expands, self._whole_prompts = expands, False
         self._init = controller._dynamic_step_context_init
         self._forward = controller._dynamic_step_forward_logits
         tp = parallel_state.get_tensor_model_parallel_world_size()
         most = min(most_tokens, context.max_tokens)
         self._sizes = [
-            size
-            for size in prefill_sizes(most, context.max_requests, tp)
-            if size.is_valid(context.max_requests, context.max_sequence_length, 0)
+            size for size in prefill_sizes(most, context.max_requests, tp) if self._is_valid(size)
         ]
+        most_absorbed = _AUTO_TOKENS_ABSORBED if expands else most
+        self._absorbed = [size for size in self._sizes if size.token_count <= most_absorbed]
         controller._dynamic_step_context_init = self._prepare
         controller._dynamic_step_forward_logits = self._run
 
@@ -103,17 +101,17 @@ class PrefillGraphs:
         self._whole_prompts = self._expands and has_whole_prompts(context)
         if not self._whole_prompts and pairs_of(context) > self._most_pairs:
             return self._init(*args, **kwargs)
-        with self._offered():
+        with self._offered(self._sizes if self._whole_prompts else self._absorbed):
             return self._init(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _offered(self) -> Iterator[None]:
-        """Have Megatron look through the sizes of this class for one that fits."""
+    def _offered(self, sizes: list[InferenceBatchDimensions]) -> Iterator[None]:
+        """Have Megatron look through these sizes for one that fits."""
         context = self._context
         # Those of decode steps do not fit. The list is looked through in such steps, too.
         others, context.cuda_graph_batch_dimensions_list = (
             context.cuda_graph_batch_dimensions_list,
-            self._sizes,
+            sizes,
         )
         try:
             yield
@@ -121,20 +119,29 @@ class PrefillGraphs:
             context.cuda_graph_batch_dimensions_list = others
 
     def capture(self) -> None:
-        """Capture graphs of steps with more than a few requests, of any number of tokens.
+        """Capture the graphs of all sizes, of whole prompts where these attend expanded.
 
-        Traffic would wait for each for a tenth of a second. Graphs of other steps are captured when
-        one of their size first runs. The context must have no requests; it is reset.
+        Traffic would wait for each for a tenth of a second. Those of other rows are captured when a
+        step of their size first runs. The context must have no requests; it is reset.
         """
-        rows = self._sizes[-1].prefill_req_count
+        self._graphs.keep_for(self._context)
         # Smaller ones then take the memory of the largest.
         for size in reversed(self._sizes):
-            if size.prefill_req_count == rows and (size, self._expands) not in self._graphs:
-                with self._offered():
-                    inputs = self._init(construct_graph_dimensions=_with_prompts(size))
+            rows = _with_prompts(size)
+            if (size, self._expands) in self._graphs or not self._is_valid(rows):
+                continue
+            try:
+                with self._offered(self._sizes):
+                    inputs = self._init(construct_graph_dimensions=rows)
                 self._whole_prompts = self._expands
                 self._run(*inputs[:2])
+            finally:
                 self._context.reset()
+
+    def _is_valid(self, size: InferenceBatchDimensions) -> bool:
+        """Whether so many requests may run, and their prompts can be as long."""
+        context = self._context
+        return size.is_valid(context.max_requests, context.max_sequence_length, 0)
 
     @torch.inference_mode()
     def _run(self, input_ids: Tensor, position_ids: Tensor) -> None:
@@ -171,7 +178,7 @@ def _reading(context: DynamicInferenceContext, *, whole_prompts: bool) -> Iterat
 def prefill_sizes(
     most_tokens: int, max_requests: int, tp: int = 1
 ) -> list[InferenceBatchDimensions]:
-    """Sizes that steps are padded to, smallest first: two for every number of tokens.
+    """Sizes that steps are padded to, smallest first, with rows for as many requests as may run.
 
     Numbers of tokens differ by 32 up to 256, and by an eighth of a power of two above. Rows for
     prompts may hold requests that decode, so that the numbers of both are no matter.
@@ -183,9 +190,7 @@ def prefill_sizes(
     """
     largest = most_tokens // tp * tp
     tokens = {min(_multiple(count, tp), largest) for count in _token_counts(largest)} | {largest}
-    requests = {min(_multiple(_FEW_REQUESTS, tp), max_requests), max_requests}
-    pairs = {(count, min(rows, count)) for count in tokens for rows in requests}
-    return [InferenceBatchDimensions(count, rows, 0) for count, rows in sorted(pairs)]
+    return [InferenceBatchDimensions(each, min(max_requests, each), 0) for each in sorted(tokens)]
 
 
 def _token_counts(most: int) -> Iterator[int]:
@@ -246,15 +251,17 @@ def prefill_graphs(
         return None
     assert graphs is not None
     # What attends absorbed in any case gains from every graph.
-    layers = _attentions(model)
-    absorbed = all(one.options.form == "absorbed" or one.options.batch_invariant for one in layers)
-    weight = next(model.parameters())
-    expands = all(
-        one.cached_attention.expands_in_graphs(weight.device, model.config.params_dtype)
-        for one in layers
-    )
+    options = [one.options for one in _attentions(model)]
+    absorbed = all(one.form == "absorbed" or one.batch_invariant for one in options)
     most_pairs = math.inf if absorbed else MOST_PAIRS
-    return PrefillGraphs(host, graphs, most_tokens, most_pairs, expands=expands)
+    return PrefillGraphs(host, graphs, most_tokens, most_pairs, expands=_expands(model))
+
+
+def _expands(model: GPTModel) -> bool:
+    """Whether whole prompts attend expanded in a graph, in all layers."""
+    device, dtype = next(model.parameters()).device, model.config.params_dtype
+    layers = _attentions(model)
+    return all(one.cached_attention.expands_in_graphs(device, dtype) for one in layers)
 
 
 def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
@@ -271,7 +278,8 @@ def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
     if why:
         log_once(logger, "steps that read prompts have no CUDA graph of the whole model", why)
         return 0
-    return min(_AUTO_TOKENS, options.step_tokens)
+    most = _AUTO_TOKENS if _expands(model) else _AUTO_TOKENS_ABSORBED
+    return min(most, options.step_tokens)
 
 
 def why_none(model: GPTModel) -> str:

@@ -152,8 +152,7 @@ class CachedAttention:
         """Whether a step in a CUDA graph may have ``whole_prompts``, which attend expanded."""
         if self.options.form != "auto" or self.options.batch_invariant:
             return False
-        backend = self._expanded_backend(device, dtype)
-        return backend is not None and backend.reads_device_spans
+        return self._backend_in_graphs(device, dtype) is not None
 
     def _apart(
         self,
@@ -170,7 +169,9 @@ class CachedAttention:
         # Either form makes its query in place.
         decoding = q[first].clone(), kv[first], weights, (cos[first], sin[first])
         decoded = self._absorbed(None, step, ALL_ABSORBED, *decoding, rows=prompts.decoding)
-        out = self._attend_expanded(OwnKeys(prompts.spans), q, self.rounded(kv), weights, cos_sin)
+        backend = self._backend_in_graphs(q.device, q.dtype)
+        keys, own = OwnKeys(prompts.spans), self.rounded(kv)
+        out = self._attend_expanded(keys, q, own, weights, cos_sin, backend)
         # Zeros where there is no token of the other kind.
         out[first] += decoded
         return out
@@ -261,12 +262,17 @@ class CachedAttention:
             self._paged_choice = request, paged.choose(name, request)
         return self._paged_choice[1]
 
-    def _expanded_backend(
+    def _backend_in_graphs(
         self, device: torch.device, dtype: torch.dtype
     ) -> AttentionBackend | None:
-        """The backend of the expanded form; None where ``form="auto"`` and none can run."""
+        """That of the expanded form over ``DeviceSpans``; None where none can run."""
+        request = self._expanded_request(device, dtype)
+        able, _ = ATTENTION_BACKENDS.examine(self.options.core_attention_backend, request)
+        return next((backend for backend in able if backend.reads_device_spans), None)
+
+    def _expanded_request(self, device: torch.device, dtype: torch.dtype) -> AttentionRequest:
         key_width, value_width = self.expanded.widths(self.dims)
-        request = AttentionRequest(
+        return AttentionRequest(
             form="expanded",
             device=device,
             dtype=dtype,
@@ -275,6 +281,12 @@ class CachedAttention:
             masked=False,
             dropout=False,
         )
+
+    def _expanded_backend(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> AttentionBackend | None:
+        """The backend of the expanded form; None where ``form="auto"`` and none can run."""
+        request = self._expanded_request(device, dtype)
         if self._expanded_choice is None or self._expanded_choice[0] != request:
             name, backend = self.options.core_attention_backend, None
             if self.options.form == "expanded" or ATTENTION_BACKENDS.examine(name, request)[0]:
@@ -296,7 +308,7 @@ class CachedAttention:
         if step.ranks is not None:
             backend = InterleavedAttention(backend, step.ranks)
         for part in step.parts():
-            of_part = rows or part.rows
+            of_part = part.rows if rows is None else rows
             if segment is not ALL_ABSORBED:
                 of_part = self._rows_of(step, of_part, segment)
             attended = backend.forward(
@@ -347,11 +359,11 @@ class CachedAttention:
             step.tables,
         )
 
-    def _attend_expanded(self, keys, q, kv, weights, cos_sin) -> Tensor:
+    def _attend_expanded(self, keys, q, kv, weights, cos_sin, backend=None) -> Tensor:
         rules = ScoreRules(
             scale=self.softmax_scale, spans=Spans(), query_chunk_size=self.options.query_chunk_size
         )
-        backend = self._expanded_backend(q.device, q.dtype)
+        backend = backend or self._expanded_backend(q.device, q.dtype)
         assert backend is not None
         plan = AttentionPlan(self.expanded, backend, keys, rules)
         query = self.expanded.query(q, weights[0], *cos_sin)

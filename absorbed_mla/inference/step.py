@@ -85,7 +85,8 @@ class InferenceStep(Protocol):
         windowed: Whether there may be several parts.
         ranks: Those that share the latents of every request; None: each rank has all of them.
         shares: How ranks divide the new tokens; None: each computes all of them.
-        whole_prompts: In a CUDA graph, its rows where they are none but those; None: they are any.
+        whole_prompts: In a CUDA graph, the step's rows if they are only whole prompts and rows of
+            one token; None: they may be any.
         tables: What a layer derives from rows and lengths; the same object for all layers of a
             forward where its cache has one for them.
     """

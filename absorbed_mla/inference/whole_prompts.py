@@ -13,7 +13,7 @@ from absorbed_mla.core_attention.masks.device_spans import DeviceSpans
 from absorbed_mla.core_attention.masks.spans import Spans
 from absorbed_mla.inference.rows import Rows
 
-# Prompts of a step. A tile of each has fewer queries than the others, for which there is room.
+# Prompts of a step. The tile table has room for one tile of each that its queries do not fill.
 MOST_PROMPTS = 4
 
 
@@ -26,7 +26,7 @@ class WholePrompts:
 
     Attributes:
         decoding: All rows; those of prompts have no new token.
-        tokens: How many of the first tokens belong to rows that decode, at most.
+        tokens: All tokens of rows that decode are among the first so many.
         spans: The prompts, each over itself.
     """
 

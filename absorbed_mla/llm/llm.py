@@ -254,8 +254,8 @@ class LLM:
         """Abort all requests, forget what is cached, and let the model be trained.
 
         Args:
-            free_cache: Whether to free the cache's memory. CUDA graphs go with it, and are captured
-                again by :meth:`wake`.
+            free_cache: Whether to free the cache's memory. CUDA graphs go with it; those of layers
+                are captured again by :meth:`wake`, those of whole steps when one first runs.
         """
         if self._awake:
             self._runner.sleep(free_cache)

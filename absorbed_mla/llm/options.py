@@ -91,10 +91,10 @@ class LLMOptions:
         cuda_graphs: Whether decode steps are captured as CUDA graphs when the engine is built. Not
             on a CPU.
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
-            the whole model, captured at the start, or for up to four requests when a step of its
-            size first runs; at most ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: one graph
-            for each layer, of up to 512 tokens. None: 3,072, or the tokens of a forward pass if
-            they are fewer; 0 where the model or other options are against it.
+            the whole model; at most ``max_num_batched_tokens``. Needs ``cuda_graphs``. 0: one graph
+            for each layer, of up to 512 tokens. None: 3,072, or 1,536 where prompts cannot attend
+            expanded in a graph, or the tokens of a forward pass if they are fewer; 0 where the
+            model or other options are against it. See docs/generation.md.
 
     Raises:
         ValueError: On construction, naming the option, what it got and what it accepts.

@@ -155,7 +155,8 @@ class LocalRunner:
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"cache_tokens: a cache of {self._options.cache_tokens} tokens does not fit into "
-                "this GPU's memory; fewer do, or a smaller max_num_seqs"
+                "this GPU's memory with all else; fewer do, or a smaller max_num_seqs or "
+                "prefill_graph_tokens"
             ) from error
 
     def options(self) -> EngineOptions:

@@ -202,8 +202,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         ("--no-prefix-caching", "compute equal beginnings of prompts twice"),
         (
             "--cuda-graphs",
-            "GPU only: capture layers in CUDA graphs before the first step, and replay them in "
-            "steps of up to 512 tokens, which run absorbed",
+            "GPU only: capture steps in CUDA graphs, those that decode before the first one runs, "
+            "those that read prompts when one of their size does",
         ),
     ):
         add(flag, action="store_true", help=text)

@@ -32,6 +32,10 @@ class DeviceSpans(Spans):
         made.starts, made.lengths, made.most = starts, lengths, most
         return made
 
+    def __iter__(self):
+        """Refused: a backend that looks for spans on the host would find none."""
+        raise TypeError("only the device knows the numbers of these spans")
+
     def query_tiles(self, size: int, length: int) -> Tensor:
         """As ``tiles.query_tiles`` of the whole axis; as many tiles as there can be.
 

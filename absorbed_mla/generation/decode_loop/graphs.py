@@ -26,8 +26,8 @@ class StepGraphs:
 
     Graphs share a pool of memory: only one of them runs at a time, and what they leave behind is
     in tensors of others. A capture takes from the pool what is free, but of a large tensor only in
-    one piece, so that the pool would grow with each step that is larger than those before it: the
-    first one takes the memory of larger ones, too.
+    one piece, so that the pool would grow with each step that is larger than those before it: one
+    that is not the largest takes the memory of larger ones, too.
 
     Args:
         model: Its layers' own graphs are not used inside of a step's.
@@ -44,13 +44,18 @@ class StepGraphs:
         self._buffers: Sequence[int] = ()
         _LIVING.add(self)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a step of this key has been captured."""
+        return key in self._graphs
+
     def run(self, key: Hashable, step: Callable[[], None], larger: float | None = None) -> None:
         """Run a step, or the graph that was captured when one of this key ran first.
 
         Args:
             key: Of all that the step's work depends on, beside the values in tensors.
             step: Repeatable; on the current stream.
-            larger: How many times its tokens the largest step has; None: not to be asked.
+            larger: How many times its tokens the largest step has; None: no memory is taken for
+                larger ones.
         """
         if key not in self._graphs:
             self._graphs[key] = self._captured(step, larger)
@@ -82,9 +87,6 @@ class StepGraphs:
         self._graphs.clear()
         self._pool = self._last = None
         self._room = 0, None
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
 
     def _captured(self, step: Callable[[], None], larger: float | None) -> torch.cuda.CUDAGraph:
         if self._pool is None:

@@ -37,6 +37,7 @@ from absorbed_mla.inference.backends import reference
 from absorbed_mla.llm.options import LLMOptions
 from absorbed_mla.log_once import times_logged
 from absorbed_mla.options import AbsorbedMLAOptions
+from absorbed_mla.registry import ATTENTION_BACKENDS
 from tests.oracle_dsa import OracleDSA
 from tests.support import needs
 from tests.support.cases import TINY
@@ -148,7 +149,8 @@ def test_same_tokens(graphs, chunks):
 def tiles(graphs, monkeypatch) -> TileReference:
     """The backend of graphs in which whole prompts attend expanded; of steps without one, too."""
     backend = TileReference()
-    monkeypatch.setattr(CachedAttention, "_expanded_backend", lambda self, *_: backend)
+    for name in ("_expanded_backend", "_backend_in_graphs"):
+        monkeypatch.setattr(CachedAttention, name, lambda self, *_: backend)
     expanding = partial(PrefillGraphs, expands=True)
     monkeypatch.setattr(sys.modules[__name__], "PrefillGraphs", expanding)
     return backend
@@ -172,7 +174,7 @@ def test_whole_prompts_have_no_bound_of_pairs(graphs, tiles):
 
 
 def test_captured_before_traffic(graphs, tiles, monkeypatch):
-    """Sizes with many requests, the largest first; then only those of few are captured."""
+    """All sizes, the largest first; then only those of other rows than whole prompts."""
     engine, runs = engine_of(generating_model(), **OPTIONS), []
     context, run_step = engine.host.context, StepGraphs.run
     with engine:
@@ -185,26 +187,71 @@ def test_captured_before_traffic(graphs, tiles, monkeypatch):
             patch.setattr(StepGraphs, "run", run)
             engine.capture()
         assert runs == [True] * len(graphs[0]._graphs), "another one reads what is not there"
-        sizes = [size for size in prefill_sizes(MOST, 8) if size.prefill_req_count == 8]
+        sizes = prefill_sizes(MOST, 8)
         assert list(graphs[0]._graphs) == [(size, True) for size in reversed(sizes)]
         captured = dict(graphs[0]._graphs)
         engine.capture()
         assert graphs[0]._graphs == captured
         for i in range(6):
             engine.add_request(prompt(10, i), GREEDY)
+        with pytest.raises(RuntimeError, match="without requests"):
+            engine.capture()
         engine.step()
         engine.add_request(prompt(60, 7), GREEDY)
         while engine.is_busy():
             engine.step()
-        assert {whole for size, whole in graphs[0]._graphs if size.prefill_req_count == 8} == {
-            True,
-            False,  # six prompts
-        }
+        more = graphs[0]._graphs.keys() - captured
+        assert {whole for _, whole in more} == {False}, "six prompts"
         found = [engine.results[number].tokens for number in sorted(engine.results)]
+    with pytest.raises(RuntimeError, match="started engine"):
+        engine.capture()
     plain = engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0})
     prompts = [*(prompt(10, i) for i in range(6)), prompt(60, 7)]
     assert found == [one.tokens for one in plain.generate(prompts, [GREEDY] * 7)]
-    engine_of(generating_model(), **{**OPTIONS, "prefill_graph_tokens": 0}).capture()
+    with plain:
+        plain.capture()  # nothing
+
+
+@pytest.mark.parametrize("longest", [20, 30, 40])
+def test_sizes_that_few_prompts_do_not_fill_are_not_captured(graphs, tiles, longest):
+    """Four prompts of the greatest length, and rows that decode."""
+    engine = engine_of(generating_model(), **OPTIONS, max_sequence_length=longest)
+    with engine:
+        engine.capture()
+        found = {size.token_count for size, _ in graphs[0]._graphs}
+    assert found == {size for size in (64, 96, 128) if size <= 4 * longest + 4}
+
+
+def test_nothing_fits(graphs, tiles):
+    engine = engine_of(generating_model(), **OPTIONS, max_sequence_length=5)
+    with engine:
+        engine.capture()
+    assert not graphs[0]._graphs
+
+
+def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no memory")
+
+    engine = engine_of(generating_model(), **OPTIONS)
+    with engine:
+        monkeypatch.setattr(StepGraphs, "run", refuse)
+        with pytest.raises(RuntimeError, match="no memory"):
+            engine.capture()
+        assert engine.host.context.total_request_count == 0
+
+
+def test_larger_steps_of_other_rows_attend_expanded(graphs, tiles, monkeypatch):
+    """Without a graph, where whole prompts have one."""
+    monkeypatch.setattr(prefill_graphs, "_AUTO_TOKENS_ABSORBED", 70)
+    engine = engine_of(generating_model(), **OPTIONS)
+    assert in_graphs(engine, [100]) == [True]
+    engine = engine_of(generating_model(), **OPTIONS)
+    with engine:
+        for i in range(6):
+            engine.add_request(prompt(15, i), GREEDY)
+        engine.step()
+        assert not engine.host.context.using_cuda_graph_this_step()
 
 
 def test_prefixes(graphs):
@@ -248,18 +295,19 @@ def test_graphs_of_another_cache(graphs):
 
 
 def test_sizes():
-    """Two for every number of tokens: 32 between two of them, above 256 an eighth."""
+    """One for every number of tokens: 32 between two of them, above 256 an eighth."""
     assert prefill_sizes(100, 2) == [Size(64, 2, 0), Size(96, 2, 0), Size(100, 2, 0)]
-    assert prefill_sizes(10, 64) == [Size(10, 4, 0), Size(10, 10, 0)]
-    found = prefill_sizes(1536, 64)
+    assert prefill_sizes(10, 64) == [Size(10, 10, 0)]
+    assert prefill_sizes(100, 80) == [Size(64, 64, 0), Size(96, 80, 0), Size(100, 80, 0)]
+    found = prefill_sizes(3072, 64)
     tokens = [*range(64, 256, 32), *range(256, 512, 32), *range(512, 1024, 64)]
-    tokens += range(1024, 1537, 128)
-    assert found == [Size(count, rows, 0) for count in tokens for rows in (4, 64)]
-    assert len(found) == 54
-    assert prefill_sizes(2000, 64)[-2:] == [Size(2000, 4, 0), Size(2000, 64, 0)]
+    tokens += [*range(1024, 2048, 128), *range(2048, 3073, 256)]
+    assert found == [Size(count, 64, 0) for count in tokens]
+    assert len(found) == 35
+    assert prefill_sizes(2000, 64)[-1] == Size(2000, 64, 0)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 48])
+@pytest.mark.parametrize("rows", [1, 3, 4, 48, 200])
 def test_rows_that_sizes_are_captured_with(rows):
     """One-token rows and a few prompts of at least two, which Megatron pads to the size."""
     sizes = prefill_sizes(700, rows)
@@ -279,8 +327,7 @@ def test_smallest_size_is_taken(rows):
         real = Size(tokens, 1, rows - 1)
         found = CUDAGraphBatchDimensionBuilder.match_graph_config(real, sizes)
         fitting = [one for one in sizes if one.token_count >= tokens]
-        assert found.token_count == min(one.token_count for one in fitting)
-        assert found.prefill_req_count == (4 if rows <= 4 else 64)
+        assert found == fitting[0]
         assert found.token_count - tokens < max(tokens / 8, 32) or tokens < 64
     too_large = Size(1537, 1, rows - 1)
     assert CUDAGraphBatchDimensionBuilder.match_graph_config(too_large, sizes) is None
@@ -291,7 +338,7 @@ def test_sizes_that_ranks_divide(tp):
     found = prefill_sizes(1000, 48, tp)
     assert found[-1] == Size(1000 // tp * tp, 48, 0)
     assert all(not one.token_count % tp and not one.prefill_req_count % tp for one in found)
-    assert len({one.token_count for one in found}) == len(prefill_sizes(1000, 48)) / 2
+    assert len({one.token_count for one in found}) == len(prefill_sizes(1000, 48))
 
 
 def table(new: list[int], cached: list[int], paused: int = 0) -> SimpleNamespace:
@@ -368,7 +415,7 @@ def test_same_tokens_with_and_without_graphs(graphs, monkeypatch):
     """In turns, as the pairs of a step decide."""
     monkeypatch.setattr(PrefillGraphs.__init__, "__defaults__", (3000,))
     engine = check(generating_model(), graphs)
-    assert len(graphs[0]._graphs) > 2 and engine.statistics.steps > engine.statistics.graph_steps
+    assert len(graphs[0]._graphs) == 2 and engine.statistics.steps > engine.statistics.graph_steps
 
 
 def test_sizes_of_decode_steps_stay(graphs):
@@ -502,8 +549,8 @@ def test_what_attends_absorbed_anyway_has_no_bound(captures, options, most_pairs
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
-        ({"step_tokens": 3000}, 3000),
-        ({"step_tokens": 8192}, 3072),
+        ({}, 1536),
+        ({"step_tokens": 8192}, 1536),
         ({"step_tokens": 1000}, 1000),
         ({"num_cuda_graphs": None}, 0),
         ({"num_speculative_tokens": 1}, 0),
@@ -522,6 +569,20 @@ def test_chosen_tokens(captures, caplog, options, tokens):
         return
     [message], [(name, value)] = messages, options.items()
     assert f"do not go with {name}={value}" in message
+
+
+@pytest.mark.parametrize(("form", "tokens"), [("auto", 3072), ("absorbed", 1536)])
+def test_chosen_tokens_where_prompts_can_be_expanded(captures, monkeypatch, form, tokens):
+    """The fastest backend, which is chosen without graphs, may not be one that they can have."""
+    fastest, other = SimpleNamespace(reads_device_spans=False), TileReference()
+    able = [fastest, other]
+    monkeypatch.setattr(ATTENTION_BACKENDS, "examine", lambda *_: (able, {}))
+    model = captures(AbsorbedMLAOptions(form=form))
+    assert chosen_tokens(model, EngineOptions(**SIZES, step_tokens=8192)) == tokens
+    attention = model.decoder.layers[0].self_attention.cached_attention
+    assert attention._backend_in_graphs(torch.device("cpu"), torch.float32) is other
+    able.pop()
+    assert chosen_tokens(model, EngineOptions(**SIZES, step_tokens=8192)) == 1536
 
 
 def test_reason_is_logged_once(caplog):

@@ -1,0 +1,64 @@
+"""A runner of one process: when its engine starts, and when it captures graphs of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from absorbed_mla.llm import runner
+from absorbed_mla.llm.options import LLMOptions
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What engines do, in order."""
+    done: list[str] = []
+
+    class Recorded:
+        def __init__(self, model, options):
+            done.append("made")
+
+        def start(self):
+            done.append("start")
+
+        def capture(self):
+            done.append("capture")
+
+    monkeypatch.setattr(runner, "Engine", Recorded)
+    return done
+
+
+def test_of_a_checkpoint(events, monkeypatch):
+    """Graphs of prompts are captured before there are requests, not again when it wakes."""
+    checkpoint = SimpleNamespace(config=SimpleNamespace(vocab_size=8))
+    model = SimpleNamespace(max_sequence_length=4)
+    for name, value in {
+        "open_model": checkpoint,
+        "require_model": None,
+        "join": torch.device("cpu"),
+        "load_model": model,
+        "engine_options": None,
+    }.items():
+        monkeypatch.setattr(runner, name, lambda *_, value=value: value)
+    made = runner.LocalRunner.of_checkpoint(Path(), LLMOptions(), 0, 1, None)
+    assert events == ["made", "start", "capture"]
+    made.wake()
+    assert events[3:] == ["start"]
+
+
+def test_of_a_live_model(events):
+    runner.LocalRunner(None, None).wake()
+    assert events == ["made", "start"]
+
+
+def test_no_memory(events, monkeypatch):
+    def refuse(self):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner.Engine, "capture", refuse)
+    options = SimpleNamespace(cache_tokens=4096)
+    with pytest.raises(ValueError, match="a cache of 4096 tokens does not fit"):
+        runner.LocalRunner(None, options)._wake(capture=True)
