@@ -233,8 +233,29 @@ MUTATIONS = {
     ),
     "prompts_captured_with_rows_that_decode_behind": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",
-        "construct_graph_dimensions=_with_prompts(size)",
+        "construct_graph_dimensions=rows",
         "construct_graph_dimensions=size",
+    ),
+    "prompts_captured_that_are_too_long": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py", " or not self._is_valid(rows):", ":"
+    ),
+    "failed_capture_leaves_requests": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "            finally:\n                self._context.reset()",
+        "            finally:\n                pass",
+    ),
+    "other_rows_in_graphs_of_any_size": Mutation(
+        "absorbed_mla/generation/prefill_graphs.py",
+        "self._sizes if self._whole_prompts else self._absorbed",
+        "self._sizes",
+    ),
+    "graphs_of_the_fastest_backend_only": Mutation(
+        "absorbed_mla/inference/attention.py",
+        "next((backend for backend in able if backend.reads_device_spans), None)",
+        "able[0] if able[0].reads_device_spans else None",
+    ),
+    "no_graphs_before_traffic": Mutation(
+        "absorbed_mla/llm/runner.py", "runner._wake(capture=True)", "runner.wake()"
     ),
     "whole_prompts_seen_in_later_steps": Mutation(
         "absorbed_mla/generation/prefill_graphs.py",
@@ -248,8 +269,8 @@ MUTATIONS = {
     ),
     "whole_prompts_not_rounded_to_fp8": Mutation(
         "absorbed_mla/inference/attention.py",
-        "q, self.rounded(kv), weights",
-        "q, kv, weights",
+        "own = OwnKeys(prompts.spans), self.rounded(kv)",
+        "own = OwnKeys(prompts.spans), kv",
     ),
     "padding_behind_prompts_not_written": Mutation(
         "absorbed_mla/core_attention/masks/device_spans.py",
