@@ -54,7 +54,7 @@ class CachedAttention:
     Rows with few new tokens (decode, speculative tokens) run absorbed over the paged latent. Rows
     with many run expanded: over their own tokens, and over the cached context in chunks, merged by
     LSE. The cost model decides for each row by itself, so that no row is decompressed because of
-    another.
+    another. In a CUDA graph only whole prompts may run expanded (``whole_prompts.py``).
 
     Backends and the kind of cache are chosen when they are first needed, and kept until something
     else is requested.
