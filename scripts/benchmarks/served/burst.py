@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 # Fewer steps with all requests running would be a rate of nothing.
 LEAST_STEPS = 4
@@ -86,13 +86,14 @@ class Timeline:
 
         Returns:
             ``seconds`` until the last token, ``ttft_ms`` (time to first token, the median of the
-            requests) and ``ttft_p90_ms``, ``input_tokens_per_second`` (prompt tokens over the time
-            until all requests have a token), and, of the time in which all requests were
-            generating, ``decode_tokens_per_second`` and ``step_ms``; these two are None where that
-            is less than ``LEAST_STEPS`` steps. With several rounds ``seconds``, ``ttft_ms`` and
-            ``ttft_p90_ms`` since each request was sent, ``token_ms`` (time per token of a request
-            after its first, likewise) and ``token_p90_ms``, None where no output has two tokens,
-            and ``output_tokens_per_second`` of the whole burst.
+            requests), ``ttft_mean_ms`` and ``ttft_p90_ms``, ``input_tokens_per_second`` (prompt
+            tokens over the time until all requests have a token), and, of the time in which all
+            requests were generating, ``decode_tokens_per_second`` and ``step_ms``; these two are
+            None where that is less than ``LEAST_STEPS`` steps. With several rounds ``seconds``,
+            ``ttft_ms``, ``ttft_mean_ms`` and ``ttft_p90_ms`` since each request was sent,
+            ``token_ms`` (time per token of a request after its first, likewise) and
+            ``token_p90_ms``, None where no output has two tokens, and
+            ``output_tokens_per_second`` of the whole burst.
 
         Raises:
             RuntimeError: If a request has not as many tokens as it was asked for.
@@ -118,6 +119,7 @@ class Timeline:
         return {
             "seconds": max(lasts),
             "ttft_ms": 1e3 * median(firsts),
+            "ttft_mean_ms": 1e3 * fmean(firsts),
             "ttft_p90_ms": 1e3 * percentile(firsts, 0.9),
             "input_tokens_per_second": burst.requests * burst.prompt_tokens / begin,
             "decode_tokens_per_second": rate,
@@ -137,6 +139,7 @@ class Timeline:
         return {
             "seconds": seconds,
             "ttft_ms": 1e3 * median(firsts),
+            "ttft_mean_ms": 1e3 * fmean(firsts),
             "ttft_p90_ms": 1e3 * percentile(firsts, 0.9),
             "token_ms": 1e3 * median(each) if each else None,
             "token_p90_ms": 1e3 * percentile(each, 0.9) if each else None,

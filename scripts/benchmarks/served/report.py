@@ -75,6 +75,7 @@ class Row:
         case: What ran.
         error: What went wrong; ``""`` if nothing did.
         ttft_ms: To the first token, the median of the requests.
+        ttft_mean_ms: The mean, which does not depend on how requests are divided into steps.
         ttft_p90_ms: The same of the slowest tenth's best.
         prefill_tokens_per_second: Prompt tokens, of requests with one output token. None, as the
             three that follow, with several rounds.
@@ -92,6 +93,7 @@ class Row:
     case: Case
     error: str = ""
     ttft_ms: float | None = None
+    ttft_mean_ms: float | None = None
     ttft_p90_ms: float | None = None
     prefill_tokens_per_second: float | None = None
     decode_tokens_per_second: float | None = None
@@ -106,6 +108,7 @@ class Row:
 
 FIGURES = (
     "ttft_ms",
+    "ttft_mean_ms",
     "ttft_p90_ms",
     "prefill_tokens_per_second",
     "decode_tokens_per_second",
