@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import pytest
 
 from absorbed_mla.generation.decode_loop.graphs import StepGraphs
 from absorbed_mla.generation.prefill_graphs import PrefillGraphs
 from absorbed_mla.generation.sampling import SamplingParams
+from absorbed_mla.inference.attention import CachedAttention
 from tests.support import needs
 from tests.support.engine import engine_of, generating_model, prompt
+from tests.support.tile_reference import TileReference
 
 pytestmark = needs.processes(2)
 
@@ -28,14 +31,19 @@ class Padded(StepGraphs):
 
 
 @needs.no_gpu
+@pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_same_tokens(monkeypatch, sequence_parallel):
+def test_same_tokens(monkeypatch, sequence_parallel, expands):
     """Also where ranks divide the tokens of a step, of which 101 could not be divided."""
+    tiles = TileReference()
+    for choice in ("_expanded_backend", "_backend_in_graphs") if expands else ():
+        monkeypatch.setattr(CachedAttention, choice, lambda self, *_: tiles)
     model = generating_model(sequence_parallel=sequence_parallel)
     sizes = {"blocks": 40, "num_cuda_graphs": 2, "chunked_prefill": True, "step_tokens": 128}
     theirs, graphs = engine_of(model, **sizes), Padded(model)
     name = "absorbed_mla.generation.engine.prefill_graphs"
-    monkeypatch.setattr(name, lambda host, *_: PrefillGraphs(host, graphs, 101))
+    made = partial(PrefillGraphs, expands=expands)
+    monkeypatch.setattr(name, lambda host, *_: made(host, graphs, 101))
     engine = engine_of(model, **sizes, prefill_graph_tokens=101)
     for prompts in BATCHES:
         found, expected = (each.generate(prompts, GREEDY) for each in (engine, theirs))
@@ -43,3 +51,6 @@ def test_same_tokens(monkeypatch, sequence_parallel):
             assert one.tokens == other.tokens and not one.error
             assert one.log_probs == pytest.approx(other.log_probs, abs=5e-5)
     assert {size.token_count for size, _ in graphs._graphs} == {96, 100}
+    # Those of whole prompts attend expanded.
+    assert {whole for _, whole in graphs._graphs} == ({False, True} if expands else {False})
+    assert ("DeviceSpans" in tiles.kinds) == expands
