@@ -252,10 +252,11 @@ class Engine:
             request_id=number,
             # In a third of the time of torch.tensor: 0.4 ms less for 8,192 tokens.
             prompt_tokens=torch.frombuffer(array("q", prompt), dtype=torch.int64),
-            sampling_params=sampling,
             block_size_tokens=context.block_size_tokens,
             enable_prefix_caching=context.enable_prefix_caching,
         )
+        # It belongs to this request alone. Given above, Megatron would copy it, deeply and slowly.
+        request.sampling_params = sampling
         self.host._add_request(request)
 
     def abort(self, number: int) -> None:
