@@ -66,8 +66,8 @@ class EngineOptions:
         num_cuda_graphs: Numbers of tokens for which steps are captured in CUDA graphs when the
             engine is built; None for no graphs. See ``cuda_graphs.py``.
         prefill_graph_tokens: Most tokens of a step that reads prompts in which one CUDA graph holds
-            the whole model; larger steps, and those that would attend absorbed to more than a
-            million pairs of tokens where prompts can be expanded, run without. Needs
+            the whole model; larger steps run without, and, where prompts can be expanded, those
+            that would attend absorbed with more than 1,536 tokens or a million pairs. Needs
             ``num_cuda_graphs`` and the decode loop. 0: Megatron's graphs, one for each layer, for
             up to 512 tokens. See ``prefill_graphs.py``.
         decode_loop: Whether steps that only add a token to each request run without Megatron's

@@ -41,8 +41,9 @@ _LEAST_TOKENS, _LEAST_STEP = 64, 32
 # Of the largest graph, where nobody says how many. A step of 1,024 tokens takes an H100 2.2 ms per
 # layer of DeepSeek-V3's widths, and its host 2.5 or more; a slow one keeps up with 3,072 tokens.
 _AUTO_TOKENS = 3072
-# Of the largest one that attends absorbed, where a step without a graph expands prompts.
-_AUTO_TOKENS_ABSORBED = 1536
+# Of the largest one that attends absorbed where a step without a graph expands prompts, and of the
+# largest one at all where nobody says how many and whole prompts attend absorbed.
+_MOST_ABSORBED = 1536
 # Pairs of a new token and a key that a graph attends to absorbed in one layer. Each takes
 # (2176 - 640) x heads operations more than expanded, as prompts are attended to without a graph:
 # about 0.2 ms of an H100 for one prompt of 1,024 tokens, which are half a million pairs. One of
@@ -57,8 +58,9 @@ class PrefillGraphs:
     """Takes the place of two functions with which Megatron prepares a step and runs the model.
 
     Megatron pads a step that reads prompts to one of :func:`prefill_sizes`. Larger steps, those
-    that attend absorbed to more pairs of tokens, and those that only decode run as they did before.
-    Ranks that hold one model together have equal requests, and decide alike.
+    that would attend absorbed to more pairs or with more than ``_MOST_ABSORBED`` tokens where
+    prompts can be expanded, and those that only decode run as they did before. Ranks that hold one
+    model together have equal requests, and decide alike.
 
     Args:
         host: Megatron's engine, built without graphs of its own for such steps.
@@ -88,7 +90,7 @@ class PrefillGraphs:
         self._sizes = [
             size for size in prefill_sizes(most, context.max_requests, tp) if self._is_valid(size)
         ]
-        most_absorbed = _AUTO_TOKENS_ABSORBED if expands else most
+        most_absorbed = _MOST_ABSORBED if expands else most
         self._absorbed = [size for size in self._sizes if size.token_count <= most_absorbed]
         controller._dynamic_step_context_init = self._prepare
         controller._dynamic_step_forward_logits = self._run
@@ -278,7 +280,7 @@ def chosen_tokens(model: GPTModel, options: EngineOptions) -> int:
     if why:
         log_once(logger, "steps that read prompts have no CUDA graph of the whole model", why)
         return 0
-    most = _AUTO_TOKENS if _expands(model) else _AUTO_TOKENS_ABSORBED
+    most = _AUTO_TOKENS if _expands(model) else _MOST_ABSORBED
     return min(most, options.step_tokens)
 
 

@@ -243,7 +243,7 @@ def test_a_capture_that_fails_leaves_no_requests(graphs, tiles, monkeypatch):
 
 def test_larger_steps_of_other_rows_attend_expanded(graphs, tiles, monkeypatch):
     """Without a graph, where whole prompts have one."""
-    monkeypatch.setattr(prefill_graphs, "_AUTO_TOKENS_ABSORBED", 70)
+    monkeypatch.setattr(prefill_graphs, "_MOST_ABSORBED", 70)
     engine = engine_of(generating_model(), **OPTIONS)
     assert in_graphs(engine, [100]) == [True]
     engine = engine_of(generating_model(), **OPTIONS)
