@@ -156,6 +156,16 @@ CASES = {
         joined=True,
     ),
     "one-token": Case(of((40,) * 30, GREEDY.replace(max_tokens=1), GREEDY), joined=True),
+    # All requests of a step end with it, and others begin with the next one.
+    "one-token-each": Case(of((40,) * 30, GREEDY.replace(max_tokens=1)), joined=True),
+    "ends-together": Case(
+        of((40,) * 20, GREEDY.replace(max_tokens=5), sampled(max_tokens=5)),
+        {"max_requests": 6},
+        joined=True,
+    ),
+    "ends-together-for-blocks": Case(
+        of((60,) * 9, sampled(max_tokens=3)), {"blocks": 5, "prefix_caching": True}, joined=True
+    ),
     # Megatron finishes the step that reads its prompt.
     "top-log-probs-later": Case(
         of((40,) * 4, sampled(max_tokens=40, stop_token_ids=range(3)), sampled(logprobs=0)),

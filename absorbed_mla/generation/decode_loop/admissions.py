@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 
 from megatron.core.inference.engines import DynamicInferenceEngine
@@ -13,6 +14,10 @@ from absorbed_mla.generation.decode_loop.conditions import may_admit
 # Share of a step's tokens from which whole prompts fill it, so that no part of another is added: a
 # step costs a few milliseconds beside its tokens, 3 of 150 with 8,192 of them (H100).
 _FILLED = 0.75
+# Where more tokens wait than a step holds, it takes a quarter of them, but at least half of what it
+# holds: all of them wait for its end, so that shorter steps bring first tokens sooner in the mean.
+_OF_WAITING = 1 / 4
+_AT_LEAST = 1 / 2
 
 
 class Admissions:
@@ -108,13 +113,24 @@ class Admissions:
         room = context.max_tokens - running
         # One whose beginning another is about to read is passed over.
         most = None if context.enable_prefix_caching else context.max_requests - running
-        count = tokens = 0
-        for number in islice(host.waiting_request_ids, most):
-            more = tokens + len(host.get_request(number).remaining_prompt_tokens)
-            if more > room:
-                return count if freely and tokens >= _FILLED * room else 0
-            count, tokens = count + 1, more
-        return count
+        lengths = self._lengths(most, room / _OF_WAITING)
+        total = sum(lengths)
+        if total <= room:
+            return len(lengths)
+        if not freely:
+            return 0
+        shorter = min(room, max(total * _OF_WAITING, room * _AT_LEAST))
+        return _filling(lengths, shorter) or _filling(lengths, room)
+
+    def _lengths(self, most: int | None, tokens: float) -> list[int]:
+        """Lengths of the first prompts that wait, at most so many or so many tokens."""
+        found: list[int] = []
+        for number in islice(self._host.waiting_request_ids, most):
+            if tokens <= 0:
+                break
+            found.append(len(self._host.get_request(number).remaining_prompt_tokens))
+            tokens -= found[-1]
+        return found
 
     def _count_prefix_hits(self) -> None:
         """Add the context's counters to the engine's, as Megatron does at the end of a step."""
@@ -129,3 +145,13 @@ class Admissions:
         }.items():
             setattr(host, ours, getattr(host, ours) + getattr(context, theirs))
             setattr(context, theirs, 0)
+
+
+def _filling(lengths: Sequence[int], room: float) -> int:
+    """How many of the first prompts fill a step as far as is worth it; 0 if none do."""
+    count = tokens = 0
+    for count, length in enumerate(lengths):
+        if tokens + length > room:
+            break
+        tokens += length
+    return count if tokens >= _FILLED * room else 0

@@ -104,7 +104,7 @@ class ContextRows:
         return found.tolist()
 
     def may_follow(self, ended: Collection[int]) -> bool:
-        """Whether :meth:`follow` can be called: requests go on, and get the blocks that they need.
+        """Whether :meth:`follow` can be called: requests that go on get the blocks that they need.
 
         False where that is not certain: blocks that requests share are counted once by Megatron,
         and those of requests that end are not counted as free.
@@ -112,7 +112,7 @@ class ContextRows:
         kept = [row for row in range(self.count) if row not in ended]
         full = self._are_full()[kept]
         allocator, needed = self._context.kv_block_allocator, int(full.sum())
-        if not kept or allocator.total_avail < needed:
+        if allocator.total_avail < needed:
             return False
         counts = self._of["request_kv_block_counts"][kept]
         if not needed or counts.sum() + needed <= allocator.active_count:

@@ -155,7 +155,7 @@ class DecodeLoop:
         tokens = flight.landing.tokens()
         ends = self._endings.of(flight, tokens)
         ended = ends.rows
-        over = not ahead and self._all_end(ended)
+        over = not ahead and self._all_end(flight, ended)
         if not ahead and not over and not self._may_go_on(ended):
             leave_out(self._host.controller, self._rows, ends.gone)
             return None
@@ -169,7 +169,7 @@ class DecodeLoop:
             if (ended or flight.reads) and not self._has_its_size():
                 self._rows = None
         records = ends.end(members, flight, tokens, log_probs)
-        if over:
+        if over and self._rows.count:
             self._count_step()
         if over or self._endings.are_all(members.numbers):
             self._clear()
@@ -241,8 +241,10 @@ class DecodeLoop:
         self._read.synchronize()
         self._follow(ended, None)
         kept = rows.count
+        self._admissions.admit(due)
+        if not context.total_request_count:
+            return
         if due or ((ended or flight.reads) and not rows.has_size_for(kept)):
-            self._admissions.admit(due)
             self._enter()
         else:
             rows.publish()
@@ -251,10 +253,9 @@ class DecodeLoop:
         inputs.copy_(sampled.index_select(0, inputs))
         self._start()
 
-    def _all_end(self, ended: set[int]) -> bool:
+    def _all_end(self, flight: Flight, ended: set[int]) -> bool:
         """Whether these are all rows of the step, and their requests are ended here."""
-        assert self._rows is not None
-        return len(ended) == self._rows.count and not self.together and not self._reports_more()
+        return len(ended) == len(flight.numbers) and not self.together and not self._reports_more()
 
     def _may_go_on(self, ended: set[int]) -> bool:
         """Whether the step after this one is prepared here, without the rows of these requests."""
@@ -284,7 +285,8 @@ class DecodeLoop:
     def _clear(self) -> None:
         """All requests of the last step have ended."""
         self._read.synchronize()
-        leave_none(self._host.context)
+        if self._host.context.total_request_count:
+            leave_none(self._host.context)
         self._flights.clear()
         self._endings.forget()
         self._rows = self._members = None

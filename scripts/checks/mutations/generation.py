@@ -117,12 +117,33 @@ MUTATIONS = {
         "if True:",
     ),
     "decode_loop_admits_what_does_not_fit": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py", "if more > room:", "if False:"
+        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens + length > room:", "if False:"
     ),
     "decode_loop_leaves_steps_empty": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
-        "return count if freely and tokens >= _FILLED * room else 0",
+        "return count if tokens >= _FILLED * room else 0",
         "return count",
+    ),
+    "decode_loop_fills_steps_that_others_wait_for": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "return _filling(lengths, shorter) or _filling(lengths, room)",
+        "return _filling(lengths, room)",
+    ),
+    "decode_loop_shortens_steps_by_a_few_that_wait": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py", "if total <= room:", "if False:"
+    ),
+    "decode_loop_waits_where_all_end": Mutation(
+        "absorbed_mla/generation/decode_loop/context_rows.py",
+        "if allocator.total_avail < needed:",
+        "if not kept or allocator.total_avail < needed:",
+    ),
+    "decode_loop_runs_a_step_of_nobody": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py",
+        "        if not context.total_request_count:\n            return\n        if due",
+        "        if due",
+    ),
+    "decode_loop_counts_the_last_step_twice": Mutation(
+        "absorbed_mla/generation/decode_loop/loop.py", "if over and self._rows.count:", "if over:"
     ),
     "decode_loop_forgets_prefix_hits": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",

@@ -86,6 +86,31 @@ def test_aborted_while_its_prompt_is_read(model):
         engine.require_no_leak()
 
 
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        # A quarter of what waits, at least half of 192 tokens, and the rest where it fits.
+        ([40] * 16, [4, 3, 2, 2, 2, 3]),
+        ([40] * 4, [4]),
+        # One fills a quarter of 480 by less than three quarters, then half of 190 by more.
+        ([80] * 6, [2, 1, 1, 2]),
+    ],
+)
+def test_prompts_of_a_burst(model, lengths, expected):
+    """How many of them each step reads: first tokens come sooner by shorter steps."""
+    engine = engine_of(model, blocks=40, chunked_prefill=True, step_tokens=192, max_requests=32)
+    engine.decode_loop.launches_ahead = True
+    read = []
+    with engine:
+        for number, length in enumerate(lengths):
+            engine.add_request(prompt(length, number), GREEDY)
+        while engine.is_busy():
+            engine.step()
+            read.append(engine.decode_loop.last.sizes.prefill_req_count)
+    assert [count for count in read if count] == expected
+    assert engine.host.context.step_count == len(read)
+
+
 def test_time_to_the_first_token(model):
     """Megatron's record of a request says how long its first token took, as in its own steps."""
     engine = engine_of(model)
