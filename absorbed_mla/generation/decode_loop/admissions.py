@@ -149,9 +149,9 @@ class Admissions:
 
 def _filling(lengths: Sequence[int], room: float) -> int:
     """How many of the first prompts fill a step as far as is worth it; 0 if none do."""
-    count = tokens = 0
+    tokens = 0
     for count, length in enumerate(lengths):
         if tokens + length > room:
-            break
+            return count if tokens >= _FILLED * room else 0
         tokens += length
-    return count if tokens >= _FILLED * room else 0
+    return len(lengths)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,15 +24,15 @@ from absorbed_mla.llm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    Pieces,
     error_body,
+    event,
 )
-from absorbed_mla.llm.server.service import MakePrompt, Service, ServiceStopped, Snapshot, Update
+from absorbed_mla.llm.server.service import MakePrompt, Service, ServiceStopped, Ticket, Update
 
 # A prompt of the longest models takes about a megabyte.
 _MAX_BODY_BYTES = 16 << 20
 _Body = TypeVar("_Body", bound=BaseModel)
-# (prompt, its update)
-_Updates = AsyncGenerator[tuple[int, Update], None]
 _Result = TypeVar("_Result")
 
 
@@ -119,39 +118,67 @@ class _Routes:
         if body.model not in (None, self._name):
             raise HTTPException(404, f"the model is {self._name!r}, not {body.model!r}")
         answer = Answer(kind, self._name)
-        updates = self._service.updates(prompts, params)
-        if not body.stream:
-            async with contextlib.aclosing(updates):
-                done = await _unless_disconnected(request, _last(updates, len(prompts)))
-            return JSONResponse(answer.whole(done))
-        # The first update, before the head of the answer is sent: a prompt may be refused.
-        try:
-            first = await _unless_disconnected(request, anext(updates))
-        except BaseException:
-            await updates.aclose()
-            raise
-        return _EventStream(_events(answer, first, updates, params.n, body.with_usage), updates)
+        ticket = self._service.submit(prompts, params)
+        with contextlib.ExitStack() as stack:
+            stack.callback(ticket.close)
+            if not body.stream:
+                done = await _unless_disconnected(request, _last(ticket, len(prompts)))
+                return JSONResponse(answer.whole(done))
+            # The first news, before the head of the answer is sent: a prompt may be refused.
+            first = await _unless_disconnected(request, ticket.next())
+            stack.pop_all()
+        return _EventStream(request, ticket, first, Pieces(answer, params.n), body.with_usage)
 
 
-class _EventStream(StreamingResponse):
-    """A streamed answer; updates end with it, also if nothing could be sent.
+class _EventStream(Response):
+    """An answer that is streamed as server-sent events.
 
     Args:
-        events: Server-sent events.
-        updates: The updates that they are made of.
+        request: That is answered.
+        ticket: Closed at the end, also if nothing could be sent.
+        first: News that have been read.
+        pieces: Makes the events.
+        with_usage: Whether the last one has the numbers of tokens.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], updates: _Updates) -> None:
-        super().__init__(events, media_type="text/event-stream")
-        self._events, self._updates = events, updates
+    def __init__(
+        self,
+        request: Request,
+        ticket: Ticket,
+        first: dict[int, Update],
+        pieces: Pieces,
+        with_usage: bool,
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8"})
+        self._request, self._ticket, self._first = request, ticket, first
+        self._pieces, self._with_usage = pieces, with_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See Starlette's class."""
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientDisconnect):
+                await _unless_disconnected(self._request, self._send(send))
         finally:
-            await self._events.aclose()
-            await self._updates.aclose()
+            self._ticket.close()
+
+    async def _send(self, send: Send) -> None:
+        kind, head = "http.response.start", self.raw_headers
+        await send({"type": kind, "status": self.status_code, "headers": head})
+        body = {"type": "http.response.body", "more_body": True}
+        news, end = self._first, b""
+        try:
+            while True:
+                events = self._pieces.of(news)
+                if events:
+                    await send({**body, "body": events})
+                if self._ticket.is_over:
+                    break
+                news = await self._ticket.next()
+            end = (self._pieces.usage() if self._with_usage else b"") + b"data: [DONE]\n\n"
+        except ServiceStopped as error:
+            end = event(error_body(str(error), "server_error", 503))
+        await send({**body, "body": end, "more_body": False})
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
@@ -179,11 +206,11 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         raise ValueError("; ".join(problems)) from error
 
 
-async def _last(updates: _Updates, count: int) -> list[RequestOutput]:
+async def _last(ticket: Ticket, count: int) -> list[RequestOutput]:
     """The outputs of all prompts at their ends."""
     found: dict[int, RequestOutput] = {}
-    async for i, update in updates:
-        found[i] = update.request
+    while not ticket.is_over:
+        found |= {i: update.request for i, update in (await ticket.next()).items()}
     return [found[i] for i in range(count)]
 
 
@@ -204,39 +231,6 @@ async def _unless_disconnected(request: Request, work: Awaitable[_Result]) -> _R
         for one in (task, watch):
             one.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _events(
-    answer: Answer, first: tuple[int, Update], updates: _Updates, n: int, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """Server-sent events of a streamed answer."""
-    sent: dict[int, Snapshot] = {}
-    requests: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(updates):
-        try:
-            async for i, update in _with_first(first, updates):
-                requests[i] = update.request
-                for j, now in enumerate(update.outputs):
-                    before = sent.get(i * n + j)
-                    if now != before:
-                        sent[i * n + j] = now
-                        yield _event(answer.piece(i * n + j, before, now))
-        except ServiceStopped as error:
-            yield _event(error_body(str(error), "server_error", 503))
-            return
-        if with_usage:
-            yield _event(answer.last_piece(list(requests.values())))
-        yield b"data: [DONE]\n\n"
-
-
-async def _with_first(first: tuple[int, Update], rest: _Updates) -> _Updates:
-    yield first
-    async for one in rest:
-        yield one
-
-
-def _event(content: dict) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -13,6 +13,10 @@ from absorbed_mla.llm.options import DEVICES, DTYPES, EXPERTS, LLMOptions
 from absorbed_mla.options import LATENT_CACHE_DTYPES
 
 _API_KEY = "ABSORBED_MLA_API_KEY"
+# Seconds after which a thread gets its turn. The model's thread gives it away several times a step,
+# to write to and read from pipes; while the other one sends the tokens of a hundred streams, it
+# would have it back too late for the next step by Python's 0.005.
+_SWITCH_INTERVAL = 0.0005
 # Option, type, help; the names are those of LLMOptions.
 _NUMBERS = (
     ("tensor-parallel-size", int, "processes that share every layer (default: 1, or as below)"),
@@ -82,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     network.add_argument(
         "--api-key", metavar="KEY", help=f"that clients must send (default: ${_API_KEY}, if set)"
+    )
+    network.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="write no line for each request",
     )
     model = parser.add_argument_group("model")
     for name, kind, text in _NUMBERS:
@@ -160,8 +170,9 @@ def _serve(args: argparse.Namespace, options: LLMOptions, api_key: str | None) -
     with llm:
         service = Service(llm, metrics, on_death)
         app = build_app(service, metrics, name, api_key)
-        server = HTTPServer(app, service, args.host, args.port)
+        server = HTTPServer(app, service, args.host, args.port, access_log=args.access_log)
         leave_out_what_is_there()
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         service.start()
         # uvicorn ends at these signals, and then raises them once more.
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,11 +24,17 @@ class HTTPServer(uvicorn.Server):
         service: Of the application.
         host: Address.
         port: 0 for any that is free; uvicorn logs which.
+        access_log: Whether it logs each request.
     """
 
-    def __init__(self, app: Starlette, service: Service, host: str, port: int) -> None:
+    def __init__(
+        self, app: Starlette, service: Service, host: str, port: int, *, access_log: bool = True
+    ) -> None:
         grace = _GRACE + _LAST_WORDS
-        super().__init__(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=grace))
+        config = uvicorn.Config(
+            app, host=host, port=port, access_log=access_log, timeout_graceful_shutdown=grace
+        )
+        super().__init__(config)
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from absorbed_mla.llm.llm import LLM
 from absorbed_mla.llm.outputs import RequestOutput
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -36,26 +36,34 @@ class Metrics:
         """A request was queued."""
         self._began[request_id] = time.monotonic()
 
-    def observe(self, output: RequestOutput) -> None:
-        """A request has grown or ended."""
-        name = output.request_id
-        passed = time.monotonic() - self._began.setdefault(name, time.monotonic())
-        count = sum(len(one.token_ids) for one in output.outputs)
-        before = self._counted.get(name, 0)
-        if count and not before:
-            self._first.observe(passed)
-            self._prompt_tokens.inc(len(output.prompt_token_ids))
-        self._generated.inc(count - before)
-        self._counted[name] = count
-        if output.finished:
-            self._whole.observe(passed)
-            for one in output.outputs:
-                self._requests.labels(one.finish_reason).inc()
-            del self._began[name], self._counted[name]
+    def observe(self, outputs: Sequence[RequestOutput], num_running: int) -> None:
+        """A step has run.
 
-    def observe_engine(self, llm: LLM) -> None:
-        """A step has run."""
-        self._running.set(llm.num_running)
+        Args:
+            outputs: That have grown or ended.
+            num_running: Outputs that run or wait.
+        """
+        now, generated = time.monotonic(), 0
+        for output in outputs:
+            name = output.request_id
+            count = sum([len(one.token_ids) for one in output.outputs])
+            before = self._counted.get(name, 0)
+            self._counted[name] = count
+            generated += count - before
+            if count and not before:
+                self._first.observe(now - self._began.setdefault(name, now))
+                self._prompt_tokens.inc(len(output.prompt_token_ids))
+            if output.finished:
+                self._end(output, now)
+        self._generated.inc(generated)
+        self._running.set(num_running)
+
+    def _end(self, output: RequestOutput, now: float) -> None:
+        name = output.request_id
+        self._whole.observe(now - self._began.pop(name, now))
+        for one in output.outputs:
+            self._requests.labels(one.finish_reason).inc()
+        del self._counted[name]
 
     def text(self) -> bytes:
         """All of it."""

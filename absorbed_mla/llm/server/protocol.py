@@ -6,9 +6,10 @@ for something that this server does not do, is refused.
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,9 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.llm import LLM, Prompt
 from absorbed_mla.llm.outputs import Logprob, PositionLogprobs, RequestOutput
-from absorbed_mla.llm.server.service import Snapshot
+from absorbed_mla.llm.server.service import Snapshot, Update
 
 Json = dict[str, Any]
+_json = json.JSONEncoder(ensure_ascii=False).encode
 # Of all prompts of a request; more would keep the server from its other clients.
 _MAX_OUTPUTS = 1024
 # In place of minus infinity, which JSON lacks: that of a token that cannot be drawn.
@@ -112,7 +114,8 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    # Token ids before texts: pydantic notes what is wrong with every one of them.
+    prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Literal[False] = False
@@ -238,19 +241,15 @@ class Answer:
         return {**self._head, "choices": choices, "usage": usage(requests)}
 
     def piece(self, index: int, before: Snapshot | None, now: Snapshot) -> Json:
-        """What an output has more than before."""
+        """The choice with what an output has more than before."""
         text = now.text[len(before.text) if before else 0 :]
         start = before.num_tokens if before else 0
         logprobs = None if now.logprobs is None else now.logprobs[start : now.num_tokens]
         content = self._content(text, role=None if before else "assistant")
-        choice = self._choice(index, content, now.finish_reason, logprobs, "delta")
-        return {**self._streamed(), "choices": [choice]}
+        return self._choice(index, content, now.finish_reason, logprobs, "delta")
 
-    def last_piece(self, requests: Sequence[RequestOutput]) -> Json:
-        """Numbers of tokens, after all outputs."""
-        return {**self._streamed(), "choices": [], "usage": usage(requests)}
-
-    def _streamed(self) -> Json:
+    def streamed(self) -> Json:
+        """What all pieces have, beside choices and usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": kind}
 
@@ -274,7 +273,44 @@ class Answer:
         return {"index": index, **body, "logprobs": shown, "finish_reason": finish_reason}
 
 
-def usage(requests: Sequence[RequestOutput]) -> Json:
+class Pieces:
+    """Builds the events of a streamed answer, which are many.
+
+    Args:
+        answer: That is streamed.
+        n: Outputs of each prompt.
+    """
+
+    def __init__(self, answer: Answer, n: int) -> None:
+        self._answer, self._n = answer, n
+        self._begin = f'data: {_json(answer.streamed())[:-1]}, "choices": ['
+        self._sent: dict[int, Snapshot] = {}
+        self._requests: dict[int, RequestOutput] = {}
+
+    def of(self, news: Mapping[int, Update]) -> bytes:
+        """An event of each output that has grown or ended."""
+        found = []
+        for i, (request, outputs, _) in news.items():
+            self._requests[i] = request
+            for index, now in enumerate(outputs, i * self._n):
+                before = self._sent.get(index)
+                if now != before:
+                    self._sent[index] = now
+                    choice = _json(self._answer.piece(index, before, now))
+                    found.append(f"{self._begin}{choice}]}}\n\n")
+        return "".join(found).encode()
+
+    def usage(self) -> bytes:
+        """The event with the numbers of tokens, after all outputs."""
+        return f'{self._begin}], "usage": {_json(usage(self._requests.values()))}}}\n\n'.encode()
+
+
+def event(content: Json) -> bytes:
+    """A server-sent event."""
+    return f"data: {_json(content)}\n\n".encode()
+
+
+def usage(requests: Collection[RequestOutput]) -> Json:
     """Numbers of tokens."""
     prompt = sum(len(request.prompt_token_ids) for request in requests)
     generated = sum(len(one.token_ids) for request in requests for one in request.outputs)

@@ -7,9 +7,9 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.llm import LLM, Prompt
@@ -30,8 +30,7 @@ class ServiceStopped(RuntimeError):
     """The model has stopped: its processes have ended, or the server is shutting down."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """An output at one moment; the lists are the growing ones, cut by ``num_tokens`` when read.
 
     Attributes:
@@ -47,8 +46,7 @@ class Snapshot:
     finish_reason: str | None
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """All outputs of a request at one moment."""
 
     request: RequestOutput
@@ -57,25 +55,45 @@ class Update:
 
 
 class Ticket:
-    """What an asynchronous caller waits for: the prompts of one call.
+    """The prompts of one call, and what they have so far; for the loop's thread.
 
     The newest update of a prompt replaces one that was not read, so that a slow reader costs no
     memory.
+
+    Args:
+        names: Of the requests, one for each prompt.
+        loop: Of the caller.
+        abort: Called with the names of the requests that still run when the caller leaves.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._event = asyncio.Event()
+    def __init__(
+        self,
+        names: Sequence[str],
+        loop: asyncio.AbstractEventLoop,
+        abort: Callable[[list[str]], None],
+    ) -> None:
+        self.loop = loop
+        self._names, self._abort = names, abort
+        self._running = set(range(len(names)))
         self._updates: dict[int, Update] = {}
         self._error: Exception | None = None
+        # Of the caller, while there is nothing to read.
+        self._waiter: asyncio.Future[None] | None = None
 
-    def publish(self, i: int, update: Update) -> None:
-        """Called by the model's thread: prompt ``i`` has grown."""
-        self._call(self._updates.__setitem__, i, update)
+    @property
+    def is_over(self) -> bool:
+        """Whether the last update of every prompt has been read."""
+        return not self._running
+
+    def put(self, i: int, update: Update) -> None:
+        """Prompt ``i`` has grown."""
+        self._updates[i] = update
+        self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Called by the model's thread: all prompts have failed."""
-        self._call(setattr, self, "_error", error)
+        """All prompts have failed."""
+        self._error = error
+        self._wake()
 
     async def next(self) -> dict[int, Update]:
         """Wait for news of some prompts.
@@ -84,24 +102,24 @@ class Ticket:
             ValueError: If one of the prompts cannot run.
             ServiceStopped: If the model has stopped.
         """
-        await self._event.wait()
-        self._event.clear()
+        if not self._updates and self._error is None:
+            self._waiter = self.loop.create_future()
+            await self._waiter
         if self._error is not None:
             raise self._error
-        found = self._updates.copy()
-        self._updates.clear()
+        found, self._updates = self._updates, {}
+        self._running.difference_update(i for i, one in found.items() if one.finished)
         return found
 
-    def _call(self, change: Callable[..., Any], *args: Any) -> None:
-        """Make a change in the loop's thread, which is the only one that reads."""
+    def close(self) -> None:
+        """The caller leaves: abort what runs. May be called twice."""
+        if self._running:
+            self._abort([self._names[i] for i in self._running])
+            self._running.clear()
 
-        def run() -> None:
-            change(*args)
-            self._event.set()
-
-        # The loop is closed when the server has ended before its model.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(run)
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -155,46 +173,35 @@ class Service:
         """Whether requests can run."""
         return self._stopped is None
 
-    async def updates(
-        self, prompts: Sequence[MakePrompt], params: SamplingParams
-    ) -> AsyncGenerator[tuple[int, Update], None]:
-        """Run prompts; the caller that leaves early aborts them.
+    def submit(self, prompts: Sequence[MakePrompt], params: SamplingParams) -> Ticket:
+        """Run prompts, for a caller in a running loop.
 
         Args:
             prompts: Queued together; if one is refused, none runs.
             params: Of each of them.
 
-        Yields:
-            The number of a prompt, and what it has so far.
+        Returns:
+            For their updates; to be closed.
 
         Raises:
-            ValueError: If one of the prompts cannot run, before the first is yielded.
             ServiceStopped: If the model has stopped.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
-        ticket = Ticket(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        ticket = Ticket(names, loop, lambda names: self._commands.put(_Abort(names)))
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
             self._commands.put(_Submit(dict(zip(names, prompts)), params, ticket))
-        running = set(range(len(names)))
-        try:
-            while running:
-                for i, update in (await ticket.next()).items():
-                    if update.finished:
-                        running.remove(i)
-                    yield i, update
-        finally:
-            if running:
-                self._commands.put(_Abort([names[i] for i in running]))
+        return ticket
 
     def _run(self) -> None:
         try:
             while self._take_commands():
                 if self.llm.has_unfinished_requests():
-                    for output in self.llm.step():
-                        self._publish(output)
-                    self._metrics.observe_engine(self.llm)
+                    outputs = self.llm.step()
+                    self._publish(outputs)
+                    self._metrics.observe(outputs, self.llm.num_running)
             self._end(ServiceStopped("the server is shutting down"))
         except Exception as error:
             self._end(ServiceStopped(f"the model has stopped: {error}"))
@@ -225,10 +232,10 @@ class Service:
         try:
             self._add_all(command)
         except ValueError as error:
-            command.ticket.fail(error)
+            _fail(command.ticket, error)
         except Exception as error:
             reason = f"the prompt cannot be tokenized: {type(error).__name__}: {error}"
-            command.ticket.fail(ValueError(reason))
+            _fail(command.ticket, ValueError(reason))
         else:
             for i, name in enumerate(command.prompts):
                 self._tickets[name] = command.ticket, i
@@ -247,19 +254,21 @@ class Service:
                 self.llm.abort(name)
             raise
 
-    def _publish(self, output: RequestOutput) -> None:
-        self._metrics.observe(output)
-        found = self._tickets.get(output.request_id)
-        if output.finished:
-            self._tickets.pop(output.request_id, None)
-        if found is None:
-            return
-        snapshots = [
-            Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
-            for one in output.outputs
-        ]
-        ticket, i = found
-        ticket.publish(i, Update(output, snapshots, output.finished))
+    def _publish(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give the callers what a step has made, all of it at once."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, int, Update]]] = {}
+        for output in outputs:
+            name, finished = output.request_id, output.finished
+            found = self._tickets.pop(name, None) if finished else self._tickets.get(name)
+            if found is None:
+                continue
+            snapshots = [
+                Snapshot(one.text, len(one.token_ids), one.logprobs, one.finish_reason)
+                for one in output.outputs
+            ]
+            news.setdefault(found[0].loop, []).append((*found, Update(output, snapshots, finished)))
+        for loop, its in news.items():
+            _call(loop, _put_all, its)
 
     def _end(self, reason: ServiceStopped) -> None:
         """Tell every caller, also those whose requests were never taken."""
@@ -268,7 +277,23 @@ class Service:
             while not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Submit):
-                    command.ticket.fail(reason)
+                    _fail(command.ticket, reason)
         for ticket, _ in self._tickets.values():
-            ticket.fail(reason)
+            _fail(ticket, reason)
         self._tickets.clear()
+
+
+def _put_all(news: Sequence[tuple[Ticket, int, Update]]) -> None:
+    for ticket, i, update in news:
+        ticket.put(i, update)
+
+
+def _fail(ticket: Ticket, error: Exception) -> None:
+    _call(ticket.loop, ticket.fail, error)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in a loop's thread."""
+    # The loop is closed when the server has ended before its model.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)

@@ -244,7 +244,8 @@ def _our_flags(settings: Settings) -> list[str]:
     graphs = ["--cuda-graphs"] if settings.graphs else []
     if settings.prefill_graph_tokens is not None:
         graphs.append(f"--prefill-graph-tokens={settings.prefill_graph_tokens}")
-    return [*flags, "--no-prefix-caching", f"--device={settings.device}", *graphs]
+    flags += ["--no-prefix-caching", "--no-access-log"]
+    return [*flags, f"--device={settings.device}", *graphs]
 
 
 def _vllm_flags(settings: Settings) -> list[str]:

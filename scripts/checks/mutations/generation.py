@@ -117,7 +117,9 @@ MUTATIONS = {
         "if True:",
     ),
     "decode_loop_admits_what_does_not_fit": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py", "if tokens + length > room:", "if False:"
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "if tokens + length > room:",
+        "if False:",
     ),
     "decode_loop_leaves_steps_empty": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
@@ -325,8 +327,19 @@ MUTATIONS = {
     ),
     "disconnected_client_goes_on": Mutation(
         "absorbed_mla/llm/server/service.py",
-        "self._commands.put(_Abort([names[i] for i in running]))",
-        "            pass",
+        "self._abort([self._names[i] for i in self._running])",
+        "pass",
+    ),
+    "caller_aborts_twice": Mutation(
+        "absorbed_mla/llm/server/service.py", "            self._running.clear()\n", ""
+    ),
+    "server_wakes_for_every_request": Mutation(
+        "absorbed_mla/llm/server/service.py",
+        "            _call(loop, _put_all, its)",
+        "            for one in its:\n                _call(loop, _put_all, [one])",
+    ),
+    "stream_repeats_its_text": Mutation(
+        "absorbed_mla/llm/server/protocol.py", "self._sent[index] = now", "pass"
     ),
     "nobody_hears_of_the_death": Mutation(
         "absorbed_mla/llm/server/service.py",

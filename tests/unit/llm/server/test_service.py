@@ -53,8 +53,11 @@ def running():
 
 
 async def collect(service, *prompts):
-    makers = [lambda llm, one=one: one for one in prompts]
-    return [i async for i, _ in service.updates(makers, SamplingParams())]
+    ticket = service.submit([lambda llm, one=one: one for one in prompts], SamplingParams())
+    found = []
+    while not ticket.is_over:
+        found.extend(await ticket.next())
+    return found
 
 
 def test_all_prompts_of_a_call():
@@ -70,3 +73,42 @@ def test_none_runs_if_one_is_refused():
         # The model is free, and nothing of the call was stepped.
         asyncio.run(collect(service, "c"))
         assert service.llm.aborted == ["request-0", "request-1"] and service.llm.steps == 1
+
+
+def test_a_step_wakes_the_loop_once():
+    """However many requests have grown."""
+
+    async def collect_all(service):
+        tickets = [service.submit([lambda llm: "a"], SamplingParams()) for _ in range(8)]
+        loop, woken = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: (woken.append(args), call(*args))
+        service.start()
+        for ticket in tickets:
+            assert [update.finished for update in (await ticket.next()).values()] == [True]
+            assert ticket.is_over
+        return woken
+
+    service = Service(CountingLLM(), Metrics(), pytest.fail)
+    woken = asyncio.run(collect_all(service))
+    service.stop()
+    assert len(woken) == 1 and service.llm.steps == 1
+
+
+def test_a_caller_that_leaves():
+    """Aborts what runs, once; what has ended is not aborted."""
+
+    async def leave(service):
+        ticket = service.submit([lambda llm: "a", lambda llm: "b"], SamplingParams())
+        ticket.close()
+        ticket.close()
+        assert ticket.is_over
+        over = service.submit([lambda llm: "c"], SamplingParams())
+        service.start()
+        await over.next()
+        over.close()
+
+    service = Service(CountingLLM(), Metrics(), pytest.fail)
+    asyncio.run(leave(service))
+    service.stop()
+    assert service.llm.aborted == ["request-0", "request-1"]
