@@ -136,7 +136,7 @@ def test_options_reach_the_requests(run):
         run("--prompt", "ab", "--top-k", 3, "--top-p", 0.5, *FEW)
         run("--prompt", "ab", "--greedy", "--json", "--return-log-probs")
     _, prompts, found = zip(*(call.args for call in add.call_args_list))
-    assert prompts == ([97, 98],) * 3
+    assert list(map(list, prompts)) == [[97, 98]] * 3
     assert [(s.temperature, s.top_k, s.top_p) for s in found] == [
         (0.5, 0, 0.25),
         (1.0, 3, 0.5),
