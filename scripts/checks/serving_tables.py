@@ -5,15 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.served import report
-from benchmarks.served.report import ServingReport
+from benchmarks.served.report import Row, ServingReport
 
 _NONE = "Not measured yet."
+# Several runs, because all rows together take longer than one may.
+_BURSTS = ("serving.json", "serving-server.json", "serving-128x8k.json")
 
 
 def table(docs: Path) -> str:
-    """Every measured row of requests that arrive at once."""
-    file = docs / "generation" / "serving.json"
-    return report.table(ServingReport.read(file)) if file.exists() else _NONE
+    """Every measured row of requests that arrive at once: of ``LLM``, then of the server."""
+    files = [docs / "generation" / name for name in _BURSTS]
+    found = [ServingReport.read(file) for file in files if file.exists()]
+    if not found:
+        return _NONE
+    rows = sorted((row for one in found for row in one.rows), key=_place)
+    return report.table(ServingReport(found[0].environment, rows))
+
+
+def _place(row: Row) -> tuple[str, int, int, float]:
+    case = row.case
+    return case.implementation, case.size.prompt, case.size.requests, case.temperature
 
 
 def traffic_table(docs: Path) -> str:

@@ -185,8 +185,13 @@ SECTIONS = (
         ),
     ),
     Section(
-        "LLM, 4 dense and 4 MoE layers, requests x prompt/output",
-        ("generation/serving.json", "generation/traffic.json"),
+        "LLM and server, 4 dense and 4 MoE layers, requests x prompt/output",
+        (
+            "generation/serving.json",
+            "generation/serving-128x8k.json",
+            "generation/serving-server.json",
+            "generation/traffic.json",
+        ),
         serving_rows,
         drawn=({"requests": (128,)},),
     ),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from absorbed_mla.batch_invariant import batch_invariant_mode
+from absorbed_mla.generation.decode_loop import admissions
 from absorbed_mla.generation.decode_loop.draws import Kind
 from absorbed_mla.generation.decode_loop.graphs import (
     StepGraphs,
@@ -89,15 +90,16 @@ def test_aborted_while_its_prompt_is_read(model):
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        # A quarter of what waits, at least half of 192 tokens, and the rest where it fits.
+        # A quarter of what waits, at least 90 of 192 tokens, and the rest where it fits.
         ([40] * 16, [4, 3, 2, 2, 2, 3]),
         ([40] * 4, [4]),
-        # One fills a quarter of 480 by less than three quarters, then half of 190 by more.
+        # One fills a quarter of 480 by less than three quarters, then 90 by more.
         ([80] * 6, [2, 1, 1, 2]),
     ],
 )
-def test_prompts_of_a_burst(model, lengths, expected):
+def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
     """How many of them each step reads: first tokens come sooner by shorter steps."""
+    monkeypatch.setattr(admissions, "_AT_LEAST", 90)
     engine = engine_of(model, blocks=40, chunked_prefill=True, step_tokens=192, max_requests=32)
     engine.decode_loop.launches_ahead = True
     read = []
