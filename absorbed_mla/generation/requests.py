@@ -111,7 +111,8 @@ def result_of(
     # Megatron computes them for all requests of a step if one of them has asked.
     if sampling.logprobs is not None:
         result.log_probs = _joined(record, "generated_log_probs")
-        top = _joined(record, "generated_top_n_logprobs")
+        # A prompt that was read in parts may have some of its own before them.
+        top = last_of(record, "generated_top_n_logprobs", len(result.tokens))
         result.top_log_probs = list(map(_by_token, top))
     if sampling.prompt_logprobs is not None:
         result.prompt_log_probs = _of_prompt(record, "prompt_log_probs")

@@ -79,6 +79,13 @@ CASES = {
     "top-log-probs": Case(
         of(LENGTHS, GREEDY.replace(logprobs=3), sampled(logprobs=0)), ahead=False, finished=True
     ),
+    # A part of a prompt has log-probabilities of a token that is not drawn.
+    "top-log-probs-in-parts": Case(
+        of((50, 60, 17), GREEDY.replace(logprobs=2)),
+        CHUNKED,
+        ahead=False,
+        finished=True,
+    ),
     "prompt-log-probs": Case(
         of(LENGTHS, GREEDY.replace(prompt_logprobs=2), sampled(logprobs=0), GREEDY),
         {"prompt_logprobs": True},
@@ -325,6 +332,8 @@ def check_results(case: Case, ours: Engine, theirs: Engine, number: int) -> None
     """Compare what both say at the end."""
     assert ours.results == theirs.results and len(ours.results) == number
     assert not any(result.error for result in ours.results.values())
+    for result in ours.results.values():
+        assert len(result.top_log_probs) in (0, len(result.tokens))
     assert case.happened(ours.statistics), ours.statistics
     assert not ours.host.stop_word_finished_request_ids, "it would end every step"
 

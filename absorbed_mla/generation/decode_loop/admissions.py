@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from megatron.core.inference.engines import DynamicInferenceEngine
 
 from absorbed_mla.generation.decode_loop.conditions import may_admit
 
 # Share of a step's tokens from which whole prompts fill it, so that no part of another is added: a
-# step costs a few milliseconds beside its tokens, 3 of 150 with 8,192 of them (H100).
+# step costs a few milliseconds beside its tokens, some 5 of 130 with 8,192 of them (H100).
 _FILLED = 0.75
 # Where more tokens wait than a step holds, it takes a quarter of them, but at least so many: all of
 # them wait for its end, so that shorter steps bring first tokens sooner in the mean, as long as
-# their tokens take far longer than the rest of a step (6 ms of 70 with 4,096; H100).
+# their tokens take far longer than the rest of a step (some 5 ms of 70 with 4,096; H100).
 _OF_WAITING = 1 / 4
 _AT_LEAST = 4096
 
@@ -113,25 +113,41 @@ class Admissions:
         running = context.total_request_count - ended
         room = context.max_tokens - running
         # One whose beginning another is about to read is passed over.
-        most = None if context.enable_prefix_caching else context.max_requests - running
-        lengths = self._lengths(most, room / _OF_WAITING)
+        most = (context.max_requests - running) * (4 if context.enable_prefix_caching else 1)
+        shortens = freely and room > _AT_LEAST
+        lengths = self._lengths(most, room / _OF_WAITING if shortens else room)
         total = sum(lengths)
         if total <= room:
             return len(lengths)
         if not freely:
             return 0
-        shorter = min(room, max(total * _OF_WAITING, _AT_LEAST))
-        return _filling(lengths, shorter) or _filling(lengths, room)
+        if shortens and total - self._cached(len(lengths)) > room:
+            count = _filling(lengths, min(room, max(total * _OF_WAITING, _AT_LEAST)))
+            if count:
+                return count
+        return _filling(lengths, room)
 
-    def _lengths(self, most: int | None, tokens: float) -> list[int]:
-        """Lengths of the first prompts that wait, at most so many or so many tokens."""
+    def _lengths(self, most: int, tokens: float) -> list[int]:
+        """Lengths of the first prompts that wait: of ``most``, or until they exceed ``tokens``."""
         found: list[int] = []
         for number in islice(self._host.waiting_request_ids, most):
-            if tokens <= 0:
+            if tokens < 0:
                 break
             found.append(len(self._host.get_request(number).remaining_prompt_tokens))
             tokens -= found[-1]
         return found
+
+    def _cached(self, count: int) -> int:
+        """How many tokens of the first prompts that wait the prefix cache has."""
+        host, context = self._host, self._host.context
+        if not context.enable_prefix_caching:
+            return 0
+        known = context.kv_block_allocator.kv_hash_to_block_id
+        blocks = 0
+        for number in islice(host.waiting_request_ids, count):
+            hashes = host.get_request(number).precomputed_block_hashes or ()
+            blocks += sum(1 for _ in takewhile(known.__contains__, hashes))
+        return blocks * context.block_size_tokens
 
     def _count_prefix_hits(self) -> None:
         """Add the context's counters to the engine's, as Megatron does at the end of a step."""

@@ -57,8 +57,8 @@ _SUMS, _COUNT = "_cpu_mha_cu_query_seq_lengths", "_staging_real_token_count"
 class ContextRows:
     """Does to a context what Megatron's ``update_requests`` and ``initialize_attention_state`` do.
 
-    In the same order of rows, with the same blocks, for steps after which requests go on and no
-    request is paused or evicted. Its tables are in host memory; NumPy changes them in place, in a
+    In the same order of rows, with the same blocks, for steps after which no request is paused or
+    evicted; all may end. Its tables are in host memory; NumPy changes them in place, in a
     tenth of the time. Made when Megatron has prepared a step, which reads whole prompts or none;
     there are no paused requests. The steps that follow are decode steps.
 

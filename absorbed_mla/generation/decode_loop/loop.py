@@ -3,7 +3,7 @@
 Where a step depends on the tokens of the one before it by nothing but the tokens themselves, which
 are on the device, it is launched before they are known here: the device never waits for the host.
 A request that such a token turns out to end has a row in one more step, whose token is not taken.
-Requests that wait may begin with such a step, beside those that go on.
+Requests that wait may begin with such a step, beside those that go on, if any do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from absorbed_mla.generation.sampler import RequestSampler
 
 
 class DecodeLoop:
-    """Steps between two events: a request is paused or read in chunks, the last one ends.
+    """Steps between two events: a request is paused or read in chunks, the last of all ends.
 
     A step is :meth:`forward`, then either :meth:`go_on` or, if that finds such an event,
     :meth:`finish`, in which Megatron's own functions do their part. When nothing runs on the device
@@ -243,6 +243,7 @@ class DecodeLoop:
         kept = rows.count
         self._admissions.admit(due)
         if not context.total_request_count:
+            # All end and none begins: go_on finds a context that is empty already.
             return
         if due or ((ended or flight.reads) and not rows.has_size_for(kept)):
             self._enter()
@@ -283,7 +284,7 @@ class DecodeLoop:
         return self._rows.has_size_for(self._rows.count)
 
     def _clear(self) -> None:
-        """All requests of the last step have ended."""
+        """All requests of the last step have ended; the context may be empty already."""
         self._read.synchronize()
         if self._host.context.total_request_count:
             leave_none(self._host.context)

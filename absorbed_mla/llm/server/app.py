@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from absorbed_mla.generation.sampling import SamplingParams
 from absorbed_mla.llm.outputs import RequestOutput
@@ -126,8 +126,10 @@ class _Routes:
                 return JSONResponse(answer.whole(done))
             # The first news, before the head of the answer is sent: a prompt may be refused.
             first = await _unless_disconnected(request, ticket.next())
+            pieces = Pieces(answer, params.n)
+            stream = _EventStream(request, ticket, first, pieces, body.with_usage)
             stack.pop_all()
-        return _EventStream(request, ticket, first, Pieces(answer, params.n), body.with_usage)
+        return stream
 
 
 class _EventStream(Response):
@@ -163,22 +165,24 @@ class _EventStream(Response):
             self._ticket.close()
 
     async def _send(self, send: Send) -> None:
+        async def write(body: bytes, *, more: bool = True) -> None:
+            await _write(send, {"type": "http.response.body", "body": body, "more_body": more})
+
         kind, head = "http.response.start", self.raw_headers
-        await send({"type": kind, "status": self.status_code, "headers": head})
-        body = {"type": "http.response.body", "more_body": True}
+        await _write(send, {"type": kind, "status": self.status_code, "headers": head})
         news, end = self._first, b""
         try:
             while True:
                 events = self._pieces.of(news)
                 if events:
-                    await send({**body, "body": events})
+                    await write(events)
                 if self._ticket.is_over:
                     break
                 news = await self._ticket.next()
-            end = (self._pieces.usage() if self._with_usage else b"") + b"data: [DONE]\n\n"
+            end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
         except ServiceStopped as error:
             end = event(error_body(str(error), "server_error", 503))
-        await send({**body, "body": end, "more_body": False})
+        await write(end, more=False)
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
@@ -204,6 +208,19 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
             f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in error.errors()
         ]
         raise ValueError("; ".join(problems)) from error
+
+
+async def _write(send: Send, message: Message) -> None:
+    """Send a message.
+
+    Raises:
+        ClientDisconnect: If there is no connection any more.
+    """
+    try:
+        await send(message)
+    # The latter is uvloop's, of a connection whose loss it has not told.
+    except (OSError, RuntimeError) as error:
+        raise ClientDisconnect from error
 
 
 async def _last(ticket: Ticket, count: int) -> list[RequestOutput]:

@@ -114,7 +114,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of ``/v1/completions``."""
 
-    # Token ids before texts: pydantic notes what is wrong with every one of them.
+    # Token ids before texts: else pydantic would note of each of them that it is no text.
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -240,7 +240,7 @@ class Answer:
                 choices.append(choice)
         return {**self._head, "choices": choices, "usage": usage(requests)}
 
-    def piece(self, index: int, before: Snapshot | None, now: Snapshot) -> Json:
+    def choice(self, index: int, before: Snapshot | None, now: Snapshot) -> Json:
         """The choice with what an output has more than before."""
         text = now.text[len(before.text) if before else 0 :]
         start = before.num_tokens if before else 0
@@ -296,11 +296,11 @@ class Pieces:
                 before = self._sent.get(index)
                 if now != before:
                     self._sent[index] = now
-                    choice = _json(self._answer.piece(index, before, now))
+                    choice = _json(self._answer.choice(index, before, now))
                     found.append(f"{self._begin}{choice}]}}\n\n")
         return "".join(found).encode()
 
-    def usage(self) -> bytes:
+    def last(self) -> bytes:
         """The event with the numbers of tokens, after all outputs."""
         return f'{self._begin}], "usage": {_json(usage(self._requests.values()))}}}\n\n'.encode()
 

@@ -55,7 +55,7 @@ class Update(NamedTuple):
 
 
 class Ticket:
-    """The prompts of one call, and what they have so far; for the loop's thread.
+    """The prompts of one call, and what they have so far. All methods are for the loop's thread.
 
     The newest update of a prompt replaces one that was not read, so that a slow reader costs no
     memory.
@@ -64,6 +64,9 @@ class Ticket:
         names: Of the requests, one for each prompt.
         loop: Of the caller.
         abort: Called with the names of the requests that still run when the caller leaves.
+
+    Attributes:
+        loop: As given.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Ticket:
         self._wake()
 
     async def next(self) -> dict[int, Update]:
-        """Wait for news of some prompts.
+        """Wait for news of some prompts; for one caller at a time, who ends when it ``is_over``.
 
         Raises:
             ValueError: If one of the prompts cannot run.
@@ -188,20 +191,24 @@ class Service:
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
         loop = asyncio.get_running_loop()
-        ticket = Ticket(names, loop, lambda names: self._commands.put(_Abort(names)))
+        ticket = Ticket(names, loop, self._abort)
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped
             self._commands.put(_Submit(dict(zip(names, prompts)), params, ticket))
         return ticket
 
+    def _abort(self, names: list[str]) -> None:
+        self._commands.put(_Abort(names))
+
     def _run(self) -> None:
         try:
             while self._take_commands():
                 if self.llm.has_unfinished_requests():
                     outputs = self.llm.step()
-                    self._publish(outputs)
+                    # A client that has its answer finds it among the metrics.
                     self._metrics.observe(outputs, self.llm.num_running)
+                    self._publish(outputs)
             self._end(ServiceStopped("the server is shutting down"))
         except Exception as error:
             self._end(ServiceStopped(f"the model has stopped: {error}"))

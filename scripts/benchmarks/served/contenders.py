@@ -45,7 +45,9 @@ sys.path.append({!r})
 from absorbed_mla.llm.server.cli import main
 sys.exit(main())
 """
-_OUR_SERVER_NEEDS = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+_OUR_SERVER_NEEDS = (
+    *("starlette", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client"),
+)
 _GRACE = 20
 
 

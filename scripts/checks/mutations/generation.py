@@ -128,11 +128,21 @@ MUTATIONS = {
     ),
     "decode_loop_fills_steps_that_others_wait_for": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
-        "return _filling(lengths, shorter) or _filling(lengths, room)",
-        "return _filling(lengths, room)",
+        "if shortens and total - self._cached(len(lengths)) > room:",
+        "if False:",
     ),
     "decode_loop_shortens_steps_by_a_few_that_wait": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py", "if total <= room:", "if False:"
+    ),
+    "decode_loop_shortens_steps_of_cached_prompts": Mutation(
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "total - self._cached(len(lengths)) > room",
+        "True",
+    ),
+    "top_log_probs_of_the_prompt": Mutation(
+        "absorbed_mla/generation/requests.py",
+        'last_of(record, "generated_top_n_logprobs", len(result.tokens))',
+        '_joined(record, "generated_top_n_logprobs")',
     ),
     "decode_loop_waits_where_all_end": Mutation(
         "absorbed_mla/generation/decode_loop/context_rows.py",

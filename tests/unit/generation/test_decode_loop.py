@@ -23,7 +23,7 @@ from absorbed_mla.generation.decode_loop.graphs import (
 from absorbed_mla.options import AbsorbedMLAOptions
 from tests.oracle_dsa import OracleDSA
 from tests.support.cases import TINY
-from tests.support.decode_loop import CASES, GREEDY, check, check_ahead, count_flights
+from tests.support.decode_loop import CASES, GREEDY, LRU, check, check_ahead, count_flights
 from tests.support.dsa_models import generating_fields
 from tests.support.engine import engine_of, generating_model, prompt
 from tests.support.models import MIXED as EXPERTS
@@ -111,6 +111,31 @@ def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
             read.append(engine.decode_loop.last.sizes.prefill_req_count)
     assert [count for count in read if count] == expected
     assert engine.host.context.step_count == len(read)
+
+
+@pytest.mark.parametrize(("cached", "expected"), [(True, [2, 2, 1]), (False, [1, 1, 1, 2])])
+def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
+    """Steps are shortened by what has to be computed: here 8 of 72 tokens, or all of them."""
+    monkeypatch.setattr(admissions, "_AT_LEAST", 90)
+    engine = engine_of(
+        model,
+        blocks=40,
+        chunked_prefill=True,
+        step_tokens=192,
+        max_requests=32,
+        prefix_caching=True,
+        inference_config=LRU,
+    )
+    engine.decode_loop.launches_ahead = True
+    read = []
+    with engine:
+        engine.generate([prompt(72, 9, 64 if cached else 0)], GREEDY)
+        for number in range(5):
+            engine.add_request(prompt(72, number, 64 if cached else 0), GREEDY)
+        while engine.is_busy():
+            engine.step()
+            read.append(engine.decode_loop.last.sizes.prefill_req_count)
+    assert [count for count in read if count] == expected
 
 
 def test_time_to_the_first_token(model):
