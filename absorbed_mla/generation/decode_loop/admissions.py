@@ -117,9 +117,7 @@ class Admissions:
         shortens = freely and room > _AT_LEAST
         lengths = self._lengths(most, room / _OF_WAITING if shortens else room)
         total = sum(lengths)
-        if total <= room:
-            return len(lengths)
-        if not freely:
+        if total > room and not freely:
             return 0
         if shortens and total - self._cached(len(lengths)) > room:
             count = _filling(lengths, min(room, max(total * _OF_WAITING, _AT_LEAST)))

@@ -132,7 +132,9 @@ MUTATIONS = {
         "if False:",
     ),
     "decode_loop_shortens_steps_by_a_few_that_wait": Mutation(
-        "absorbed_mla/generation/decode_loop/admissions.py", "if total <= room:", "if False:"
+        "absorbed_mla/generation/decode_loop/admissions.py",
+        "if shortens and total - self._cached(len(lengths)) > room:",
+        "if shortens:",
     ),
     "decode_loop_shortens_steps_of_cached_prompts": Mutation(
         "absorbed_mla/generation/decode_loop/admissions.py",
@@ -151,8 +153,9 @@ MUTATIONS = {
     ),
     "decode_loop_runs_a_step_of_nobody": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py",
-        "        if not context.total_request_count:\n            return\n        if due",
-        "        if due",
+        "            # All end and none begins: go_on finds a context that is empty already.\n"
+        "            return\n",
+        "            pass\n",
     ),
     "decode_loop_counts_the_last_step_twice": Mutation(
         "absorbed_mla/generation/decode_loop/loop.py", "if over and self._rows.count:", "if over:"
