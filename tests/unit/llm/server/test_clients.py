@@ -10,7 +10,9 @@ import time
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from starlette.requests import ClientDisconnect
 
+from absorbed_mla.llm.server.app import _write
 from tests.support.llm import expected_text, serving, until
 
 ROUTES = {
@@ -170,3 +172,14 @@ class TestSlowReader:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
         assert texts == {i: expected_text("some text", i, 400) for i in range(16)}
         assert len(events) < 16 * 400 / 4
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_connection_that_was_lost(error):
+    """As if the client had said so: uvloop raises a RuntimeError."""
+
+    async def send(message):
+        raise error("the handler is closed")
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(_write(send, {"type": "http.response.body"}))
