@@ -165,24 +165,22 @@ class _EventStream(Response):
             self._ticket.close()
 
     async def _send(self, send: Send) -> None:
-        async def write(body: bytes, *, more: bool = True) -> None:
-            await _write(send, {"type": "http.response.body", "body": body, "more_body": more})
-
         kind, head = "http.response.start", self.raw_headers
         await _write(send, {"type": kind, "status": self.status_code, "headers": head})
+        body = {"type": "http.response.body", "more_body": True}
         news, end = self._first, b""
         try:
             while True:
                 events = self._pieces.of(news)
                 if events:
-                    await write(events)
+                    await _write(send, {**body, "body": events})
                 if self._ticket.is_over:
                     break
                 news = await self._ticket.next()
             end = (self._pieces.last() if self._with_usage else b"") + b"data: [DONE]\n\n"
         except ServiceStopped as error:
             end = event(error_body(str(error), "server_error", 503))
-        await write(end, more=False)
+        await _write(send, {**body, "body": end, "more_body": False})
 
 
 async def _read(request: Request, kind: type[_Body]) -> _Body:
