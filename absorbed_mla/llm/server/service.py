@@ -62,20 +62,14 @@ class Ticket:
 
     Args:
         names: Of the requests, one for each prompt.
-        loop: Of the caller.
         abort: Called with the names of the requests that still run when the caller leaves.
 
     Attributes:
-        loop: As given.
+        loop: That it was made in.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        loop: asyncio.AbstractEventLoop,
-        abort: Callable[[list[str]], None],
-    ) -> None:
-        self.loop = loop
+    def __init__(self, names: Sequence[str], abort: Callable[[list[str]], None]) -> None:
+        self.loop = asyncio.get_running_loop()
         self._names, self._abort = names, abort
         self._running = set(range(len(names)))
         self._updates: dict[int, Update] = {}
@@ -190,8 +184,7 @@ class Service:
             ServiceStopped: If the model has stopped.
         """
         names = [f"request-{next(self._names)}" for _ in prompts]
-        loop = asyncio.get_running_loop()
-        ticket = Ticket(names, loop, self._abort)
+        ticket = Ticket(names, self._abort)
         with self._lock:
             if self._stopped is not None:
                 raise self._stopped

@@ -46,7 +46,12 @@ from absorbed_mla.llm.server.cli import main
 sys.exit(main())
 """
 _OUR_SERVER_NEEDS = (
-    *("starlette", "uvicorn", "uvloop", "httptools", "pydantic", "prometheus_client"),
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "pydantic",
+    "prometheus_client",
 )
 _GRACE = 20
 

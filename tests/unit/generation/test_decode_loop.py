@@ -87,6 +87,21 @@ def test_aborted_while_its_prompt_is_read(model):
         engine.require_no_leak()
 
 
+BURSTS = {"blocks": 40, "chunked_prefill": True, "step_tokens": 192, "max_requests": 32}
+
+
+def prompts_read(engine, prompts) -> list[int]:
+    """How many of these prompts each step reads, until all requests have ended."""
+    engine.decode_loop.launches_ahead = True
+    for text in prompts:
+        engine.add_request(text, GREEDY)
+    read = []
+    while engine.is_busy():
+        engine.step()
+        read.append(engine.decode_loop.last.sizes.prefill_req_count)
+    return read
+
+
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
@@ -100,15 +115,9 @@ def test_aborted_while_its_prompt_is_read(model):
 def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
     """How many of them each step reads: first tokens come sooner by shorter steps."""
     monkeypatch.setattr(admissions, "_AT_LEAST", 90)
-    engine = engine_of(model, blocks=40, chunked_prefill=True, step_tokens=192, max_requests=32)
-    engine.decode_loop.launches_ahead = True
-    read = []
+    engine = engine_of(model, **BURSTS)
     with engine:
-        for number, length in enumerate(lengths):
-            engine.add_request(prompt(length, number), GREEDY)
-        while engine.is_busy():
-            engine.step()
-            read.append(engine.decode_loop.last.sizes.prefill_req_count)
+        read = prompts_read(engine, [prompt(length, i) for i, length in enumerate(lengths)])
     assert [count for count in read if count] == expected
     assert engine.host.context.step_count == len(read)
 
@@ -117,24 +126,11 @@ def test_prompts_of_a_burst(model, lengths, expected, monkeypatch):
 def test_prompts_that_are_cached(model, cached, expected, monkeypatch):
     """Steps are shortened by what has to be computed: here 8 of 72 tokens, or all of them."""
     monkeypatch.setattr(admissions, "_AT_LEAST", 90)
-    engine = engine_of(
-        model,
-        blocks=40,
-        chunked_prefill=True,
-        step_tokens=192,
-        max_requests=32,
-        prefix_caching=True,
-        inference_config=LRU,
-    )
-    engine.decode_loop.launches_ahead = True
-    read = []
+    engine = engine_of(model, **BURSTS, prefix_caching=True, inference_config=LRU)
+    shared = 64 if cached else 0
     with engine:
-        engine.generate([prompt(72, 9, 64 if cached else 0)], GREEDY)
-        for number in range(5):
-            engine.add_request(prompt(72, number, 64 if cached else 0), GREEDY)
-        while engine.is_busy():
-            engine.step()
-            read.append(engine.decode_loop.last.sizes.prefill_req_count)
+        engine.generate([prompt(72, 9, shared)], GREEDY)
+        read = prompts_read(engine, [prompt(72, i, shared) for i in range(5)])
     assert [count for count in read if count] == expected
 
 
