@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if not args.docs.is_dir():
+        raise ValueError(f"--docs must be a folder, got {args.docs}")
     # Megatron warns about every optional package it does not find.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     differing = []

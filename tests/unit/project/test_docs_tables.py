@@ -25,6 +25,13 @@ def test_tables_are_what_their_data_say(capsys):
     assert code == 0, f"run scripts/checks/docs_tables.py: {capsys.readouterr().out}"
 
 
+@pytest.mark.parametrize("words", [[], ["--check"]])
+def test_a_folder_that_is_not_there(tmp_path, capsys, words):
+    """Not that of pages without a difference."""
+    assert docs_tables.main(["--docs", str(tmp_path / "docs"), *words]) == 2
+    assert "--docs must be a folder" in capsys.readouterr().err
+
+
 def test_every_table_is_in_a_page():
     texts = [page.read_text() for page in docs_tables.pages(DOCS)]
     used = {match[2] for text in texts for match in docs_tables._BLOCK.finditer(text)}
