@@ -9,8 +9,7 @@ from torch import Tensor
 
 from absorbed_mla.kernels.launch import launch
 
-# Numbers that the one warp of a token adds up at once: parts, times experts rounded up to a power
-# of two.
+# Numbers that the one warp of a token loads: parts, times experts rounded up to a power of two.
 MOST_PARTIAL_LOGITS = 2048
 
 
@@ -93,14 +92,12 @@ def _choice_kernel(
     group, member = tl.arange(0, GROUPS), tl.arange(0, SIZE)
     there = (group < groups)[:, None] & (member < size)[None, :]
     expert = group[:, None] * size + member[None, :]
-    if PARTS == 1:
-        pointers = logits_ptr + token * groups * size + expert
-        logits = tl.load(pointers, mask=there, other=0.0).to(tl.float32)
-    else:
-        part = tl.arange(0, PARTS)[:, None, None]
-        pointers = logits_ptr + (part * tokens + token) * groups * size + expert[None, :, :]
-        values = tl.load(pointers, mask=(part < parts) & there[None, :, :], other=0.0)
-        logits = _sum(values, 0)
+    # Not a tensor of all parts summed over its first axis: its lanes would hold copies of the sums
+    # between different ones, which Triton 3.6 counts wrongly when it reduces them reshaped.
+    logits = tl.full([GROUPS, SIZE], 0.0, tl.float32)
+    for part in tl.static_range(PARTS):
+        pointers = logits_ptr + (part * tokens + token) * groups * size + expert
+        logits += tl.load(pointers, mask=there & (part < parts), other=0.0).to(tl.float32)
     logits = tl.where(there, logits, -float("inf"))
     if SOFTMAX:
         score = tl.exp(logits - _greatest(_greatest(logits, 1), 0))

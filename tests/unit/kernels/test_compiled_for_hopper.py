@@ -113,6 +113,8 @@ def test_kernels(kernel_cache):
     assert max(kernel["shared"] for kernel in kernels) <= LIMIT
     idle = [(kernel["kernel"], kernel["idle_barriers"]) for kernel in kernels]
     assert [each for each in idle if each[1]] == [], "their memory is not theirs alone"
+    reduced = [(kernel["kernel"], kernel["reduced_across_copies"]) for kernel in kernels]
+    assert [each for each in reduced if each[1]] == [], "Triton 3.6 reduces copies, too"
 
 
 @pytest.mark.no_cover

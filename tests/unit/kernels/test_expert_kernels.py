@@ -123,6 +123,12 @@ ROUTERS = {
     "no groups": (24, 3, None, None),
     "all": (8, 8, None, None),
     "one": (8, 1, None, None),
+    # So few experts that the lanes of a GPU's warp hold copies of their scores.
+    "two of two groups": (8, 2, 2, 1),
+    "all of small groups": (4, 4, 2, 2),
+    "one of each group": (8, 4, 4, 4),
+    "groups of three": (6, 3, 2, 1),
+    "three groups": (48, 8, 3, 2),
 }
 
 
@@ -175,15 +181,27 @@ def test_logits_of_nothing():
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("parts", [2, 7])
 def test_choice_of_parts(router, softmax, parts):
-    """As of their sum."""
+    """Megatron's choice by their sum."""
     experts, topk, groups, group_topk = router
     logits = random(parts, 7, experts)
-    options = {"softmax": softmax, "bias": None, "scale": 2.5}
-    options |= {"groups": groups, "group_topk": group_topk}
-    scores, chosen = choose_experts(logits, topk, **options)
-    expected = choose_experts(logits.sum(0), topk, **options)
-    assert torch.equal(chosen, expected[1])
-    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-6)
+    scores, chosen = choose_experts(
+        *(logits, topk),
+        softmax=softmax,
+        bias=None,
+        groups=groups,
+        group_topk=group_topk,
+        scale=2.5,
+    )
+    expected = topk_routing_with_score_function(
+        *(logits.sum(0), topk),
+        use_pre_softmax=softmax,
+        num_groups=groups,
+        group_topk=group_topk,
+        scaling_factor=2.5,
+        score_function="softmax" if softmax else "sigmoid",
+    )[0]
+    found = torch.zeros(7, experts, device=DEVICE).scatter_(1, chosen, scores)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_choice_without_numbers():
