@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,34 +23,49 @@ SLOWEST = 15
 
 
 class Recorder:
-    """A pytest plugin that writes the slowest tests, and the reasons of skips, to a file."""
+    """A pytest plugin that writes what became of every test to a file, one JSON object a line.
+
+    Each has ``test`` (its id; a file's name if the whole file was skipped or cannot be imported),
+    ``outcome`` (``"passed"``, ``"failed"`` or ``"skipped"``), ``seconds`` with what the test set
+    up, and ``reason`` (why it was skipped or failed, else ``""``). Expected failures passed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seconds: Counter[str] = Counter()
-        self.skips: Counter[str] = Counter()
+        self._rows: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report) -> None:
-        """Count a phase of a test: setup, call or teardown."""
-        self.seconds[report.nodeid] += report.duration
-        self._count(report)
+        """Count a phase of a test: setup, call or teardown, which comes last."""
+        row = self._rows.setdefault(
+            report.nodeid,
+            {"test": report.nodeid, "outcome": "passed", "seconds": 0.0, "reason": ""},
+        )
+        row["seconds"] += report.duration
+        if report.failed or (report.skipped and not hasattr(report, "wasxfail")):
+            row |= {"outcome": report.outcome, "reason": _reason(report)}
+        if report.when == "teardown":
+            self._write(self._rows.pop(report.nodeid))
 
     def pytest_collectreport(self, report) -> None:
-        """Count a file that is skipped as a whole."""
-        self._count(report)
+        """Count a file that is skipped as a whole, or cannot be imported."""
+        if report.failed or report.skipped:
+            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": 0.0}
+            self._write({**row, "reason": _reason(report)})
 
-    def _count(self, report) -> None:
-        # Expected failures are reported as skipped, too.
-        if report.skipped and not hasattr(report, "wasxfail"):
-            self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
-
-    def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+    def _write(self, row: dict[str, Any]) -> None:
+        # At once: a process that is killed later has said what it did.
         with self.path.open("a") as file:
-            for reason, count in self.skips.items():
-                print(json.dumps({"reason": reason, "count": count}), file=file)
-            for test, seconds in self.seconds.most_common(SLOWEST):
-                print(json.dumps({"test": test, "seconds": seconds}), file=file)
+            print(json.dumps(row), file=file)
+
+
+def _reason(report) -> str:
+    """Why a test was skipped, or the first line of its error."""
+    if report.skipped:
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash else str(report.longrepr)).strip().splitlines()
+    # Of a file that cannot be imported the last line says why.
+    return (lines[0] if crash else lines[-1])[:200] if lines else ""
 
 
 def record(config: pytest.Config) -> None:
@@ -65,10 +81,10 @@ def summary(paths: Iterable[Path]) -> list[str]:
     for path in paths:
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            if "test" in row:
-                slow.append((row["seconds"], path.stem, row["test"]))
+            if row["outcome"] == "skipped":
+                skips[row["reason"]] += 1
             else:
-                skips[row["reason"]] += row["count"]
+                slow.append((row["seconds"], path.stem, row["test"]))
     lines = []
     if slow:
         lines += ["slowest tests, with what they set up:"]

@@ -33,12 +33,21 @@ def start() -> None:
         filesystem_async._results_queue = queue.SimpleQueue()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        _limit_memory()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_TIMEOUT)
     _enter(tp=dist.get_world_size())
+
+
+def _limit_memory() -> None:
+    """Take at most so much of a GPU that other tests use, too (scripts/checks/run_gpu_tests.py)."""
+    gib = os.environ.get("ABSORBED_MLA_GPU_MEMORY_GIB")
+    if gib:
+        share = float(gib) * 2**30 / torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 # Megatron's process groups by sizes, created once: each has threads and sockets until the job ends.

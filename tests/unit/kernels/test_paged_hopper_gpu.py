@@ -23,7 +23,6 @@ from absorbed_mla.inference.rows import Rows
 from absorbed_mla.kernels.hopper import forward
 from absorbed_mla.kernels.hopper.tile import tile_shape
 from tests.support.paged import PagedCase, fp8_inputs
-from tests.support.shared_gpu import shared_gpu
 from tests.unit.kernels.paged import (
     DEVICE,
     assert_chunks_have_the_same_bits,
@@ -112,27 +111,6 @@ def test_pieces_of_one_request_and_of_many(case, fp8):
     whole = attend(repeated(inputs, case, times), batch_invariant=True)
     expected = [x.expand(times, *x.shape) for x in one_by_one(inputs, case)]
     assert_same_bits([x.view(y.shape) for x, y in zip(whole, expected)], expected)
-
-
-@over
-def test_pieces_where_processes_share_the_gpu(fp8):
-    """They have it in turns, amid a kernel, and what its programs had in shared memory comes back.
-
-    Barriers that nothing used did harm there (``new_barriers``), in one of 4,000 tiles.
-    """
-    inputs = fp8_inputs(PIECES, DEVICE) if fp8 else PIECES.inputs(DEVICE)
-    expected = one_by_one(inputs, PIECES)
-    many = repeated(inputs, PIECES, 40)
-    attend(many, batch_invariant=True)  # which compiles it
-    wrong = 0
-    with shared_gpu():
-        for _ in range(60):
-            for x, y in zip(attend(many, batch_invariant=True), expected):
-                # As integers: one that is NaN is wrong, too.
-                bits = torch.int16 if x.element_size() == 2 else torch.int32
-                wrong += (x.view(bits).view(-1, *y.shape) != y.view(bits)).sum()
-        wrong = int(wrong)
-    assert wrong == 0
 
 
 def repeated(inputs, case, times):
