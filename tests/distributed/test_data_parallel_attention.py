@@ -149,7 +149,7 @@ def test_exchange(counts):
     rank, size = exchange.rank, exchange.size
     counts = counts[:size]
     assert exchange.counts(counts[rank]) == list(counts)
-    whole = torch.arange(2.0 * sum(counts)).view(-1, 2)
+    whole = torch.arange(2.0 * sum(counts), device=world.device()).view(-1, 2)
     own = whole.split(counts)[rank]
     assert torch.equal(exchange.gather(own, counts), whole)
     assert torch.equal(exchange.sum_own(whole * (rank + 1), counts), own * sum(range(size + 1)))

@@ -303,7 +303,7 @@ def test_context_parallel_ranks_agree():
         expected = generate(engine_of(model, **SHARED), REQUESTS[:2])
         other = torch.randn(64, generator=torch.Generator().manual_seed(1)) * 10 * world.rank()
         with torch.no_grad():
-            model.register_forward_hook(lambda module, inputs, output: output + other)
+            model.register_forward_hook(lambda module, inputs, output: output + other.to(output))
         assert generate(engine_of(model, **SHARED), REQUESTS[:2]).tokens == expected.tokens
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,12 @@ from absorbed_mla.generation.options import EngineOptions
 from absorbed_mla.generation.requests import Progress, Result
 from absorbed_mla.generation.statistics import Statistics
 from absorbed_mla.llm.runner import Abort, Add
-from absorbed_mla.llm.server.app import build_app
-from absorbed_mla.llm.server.http_server import HTTPServer
-from absorbed_mla.llm.server.metrics import Metrics
-from absorbed_mla.llm.server.service import Service
 from absorbed_mla.llm.tokenizers import ByteTokenizer
 from tests.conversion.support import random_tensors, tiny_config, write_hugging_face
+
+if TYPE_CHECKING:
+    from absorbed_mla.llm.server.http_server import HTTPServer
+    from absorbed_mla.llm.server.service import Service
 
 MAX_MODEL_LEN = 512
 # Of every token, and of the next one in the order of the bytes.
@@ -174,6 +175,12 @@ class Served:
 @contextlib.contextmanager
 def serving(api_key: str | None = None) -> Iterator[Served]:
     """A server around a fake model, on a free port, in a thread."""
+    # Machines without the server's packages test the rest.
+    from absorbed_mla.llm.server.app import build_app
+    from absorbed_mla.llm.server.http_server import HTTPServer
+    from absorbed_mla.llm.server.metrics import Metrics
+    from absorbed_mla.llm.server.service import Service
+
     runner, deaths = FakeRunner(), []
     llm = fake_llm(runner)
     metrics = Metrics()

@@ -9,7 +9,8 @@ from absorbed_mla import LLM
 from absorbed_mla.experts.product import grouped_product, why_not_grouped
 from tests.support import needs
 from tests.support.experts import ROUTED, pair
-from tests.unit.llm.test_llm_gpu import GREEDY, PROMPTS, _saved, token_ids
+from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
+from tests.unit.llm.test_llm_gpu import GPU, NEW, PROMPTS, with_experts
 
 WIDTHS = {
     "hidden_size": 512,
@@ -96,20 +97,13 @@ def test_product(ends):
         torch.testing.assert_close(found[begin:end].float(), expected, rtol=0.02, atol=0.2)
 
 
-def generated(folder, graphs: bool) -> tuple[list[list[int]], bool]:
-    """Greedy tokens, and whether every step that ran was one of graphs."""
-    with LLM(folder, max_num_seqs=8, experts="grouped", cuda_graphs=graphs) as llm:
-        found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-        done = llm.statistics()
-        llm.require_no_leak()
-    return found, done.graph_steps == done.steps
-
-
-def test_llm(tmp_path):
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_llm(tmp_path, graphs):
     """Steps that read prompts are captured, too."""
-    folder = _saved(tmp_path / "experts", moe=True)
-    eager, _ = generated(folder, False)
-    captured, all_captured = generated(folder, True)
-    assert all_captured
-    # Steps are padded to other sizes, whose products may round otherwise.
-    assert sum(a[0] == b[0] for a, b in zip(captured, eager)) >= len(PROMPTS) - 1
+    folder = with_experts(tmp_path / "experts", "8-2-1-2")
+    with LLM(folder, max_num_seqs=8, experts="grouped", cuda_graphs=graphs) as llm:
+        texts = written(llm, PROMPTS, NEW, prompt_log_probs=False)
+        done = llm.statistics()
+        assert done.graph_steps == (done.steps if graphs else 0)
+        llm.require_no_leak()
+    assert_as_exact_as_bf16(folder, texts, GPU, ROUTED_FACTOR)

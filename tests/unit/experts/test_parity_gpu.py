@@ -7,12 +7,12 @@ import torch
 
 from absorbed_mla import LLM
 from absorbed_mla.batch_invariant import batch_invariant_mode
-from tests.conversion.models import Architecture, make_model, save
+from tests.conversion.models import Architecture
 from tests.support import needs
 from tests.support.backends import determinism
 from tests.support.experts import ROUTED, activations, pair, signs_of_zero
+from tests.support.wide_models import wide_folder
 from tests.unit.llm.test_llm_gpu import PROMPTS, SAMPLED, token_ids
-from tests.unit.llm.test_llm_gpu import WIDTHS as MODEL_WIDTHS
 
 pytestmark = needs.gpu
 
@@ -113,10 +113,9 @@ def test_llm(tmp_path, topk):
 
     Megatron's experts would sum more than two by atomics there.
     """
-    fields = {"num_experts_per_tok": topk, "topk_group": 2, "vocab_size": 131, **MODEL_WIDTHS}
-    model = make_model(Architecture("v3", True, True, "rope"), **fields)
-    save(model.to(torch.bfloat16), tmp_path / "experts")
+    architecture = Architecture("v3", True, True, "rope")
+    folder = wide_folder(tmp_path / "experts", architecture, num_experts_per_tok=topk, topk_group=2)
     alone = [[i] for i in range(len(PROMPTS))]
     experts = "sequential" if topk == 2 else "grouped"
-    expected = generated(tmp_path / "experts", experts, False, *alone)
-    assert generated(tmp_path / "experts", "grouped", True, [*range(len(PROMPTS))]) == expected
+    expected = generated(folder, experts, False, *alone)
+    assert generated(folder, "grouped", True, [*range(len(PROMPTS))]) == expected

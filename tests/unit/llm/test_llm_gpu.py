@@ -1,4 +1,7 @@
-"""``LLM`` on GPUs: processes of its own, CUDA graphs, parity mode, a model in two shares."""
+"""``LLM`` on GPUs: processes of its own, CUDA graphs, parity mode, a model in two shares.
+
+Every position is compared with transformers in fp32; the bound is what transformers loses in bf16.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,16 @@ import pytest
 import torch
 
 from absorbed_mla import LLM, SamplingParams
-from tests.conversion.models import Architecture, make_model, save
+from tests.conversion.models import Architecture
 from tests.support import needs
+from tests.support.log_probs import ROUTED_FACTOR, assert_as_exact_as_bf16, written
+from tests.support.wide_models import wide_folder
 
 pytestmark = needs.gpu
 
-# Widths that the kernels have.
-WIDTHS = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 1024,
-}
 PROMPTS = [list(range(1, 1 + length)) for length in (3, 70, 120, 64)]
-GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+NEW = 32
+GPU = torch.device("cuda", 0)
 SAMPLED = [
     SamplingParams(max_tokens=32, ignore_eos=True, seed=i, **more)
     for i, more in enumerate(
@@ -33,42 +26,19 @@ SAMPLED = [
     )
 ]
 SIZES = (1, 2) if torch.cuda.device_count() > 1 else (1,)
+# Experts, groups, groups of a token, experts of a token.
+EXPERTS = {"8-2-1-2": (8, 2, 1, 2), "8-4-2-4": (8, 4, 2, 4)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return _saved(tmp_path_factory.mktemp("dense"), moe=False)
+    return wide_folder(tmp_path_factory.mktemp("dense"), Architecture("v3", True, False, "rope"))
 
 
-def _saved(path, *, moe):
-    model = make_model(Architecture("v3", True, moe, "rope"), vocab_size=131, **WIDTHS)
-    save(model.to(torch.bfloat16), path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    return by_transformers(folder)
-
-
-def by_transformers(folder):
-    """What transformers generates greedily from each prompt, in bfloat16."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager"
-    ).cuda()
-    found = []
-    for prompt in PROMPTS:
-        text = model.generate(
-            torch.tensor([prompt], device="cuda"),
-            max_new_tokens=32,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(text[0, len(prompt) :].tolist())
-    return found
+def with_experts(path, experts: str):
+    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+    changes = dict(zip(names, EXPERTS[experts], strict=True))
+    return wide_folder(path, Architecture("v3", True, True, "rope"), **changes)
 
 
 def token_ids(outputs) -> list[list[int]]:
@@ -77,37 +47,40 @@ def token_ids(outputs) -> list[list[int]]:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("tp", SIZES)
-def test_tokens_of_transformers(folder, expected, tp, graphs):
-    """As far as rounding leaves them equal: other products round bfloat16 otherwise."""
-    with LLM(folder, tensor_parallel_size=tp, max_num_seqs=8, cuda_graphs=graphs) as llm:
-        found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+def test_log_probs_of_transformers(folder, tp, graphs):
+    options = {"max_num_seqs": 8, "cuda_graphs": graphs, "prompt_logprobs": not graphs}
+    with LLM(folder, tensor_parallel_size=tp, **options) as llm:
+        texts = written(llm, PROMPTS, NEW, prompt_log_probs=not graphs)
         assert bool(llm.statistics().graph_steps) == graphs
         llm.require_no_leak()
-    assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
+    assert_as_exact_as_bf16(folder, texts, GPU)
 
 
 @pytest.mark.parametrize("tokens", [None, 1024, 0])
 @pytest.mark.parametrize("tp", SIZES)
-def test_graphs_of_prompts(folder, expected, tp, tokens):
+def test_graphs_of_prompts(folder, tp, tokens):
     """Read in steps that one graph holds, or one for each layer; ``graph_steps`` counts them."""
     sizes = {"max_num_seqs": 8, "cuda_graphs": True, "prefill_graph_tokens": tokens}
+    texts = []
     with LLM(folder, tensor_parallel_size=tp, **sizes) as llm:
         for _ in range(2):  # captured, and replayed
-            found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-            assert [tokens[:3] for tokens in found] == [tokens[:3] for tokens in expected]
+            texts += written(llm, PROMPTS, NEW, prompt_log_probs=False)
         done = llm.statistics()
         assert done.graph_steps == done.steps
         llm.require_no_leak()
+    assert_as_exact_as_bf16(folder, texts, GPU)
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("tp", SIZES)
-def test_experts(tmp_path, tp):
-    path = _saved(tmp_path / "experts", moe=True)
-    with LLM(path, tensor_parallel_size=tp, max_num_seqs=8) as llm:
-        found = token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    expected = by_transformers(path)
-    # The routing of a token may hang on the last bit of bfloat16.
-    assert sum(a[0] == b[0] for a, b in zip(found, expected)) >= len(PROMPTS) - 1
+def test_experts(tmp_path, tp, experts):
+    """Alone and in a batch: few tokens and many are routed by other kernels."""
+    path = with_experts(tmp_path / "experts", experts)
+    with LLM(path, tensor_parallel_size=tp, max_num_seqs=8, prompt_logprobs=True) as llm:
+        together = written(llm, PROMPTS, NEW)
+        alone = [text for prompt in PROMPTS for text in written(llm, [prompt], NEW)]
+    for texts in (together, alone):
+        assert_as_exact_as_bf16(path, texts, GPU, ROUTED_FACTOR)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
