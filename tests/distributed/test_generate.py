@@ -15,14 +15,11 @@ from megatron.core import parallel_state
 from checkpoint_conversion import cli
 from tests.conversion.models import Architecture, make_model, save
 from tests.distributed.whole import shared_folder
-from tests.support import needs, world
+from tests.support import world
 from tests.support.combinations import few_ranks
 from tests.support.generate import generate
 
-pytestmark = [
-    few_ranks,
-    needs.no_gpu,
-]
+pytestmark = few_ranks
 
 # The tokenizer's: all bytes, and the end of a document.
 _VOCABULARY = 257

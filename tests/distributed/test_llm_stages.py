@@ -28,8 +28,6 @@ from tests.support.engine import prompt
 from tests.support.pipeline import LAYOUTS, Model, load, microbatches, train_step, whole_weights
 from tests.support.pipeline import weights as weights_of
 
-pytestmark = needs.no_gpu
-
 # Two layers on the first stage, one on the last.
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 131}
 ARCHITECTURES = {

@@ -23,7 +23,7 @@ from tests.support.engine import Request, engine_of, generate, generating_model,
 from tests.support.layouts import cut_tokens, dense, packed
 from tests.support.pipeline import Model, load, whole_weights
 
-pytestmark = [needs.processes(2), needs.no_gpu]
+pytestmark = needs.processes(2)
 
 REQUESTS = [Request(prompt(length, length), 4) for length in (70, 9, 30)]
 LAYOUTS = {"sbhd": dense(76, 3), "thd_padded": packed((74, 13, 34), (76, 16, 36))}
@@ -58,7 +58,7 @@ def forward(model, texts, layout, rank=0):
     slots = layout.slots or [layout.tokens] * len(texts)
     rows = [[*text, *[0] * (slot - len(text))] for text, slot in zip(texts, slots)]
     ids = torch.tensor(rows if layout.lengths is None else [[*chain(*rows)]])
-    ids = ids[:, cut_tokens(layout, world.cp_size(), rank)]
+    ids = ids[:, cut_tokens(layout, world.cp_size(), rank)].to(world.device())
     params = layout.packed_seq_params(ids.device)
     logits = model(ids, torch.zeros_like(ids), None, packed_seq_params=params)
     return gather_from_tensor_model_parallel_region(logits)

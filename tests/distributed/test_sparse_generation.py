@@ -65,7 +65,6 @@ def their_tokens(theirs, prompts) -> list[list[int]]:
 
 
 @needs.processes(1, 2)
-@needs.no_gpu
 @pytest.mark.parametrize(
     ("dsa", "sharing"),
     [(DEEPSEEK, {}), (GLM, {}), (GLM, {"dsa_indexer_topk_freq": 2})],

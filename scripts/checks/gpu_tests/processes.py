@@ -138,7 +138,10 @@ def environment_of(
     if limits.memory_gib and not job.alone:
         found["ABSORBED_MLA_GPU_MEMORY_GIB"] = str(limits.memory_gib)
     if devices:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        # Of those that this process sees, which may have other names than their numbers.
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        seen = [names[one] if any(names) else str(one) for one in devices]
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
     return found
 
 

@@ -113,11 +113,15 @@ def test_alone_and_its_gpu(run, monkeypatch):
     """After all others; elsewhere jobs take the GPU that fewest use."""
     found, _ = run(job_of("good", alone=True), job_of("bad"), job_of("skipped"))
     assert list(found)[-1] == "good"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     limits = replace(LIMITS, memory_gib=5.0)
     given = environment_of(job_of("good"), [1], Path("out"), Path("report"), limits)
     assert given["CUDA_VISIBLE_DEVICES"] == "1" and given["ABSORBED_MLA_GPU_MEMORY_GIB"] == "5.0"
     alone = environment_of(job_of("good", alone=True), [0, 1], Path("out"), Path("x"), limits)
     assert alone["CUDA_VISIBLE_DEVICES"] == "0,1" and "ABSORBED_MLA_GPU_MEMORY_GIB" not in alone
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    named = environment_of(job_of("good"), [1], Path("out"), Path("report"), limits)
+    assert named["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
 def test_half_a_line_of_a_report(tmp_path):
