@@ -1,0 +1,118 @@
+"""One case: a configuration's number and, within it, a case's."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import Draw
+from checks.fuzz.family import Family
+from checks.fuzz.launches import recorded_launches
+
+
+class CaseId(NamedTuple):
+    """What a case follows from, as ``--case`` takes it: ``SEED.CONFIGURATION.NUMBER``."""
+
+    seed: int
+    configuration: int
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> CaseId:
+        """From the text that ``str`` makes.
+
+        Raises:
+            ValueError: If it is not three numbers.
+        """
+        try:
+            seed, configuration, number = map(int, text.split("."))
+        except ValueError:
+            message = f"--case must be SEED.CONFIGURATION.NUMBER, such as 0.3.7; got {text!r}"
+            raise ValueError(message) from None
+        return cls(seed, configuration, number)
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+class Outcome(NamedTuple):
+    """Of a case.
+
+    Attributes:
+        error: What is wrong; None: nothing.
+        configuration: As text.
+        worst: Largest share of a tolerance that was used.
+        launched: Kernels.
+        seconds: With compilation.
+        fatal: Whether the process can run no more cases.
+    """
+
+    error: str | None
+    configuration: str
+    worst: float
+    launched: tuple[str, ...]
+    seconds: float
+    fatal: bool = False
+
+
+def poison_new_memory() -> None:
+    """From now on ``torch.empty`` is full of NaN, or the largest integer.
+
+    That is a side effect of deterministic algorithms, which are asked for, but not required.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def run_case(
+    family: Family,
+    case: CaseId,
+    device: torch.device,
+    comparison: Callable[[], Comparison] = Comparison,
+    *,
+    with_traceback: bool = False,
+) -> Outcome:
+    """Draw and run a case; what is raised is its error.
+
+    Args:
+        family: Of the case.
+        case: Its numbers.
+        device: Where kernels run.
+        comparison: What compares its results.
+        with_traceback: Whether the error has the lines that it comes from.
+    """
+    compare, start = comparison(), time.monotonic()
+    configuration, error, fatal, launched = "not drawn", None, False, ()
+    try:
+        with recorded_launches() as counts:
+            seed = family.name, case.seed, case.configuration
+            drawn = family.configure(Draw(device, *seed))
+            configuration = str(drawn)
+            family.run(drawn, Draw(device, *seed, case.number), compare)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        launched = tuple(sorted(counts))
+        if not compare.compared:
+            error = "nothing was compared"
+    except Exception as caught:  # what it is, is what is looked for
+        error = f"{type(caught).__name__}: {caught}"
+        if with_traceback:
+            error = "".join(traceback.format_exception(caught))
+        fatal = device.type == "cuda" and _is_broken()
+    seconds = time.monotonic() - start
+    return Outcome(error, configuration, compare.worst, launched, seconds, fatal)
+
+
+def _is_broken() -> bool:
+    """Whether the device takes no more work of this process, as after an illegal access."""
+    try:
+        torch.cuda.synchronize()
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,367 @@
+"""DSA's indexer: scores, over a cache too, their gradients, and the choice of the best keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import BF16, FP16, FP32, Draw
+from checks.fuzz.families.paged import draw_requests
+from checks.fuzz.families.sparse import draw_chosen
+from checks.fuzz.family import Family
+from checks.fuzz.references import rounded_sum
+
+_NUMBERS = 2**23
+_E4M3 = torch.float8_e4m3fn
+
+
+class Config(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        width: Di.
+        heads: Hi.
+        dtype: Of queries and keys; of queries in FP8, that of keys.
+        relu: Whether products pass a ReLU.
+        fp8: Whether queries are in e4m3, and keys are rounded to it.
+        block_size: Tokens of a block of a cache.
+        deterministic: Whether gradients of keys are added in a fixed order.
+    """
+
+    width: int
+    heads: int
+    dtype: torch.dtype
+    relu: bool
+    fp8: bool
+    block_size: int
+    deterministic: bool
+
+
+def _config(draw: Draw) -> Config:
+    gpu = draw.device.type == "cuda"
+    fp8 = draw.flag(0.3)
+    width = draw.choice(32, 64, 128, 128, 256) if fp8 else draw.choice(16, 32, 64, 128, 128, 256)
+    heads = draw.choice(1, 3, 8, 32, 64, 64, 100, 128, draw.integer(1, 128))
+    dtype = draw.choice(BF16, BF16, FP16, FP32)
+    if not gpu:
+        width, heads = min(width, 32), min(heads, 5)
+    block_size = draw.choice(1, 16, 64, 64, draw.integer(1, 100))
+    return Config(width, heads, dtype, draw.flag(0.7), fp8, block_size, draw.flag())
+
+
+def _plain_config(draw: Draw) -> Config:
+    return _config(draw)._replace(fp8=False)
+
+
+def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [..., D] and their scales fp32 [...]: the least powers of two with which all fit."""
+    largest = x.double().abs().amax(-1).clamp(min=1e-4)
+    mantissa, exponent = torch.frexp(largest / 448)
+    scales = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    return (x.double() / scales[..., None]).float().to(_E4M3), scales.float()
+
+
+class Vectors(NamedTuple):
+    """Queries, weights, and both with the keys as numbers in fp64.
+
+    Attributes:
+        query: As kernels take them, [..., Hi, Di].
+        weights: fp32 [..., Hi]; of queries in FP8, times their scales.
+        exact_query: fp64.
+        exact_key: fp64; in FP8, as rounded.
+    """
+
+    query: Tensor
+    weights: Tensor
+    exact_query: Tensor
+    exact_key: Tensor
+
+
+def _vectors(config: Config, query: Tensor, key: Tensor, weights: Tensor) -> Vectors:
+    if not config.fp8:
+        return Vectors(query, weights, query.double(), key.double())
+    values, scales = fp8_rows(query)
+    rounded, key_scales = fp8_rows(key)
+    exact_key = rounded.float().double() * key_scales.double()[..., None]
+    return Vectors(values, weights * scales, values.float().double(), exact_key)
+
+
+def _weighted(config: Config, vectors: Vectors) -> tuple[Tensor, Tensor]:
+    """Scores [B, Q, K] of queries [Q, B, Hi, Di] and keys [K, B, Di], and their noise."""
+    q, k = vectors.exact_query.permute(1, 2, 0, 3), vectors.exact_key.permute(1, 2, 0)[:, None]
+    weights = vectors.weights.double().permute(1, 2, 0)[..., None]
+    dots, squares = q @ k, q.square() @ k.square()
+    if config.relu:
+        # A product below 0 counts for nothing, unless rounding makes it greater.
+        squares = squares.where(dots > 0, 1e-6 * squares)
+        dots = dots.relu()
+    value = (weights * dots).sum(1)
+    squares = (weights.square() * (squares + dots.square())).sum(1)
+    return value, rounded_sum(value, squares, config.width * config.heads)
+
+
+def _compare_scores(name, config, found, vectors, seen, compare: Comparison) -> None:
+    """Where keys are seen; FP8's products are summed in the 13 bits that Hopper gives them."""
+    value, noise = _weighted(config, vectors)
+    dtype = FP32
+    if config.fp8:
+        dtype, noise = FP16, noise * 2.0**-2
+    pairs = (x.where(seen, 0.0)[..., None] for x in (found, value, noise))
+    compare.rows(name, *pairs, dtype)
+
+
+def _scores(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of some queries and a run of keys."""
+    from absorbed_mla.kernels.dsa.index_scores import index_scores
+
+    batch = draw.choice(1, 1, 2)
+    keys = draw.length(draw.limit(3000, 150), 128, least=1)
+    most = _NUMBERS // (config.heads * batch * keys)
+    queries = draw.length(max(1, min(most, draw.limit(400, 70))), 64, least=1)
+    query = draw.normal(queries, batch, config.heads, config.width, dtype=config.dtype)
+    key = draw.normal(keys, batch, config.width, dtype=config.dtype)
+    weights = draw.normal(queries, batch, config.heads)
+    first, end = sorted(draw.integer(0, queries) for _ in range(2))
+    key_start = draw.choice(0, draw.integer(0, keys))
+    num_keys = draw.choice(keys - key_start, draw.integer(0, keys - key_start))
+    offset = draw.choice(None, 0, num_keys - (end - first), draw.integer(-queries, keys))
+    vectors = _vectors(config, query, key, weights)
+    given_query = vectors.query if config.fp8 else draw.amid_nan(vectors.query)
+    own = slice(first, end)
+    found = index_scores(
+        given_query, draw.amid_nan(key), vectors.weights, own, key_start, num_keys, offset,
+        config.relu,
+    )  # fmt: skip
+    seen = torch.ones(end - first, num_keys, dtype=torch.bool, device=key.device)
+    seen = seen if offset is None else seen.tril(offset)
+    vectors = vectors._replace(
+        weights=vectors.weights[own],
+        exact_query=vectors.exact_query[own],
+        exact_key=vectors.exact_key[key_start : key_start + num_keys],
+    )
+    _compare_scores("scores", config, found, vectors, seen, compare)
+
+
+def _cached(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Of new tokens and the keys in the blocks of their requests."""
+    from absorbed_mla.kernels.dsa.cached_scores import cached_scores, locate
+
+    requests = draw_requests(draw, config.heads, draw.limit(3000, 40))
+    device, size = draw.device, config.block_size
+    tokens = requests.tokens
+    query = draw.normal(tokens, config.heads, config.width, dtype=config.dtype)
+    weights = draw.normal(tokens, config.heads)
+    blocks = [-(-length // size) for length in requests.keys]
+    order = iter(draw.sample(range(2 * sum(blocks) + 2), sum(blocks)))
+    table = torch.full((len(blocks), max(blocks, default=0) + 1), 2**31 - 648, dtype=torch.int32)
+    for row, number in enumerate(blocks):
+        table[row, :number] = torch.tensor([next(order) for _ in range(number)], dtype=torch.int32)
+    table = table.to(device)
+    shape = 2 * sum(blocks) + 2, size + draw.integer(0, 1), config.width
+    cache = torch.full(shape, torch.nan, device=device).to(config.dtype)[:, :size]
+    lists = requests.starts, requests.queries, requests.keys
+    lists = [draw.integer_tensor(x) for x in lists]
+    most = [max(x, default=0) + draw.choice(0, 3) for x in (requests.queries, requests.keys)]
+    places = locate(*lists, most[0], tokens)
+    rows = [torch.full((tokens,), -1, dtype=torch.int32, device=device) for _ in range(3)]
+    keys = []
+    of_requests = zip(requests.starts, requests.queries, requests.keys)
+    for row, (start, count, length) in enumerate(of_requests):
+        own = slice(start, start + count)
+        rows[0][own], rows[2][own] = row, start + count
+        rows[1][own] = torch.arange(length - count, length, device=device, dtype=torch.int32) + 1
+        keys.append(draw.normal(length, config.width, dtype=config.dtype))
+        position = torch.arange(length, device=device)
+        cache[table[row, position // size].long(), position % size] = keys[-1]
+    for name, found, wanted in zip(("row", "seen", "row_end"), places, rows):
+        compare.same(name, found, wanted)
+    first, end = sorted(draw.integer(0, tokens) for _ in range(2))
+    empty = torch.zeros(0, 1, config.width, dtype=config.dtype, device=device)
+    whole = _vectors(config, query[:, None], empty, weights[:, None])
+    found = cached_scores(
+        whole.query[:, 0], whole.weights[:, 0], cache, table, places, slice(first, end), most[1],
+        config.relu, tiles=draw.flag(),
+    )  # fmt: skip
+    for row, (start, count) in enumerate(zip(requests.starts, requests.queries)):
+        own = slice(max(start, first), min(start + count, end))
+        if own.start >= own.stop:
+            continue
+        vectors = _vectors(config, query[own][:, None], keys[row][:, None], weights[own][:, None])
+        seen = torch.arange(len(keys[row]), device=device) < rows[1][own][:, None]
+        part = found[own.start - first : own.stop - first, : len(keys[row])][None]
+        _compare_scores(f"scores of request {row}", config, part, vectors, seen, compare)
+
+
+def _quarters(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Multiples of 1/4 up to 2, of which products of rows are exact: a ReLU's side is no matter."""
+    return ((draw.integers(17, *shape) - 8) / 4).to(dtype)
+
+
+def _chosen(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Scores of chosen keys, and their gradient."""
+    from absorbed_mla.kernels.dsa.index_chosen import add_chosen_gradient, chosen_scores
+
+    batch, topk = draw.choice(1, 1, 2), draw.length(draw.limit(2048, 40), 64, least=1)
+    keys = draw.length(draw.limit(1500, 60), 64, topk, least=1)
+    most = _NUMBERS // (config.heads * batch * max(keys, topk))
+    queries = draw.length(max(1, min(most, draw.limit(300, 6))), 16)
+    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
+    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
+    weights, chosen = draw.normal(queries, batch, config.heads), None
+    chosen = draw_chosen(draw, queries, batch, keys, topk)
+    place, there = chosen.transpose(0, 1), (chosen >= 0).transpose(0, 1)
+    index = place.clamp(min=0).long()
+    given = draw.amid_nan(query), draw.amid_nan(key), weights, chosen
+    found = chosen_scores(*given, config.relu)
+    vectors = _vectors(config, query, key, weights)
+    value, noise = (x.gather(-1, index).where(there, 0.0) for x in _weighted(config, vectors))
+    compare.rows(
+        "scores", found.where(there, 0.0)[..., None], value[..., None], noise[..., None], FP32
+    )
+    grad = draw.normal(batch, queries, topk).where(there, 0.0)
+    kept = torch.float32 if config.dtype != BF16 else BF16
+    before = draw.normal(keys, batch, config.width)
+    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    add_chosen_gradient(made, grad, *given, config.relu, config.deterministic)
+    wide = torch.zeros(batch, queries, keys, dtype=torch.float64, device=key.device)
+    wide.scatter_add_(-1, index, grad.double())
+    _compare_gradients(config, made, before, vectors, wide, compare)
+
+
+def _visible(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The gradient of scores of a run of keys."""
+    from absorbed_mla.kernels.dsa.index_gradient import add_visible_gradient
+
+    batch, keys = draw.choice(1, 1, 2), draw.length(draw.limit(1000, 70), 64, least=1)
+    most = _NUMBERS // (config.heads * batch * keys)
+    queries = draw.length(max(1, min(most, draw.limit(300, 20))), 64, least=1)
+    query = _quarters(draw, queries, batch, config.heads, config.width, dtype=config.dtype)
+    key = _quarters(draw, keys, batch, config.width, dtype=config.dtype)
+    weights = draw.normal(queries, batch, config.heads)
+    offset = draw.choice(None, 0, keys - queries, draw.integer(-queries, keys))
+    grad = draw.normal(batch, queries, keys)
+    grad = grad if offset is None else grad.tril(offset)
+    kept = torch.float32 if config.dtype != BF16 else BF16
+    before = draw.normal(keys, batch, config.width)
+    made = torch.zeros_like(query, dtype=kept), before.clone(), torch.zeros_like(weights)
+    given = draw.amid_nan(query), draw.amid_nan(key), weights
+    add_visible_gradient(made, grad, *given, offset, config.relu)
+    vectors = _vectors(config, query, key, weights)
+    _compare_gradients(config, made, before, vectors, grad.double(), compare)
+
+
+def _compare_gradients(config, made, before, vectors, grad: Tensor, compare: Comparison) -> None:
+    """Gradients of queries, keys and weights.
+
+    Args:
+        config: The configuration.
+        made: What the kernel made.
+        before: What was in the keys' gradient, which is added to.
+        vectors: Queries, keys and weights.
+        grad: fp64 [B, Q, K], 0 where a key is not seen.
+        compare: The case's.
+    """
+    q, k = vectors.exact_query.permute(1, 2, 0, 3), vectors.exact_key.permute(1, 0, 2)[:, None]
+    weights = vectors.weights.double().permute(1, 2, 0)[..., None]
+    dots = q @ k.transpose(-1, -2)
+    of_dots = grad[:, None] * weights
+    if config.relu:
+        of_dots = of_dots.where(dots > 0, 0.0)
+        dots = dots.relu()
+    dq, dk = of_dots @ k, (of_dots.transpose(-1, -2) @ q).sum(1)
+    dq_noise = (of_dots.square() @ k.square() + dq.square()).sqrt()
+    dk_noise = (of_dots.square().transpose(-1, -2) @ q.square()).sum(1).sqrt()
+    dw = (grad[:, None] * dots).sum(-1)
+    squares = (grad[:, None] * dots).square().sum(-1)
+    dw_noise = rounded_sum(dw, squares, grad.shape[-1])
+    compare.rows("dq", made[0], *(x.permute(2, 0, 1, 3) for x in (dq, dq_noise)), config.dtype)
+    dk = dk.permute(1, 0, 2) + before.double()
+    old = before.double().abs() * (torch.finfo(FP32).eps / torch.finfo(config.dtype).eps)
+    compare.rows("dk", made[1], dk, dk_noise.permute(1, 0, 2) + old, config.dtype)
+    compare.rows("dweights", made[2], *(x.permute(2, 0, 1) for x in (dw, dw_noise)), FP32)
+
+
+class SelectConfig(NamedTuple):
+    """How many keys are chosen, and whether rows have lengths of their own."""
+
+    topk: int
+    counted: bool
+
+
+def _select_config(draw: Draw) -> SelectConfig:
+    topk = draw.choice(1, 64, 512, 2048, 2048, 4096, 8192, draw.length(4096, 64, least=1))
+    return SelectConfig(min(topk, draw.limit(8192, 40)), draw.flag())
+
+
+def _select(config: SelectConfig, draw: Draw, compare: Comparison) -> None:
+    """Exactly the first keys of a stable sort, for scores with ties, infinities, NaN and -0."""
+    from absorbed_mla.kernels.dsa.radix_select import radix_select
+
+    batch = 1 if config.counted else draw.choice(1, 1, 2)
+    most = draw.limit(40000, 300)
+    keys = draw.length(most, config.topk, 4096, 1024)
+    queries = draw.length(max(1, min(draw.limit(300, 6), 2**22 // max(keys, 1))), 132, 16)
+    scores = draw.normal(batch, queries, keys, magnitude=draw.often(1.0, 1e-3, 1e30))
+    kind = draw.choice("any", "ties", "few values", "equal", "special")
+    if kind == "ties":
+        scores = (scores * 8).round() / 8
+    elif kind == "few values":
+        scores = scores.sign()
+    elif kind == "equal":
+        scores = torch.zeros_like(scores)
+    elif kind == "special":
+        for value, share in ((torch.nan, 0.02), (torch.inf, 0.02), (-torch.inf, 0.2), (-0.0, 0.1)):
+            scores[draw.uniform(*scores.shape) < share] = value
+    padded = torch.full((batch, queries, keys + 5), torch.nan, device=scores.device)
+    padded[..., :keys] = scores
+    key_start, offset, seen = draw.integer(0, 100), None, None
+    count = torch.full((queries,), keys, device=scores.device)
+    if config.counted:
+        key_start, seen = 0, draw.integers(keys + 1, queries, dtype=torch.int32)
+        count = seen
+    elif draw.flag():
+        offset = draw.choice(0, keys - queries, draw.integer(-queries, keys))
+        count = (torch.arange(queries, device=scores.device) + offset + 1).clamp(0, keys)
+    found = radix_select(padded[..., :keys], config.topk, key_start, offset, seen=seen)
+    compare.same("keys", found, _best(scores, count, config.topk, key_start).int())
+
+
+def _best(scores: Tensor, count: Tensor, topk: int, key_start: int) -> Tensor:
+    """[Q, B, topk], ascending, then -1."""
+    keys = scores.shape[-1]
+    place = torch.arange(keys, device=scores.device)
+    seen = place < count[:, None]
+    wide = scores.double().nan_to_num(torch.inf, torch.inf, -torch.inf) + 0.0
+    # What is not seen comes behind the lowest score.
+    order = wide.where(seen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    # Of scores of -inf the seen ones come first: they have lower numbers.
+    order = order[..., :topk]
+    chosen = order.where(torch.arange(order.shape[-1], device=place.device) < count[:, None], keys)
+    chosen = torch.nn.functional.pad(chosen, (0, topk - chosen.shape[-1]), value=keys)
+    chosen = chosen.sort(-1).values
+    return (chosen + key_start).where(chosen < keys, -1).transpose(0, 1)
+
+
+_DSA = "kernels.dsa"
+_CACHE = f"{_DSA}.cached_scores"
+_SUMS = tuple(f"{_DSA}.key_sums._{name}_kernel" for name in ("table", "place", "sum"))
+FAMILIES = (
+    Family("index-scores", (f"{_DSA}.index_scores._scores_kernel",), _config, _scores),
+    Family(
+        "index-scores-cached",
+        tuple(f"{_CACHE}._{name}_kernel" for name in ("locate", "token", "tile")),
+        _config,
+        _cached,
+    ),
+    Family(
+        "index-chosen",
+        (f"{_DSA}.index_chosen._chosen_kernel", f"{_DSA}.key_lists._count_kernel", *_SUMS),
+        _plain_config,
+        _chosen,
+    ),
+    Family("index-gradient", (f"{_DSA}.index_gradient._gradient_kernel",), _plain_config, _visible),
+    Family("select-keys", (f"{_DSA}.radix_select._select_kernel",), _select_config, _select),
+)

@@ -1,0 +1,255 @@
+"""Dense attention over the latent (absorbed form), forward and backward: Triton and Hopper."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.core_attention.backends import hopper, triton
+from absorbed_mla.core_attention.invariant_hopper import InvariantHopper
+from absorbed_mla.core_attention.latent_kernels import LatentKernelBackend
+from absorbed_mla.core_attention.masks.scores import ScoreRules
+from absorbed_mla.core_attention.masks.spans import Spans
+from absorbed_mla.core_attention.max_logits import MaxLogits
+from absorbed_mla.core_attention.types import AttentionInputs, AttentionOutput, OutputGradient
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import BF16, FP16, FP32, Draw
+from checks.fuzz.family import Family
+from checks.fuzz.references import Attended, attention, attention_gradients
+from checks.fuzz.spans import draw_long_spans, draw_spans, hide_unseen, visible
+
+# Pairs of a query and a key, times heads: what the reference computes.
+_PAIRS = 2**22
+
+
+class Config(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        content: C.
+        rope: R.
+        heads: N.
+        dtype: Of the operands.
+        record: Whether the largest scores are recorded.
+        last: Stride of the operands' last axis.
+    """
+
+    content: int
+    rope: int
+    heads: int
+    dtype: torch.dtype
+    record: bool
+    last: int = 1
+
+
+class Case(NamedTuple):
+    """One call: operands as kernels get them, without NaN in ``values``."""
+
+    spans: Spans
+    values: tuple[Tensor, ...]
+    operands: AttentionInputs
+    grad: OutputGradient
+    grad_values: tuple[Tensor, Tensor | None]
+    scale: float
+
+
+def draw_heads(draw: Draw) -> int:
+    """Any number up to 130, odd ones and powers of two often."""
+    most = draw.limit(130, 6)
+    if draw.flag():
+        return min(most, 2 ** draw.integer(0, 7))
+    return draw.integer(1, most)
+
+
+def _triton_config(draw: Draw) -> Config:
+    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if draw.device.type == "cuda" else 16
+    rope = draw.choice(0, 16, 32, 64, 64, 128) if draw.device.type == "cuda" else 16
+    dtype = draw.choice(BF16, BF16, FP16, FP32)
+    if dtype == FP32:
+        content = min(content, 128)
+    last = draw.choice(1, 1, 1, 2)
+    return Config(content, rope, draw_heads(draw), dtype, draw.flag(0.3), last)
+
+
+def _hopper_config(draw: Draw) -> Config:
+    content = draw.choice(128, 256, 512, 512)
+    rope, dtype = draw.choice(32, 64, 64), draw.choice(BF16, BF16, FP16)
+    return Config(content, rope, draw_heads(draw), dtype, draw.flag(0.3))
+
+
+def draw_case(config: Config, draw: Draw, most: int, *, long: bool = False) -> Case:
+    """Spans of up to ``most`` tokens, operands, and a gradient of the output.
+
+    Args:
+        config: The configuration.
+        draw: The case's.
+        most: Tokens on an axis.
+        long: Whether few queries see many keys, causally.
+    """
+    content, width = config.content, config.content + config.rope
+    batch = draw.choice(1, 1, 2, 3)
+    pairs = _PAIRS // (config.heads * batch)
+    if long:
+        queries, keys, spans = draw_long_spans(draw, max(pairs // most, 1), most)
+    else:
+        queries, keys, spans = draw_spans(draw, max(1, min(most, math.isqrt(pairs))), 16, 64)
+    normal = partial(draw.normal, dtype=config.dtype)
+    magnitude = draw.often(1.0, 2.0, 4.0)
+    q = normal(queries, batch, config.heads, width, magnitude=magnitude)
+    kv = normal(keys, batch, width)
+    grad = normal(queries, batch, config.heads, content)
+    grad_lse = draw.normal(queries, batch, config.heads) if draw.flag() else None
+    hidden = hide_unseen(q, spans, of_keys=False), hide_unseen(kv, spans, of_keys=True)
+    q_parts, kv_parts = (
+        [draw.amid_nan(x, last=config.last) for x in each.split((content, config.rope), -1)]
+        for each in hidden
+    )
+    operands = AttentionInputs(*q_parts, kv_parts[0].unsqueeze(2), kv_parts[1], None)
+    hidden_lse = grad_lse
+    if grad_lse is not None:
+        hidden_lse = hide_unseen(grad_lse, spans, of_keys=False)
+    hidden_grad = OutputGradient(hide_unseen(grad, spans, of_keys=False), hidden_lse)
+    scale = draw.choice(width**-0.5, width**-0.5, 0.3 * width**-0.5)
+    return Case(spans, (q, kv), operands, hidden_grad, (grad, grad_lse), scale)
+
+
+def exact(config: Config, case: Case) -> tuple[Attended, tuple[Tensor, ...]]:
+    """Attention in fp64, and its operands: queries, keys and values."""
+    q, kv = (x.double() for x in case.values)
+    k = kv.unsqueeze(2)
+    seen = visible(case.spans, len(q), len(kv), q.device)
+    operands = q, k, k[..., : config.content]
+    return attention(*operands, case.scale, seen, config.dtype), operands
+
+
+def check_forward(
+    config: Config, case: Case, found: AttentionOutput, attended: Attended, compare: Comparison
+) -> None:
+    """Output and LSE."""
+    compare.rows("out", found.out, *attended.out, config.dtype)
+    compare.lse(found.lse, attended.lse, config.dtype)
+
+
+def check_backward(
+    config: Config,
+    case: Case,
+    found: AttentionInputs,
+    exact_attention: tuple[Attended, tuple[Tensor, ...]],
+    compare: Comparison,
+) -> None:
+    """Gradients of the queries, and of the latent as key and as value."""
+    attended, operands = exact_attention
+    grad_out, grad_lse = (x if x is None else x.double() for x in case.grad_values)
+    grads = attention_gradients(*operands, attended, grad_out, grad_lse, case.scale, config.dtype)
+    content = config.content
+    # Keys that nothing sees may hold NaN: their gradient is 0 all the same.
+    keys, noise = (x.clone() for x in grads.k)
+    keys[..., :content] += grads.v.value
+    noise[..., :content] = (noise[..., :content].square() + grads.v.noise.square()).sqrt()
+    wanted = {
+        "dq_content": [x[..., :content] for x in grads.q],
+        "dq_rope": [x[..., content:] for x in grads.q],
+        "dlatent": [x[..., :content] for x in (keys, noise)],
+        "dk_rope": [x[..., 0, content:] for x in (keys, noise)],
+    }
+    for (name, each), result in zip(wanted.items(), found):
+        compare.rows(name, result, *each, config.dtype)
+
+
+def _run(
+    backend: LatentKernelBackend,
+    config: Config,
+    draw: Draw,
+    compare: Comparison,
+    *,
+    long: bool = False,
+    backward: bool = True,
+) -> None:
+    """Forward, the largest scores if recorded, and backward."""
+    most = draw.limit(5000, 2200) if long else draw.limit(700, 40)
+    case = draw_case(config, draw, most, long=long)
+    max_logits = None
+    if config.record:
+        max_logits = MaxLogits(torch.full((config.heads,), -torch.inf, device=draw.device))
+    rules = ScoreRules(case.scale, case.spans, max_logits=max_logits)
+    found = backend.forward(case.operands, rules)
+    attended, operands = exact(config, case)
+    check_forward(config, case, found, attended, compare)
+    if max_logits is not None and attended.largest.numel():
+        size = attended.largest.abs().nan_to_num(0.0, 0.0, 0.0).amax((0, 1))
+        largest = attended.largest.amax((0, 1))
+        compare.near("largest", max_logits.heads(0, config.heads), largest, 1e-4 + 1e-5 * size)
+    if backward:
+        gradients = backend.backward(case.grad, found, case.operands, rules)
+        check_backward(config, case, gradients, (attended, operands), compare)
+
+
+def _run_stored(config: Config, draw: Draw, compare: Comparison) -> None:
+    """The backward of long sequences, of any."""
+    with mock.patch.object(hopper, "LEAST_STORED_PAIRS", 0):
+        _run(hopper.ENTRY, config, draw, compare)
+
+
+def _run_in_pieces(config: Config, draw: Draw, compare: Comparison) -> None:
+    """Causal, of long sequences too; its backward is that of ``latent-hopper``."""
+    _run(InvariantHopper(), config, draw, compare, long=True, backward=False)
+
+
+_TRITON = "kernels.triton.backward_kernels"
+_HOPPER = "kernels.hopper"
+FAMILIES = (
+    Family(
+        "latent-triton",
+        (
+            "kernels.triton.forward._forward_kernel",
+            f"{_TRITON}.delta_kernel",
+            f"{_TRITON}.query_kernel",
+            f"{_TRITON}.key_kernel",
+        ),
+        _triton_config,
+        partial(_run, triton.ENTRY),
+        share=1.5,
+    ),
+    Family(
+        "latent-hopper",
+        (
+            f"{_HOPPER}.forward_kernel.attend_forward",
+            f"{_HOPPER}.backward_kernel.attend_backward",
+            f"{_HOPPER}.backward_delta._delta_kernel",
+        ),
+        _hopper_config,
+        partial(_run, hopper.ENTRY),
+        hopper=True,
+        share=1.5,
+    ),
+    Family(
+        "latent-hopper-stored",
+        (
+            f"{_HOPPER}.forward_kernel.attend_forward",
+            f"{_HOPPER}.stored_backward_kernel.attend_backward_stored",
+            f"{_HOPPER}.backward_delta._delta_kernel",
+        ),
+        _hopper_config,
+        _run_stored,
+        hopper=True,
+    ),
+    Family(
+        "latent-hopper-pieces",
+        (
+            f"{_HOPPER}.forward_kernel.attend_forward",
+            f"{_HOPPER}.decode_kernel.attend_decode",
+            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
+            "kernels.paged.schedule._schedule_kernel",
+            "kernels.paged.combine._combine_kernel",
+            "kernels.paged.padding._padding_kernel",
+        ),
+        _hopper_config,
+        _run_in_pieces,
+        hopper=True,
+    ),
+)

@@ -1,0 +1,168 @@
+"""Attention with keys and values of every head, on Hopper, and the search for large scores."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from absorbed_mla.core_attention.largest_scores import query_tile_table
+from absorbed_mla.core_attention.latent_kernels import key_tile_table
+from absorbed_mla.core_attention.latent_kernels import query_tile_table as whole_table
+from absorbed_mla.kernels import operators
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import BF16, FP16, Draw
+from checks.fuzz.family import Family
+from checks.fuzz.references import attention, attention_gradients
+from checks.fuzz.spans import draw_spans, hide_unseen, visible
+
+_PAIRS = 2**22
+_TILE = 128
+
+
+class Config(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        width: Of queries and keys.
+        values: Width of the values.
+        heads: N.
+        dtype: Of the operands.
+        record: Whether the largest scores are recorded.
+    """
+
+    width: int
+    values: int
+    heads: int
+    dtype: torch.dtype
+    record: bool
+
+
+def _config(draw: Draw, *widths: int) -> Config:
+    values, heads = draw.choice(64, 128), draw.choice(1, 2, 3, 5, 8, 16, draw.integer(1, 40))
+    dtype = draw.choice(BF16, BF16, FP16)
+    return Config(draw.choice(*widths), values, heads, dtype, draw.flag(0.3))
+
+
+def _operands(config: Config, draw: Draw):
+    """Spans, and queries, keys and values: as drawn, and as kernels get them."""
+    batch = draw.choice(1, 1, 2, 3)
+    most = min(draw.limit(900, 40), math.isqrt(_PAIRS // (config.heads * batch)))
+    queries, keys, spans = draw_spans(draw, most, _TILE, 64, 16)
+    normal = partial(draw.normal, dtype=config.dtype)
+    shape = batch, config.heads
+    drawn = (
+        normal(queries, *shape, config.width, magnitude=draw.often(1.0, 2.0, 4.0)),
+        normal(keys, *shape, config.width),
+        normal(keys, *shape, config.values),
+    )
+    hidden = (
+        draw.amid_nan(hide_unseen(x, spans, of_keys=is_key))
+        for x, is_key in zip(drawn, (False, True, True))
+    )
+    return spans, drawn, tuple(hidden)
+
+
+def _run(config: Config, draw: Draw, compare: Comparison, *, backward: bool) -> None:
+    spans, drawn, hidden = _operands(config, draw)
+    q, k, _ = hidden
+    scale = draw.often(1.0, 0.3) * config.width**-0.5
+    tiles = whole_table(spans, _TILE, len(q), q.device)
+    out, lse, largest = operators.multi_head_attention_forward(*hidden, tiles, scale, config.record)
+    exact = [x.double() for x in drawn]
+    seen = visible(spans, len(q), len(k), q.device)
+    attended = attention(*exact, scale, seen, config.dtype)
+    compare.rows("out", out, *attended.out, config.dtype)
+    compare.lse(lse, attended.lse, config.dtype)
+    if config.record:
+        size = attended.largest.abs().nan_to_num(0.0, 0.0, 0.0)
+        compare.near("largest", largest, attended.largest, 1e-4 + 1e-5 * size)
+    if not backward:
+        return
+    grad = draw.normal(*out.shape, dtype=config.dtype)
+    grad_lse = draw.normal(*lse.shape) if draw.flag() else None
+    given = [x if x is None else hide_unseen(x, spans, of_keys=False) for x in (grad, grad_lse)]
+    tables = key_tile_table(spans, _TILE, len(k), k.device)
+    found = operators.multi_head_attention_backward(*given, out, lse, *hidden, *tables, scale)
+    grads = [x if x is None else x.double() for x in (grad, grad_lse)]
+    wanted = attention_gradients(*exact, attended, *grads, scale, config.dtype)
+    for name, each, result in zip(("dq", "dk", "dv"), wanted, found):
+        compare.rows(name, result, *each, config.dtype)
+
+
+class SearchConfig(NamedTuple):
+    """Of the search: any widths."""
+
+    width: int
+    heads: int
+    dtype: torch.dtype
+
+
+def _search_config(draw: Draw) -> SearchConfig:
+    most = draw.limit(256, 48)
+    width = min(most, draw.choice(16, 24, 64, 96, 128, 192, 192, 256, draw.integer(1, 256)))
+    return SearchConfig(width, draw.integer(1, draw.limit(20, 3)), draw.choice(BF16, FP16))
+
+
+def _search(config: SearchConfig, draw: Draw, compare: Comparison) -> None:
+    """Exact above the threshold; elsewhere a bound that is not above it, or what was there."""
+    # Loaded where it runs: it imports Triton.
+    from absorbed_mla.kernels.largest_scores import QUERIES, largest_scores
+
+    multi_head = Config(config.width, 16, config.heads, config.dtype, False)
+    spans, (q, k, _), (given_q, given_k, _) = _operands(multi_head, draw)
+    scale = draw.often(1.0, 0.3) * config.width**-0.5
+    seen = visible(spans, len(q), len(k), q.device)
+    operands = q.double(), k.double(), k.double()
+    attended = attention(*operands, scale, seen, config.dtype)
+    threshold = draw.choice(-math.inf, 0.0, 3.0, 100.0)
+    of_heads = torch.full((config.heads,), -math.inf, device=q.device)
+    lse = attended.lse.float()
+    tiles = query_tile_table(spans, QUERIES, q.device)
+    largest_scores(given_q, given_k, lse, of_heads, tiles, scale, threshold)
+    if not attended.largest.numel():
+        compare.same("largest", of_heads, torch.full_like(of_heads, -math.inf))
+        return
+    wanted = attended.largest.amax((0, 1))
+    tolerance = 1e-4 + 1e-5 * wanted.abs().nan_to_num(0.0, 0.0, 0.0)
+    found = of_heads.double()
+    exact = ((found - wanted).abs() <= tolerance) | (found == wanted)
+    bound = (wanted <= threshold + tolerance) & (found <= threshold + tolerance)
+    bound &= (found >= wanted - tolerance) | (found == -math.inf)
+    compare.holds("largest", ~(exact | bound), of_heads, wanted)
+
+
+_HOPPER = "kernels.hopper"
+_FORWARD = (f"{_HOPPER}.multi_head_kernel.attend_multi_head",)
+FAMILIES = (
+    Family(
+        "expanded-hopper",
+        (
+            *_FORWARD,
+            f"{_HOPPER}.multi_head_backward_kernel.attend_multi_head_backward",
+            f"{_HOPPER}.multi_head_backward_rows._starts_kernel",
+            f"{_HOPPER}.multi_head_backward_rows._query_gradient_kernel",
+        ),
+        lambda draw: _config(draw, 96, 128, 192, 192),
+        partial(_run, backward=True),
+        hopper=True,
+        share=1.5,
+    ),
+    Family(
+        "expanded-hopper-forward",
+        _FORWARD,
+        lambda draw: _config(draw, 64),
+        partial(_run, backward=False),
+        hopper=True,
+        share=0.3,
+    ),
+    Family(
+        "largest-scores",
+        ("kernels.largest_scores._largest_kernel",),
+        _search_config,
+        _search,
+        share=0.6,
+    ),
+)

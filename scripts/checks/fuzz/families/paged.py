@@ -1,0 +1,283 @@
+"""Attention of new tokens over a paged latent cache, in bf16, fp16 and FP8: Triton and Hopper."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from absorbed_mla.kernels import operators
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import BF16, FP16, FP32, Draw
+from checks.fuzz.families.latent import draw_heads
+from checks.fuzz.family import Family
+from checks.fuzz.fp8 import decoded, fp8_bytes, fp8_parts
+from checks.fuzz.references import attention
+
+# Pairs of a new token and a key, times heads.
+_PAIRS = 2**22
+# A block that there is not, where the table of blocks is not to be read.
+_NO_BLOCK = 2**31 - 648
+
+
+class Config(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        content: C.
+        rope: R.
+        heads: N.
+        dtype: Of the queries.
+        block_size: Tokens of a block of the cache.
+        fp8: Whether the cache has FP8 rows.
+        invariant: Whether a token's bits must not depend on the tokens beside it.
+    """
+
+    content: int
+    rope: int
+    heads: int
+    dtype: torch.dtype
+    block_size: int
+    fp8: bool
+    invariant: bool
+
+
+class Requests(NamedTuple):
+    """New tokens and keys of each request, where they begin, and all tokens of the step."""
+
+    queries: list[int]
+    keys: list[int]
+    starts: list[int]
+    tokens: int
+
+
+def _triton_config(draw: Draw) -> Config:
+    gpu, fp8 = draw.device.type == "cuda", draw.flag()
+    content = draw.choice(16, 32, 64, 128, 256, 512, 512) if gpu else draw.choice(16, 32)
+    rope = draw.choice(0, 16, 32, 64, 64) if gpu else draw.choice(0, 16)
+    dtype = draw.choice(BF16, BF16, FP16) if fp8 or content > 128 else draw.choice(BF16, FP16, FP32)
+    block_size = draw.choice(1, 7, 16, 64, 64, 256, draw.integer(1, 100))
+    return Config(content, rope, draw_heads(draw), dtype, block_size, fp8, draw.flag(0.3))
+
+
+def _hopper_config(draw: Draw, *, fp8: bool, invariant: bool) -> Config:
+    content, rope = draw.choice(128, 256, 512, 512), draw.choice(32, 64, 64)
+    heads = draw_heads(draw)
+    if fp8 and not invariant and draw.flag():
+        heads = draw.integer(1, 32)  # tiles of few rows
+    block_size = 16 * draw.choice(1, 2, 3, 4, 4, 4, 8, 16)
+    if fp8 and draw.flag(0.3):
+        block_size = draw.choice(1, 7, 48, 65, draw.integer(1, 100))
+    dtype = draw.choice(BF16, BF16, FP16)
+    return Config(content, rope, heads, dtype, block_size, fp8, invariant)
+
+
+def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
+    """Requests of up to ``most_keys`` keys, with tokens of no request between some."""
+    number = draw.choice(1, draw.integer(0, 4), draw.integer(1, draw.limit(150, 5)))
+    pairs = _PAIRS // heads // max(number, 1)
+    keys, queries = [], []
+    for _ in range(number):
+        length = draw.length(max(1, min(most_keys, pairs)), 64, 32, 2048, least=1)
+        most = max(1, min(length, pairs // length, draw.limit(200, 6)))
+        keys.append(length)
+        queries.append(draw.often(min(1, most), 0, draw.length(most, 16, 4)))
+    gaps = [draw.choice(0, 0, 0, draw.integer(0, 3)) for _ in range(number + 1)]
+    ends = list(accumulate(map(sum, zip(queries, gaps))))
+    starts = [end - length for end, length in zip(ends, queries)]
+    return Requests(queries, keys, starts, (ends[-1] if ends else 0) + gaps[-1])
+
+
+class Cached(NamedTuple):
+    """A cache, the table of its blocks, and the keys of each request as kernels read them."""
+
+    cache: Tensor
+    table: Tensor
+    keys: list[Tensor]
+
+
+def draw_cache(config: Config, draw: Draw, held: list[int]) -> Cached:
+    """Blocks in any order, with NaN where there is no key.
+
+    Args:
+        config: The configuration.
+        draw: The case's.
+        held: Keys of each request that are in the cache.
+    """
+    size, width = config.block_size, config.content + config.rope
+    blocks = [-(-length // size) for length in held]
+    order = draw.sample(range(2 * sum(blocks) + 2), sum(blocks))
+    rows = draw.normal(sum(held), width, dtype=config.dtype)
+    if config.fp8:
+        parts = fp8_parts(rows, config.content)
+        rows, stored = decoded(*parts, config.dtype), fp8_bytes(*parts)
+    else:
+        stored = rows
+    nothing = 0xFF if config.fp8 else torch.nan
+    extra = draw.choice(0, 16)  # a row more of each block, and columns behind each row
+    shape = 2 * sum(blocks) + 2, size + bool(extra), stored.shape[-1] + extra
+    cache = stored.new_full(shape, nothing)[:, :size, : stored.shape[-1]]
+    entries = max(blocks, default=0) + draw.integer(1, 2)
+    table = torch.full((len(held), entries), _NO_BLOCK, dtype=torch.int32)
+    first_block, first_key, keys = 0, 0, []
+    places = []
+    for request, (length, number) in enumerate(zip(held, blocks)):
+        own = order[first_block : first_block + number]
+        table[request, :number] = torch.tensor(own, dtype=torch.int32)
+        places += [own[p // size] * size + p % size for p in range(length)]
+        keys.append(rows[first_key : first_key + length])
+        first_block, first_key = first_block + number, first_key + length
+    flat = torch.tensor(places, dtype=torch.int64, device=draw.device)
+    cache[flat // size, flat % size] = stored
+    table = table.to(draw.device, draw.choice(torch.int32, torch.int32, torch.int64))
+    return Cached(cache, table, keys)
+
+
+def _expected(config, q, cached: Cached, requests: Requests, scale, window):
+    """Output with its noise, and LSE, of every token; nothing for those in no request."""
+    first, end = window
+    out = torch.zeros(*q.shape[:2], config.content, dtype=torch.float64, device=q.device)
+    noise = torch.zeros_like(out)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
+    for keys, length, count, start in zip(
+        cached.keys, requests.keys, requests.queries, requests.starts
+    ):
+        if not count:
+            continue
+        k = keys.double()[:, None, None]
+        place = torch.arange(len(keys), device=q.device)[None, :] + first
+        last = length - count + torch.arange(count, device=q.device)[:, None]
+        seen = place <= last
+        if end is not None:
+            seen &= place < end
+        own = slice(start, start + count)
+        operands = q[own].double()[:, None], k, k[..., : config.content]
+        found = attention(*operands, scale, seen, config.dtype)
+        out[own], noise[own] = (x[:, 0] for x in found.out)
+        lse[own] = found.lse[:, 0]
+    return out, noise, lse
+
+
+def _run(
+    kernel: str, config: Config, draw: Draw, compare: Comparison, *, long: bool = False
+) -> None:
+    content, width = config.content, config.content + config.rope
+    requests = draw_requests(draw, config.heads, draw.limit(9000 if long else 3000, 40))
+    window = (0, None)
+    if not config.invariant and draw.flag(0.2):
+        first = draw.integer(0, max(requests.keys, default=0))
+        window = first, draw.choice(None, first + draw.integer(0, 500))
+    held = [
+        max(0, min(length, length if window[1] is None else window[1]) - window[0])
+        for length in requests.keys
+    ]
+    cached = draw_cache(config, draw, held)
+    magnitude = draw.often(1.0, 2.0, 4.0)
+    q = draw.normal(requests.tokens, config.heads, width, dtype=config.dtype, magnitude=magnitude)
+    in_none = torch.ones(len(q), dtype=torch.bool, device=q.device)
+    for start, count in zip(requests.starts, requests.queries):
+        in_none[start : start + count] = False
+    hidden = q.clone()
+    hidden[in_none] = torch.nan
+    query = [draw.amid_nan(x) for x in hidden.split((content, config.rope), -1)]
+    scale = draw.often(1.0, 0.3) * width**-0.5
+    call = partial(_attend, kernel, config, draw, cached, scale, window)
+    out, lse = call(query, requests, slice(0, len(requests.keys)))
+    wanted, noise, wanted_lse = _expected(config, q, cached, requests, scale, window)
+    compare.rows("out", out, wanted, noise, config.dtype)
+    compare.lse(lse, wanted_lse, config.dtype)
+    alone = [i for i, count in enumerate(requests.queries) if count]
+    if config.invariant and alone:
+        _check_alone(call, query, requests, draw.choice(*alone), (out, lse), compare)
+
+
+def _attend(kernel, config, draw, cached, scale, window, query, requests, own):
+    """One call, for some of the requests; half of the calls get their tables made before."""
+    lists = requests.starts[own], requests.queries[own], requests.keys[own]
+    most = [max(lists[i], default=0) + draw.choice(0, 0, 5) for i in (1, 2)]
+    tables = [draw.integer_tensor(x) for x in lists]
+    if not len(lists[0]):
+        tables = [x.int() for x in tables]
+    arguments = *query, cached.cache, *tables
+    made = {}
+    if draw.flag():
+        made_of = (*arguments, *most, *window, config.invariant, kernel)
+        found = operators.paged_schedule(*made_of)
+        made = dict(zip(("tiles", "starts"), found))
+    splits = None if config.invariant or made else draw.choice(None, None, 1, draw.integer(1, 8))
+    return operators.paged_attention_forward(
+        *arguments, cached.table[own], *most, scale, *window, config.invariant, splits, kernel,
+        **made,
+    )  # fmt: skip
+
+
+def _check_alone(call, query, requests: Requests, which: int, whole, compare: Comparison) -> None:
+    """A request gets the same bits in a batch of its own."""
+    start, count = requests.starts[which], requests.queries[which]
+    tokens = slice(start, start + count)
+    alone = requests._replace(starts=[0] * len(requests.starts))
+    out, lse = call([x[tokens] for x in query], alone, slice(which, which + 1))
+    compare.same("out of a request alone", out, whole[0][tokens])
+    compare.same("lse of a request alone", lse, whole[1][tokens])
+
+
+_STEP = (
+    "kernels.paged.schedule._schedule_kernel",
+    "kernels.paged.combine._combine_kernel",
+    "kernels.paged.padding._padding_kernel",
+)
+_HOPPER = "kernels.hopper"
+FAMILIES = (
+    Family(
+        "paged-triton",
+        ("kernels.paged.forward._paged_kernel", *_STEP),
+        _triton_config,
+        partial(_run, "triton"),
+        share=1.5,
+    ),
+    Family(
+        "paged-hopper",
+        (f"{_HOPPER}.decode_kernel.attend_decode", *_STEP),
+        partial(_hopper_config, fp8=False, invariant=False),
+        partial(_run, "hopper"),
+        hopper=True,
+        share=1.5,
+    ),
+    Family(
+        "paged-hopper-fp8",
+        (
+            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
+            f"{_HOPPER}.few_rows_kernel.attend_few_rows",
+            *_STEP,
+        ),
+        partial(_hopper_config, fp8=True, invariant=False),
+        partial(_run, "hopper"),
+        hopper=True,
+        share=1.5,
+    ),
+    Family(
+        "paged-hopper-invariant",
+        (
+            f"{_HOPPER}.decode_kernel.attend_decode",
+            f"{_HOPPER}.decode_pieces_kernel.attend_decode_pieces",
+            *_STEP,
+        ),
+        partial(_hopper_config, fp8=False, invariant=True),
+        partial(_run, "hopper", long=True),
+        hopper=True,
+    ),
+    Family(
+        "paged-hopper-fp8-invariant",
+        (
+            f"{_HOPPER}.fp8_rows.attend_fp8_decode",
+            f"{_HOPPER}.fp8_decode_pieces_kernel.attend_fp8_decode_pieces",
+            *_STEP,
+        ),
+        partial(_hopper_config, fp8=True, invariant=True),
+        partial(_run, "hopper", long=True),
+        hopper=True,
+    ),
+)

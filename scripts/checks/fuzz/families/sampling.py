@@ -1,0 +1,200 @@
+"""The token of each row of logits: the most likely one, or drawn by temperature and filters.
+
+A drawn token is right if the row's random number falls into the token's part of the probabilities
+that the filters leave, with what rounding may move: the edges of these parts by ``_EDGE`` of the
+whole, ``min_p`` and ``top_p`` by as much. ``top_k`` and the order of equal logits are exact.
+"""
+
+from __future__ import annotations
+
+from itertools import product as combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checks.fuzz.compare import Comparison
+from checks.fuzz.draw import BF16, FP16, FP32, Draw
+from checks.fuzz.family import Family
+
+# fp32's exponential, of fp32's differences of logits up to 90 or so, and their sums.
+_EDGE = 1e-5
+_SCALE = 2.0**40
+
+
+class Config(NamedTuple):
+    """Size of the vocabulary, dtype of logits, filters, and tokens of a program."""
+
+    vocabulary: int
+    dtype: torch.dtype
+    filters: bool
+    piece: int
+
+
+def _config(draw: Draw) -> Config:
+    most = draw.limit(130000, 300)
+    piece = draw.often(2048, 256, 1024) if draw.device.type == "cuda" else 64
+    vocabulary = draw.choice(1, 2, 32000, 129280, draw.length(20000, piece, least=1))
+    return Config(min(vocabulary, most), draw.choice(BF16, BF16, FP16, FP32), draw.flag(0.7), piece)
+
+
+def _logits(config: Config, draw: Draw, rows: int) -> Tensor:
+    logits = draw.normal(rows, config.vocabulary, magnitude=draw.often(2.0, 0.1, 10.0))
+    kind = draw.choice("any", "any", "ties", "special")
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "special":
+        for value in (torch.nan, torch.inf):
+            logits[draw.uniform(*logits.shape) < 0.5 / config.vocabulary] = value
+        logits[draw.uniform(*logits.shape) < 0.3] = -torch.inf
+        logits[draw.uniform(rows) < 0.1] = -torch.inf
+    return logits.to(config.dtype)
+
+
+def _given(logits: Tensor, draw: Draw) -> Tensor:
+    """In half of all draws with NaN behind each row, as padding of a vocabulary is."""
+    if draw.flag():
+        return logits
+    padded = logits.new_full((len(logits), logits.shape[1] + draw.integer(1, 99)), torch.nan)
+    padded[:, : logits.shape[1]] = logits
+    return padded[:, : logits.shape[1]]
+
+
+def _most_likely(logits: Tensor) -> Tensor:
+    """The first NaN, or the first of the largest logits."""
+    wide = logits.double()
+    nan = wide.isnan()
+    # As integers: argmax says nothing of which one of equals it takes.
+    place = torch.arange(logits.shape[1], device=logits.device)
+    best = (
+        wide == wide.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1, keepdim=True)
+    ) & ~nan
+    wanted = torch.where(nan.any(-1, keepdim=True), nan, best)
+    return place.where(wanted, logits.shape[1]).amin(-1)
+
+
+def _peaks(config: Config, draw: Draw, compare: Comparison) -> None:
+    from absorbed_mla.kernels.sampling.peaks import find_most_likely
+
+    logits = _logits(config, draw, draw.length(draw.limit(300, 9), 16, least=1))
+    found = find_most_likely(_given(logits, draw), config.piece)
+    compare.same("tokens", found, _most_likely(logits))
+
+
+def _numbers(config: Config, draw: Draw, rows: int) -> Tensor:
+    """float64 [6, rows]: temperature, random number, min_p, top_k, top_p, whether sampled."""
+    columns = []
+    for _ in range(rows):
+        top_k, top_p = config.vocabulary, 1.0
+        if config.filters:
+            top_k = draw.choice(top_k, 1, 50, draw.integer(1, config.vocabulary))
+            top_p = draw.choice(1.0, 0.9, 0.5, 1e-6, draw.random.random())
+        min_p = draw.choice(0.0, 0.0, 0.1, 1.0, draw.random.random())
+        temperature = draw.choice(1.0, 0.7, 0.05, 5.0)
+        random = draw.choice(0.0, 1 - 2.0**-53, draw.random.random(), draw.random.random())
+        top_k = min(top_k, config.vocabulary)
+        columns.append([temperature, random, min_p, top_k, top_p, float(draw.flag(0.9))])
+    return draw.integer_tensor(columns, torch.float64).T
+
+
+def _run(config: Config, draw: Draw, compare: Comparison) -> None:
+    from absorbed_mla.kernels.sampling.draw import draw_tokens
+
+    rows = draw.length(draw.limit(64, 6), 16, least=1)
+    rows = max(1, min(rows, 2**21 // config.vocabulary))
+    logits, numbers = _logits(config, draw, rows), _numbers(config, draw, rows)
+    given = numbers if draw.flag() else numbers.contiguous()
+    found = draw_tokens(_given(logits, draw), given, filters=config.filters, piece=config.piece)
+    greedy = (numbers[5] == 0) | logits.isnan().any(-1)
+    most_likely = _most_likely(logits)
+    compare.holds("tokens", greedy & (found != most_likely), found, most_likely)
+    inside = (found >= 0) & (found < config.vocabulary)
+    compare.holds("tokens in the vocabulary", ~inside, found, most_likely)
+    clean = logits.masked_fill(greedy[:, None], 0.0)
+    right = greedy.clone()
+    for signs in combinations((-1, 1), repeat=2):
+        right |= _may_be_drawn(clean, numbers, found.clamp(0, config.vocabulary - 1), *signs)
+    compare.holds("drawn tokens", ~right, found, most_likely)
+
+
+def _may_be_drawn(
+    logits: Tensor, numbers: Tensor, tokens: Tensor, of_min_p: int, of_top_p: int
+) -> Tensor:
+    """Whether the random numbers fall into the tokens' parts, bool [rows].
+
+    Args:
+        logits: [rows, vocabulary], without NaN.
+        numbers: As :func:`_numbers` has them.
+        tokens: int64 [rows].
+        of_min_p: -1 or 1: to which side rounding moves ``min_p``.
+        of_top_p: Likewise ``top_p``.
+    """
+    temperature, random, min_p, top_k, top_p = (x[:, None] for x in numbers[:5])
+    wide = logits.double()
+    most = wide.amax(-1, keepdim=True)
+    share = torch.exp(torch.where(wide == most, 0.0, wide - most) / temperature)
+    share = share.masked_fill(share < min_p * (1 + of_min_p * _EDGE), 0.0)
+    weights = (share * _SCALE).floor()
+    order = wide.sort(dim=-1, descending=True, stable=True).indices
+    ordered = weights.gather(-1, order)
+    rank = torch.arange(wide.shape[1], device=wide.device)
+    ordered = ordered.masked_fill(rank >= top_k, 0.0)
+    before = ordered.cumsum(-1) - ordered
+    limit = top_p + of_top_p * _EDGE * (top_p < 1)
+    first = ordered * (rank == 0)
+    ordered = ordered.masked_fill(before >= limit * ordered.sum(-1, keepdim=True), 0.0)
+    # One token is always left.
+    ordered = torch.where((ordered.sum(-1, keepdim=True) > 0), ordered, first)
+    left = torch.zeros_like(weights).scatter_(-1, order, ordered)
+    sums = left.cumsum(-1)
+    whole = sums[:, -1:]
+    target, edge = random * whole, _EDGE * whole + 1
+    end = sums.gather(-1, tokens[:, None])
+    own = left.gather(-1, tokens[:, None])
+    fits = (end - own - edge <= target) & (target <= end + edge) & (own > 0)
+    return fits[:, 0]
+
+
+def _weights(config: Config, draw: Draw, compare: Comparison) -> None:
+    """What the kernels keep for themselves: shares of the most likely token's probability."""
+    from absorbed_mla.testing.token_weights import kernel_weights
+
+    rows = max(1, min(draw.length(draw.limit(64, 6), 16), 2**21 // config.vocabulary))
+    logits = _logits(config, draw, rows).nan_to_num(0.0, 1.0, -5.0)
+    numbers = _numbers(config, draw, rows)
+    found = kernel_weights(logits, numbers)
+    wide = logits.double()
+    relative = (wide - wide.amax(-1, keepdim=True)) / numbers[0][:, None]
+    share, min_p = relative.exp(), numbers[2][:, None]
+    wanted = (share * _SCALE).floor()
+    tolerance = wanted * _EDGE * (1 + relative.abs() / 10) + 1
+    error = (found.double() - wanted.where(share >= min_p, 0.0)).abs()
+    near_min_p = (share - min_p).abs() <= _EDGE * (1 + relative.abs() / 10) * share
+    compare.holds("weights", (error > tolerance) & ~near_min_p, found, wanted)
+
+
+_SAMPLING = "kernels.sampling"
+_PEAKS = f"{_SAMPLING}.peaks._peaks_kernel"
+FAMILIES = (
+    Family(
+        "most-likely",
+        (_PEAKS, f"{_SAMPLING}.peaks._most_likely_kernel"),
+        _config,
+        _peaks,
+        share=0.5,
+    ),
+    Family(
+        "draw-tokens",
+        (
+            _PEAKS,
+            f"{_SAMPLING}.weighing._weighing_kernel",
+            f"{_SAMPLING}.thresholds._threshold_kernel",
+            f"{_SAMPLING}.place._place_kernel",
+        ),
+        _config,
+        _run,
+    ),
+    Family(
+        "token-weights", ("testing.token_weights._weights_kernel",), _config, _weights, share=0.3
+    ),
+)

@@ -1,0 +1,170 @@
+"""Attention and products in fp64, each with the noise of ``compare.py``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The spacing of fp16 near 0, in which small probabilities and their gradients are rounded.
+_SPACING = 2.0**-24
+
+
+class Exact(NamedTuple):
+    """A result in fp64, and its noise."""
+
+    value: Tensor
+    noise: Tensor
+
+
+class Attended(NamedTuple):
+    """Attention of every head.
+
+    Attributes:
+        out: [S_q, B, N, V].
+        lse: [S_q, B, N]; -inf where a query sees nothing.
+        largest: Largest score of each row, likewise.
+        probs: [B, N, S_q, S_k].
+    """
+
+    out: Exact
+    lse: Tensor
+    largest: Tensor
+    probs: Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, dtype: torch.dtype
+) -> Attended:
+    """Softmax attention.
+
+    Args:
+        q: fp64 [S_q, B, N, D].
+        k: fp64 [S_k, B, N or 1, D].
+        v: fp64 [S_k, B, N or 1, V].
+        scale: Multiplies the scores.
+        seen: bool, can be expanded to [B, N, S_q, S_k].
+        dtype: Of the kernel's operands.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    scores = _times(q, k.transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if not scores.shape[-1]:
+        scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    lse = scores.logsumexp(-1)
+    probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = _times(probs, v)
+    # Probabilities are rounded relative to the largest one, and the output once more.
+    noise = (_times(_squares(probs, dtype), v.square()) + out.square()).sqrt()
+    rows = lse.permute(2, 0, 1), scores.amax(-1).permute(2, 0, 1)
+    return Attended(Exact(*(x.permute(2, 0, 1, 3) for x in (out, noise))), *rows, probs)
+
+
+class Gradients(NamedTuple):
+    """Of queries [S_q, B, N, D], keys and values [S_k, B, N, ..]; noise likewise."""
+
+    q: Exact
+    k: Exact
+    v: Exact
+
+
+def attention_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: Attended,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> Gradients:
+    """Of :func:`attention` with the same arguments; those of shared keys are summed over heads.
+
+    Args:
+        q: As there, like the next two and the last two.
+        k: As there.
+        v: As there.
+        attended: What it returned.
+        grad_out: fp64 [S_q, B, N, V].
+        grad_lse: fp64 [S_q, B, N], or None.
+        scale: As there.
+        dtype: As there.
+    """
+    shared = k.shape[2] != q.shape[2]
+    q, k, v, grad_out = (x.permute(1, 2, 0, 3) for x in (q, k, v, grad_out))
+    probs = attended.probs[..., : k.shape[2]]
+    dp = _times(grad_out, v.transpose(-1, -2))
+    delta = (probs * dp).sum(-1, keepdim=True)
+    out = attended.out.value.permute(1, 2, 0, 3)
+    parts = (probs.square() * dp.square()).sum(-1, keepdim=True)
+    parts = parts + (out.square() * grad_out.square()).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse.permute(1, 2, 0)[..., None]
+    ds = probs * (dp - delta) * scale
+    # What dS loses: its own rounding, and that of the output, by which delta is computed.
+    lost = (probs * scale).square() * (dp.square() + delta.square() + parts) + _absolute(dtype)
+    lost = torch.where(probs > 0, lost, 0.0)
+    rounded = _squares(probs, dtype)
+    pairs = (
+        (_times(ds, k), _times(lost, k.square())),
+        (_to_keys(ds, q, shared), _to_keys(lost, q.square(), shared)),
+        (_to_keys(probs, grad_out, shared), _to_keys(rounded, grad_out.square(), shared)),
+    )
+    found = (Exact(x, (n + x.square()).sqrt()) for x, n in pairs)
+    return Gradients(*(Exact(*(x.permute(2, 0, 1, 3) for x in each)) for each in found))
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[B, N, S, K] times [B, N or 1, K, M], without a copy of a matrix for every head."""
+    if matrix.shape[1] == rows.shape[1]:
+        return rows @ matrix
+    return (rows.flatten(1, 2) @ matrix[:, 0]).unflatten(1, rows.shape[1:3])
+
+
+def _to_keys(of_pairs: Tensor, rows: Tensor, shared: bool) -> Tensor:
+    """What keys get from the rows [B, N, S_q, M]: [B, N, S_k, M], or of all heads [B, 1, ..]."""
+    if not shared:
+        return of_pairs.transpose(-1, -2) @ rows
+    return (of_pairs.flatten(1, 2).transpose(-1, -2) @ rows.flatten(1, 2))[:, None]
+
+
+def _squares(probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squares of what rounding probabilities loses, where they are not 0."""
+    return torch.where(probs > 0, probs.square() + _absolute(dtype), 0.0)
+
+
+def _absolute(dtype: torch.dtype) -> float:
+    eps = torch.finfo(dtype).eps
+    return (_SPACING / eps) ** 2 if dtype == torch.float16 else 0.0
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Exact:
+    """``left @ right`` of any floating types.
+
+    Args:
+        left: [..., M, K].
+        right: [..., K, N].
+        dtype: Of the result that the noise is for; None: fp32, in which sums are computed.
+    """
+    left, right = left.double(), right.double()
+    value = left @ right
+    return Exact(value, rounded_sum(value, left.square() @ right.square(), left.shape[-1], dtype))
+
+
+def rounded_sum(
+    value: Tensor, squares: Tensor, number: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The noise of a sum in fp32 that is rounded to ``dtype``.
+
+    Args:
+        value: The sum.
+        squares: Sum of the summands' squares.
+        number: Of summands. A sum of partial sums loses about the root of it.
+        dtype: As in :func:`product`.
+    """
+    fp32 = torch.finfo(torch.float32).eps
+    eps = fp32 if dtype is None else torch.finfo(dtype).eps
+    in_fp32 = squares * (fp32 / eps * (4 + number**0.5)) ** 2
+    return (in_fp32 + value.square()).sqrt()

@@ -1,0 +1,188 @@
+"""Processes that run cases side by side, on one GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from checks.fuzz.case import CaseId, Outcome
+from checks.fuzz.family import Family
+from checks.fuzz.results import Results
+from checks.fuzz.worker import Batch, Started, work
+
+# Cases of a configuration. More of them would be cheap, fewer leave the time to the compiler.
+_CASES = 16
+# Seconds: of a case that compiles for long, and of cases under way when time is over.
+_MOST_SECONDS, _GRACE = 240.0, 20.0
+# What a configuration is expected to take, as long as it is not known.
+_EXPECTED = 8.0
+# Characters of a process's output that a report of its death quotes.
+_QUOTED = 1500
+
+
+@dataclass
+class _Schedule:
+    """Gives every family its share of the workers' time.
+
+    Attributes:
+        families: By name.
+        seed: Of all cases.
+        spent: Seconds, by family, those expected of batches under way included.
+        configurations: How many were given out, by family.
+    """
+
+    families: Mapping[str, Family]
+    seed: int
+    spent: dict[str, float] = field(default_factory=dict)
+    configurations: dict[str, int] = field(default_factory=dict)
+
+    def next(self, deadline: float) -> Batch:
+        """The next configuration of the family that has had the least."""
+        name = min(self.families, key=lambda n: self.spent.get(n, 0.0) / self.families[n].share)
+        number = self.configurations.get(name, 0)
+        self.configurations[name] = number + 1
+        self.add(name, _EXPECTED)
+        return Batch(name, CaseId(self.seed, number, 0), _CASES, deadline)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+
+
+class _Worker:
+    """A process, what it is doing, and since when."""
+
+    def __init__(self, number: int, folder: Path, memory_share: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.log = folder / f"{number}.txt"
+        arguments = theirs, str(self.log), memory_share
+        self.process = context.Process(target=work, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.batch: Batch | None = None
+        self.case: Started | None = None
+        self.since = self.batch_since = time.monotonic()
+
+    def give(self, batch: Batch | None) -> None:
+        self.batch, self.batch_since = batch, time.monotonic()
+        self.connection.send(batch)
+
+    def output(self) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return text[-_QUOTED:].strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Runner:
+    """Runs cases of families until time is over.
+
+    Args:
+        families: By name.
+        seed: Of all cases.
+        seconds: How long cases may begin.
+        jobs: Processes.
+        results: Gets what happens.
+        progress: Called now and then.
+    """
+
+    def __init__(
+        self,
+        families: Mapping[str, Family],
+        seed: int,
+        seconds: float,
+        jobs: int,
+        results: Results,
+        progress: Callable[[float], None],
+    ) -> None:
+        self.schedule = _Schedule(families, seed)
+        self.results, self.progress = results, progress
+        self.seconds, self.jobs = seconds, jobs
+        self.deadline = time.monotonic() + seconds
+        self.started = 0
+
+    def run(self) -> None:
+        """Until all processes have ended."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.folder = Path(folder)
+            workers = [self._start() for _ in range(self.jobs)]
+            try:
+                self._serve(workers)
+            finally:
+                for worker in workers:
+                    worker.end()
+
+    def _start(self) -> _Worker:
+        self.started += 1
+        return _Worker(self.started, self.folder, 0.7 / self.jobs)
+
+    def _serve(self, workers: list[_Worker]) -> None:
+        reported = time.monotonic()
+        while workers:
+            by_connection = {worker.connection: worker for worker in workers}
+            for connection in wait(list(by_connection), timeout=1.0):
+                self._receive(by_connection[connection], workers)
+            now = time.monotonic()
+            for worker in list(workers):
+                if worker.case is not None and now - worker.since > _MOST_SECONDS:
+                    self._lost(worker, workers, f"took more than {_MOST_SECONDS:.0f} s")
+            if now > self.deadline + _GRACE:
+                self.results.unfinished += sum(worker.case is not None for worker in workers)
+                return
+            if now - reported > 20:
+                reported = now
+                self.progress(self.seconds - (self.deadline - now))
+
+    def _receive(self, worker: _Worker, workers: list[_Worker]) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, ConnectionError):
+            worker.process.join()
+            self._lost(worker, workers, f"ended its process, exit code {worker.process.exitcode}")
+            return
+        if isinstance(message, Started):
+            worker.case, worker.since = message, time.monotonic()
+        elif isinstance(message, Outcome):
+            assert worker.case is not None
+            self.results.add(*worker.case, message)
+            worker.case = None
+        else:
+            self._idle(worker, workers)
+
+    def _idle(self, worker: _Worker, workers: list[_Worker]) -> None:
+        """The worker has done its batch, or has just started."""
+        self._count(worker)
+        if time.monotonic() < self.deadline:
+            worker.give(self.schedule.next(self.deadline))
+            return
+        workers.remove(worker)
+        worker.end()
+
+    def _count(self, worker: _Worker) -> None:
+        """Put the time that the batch took in the place of what was expected."""
+        if worker.batch is not None:
+            seconds = time.monotonic() - worker.batch_since
+            self.schedule.add(worker.batch.family, seconds - _EXPECTED)
+            worker.batch = None
+
+    def _lost(self, worker: _Worker, workers: list[_Worker], what: str) -> None:
+        """A process is no more; its case has failed, and another process takes over."""
+        self._count(worker)
+        workers.remove(worker)
+        worker.end()
+        if worker.case is not None:
+            error = f"the case {what}: {worker.output()}"
+            seconds = time.monotonic() - worker.since
+            self.results.add(*worker.case, Outcome(error, "not known", 0.0, (), seconds))
+        elif not self.results.cases:
+            raise OSError(f"a process {what} before it ran a case: {worker.output()}")
+        if time.monotonic() < self.deadline:
+            workers.append(self._start())
