@@ -105,7 +105,7 @@ def key_lists(chosen: Tensor, num_keys: int, tokens: int, splits: int = 1) -> Ke
     """
     chosen = chosen.contiguous()
     if splits > 1:
-        chosen = chosen.view(len(chosen), splits, -1)
+        chosen = chosen.view(len(chosen), splits, chosen.shape[-1] // splits)
     queries, batch, topk = chosen.shape
     tiles = triton.cdiv(queries, tokens)
     if not tiles or not batch or not topk:

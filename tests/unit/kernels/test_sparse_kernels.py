@@ -205,6 +205,19 @@ def test_few_tokens(name, monkeypatch):
     assert found.out.shape == q_content.shape and found.out.dtype == q_content.dtype
 
 
+@pytest.mark.parametrize("topk", [16, 512])
+def test_no_tokens(topk):
+    """Lists that would be split, too."""
+    shapes = (0, 1, 4, 16), (0, 1, 4, 16), (5, 1, 32)
+    q_content, q_rope, kv = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    chosen = torch.zeros(0, 1, topk, dtype=torch.int32)
+    inputs, triton = latent_inputs(q_content, q_rope, kv), SPARSE_BACKENDS["triton"]
+    found = triton.forward(inputs, chosen, SCALE)
+    assert found.out.shape == q_content.shape and found.lse.shape == (0, 1, 4)
+    gradient = triton.backward(OutputGradient(found.out, None), found, inputs, chosen, SCALE)
+    assert len(gradient.k_content) == 5 and not gradient.k_content.any()
+
+
 def test_splits_depend_on_shapes_alone():
     assert splits.splits_for(32, 1, 128, 2048) == 2
     assert splits.splits_for(32, 1, 16, 2048) == 4

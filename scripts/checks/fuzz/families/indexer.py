@@ -96,7 +96,8 @@ def _weighted(config: Config, vectors: Vectors) -> tuple[Tensor, Tensor]:
     dots, squares = q @ k, q.square() @ k.square()
     if config.relu:
         # A product below 0 counts for nothing, unless rounding makes it greater.
-        squares = squares.where(dots > 0, 1e-6 * squares)
+        below = 2.0**-9 * squares.sqrt() if config.fp8 else 0.0
+        squares = squares.where(dots > -below, 1e-6 * squares)
         dots = dots.relu()
     value = (weights * dots).sum(1)
     squares = (weights.square() * (squares + dots.square())).sum(1)

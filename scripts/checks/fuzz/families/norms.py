@@ -87,7 +87,8 @@ def _norm(config: Config, draw: Draw, compare: Comparison) -> None:
     noise = value.abs() + lost * (weighted.abs() + normed.abs() * inner.abs())
     compare.rows("dx", grads[0], value, noise, config.dtype)
     terms = grad.double() * normed
-    noise = terms.sum(0).abs() + 1e-3 * terms.square().sum(0).sqrt()
+    # Sums in fp32 are rounded on the way, where they may be larger than at the end.
+    noise = terms.sum(0).abs() + 2e-2 * terms.square().sum(0).sqrt()
     compare.rows("dweight", grads[1], terms.sum(0), noise, config.weight)
 
 
