@@ -35,6 +35,7 @@ from checks import (
     serving_tables,
     sparse_tables,
 )
+from checks.fuzz import tables as fuzz
 from checks.oracle_report import read_summary
 from checks.performance import tables as performance
 from checks.support_matrix import KINDS, support_table
@@ -264,6 +265,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "decode lengths": decode_tables.lengths_table,
     "latent cache": latent_cache_accuracy.table,
     "drawing": drawing_table.table,
+    "gpu fuzz": fuzz.page,
     "beside vllm": serving_tables.table,
     "traffic beside vllm": serving_tables.traffic_table,
     "parity mode beside default": serving_tables.parity_table,

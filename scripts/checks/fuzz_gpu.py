@@ -26,6 +26,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -73,10 +74,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _render(file: Path) -> int:
-    from checks.fuzz.results import family_table, kernel_table, summary
+    from checks.fuzz.tables import rendered
 
-    report = json.loads(file.read_text())
-    print("\n\n".join([summary(report), family_table(report), kernel_table(report)]))
+    if not file.is_file():
+        raise ValueError(f"--render must be a file of --output, got {file}")
+    print(rendered(json.loads(file.read_text())))
     return 0
 
 
@@ -84,6 +86,8 @@ def _families(names: list[str] | None):
     """The families of these names, and those of them that cannot run here."""
     import torch
 
+    # Megatron warns about every optional package it does not find.
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
     from checks.fuzz.registry import all_families, named
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,8 +100,9 @@ def _families(names: list[str] | None):
 
 
 def _fuzz(args: argparse.Namespace, names: list[str] | None) -> int:
-    from checks.fuzz.results import Results, failure_text, family_table, summary, write
+    from checks.fuzz.results import Results, failure_text, write
     from checks.fuzz.runner import Runner
+    from checks.fuzz.tables import family_table, summary
 
     families, left_out = _families(names)
     if not families:

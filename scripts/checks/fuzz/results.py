@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.kit.tables import markdown_table, shortened
+from benchmarks.kit.tables import shortened
 from checks.fuzz.case import CaseId, Outcome
 from checks.fuzz.family import Family
 
@@ -125,46 +125,6 @@ def write(report: dict, file: Path) -> None:
     part = file.with_name(f"{file.name}.part")
     part.write_text(json.dumps(report, indent=1) + "\n")
     part.replace(file)
-
-
-def family_table(report: dict) -> str:
-    """Cases, configurations and failures of each family, in Markdown."""
-    head = ["family", "cases", "configurations", "failures", "largest error / tolerance"]
-    lines = [
-        [
-            f"`{name}`",
-            str(each["cases"]),
-            str(each["configurations"]),
-            str(each["failures"]),
-            f"{each['worst share of the tolerance']:.2f}",
-        ]
-        for name, each in report["families"].items()
-    ]
-    total = [str(sum(each[key] for each in report["families"].values())) for key in (
-        "cases", "configurations", "failures"
-    )]  # fmt: skip
-    return markdown_table(head, [*lines, ["all", *total, ""]], ["family"])
-
-
-def kernel_table(report: dict) -> str:
-    """Cases that launched each kernel, and the families that declare it."""
-    of = report["families of kernels"]
-    lines = [
-        [f"`{kernel.removeprefix('kernels.')}`", str(count), ", ".join(of.get(kernel, ["-"]))]
-        for kernel, count in report["kernels"].items()
-    ]
-    return markdown_table(["kernel", "cases", "families"], lines, ["kernel", "families"])
-
-
-def summary(report: dict) -> str:
-    """Where the results come from, and how many cases failed, in a sentence."""
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    failures = len(report["failures"])
-    return (
-        f"{report['cases']:,} cases in {report['seconds']} s with seed {report['seed']} on "
-        f"{report['device']} ({report['jobs']} processes; {versions}; {report['date']}, "
-        f"{report['commit']}): {failures or 'no'} failure{'s' * (failures != 1)}."
-    )
 
 
 def failure_text(failure: dict) -> str:

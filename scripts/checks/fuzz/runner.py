@@ -21,6 +21,8 @@ _CASES = 16
 _MOST_SECONDS, _GRACE = 240.0, 20.0
 # What a configuration is expected to take, as long as it is not known.
 _EXPECTED = 8.0
+# A process of its own has no CUDA context of its parent's.
+_START = "spawn"
 # Characters of a process's output that a report of its death quotes.
 _QUOTED = 1500
 
@@ -57,7 +59,7 @@ class _Worker:
     """A process, what it is doing, and since when."""
 
     def __init__(self, number: int, folder: Path, memory_share: float) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_START)
         self.connection, theirs = context.Pipe()
         self.log = folder / f"{number}.txt"
         arguments = theirs, str(self.log), memory_share

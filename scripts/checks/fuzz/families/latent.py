@@ -25,6 +25,8 @@ from checks.fuzz.spans import draw_long_spans, draw_spans, hide_unseen, visible
 
 # Pairs of a query and a key, times heads: what the reference computes.
 _PAIRS = 2**22
+# Keys of a long sequence, on a GPU and emulated.
+LONG = (5000, 2200)
 
 
 class Config(NamedTuple):
@@ -171,7 +173,7 @@ def _run(
     backward: bool = True,
 ) -> None:
     """Forward, the largest scores if recorded, and backward."""
-    most = draw.limit(5000, 2200) if long else draw.limit(700, 40)
+    most = draw.limit(*LONG) if long else draw.limit(700, 40)
     case = draw_case(config, draw, most, long=long)
     max_logits = None
     if config.record:

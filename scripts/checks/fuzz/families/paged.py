@@ -19,6 +19,8 @@ from checks.fuzz.references import attention
 
 # Pairs of a new token and a key, times heads.
 _PAIRS = 2**22
+# Of all requests of a case.
+_KEYS = 60_000
 # A block that there is not, where the table of blocks is not to be read.
 _NO_BLOCK = 2**31 - 648
 
@@ -79,6 +81,7 @@ def draw_requests(draw: Draw, heads: int, most_keys: int) -> Requests:
     """Requests of up to ``most_keys`` keys, with tokens of no request between some."""
     number = draw.choice(1, draw.integer(0, 4), draw.integer(1, draw.limit(150, 5)))
     pairs = _PAIRS // heads // max(number, 1)
+    most_keys = min(most_keys, _KEYS // max(number, 1))
     keys, queries = [], []
     for _ in range(number):
         length = draw.length(max(1, min(most_keys, pairs)), 64, 32, 2048, least=1)
