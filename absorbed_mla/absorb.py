@@ -7,6 +7,8 @@ DeepSeek-V2, arXiv:2405.04434, section 2.1.2 and appendix C.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,6 @@ def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     """
     if _needs_own_product(q_nope):
         return _HeadProduct.apply(q_nope, w_uk)
-    if _generates(q_nope):
-        return _head_product(q_nope, w_uk)
     return torch.einsum("sbnd,ndc->sbnc", q_nope, w_uk)
 
 
@@ -43,25 +43,32 @@ def up_project_value(o_latent: Tensor, w_uv: Tensor) -> Tensor:
     """
     if _needs_own_product(o_latent):
         return _HeadProduct.apply(o_latent, w_uv.transpose(1, 2))
-    if _generates(o_latent):
-        return _head_product(o_latent, w_uv.transpose(1, 2))
     return torch.einsum("sbnc,nvc->sbnv", o_latent, w_uv)
 
 
-def _head_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [S, B, N, K] times ``weight`` [N, K, C] for every head, contiguous [S, B, N, C].
+def absorb_query_in_inference(q_nope: Tensor, w_uk: Tensor) -> Tensor:
+    """:func:`absorb_query` without gradient, contiguous on a GPU."""
+    return _head_product(absorb_query, q_nope, w_uk, w_uk)
 
-    ``torch.einsum`` leaves heads first, which the next layer copies.
+
+def up_project_value_in_inference(o_latent: Tensor, w_uv: Tensor) -> Tensor:
+    """:func:`up_project_value` without gradient, contiguous on a GPU."""
+    return _head_product(up_project_value, o_latent, w_uv, w_uv.transpose(1, 2))
+
+
+def _head_product(stage: Callable, x: Tensor, weight: Tensor, matrices: Tensor) -> Tensor:
+    """``x`` [S, B, N, K] times ``matrices`` [N, K, C], which is what ``stage`` computes.
+
+    ``torch.einsum`` leaves heads first, which the next layer of a decode step copies. Training does
+    not come here, not even where gradients are off: what it computes again with gradients must lie
+    in memory as it did.
     """
+    if not x.is_cuda or is_enabled(x.device):
+        return stage(x, weight)
     tokens, batch, heads, _ = x.shape
-    result = x.new_empty(tokens * batch, heads, weight.shape[2])
-    torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=result.transpose(0, 1))
-    return result.view(tokens, batch, heads, weight.shape[2])
-
-
-def _generates(x: Tensor) -> bool:
-    """Whether ``x`` is on a GPU and no gradient is wanted."""
-    return x.is_cuda and not torch.is_grad_enabled()
+    result = x.new_empty(tokens * batch, heads, matrices.shape[2])
+    torch.bmm(x.flatten(0, 1).transpose(0, 1), matrices, out=result.transpose(0, 1))
+    return result.view(tokens, batch, heads, matrices.shape[2])
 
 
 def _needs_own_product(x: Tensor) -> bool:

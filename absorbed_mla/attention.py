@@ -42,6 +42,7 @@ from absorbed_mla.projections import (
     ProjectionBuilder,
     down_layers,
 )
+from absorbed_mla.recomputed_outputs import SameLayout
 from absorbed_mla.rope import RotaryTable, rotate_tail
 from absorbed_mla.sequences import SequenceLayout
 from absorbed_mla.tensor_parallel import enter_head_parallel, leave_column_parallel
@@ -270,7 +271,8 @@ class AbsorbedMLASelfAttention(HostInterface):
 
         def project(hidden_states: Tensor) -> tuple[Tensor, ...]:
             q_down, kv_down = self._down_project(hidden_states)
-            found = run(partial(self._up_project, plan), q_down, kv_down, w_uk, cos, sin)
+            stage = partial(self._up_project, plan)
+            found = run(SameLayout(stage) if up_project else stage, q_down, kv_down, w_uk, cos, sin)
             return *found, q_down
 
         offload = self.offloading.run if self.offloading else _on_device_stage

@@ -61,7 +61,9 @@ class RMSNorm(nn.Module):
             x = SavedByPython.apply(x)
         plain = x.dtype == self.weight.dtype != torch.float64 and not self.zero_centered
         invariant = x.is_cuda and is_enabled(x.device)
-        if (invariant or has_few_rows(x)) and x.dtype != torch.float64:
+        # Not in training without gradients, which may be computed again with them, to the same bit.
+        few = not self.training and has_few_rows(x)
+        if (invariant or few) and x.dtype != torch.float64:
             return rms_norm(x, self.weight, self.eps, self.zero_centered, self.weight.dtype)
         if plain and x.is_cuda and not invariant:
             # PyTorch's fused kernel, which computes in fp32 too.

@@ -303,7 +303,8 @@ class CachedAttention:
     def _absorbed(self, over, step, segment, q, kv, weights, cos_sin, rows=None) -> Tensor:
         """Of a segment; ``rows`` are others with the same tokens, of a cache in one part."""
         w_uk, w_uv = weights
-        q_content, q_rope = (x.squeeze(1) for x in self.absorbed.query_in_place(q, w_uk, *cos_sin))
+        query = self.absorbed.query_in_inference(q, w_uk, *cos_sin)
+        q_content, q_rope = (x.squeeze(1) for x in query)
         backend, total = over or self._paged_backend(step, q), None
         if step.ranks is not None:
             backend = InterleavedAttention(backend, step.ranks)
@@ -328,7 +329,7 @@ class CachedAttention:
                 total = merge(out.to(lse.dtype), lse, *attended)
         assert total is not None, "a cache has a part"
         out = total[0].to(q.dtype)
-        return self.absorbed.output(out.unsqueeze(1), w_uv)
+        return self.absorbed.output_in_inference(out.unsqueeze(1), w_uv)
 
     def _rows_of(self, step: InferenceStep, rows: Rows, segment: Segment) -> Rows:
         """A segment's rows; once for all layers, unless a part of the cache has its own table."""

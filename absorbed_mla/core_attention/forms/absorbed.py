@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from absorbed_mla.absorb import absorb_query, up_project_value
+from absorbed_mla.absorb import (
+    absorb_query,
+    absorb_query_in_inference,
+    up_project_value,
+    up_project_value_in_inference,
+)
 from absorbed_mla.core_attention.forms.base import BlockGradients, Query
 from absorbed_mla.core_attention.types import AttentionInputs
 from absorbed_mla.rope import rotate_tail
@@ -19,16 +24,13 @@ class AbsorbedForm:
 
     def query(self, q, w_uk, cos, sin):
         """See ``Form``; memory of its own, which recomputation frees."""
-        q_content, q_rope = self.query_in_place(q, w_uk, cos, sin)
-        return q_content, q_rope.clone(memory_format=torch.contiguous_format)
+        q_nope, q_rope = _rotated_parts(q, w_uk, cos, sin)
+        return absorb_query(q_nope, w_uk), q_rope.clone(memory_format=torch.contiguous_format)
 
-    def query_in_place(self, q, w_uk, cos, sin):
-        """:meth:`query` whose q_rope is a part of ``q``."""
-        heads, nope, _ = w_uk.shape
-        width = q.shape[-1] // heads
-        rotated = rotate_tail(q, cos, sin, heads).view(*q.shape[:2], heads, width)
-        q_nope, q_rope = rotated.split((nope, width - nope), dim=-1)
-        return absorb_query(q_nope, w_uk), q_rope
+    def query_in_inference(self, q, w_uk, cos, sin):
+        """:meth:`query` without gradient, whose q_rope is a part of ``q``."""
+        q_nope, q_rope = _rotated_parts(q, w_uk, cos, sin)
+        return absorb_query_in_inference(q_nope, w_uk), q_rope
 
     def weights(self, w_uk, w_uv):
         """None: W_UK is in the query, and W_UV is applied to the output."""
@@ -37,6 +39,10 @@ class AbsorbedForm:
     def output(self, core_out, w_uv):
         """The attended latent, up-projected by W_UV once per query."""
         return up_project_value(core_out, w_uv)
+
+    def output_in_inference(self, core_out, w_uv):
+        """:meth:`output` without gradient."""
+        return up_project_value_in_inference(core_out, w_uv)
 
     def widths(self, dims):
         """See ``Form``."""
@@ -51,6 +57,15 @@ class AbsorbedForm:
         found = backend.backward(grad, output, _inputs(query, kv), rules)
         dkv = _rejoin(found.k_content.squeeze(2), found.k_rope)
         return BlockGradients((found.q_content, found.q_rope), dkv, ())
+
+
+def _rotated_parts(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Views q_nope [S, B, N, nope] and q_rope [S, B, N, R] of ``q``, which is rotated in place."""
+    heads, nope, _ = w_uk.shape
+    width = q.shape[-1] // heads
+    rotated = rotate_tail(q, cos, sin, heads).view(*q.shape[:2], heads, width)
+    q_nope, q_rope = rotated.split((nope, width - nope), dim=-1)
+    return q_nope, q_rope
 
 
 def _rejoin(latent: Tensor, k_rope: Tensor) -> Tensor:

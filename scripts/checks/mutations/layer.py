@@ -5,6 +5,16 @@ from __future__ import annotations
 from checks.mutations.mutation import Mutation
 
 MUTATIONS = {
+    "recomputed_outputs_of_any_layout": Mutation(
+        "absorbed_mla/recomputed_outputs.py",
+        "assert layout == self._layout",
+        "assert layout",
+    ),
+    "recomputed_outputs_without_their_strides": Mutation(
+        "absorbed_mla/recomputed_outputs.py",
+        "return x.storage_offset(), *walked",
+        "return (x.storage_offset(),)",
+    ),
     "fp8_training_not_rounded": Mutation(
         "absorbed_mla/attention.py", "kv = self.cached_attention.rounded(kv)", "pass"
     ),

@@ -205,7 +205,7 @@ PRODUCT = ("absorbed_mla", "specs", "checkpoint_conversion")
 LEVELS = [
     {
         *("registry", "caching", "log_once", "first_order", "dims", "fp8", "naive", "muon"),
-        *("offloading", "graph_capture", "whole_step"),
+        *("offloading", "graph_capture", "whole_step", "recomputed_outputs"),
     },
     {"kernels", "sequences", "options"},
     {"batch_invariant"},
